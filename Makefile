@@ -1,0 +1,44 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO_DIR := runs/demo
+
+.PHONY: help install demo test check bench reproduce clean
+
+help:  ## List the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+install: $(STAMP)  ## Create .venv with the package, all extras and the development tools
+
+demo: install  ## Run both synthetic experiments small, print the table, write the report
+	@rm -rf $(DEMO_DIR)
+	$(BIN)/divebatch run synthetic-convex --trials 2 --epochs 20 --log-exact --out $(DEMO_DIR)
+	$(BIN)/divebatch run synthetic-nonconvex --trials 2 --epochs 20 --log-exact --out $(DEMO_DIR)
+	$(BIN)/divebatch report $(DEMO_DIR)
+
+test: install  ## Run the tests
+	$(BIN)/pytest -n 2
+
+check: install  ## Lint, type-check, test: what CI runs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+bench: install  ## Measure the overhead of measuring, as ratios to a hand-written loop
+	$(BIN)/python benchmarks/synthetic_step.py
+
+reproduce: install  ## The paper's synthetic experiments in full (minutes on two cores)
+	$(BIN)/divebatch run synthetic-convex --log-exact --out runs/paper --resume
+	$(BIN)/divebatch run synthetic-nonconvex --log-exact --out runs/paper --resume
+	$(BIN)/divebatch report runs/paper
+
+clean:  ## Remove the virtual environment, runs and caches
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

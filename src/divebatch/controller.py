@@ -1,0 +1,194 @@
+"""The one loop a user drives: observe, estimate, decide, apply, record."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from divebatch.data.loader import AdaptiveLoader, Pass
+from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.estimators import Estimator, Scene, make_estimator
+from divebatch.lr import LrCoupling
+from divebatch.measurement import Decision, Diversity, Measurement
+from divebatch.policies import Policy
+from divebatch.records import EpochRecord
+
+STATE_VERSION = 1
+
+
+class Controller:
+    """Lets `policy` set the loader's batch size after each epoch, and the learning rate follow it.
+
+    Call `step()` once after each epoch, after the scheduler's own step. What the policy does not need is not
+    measured: an epoch without measuring runs without any hook on the model.
+
+    `estimator` is "trajectory" (the paper's, the default), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
+    `lr_coupling` is "none", "linear" (SGD) or "sqrt" (Adam-like optimizers). `scheduler` is the one that drives the
+    optimizer, or a list of all that do. `loss_reduction` says how your loss is reduced over the batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: AdaptiveLoader,
+        policy: Policy,
+        *,
+        estimator: str | Estimator | None = None,
+        lr_coupling: str = "none",
+        scheduler: Any = None,
+        loss_reduction: str = "mean",
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    ) -> None:
+        _require_parts(model, loader, policy)
+        self.policy, self.loader = policy, loader
+        self.epoch = loader.epoch
+        self._estimator = self._bind(estimator, Scene(model, loader.full_pass, loss_reduction, loss_fn))
+        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
+        self._coupling = LrCoupling(optimizer, schedulers, kind=lr_coupling, first_batch_size=loader.batch_size)
+        self._measuring = False
+        self._forget_listener = loader.on_new_pass(self._on_new_pass)
+        self._begin_epoch()
+
+    def step(self) -> EpochRecord:
+        """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next."""
+        finished = self.loader.finish_epoch()
+        self._check_one_epoch(finished)
+        diversity = self._estimator.finish() if self._measuring and self._estimator else None
+        self._measuring = False
+        seen = self._measurement(finished, diversity)
+        decision = self._within_data(self.policy.next(seen), seen)
+        self._apply(decision)
+        self.epoch += 1
+        record = self._record(seen, decision)
+        self._begin_epoch()
+        return record
+
+    def close(self) -> None:
+        """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
+        self._coupling.close()
+        self._forget_listener()
+        if self._estimator is not None:
+            self._estimator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # One epoch
+
+    def _begin_epoch(self) -> None:
+        self._lr = self._coupling.rates()[0]
+        due = self._estimator is not None and self.policy.measures(self.epoch + 1, self.loader.batch_size)
+        if due and not self._measuring and self._estimator is not None:
+            self._estimator.start()
+        self._measuring = due
+
+    def _on_new_pass(self) -> None:
+        """Whatever was seen before the epoch's first batch (a trial pass, one broken off) does not count."""
+        self._lr = self._coupling.rates()[0]
+        if self._measuring and self._estimator is not None:
+            self._estimator.restart()
+
+    def _check_one_epoch(self, finished: Pass) -> None:
+        if finished.epoch != self.epoch:
+            raise UsageError(
+                f"step() must be called once after each epoch: {finished.epoch + 1 - self.epoch} epochs have ended "
+                f"since the last call"
+            )
+
+    def _measurement(self, finished: Pass, diversity: Diversity | None) -> Measurement:
+        dataset_size = self.loader.dataset_size
+        assert dataset_size is not None  # known once an epoch has ended
+        return Measurement(
+            epoch=finished.epoch + 1,
+            batch_size=finished.batch_size,
+            dataset_size=dataset_size,
+            step=self.loader.batches_delivered,
+            samples=self.loader.samples_delivered,
+            diversity=diversity,
+            lr=self._lr,
+            lr_schedule_ratio=self._coupling.schedule_ratio(),
+        )
+
+    @staticmethod
+    def _within_data(decision: Decision, seen: Measurement) -> Decision:
+        """No batch has more samples than an epoch, and the learning rate must not follow one that had."""
+        if decision.batch_size <= seen.dataset_size:
+            return decision
+        reason = f"{decision.reason}; limited to the {seen.dataset_size} samples there are".lstrip("; ")
+        return Decision(batch_size=seen.dataset_size, lr_factor=decision.lr_factor, reason=reason)
+
+    def _apply(self, decision: Decision) -> None:
+        self.loader.batch_size = decision.batch_size
+        self._coupling.follow(decision.batch_size, lr_factor=decision.lr_factor)
+
+    def _record(self, seen: Measurement, decision: Decision) -> EpochRecord:
+        diversity = seen.diversity
+        return EpochRecord(
+            epoch=seen.epoch,
+            batch_size=seen.batch_size,
+            lr=self._lr,
+            steps=seen.step,
+            samples=seen.samples,
+            diversity=diversity.value if diversity is not None and diversity.is_defined else None,
+            next_batch_size=decision.batch_size,
+            next_lr=self._coupling.rates()[0],
+            reason=decision.reason,
+        )
+
+    def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:
+        if "diversity" not in self.policy.needs:
+            return None
+        bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
+        bound.bind(scene)
+        return bound
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but model, optimizer and scheduler, as plain containers and tensors."""
+        if self.loader.has_finished_epoch:
+            raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
+        return {
+            "version": STATE_VERSION,
+            "policy": repr(self.policy),
+            "epoch": self.epoch,
+            "lr": self._lr,
+            "loader": self.loader.state_dict(),
+            "estimator": self._estimator.state_dict() if self._estimator else {},
+            "coupling": self._coupling.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the saved controller stood. Nothing is changed if the state does not fit."""
+        if state.get("version") != STATE_VERSION:
+            raise CheckpointError(f"state has version {state.get('version')}, this code reads {STATE_VERSION}")
+        if state["policy"] != repr(self.policy):
+            raise CheckpointError(f"the checkpoint's policy is {state['policy']}, this one {self.policy!r}")
+        self.loader.check_state(state["loader"])
+        self._coupling.check_state(state["coupling"])
+        self.loader.load_state_dict(state["loader"])
+        self._coupling.load_state_dict(state["coupling"])
+        self.epoch = state["epoch"]
+        if self._estimator is not None:
+            self._estimator.close()
+            self._measuring = False
+        self._begin_epoch()
+        self._lr = state["lr"]
+        if self._measuring and self._estimator is not None:
+            self._estimator.load_state_dict(state["estimator"])
+
+
+def _require_parts(model: nn.Module, loader: object, policy: Policy) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
+    if not isinstance(loader, AdaptiveLoader):
+        raise ArgumentError(
+            f"loader must be an AdaptiveLoader, got {type(loader).__name__}; "
+            f"for a DataLoader: AdaptiveLoader.wrap(dataloader)"
+        )
+    policy.check_start(loader.batch_size)

@@ -1,0 +1,334 @@
+"""A DataLoader whose batch size may change, that sees every sample once an epoch and resumes exactly."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from divebatch.data.order import FromSampler, Order, Sequential, Shuffled
+from divebatch.data.sampler import checked_batch_size, num_batches
+from divebatch.data.source import make_source, worker_seed
+from divebatch.errors import ArgumentError, CheckpointError, UsageError
+
+STATE_VERSION = 1
+_OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+_PASSED_ON = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+"""What `wrap` takes over from a DataLoader; its generator too, where it has one of its own."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """One trip through the data at one batch size, and how far it has come."""
+
+    epoch: int
+    """From 0."""
+    batch_size: int
+    order: Tensor | Sequence[Any] | None
+    num_batches: int | None
+    """None for a stream."""
+    batches: int = 0
+    """Delivered to the loop, not merely prefetched."""
+    samples: int = 0
+
+
+class AdaptiveLoader:
+    """Drop-in for a DataLoader. Set `batch_size` at any time: it reads back at once and is in force next epoch.
+
+    The order of an epoch depends on (seed, epoch) alone, so runs repeat and resume whatever the sizes were. Leaving a
+    pass early (`break`, `next(iter(loader))`) does not count: the epoch starts again from its beginning. An
+    IterableDataset keeps its own order and is batched by the size in force. Any collate and its batches will do;
+    further keyword arguments go to `torch.utils.data.DataLoader`.
+
+    >>> import torch
+    >>> data = torch.utils.data.TensorDataset(torch.arange(5))
+    >>> loader = AdaptiveLoader(data, 2, shuffle=False)
+    >>> [x.tolist() for x, in loader]
+    [[0, 1], [2, 3], [4]]
+    >>> loader.batch_size = 3
+    >>> [x.tolist() for x, in loader]
+    [[0, 1, 2], [3, 4]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        **dataloader_kwargs: Any,
+    ) -> None:
+        clash = sorted(_OURS & dataloader_kwargs.keys())
+        if clash:
+            raise ArgumentError(f"{', '.join(clash)} cannot be passed on; use AdaptiveLoader.wrap(DataLoader(...))")
+        order: Order | None = None
+        if not isinstance(dataset, IterableDataset):
+            size = _size_of(dataset)
+            order = Shuffled(size, seed) if shuffle else Sequential(size)
+        self._setup(dataset, batch_size, order, seed, drop_last, dataloader_kwargs)
+
+    @classmethod
+    def wrap(cls, dataloader: "DataLoader[Any]", *, seed: int = 0) -> Self:
+        """Take over an existing DataLoader: its dataset, sampler, collate, workers and batch size.
+
+        torch's plain shuffling becomes ours, with `seed`; a sampler of your own keeps drawing the order.
+        """
+        batch_sampler = dataloader.batch_sampler
+        if type(batch_sampler) is not BatchSampler:
+            kind = "none (batch_size=None)" if batch_sampler is None else type(batch_sampler).__name__
+            raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")
+        loader = cls.__new__(cls)
+        order = None if isinstance(dataloader.dataset, IterableDataset) else _order_of(batch_sampler.sampler, seed)
+        settings = {name: getattr(dataloader, name) for name in _PASSED_ON}
+        if dataloader.generator is not None:
+            settings["generator"] = dataloader.generator
+        loader._setup(dataloader.dataset, batch_sampler.batch_size, order, seed, batch_sampler.drop_last, settings)
+        return loader
+
+    def _setup(
+        self,
+        dataset: Any,
+        batch_size: int,
+        order: Order | None,
+        seed: int,
+        drop_last: bool,
+        settings: dict[str, Any],
+    ) -> None:
+        if settings.get("in_order") is False:
+            raise ArgumentError("in_order=False cannot be used: batches must come in the order they were drawn")
+        self.dataset, self.drop_last, self.seed = dataset, drop_last, seed
+        self._order, self._settings = order, settings
+        self._source = make_source(dataset, drop_last=drop_last, settings=settings)
+        self._stream_size = _stream_size(dataset) if order is None else None
+        self.batch_size = batch_size
+        self._epoch = 0
+        self._current: Pass | None = None
+        self._finished: Pass | None = None
+        self._resume = False
+        self._batches_before, self._samples_before = 0, 0
+        self._listeners: list[Callable[[], None]] = []
+
+    # What a user reads and sets
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch from the next pass on."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        self._batch_size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
+
+    @property
+    def dataset_size(self) -> int | None:
+        """Samples in one epoch; None for a stream of unknown length before its first epoch is over."""
+        return self._stream_size if self._order is None else len(self._order)
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes so far."""
+        return self._epoch
+
+    @property
+    def batches_delivered(self) -> int:
+        """Over all epochs, the one under way included."""
+        return self._batches_before + (self._current.batches if self._current else 0)
+
+    @property
+    def samples_delivered(self) -> int:
+        """Over all epochs, the one under way included."""
+        return self._samples_before + (self._current.samples if self._current else 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` (from 0) the next one, from its beginning."""
+        self._epoch, self._current, self._resume = epoch, None, False
+
+    def __len__(self) -> int:
+        """Batches in the pass under way, else in the next one."""
+        if self._current is not None and self._current.num_batches is not None:
+            return self._current.num_batches
+        if self.dataset_size is None:
+            raise TypeError("the length of this stream is not known")
+        return num_batches(self.dataset_size, self.batch_size, drop_last=self.drop_last)
+
+    # Iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._current is not None and not self._resume and self._is_used_up(self._current):
+            self._close(self._current)
+        if not self._resume or self._current is None:
+            self._current = self._new_pass()
+            for listener in self._listeners:
+                listener()
+        self._resume = False
+        return self._run(self._current)
+
+    def _new_pass(self) -> Pass:
+        order = None if self._order is None else self._order.draw(self._epoch)
+        size = self.batch_size
+        total = None if order is None else num_batches(len(order), size, drop_last=self.drop_last)
+        return Pass(self._epoch, size, order, total)
+
+    def _run(self, current: Pass) -> Iterator[Any]:
+        batches = self._source.batches(
+            current.order,
+            current.batch_size,
+            start=current.batches,
+            seed=worker_seed(self.seed, current.epoch),
+        )
+        for num_samples, batch in batches:
+            current.batches += 1
+            current.samples += num_samples
+            yield batch
+        if current is self._current:
+            self._close(current)
+
+    def _close(self, current: Pass) -> None:
+        """The pass is over: its counts become final."""
+        if current.batches == 0:
+            raise ArgumentError(
+                f"epoch {current.epoch + 1} had no batch of {current.batch_size} samples: "
+                f"the stream is empty, or shorter than one batch with drop_last=True"
+            )
+        self._batches_before += current.batches
+        self._samples_before += current.samples
+        if self._order is None:
+            self._stream_size = _stream_size(self.dataset) or current.samples
+        self._epoch, self._current, self._finished = current.epoch + 1, None, current
+
+    @staticmethod
+    def _is_used_up(current: Pass) -> bool:
+        """All batches delivered, even if the loop stopped before the iterator could say so."""
+        return current.batches == current.num_batches
+
+    # What a controller uses
+
+    def finish_epoch(self) -> Pass:
+        """The pass that has ended since the last call; an error if none has."""
+        if self._current is not None and self._is_used_up(self._current):
+            self._close(self._current)
+        if self._finished is None:
+            raise UsageError(self._why_not_finished())
+        finished, self._finished = self._finished, None
+        return finished
+
+    @property
+    def has_finished_epoch(self) -> bool:
+        """Whether a pass has ended that `finish_epoch` has not been asked about."""
+        return self._finished is not None
+
+    def full_pass(self) -> Iterator[Any]:
+        """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights."""
+        settings = {**self._settings, "persistent_workers": False}
+        source = make_source(self.dataset, drop_last=False, settings=settings)
+        seed = worker_seed(self.seed, self._epoch)
+        return (batch for _, batch in source.batches(self._plain_order(), self.batch_size, start=0, seed=seed))
+
+    def _plain_order(self) -> Tensor | Sequence[Any] | None:
+        if isinstance(self._order, FromSampler):  # which samples there are, only the last drawing tells
+            return self._order.last_drawn
+        return None if self._order is None else Sequential(len(self._order)).draw(0)
+
+    def on_new_pass(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` whenever a pass starts from its beginning; returns what takes it off again."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, counting batches delivered and not merely prefetched."""
+        current = self._current
+        return {
+            "version": STATE_VERSION,
+            "dataset_size": self.dataset_size,
+            "drop_last": self.drop_last,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "epoch": self._epoch,
+            "batches_before": self._batches_before,
+            "samples_before": self._samples_before,
+            "pass": None if current is None or current.batches == 0 else self._pass_state(current),
+        }
+
+    def _pass_state(self, current: Pass) -> dict[str, Any]:
+        own_order = isinstance(self._order, FromSampler)  # cannot be drawn again from (seed, epoch)
+        return {
+            "batch_size": current.batch_size,
+            "batches": current.batches,
+            "samples": current.samples,
+            "order": list(current.order) if own_order and current.order is not None else None,
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if `state` belongs to other data or another way of cutting it."""
+        if state.get("version") != STATE_VERSION:
+            raise CheckpointError(f"loader state has version {state.get('version')}, this code reads {STATE_VERSION}")
+        for key, here in (("dataset_size", self.dataset_size), ("drop_last", self.drop_last)):
+            if state[key] != here and not (key == "dataset_size" and self._order is None):
+                raise CheckpointError(f"the checkpoint's loader has {key}={state[key]}, this one {key}={here}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where the saved loader stood: the next pass yields exactly what it had not delivered."""
+        self.check_state(state)
+        self.seed, self._epoch = state["seed"], state["epoch"]
+        if isinstance(self._order, Shuffled):
+            self._order = Shuffled(len(self._order), self.seed)
+        if self._order is None:
+            self._stream_size = state["dataset_size"]
+        self.batch_size = state["batch_size"]
+        self._batches_before, self._samples_before = state["batches_before"], state["samples_before"]
+        self._finished, self._resume = None, state["pass"] is not None
+        self._current = self._restored_pass(state["pass"]) if state["pass"] else None
+
+    def _restored_pass(self, state: dict[str, Any]) -> Pass:
+        order = state["order"]
+        if order is None and self._order is not None:
+            order = self._order.draw(self._epoch)
+        size = state["batch_size"]
+        total = None if order is None else num_batches(len(order), size, drop_last=self.drop_last)
+        return Pass(self._epoch, size, order, total, state["batches"], state["samples"])
+
+    def _why_not_finished(self) -> str:
+        if self._current is None or self._current.batches == 0:
+            return "no epoch has ended since the last step(): iterate over the loader to its end first"
+        done, total = self._current.batches, self._current.num_batches or "?"
+        return f"epoch {self._epoch + 1} has not ended: {done} of {total} batches were delivered"
+
+
+def _size_of(dataset: Any) -> int:
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise ArgumentError(f"{type(dataset).__name__} has no length; make it an IterableDataset") from error
+    if size == 0:
+        raise ArgumentError(f"the dataset is empty: len({type(dataset).__name__}) is 0")
+    return size
+
+
+def _stream_size(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _order_of(sampler: Any, seed: int) -> Order:
+    """Ours for torch's two plain samplers, so that epochs repeat and resume; else the sampler itself."""
+    if type(sampler) is SequentialSampler:
+        return Sequential(_size_of(sampler.data_source))
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        size = _size_of(sampler.data_source)
+        if sampler.num_samples == size:
+            return Shuffled(size, seed)
+    return FromSampler(sampler)

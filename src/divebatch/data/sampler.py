@@ -1,0 +1,90 @@
+"""A batch sampler whose batch size may change between epochs."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from divebatch.data.order import Order, Sequential, Shuffled
+from divebatch.errors import ArgumentError
+
+
+def checked_batch_size(batch_size: int, *, dataset_size: int | None, drop_last: bool) -> int:
+    """`batch_size` if an epoch of at least one batch can be cut with it, else an error."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ArgumentError(f"batch_size must be an integer of at least 1, got batch_size={batch_size!r}")
+    if drop_last and dataset_size is not None and batch_size > dataset_size:
+        raise ArgumentError(
+            f"batch_size={batch_size} is larger than the {dataset_size} samples of an epoch and drop_last=True "
+            f"would leave no batch at all: use a smaller batch or drop_last=False"
+        )
+    return batch_size
+
+
+def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """How many batches an epoch has."""
+    return num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
+
+
+def cut(order: Tensor | Sequence[Any], batch_size: int, *, drop_last: bool, start: int = 0) -> Iterator[Any]:
+    """The batches of an epoch from number `start` on, each a slice of `order`."""
+    for number in range(start, num_batches(len(order), batch_size, drop_last=drop_last)):
+        yield order[number * batch_size : (number + 1) * batch_size]
+
+
+class AdaptiveBatchSampler(Sampler[list[int]]):
+    """Yields lists of indices; every sample exactly once an epoch, whatever the sizes.
+
+    Fits `DataLoader(dataset, batch_sampler=...)`. The order depends on (seed, epoch) alone. `batch_size` may be set at
+    any time and is in force from the next epoch. Each complete pass moves on to the next epoch; `set_epoch` jumps.
+
+    >>> sampler = AdaptiveBatchSampler(5, 2, shuffle=False)
+    >>> list(sampler)
+    [[0, 1], [2, 3], [4]]
+    >>> sampler.batch_size = 4
+    >>> list(sampler)
+    [[0, 1, 2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        dataset_size: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
+            raise ArgumentError(f"the dataset is empty or has no size: dataset_size={dataset_size!r}")
+        self.dataset_size, self.drop_last, self.epoch = dataset_size, drop_last, 0
+        self.order: Order = Shuffled(dataset_size, seed) if shuffle else Sequential(dataset_size)
+        self.batch_size = batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch from the next epoch on."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        self._batch_size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` (from 0) the next one."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Not a generator itself: size and order are fixed here, not when a prefetching worker draws first.
+        batches = cut(self.order.draw(self.epoch), self.batch_size, drop_last=self.drop_last)
+        return self._until_next_epoch(batches, self.epoch)
+
+    def _until_next_epoch(self, batches: Iterator[Tensor], epoch: int) -> Iterator[list[int]]:
+        for batch in batches:
+            yield batch.tolist()
+        self.epoch = epoch + 1
+
+    def __len__(self) -> int:
+        return num_batches(self.dataset_size, self.batch_size, drop_last=self.drop_last)

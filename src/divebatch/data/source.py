@@ -1,0 +1,131 @@
+"""Where batches come from: tensors in memory, a DataLoader over a map-style dataset, or a stream.
+
+A source turns the part of an epoch that is still to come into `(num_samples, batch)` pairs. A new kind of source is
+one class here and one line in `make_source`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from divebatch.data.order import mixed_seed
+from divebatch.data.sampler import cut
+
+
+class Source(Protocol):
+    """Delivers batches."""
+
+    def batches(
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: int
+    ) -> Iterator[tuple[int, Any]]:
+        """Batches from number `start` on, each with its number of samples. `order` is None for streams only."""
+        ...
+
+
+class TensorSource:
+    """Tensors in memory, indexed a whole batch at a time: what a DataLoader gives for them, far faster."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, drop_last: bool) -> None:
+        self.tensors, self.drop_last = tensors, drop_last
+
+    def batches(
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: int
+    ) -> Iterator[tuple[int, Any]]:
+        """Lists of tensors, as torch's default collate makes of tuples."""
+        indices = torch.as_tensor(order).to(self.tensors[0].device)
+        for batch in cut(indices, batch_size, drop_last=self.drop_last, start=start):
+            yield len(batch), [tensor.index_select(0, batch) for tensor in self.tensors]
+
+
+class _Batches:
+    """The batch sampler a DataLoader holds for life; what it yields is set anew for each pass."""
+
+    def __init__(self) -> None:
+        self.pending: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pending)
+
+    def __len__(self) -> int:
+        return len(self.pending)
+
+
+class MapSource:
+    """A map-style dataset behind a DataLoader, with whatever workers and collate it was given."""
+
+    def __init__(self, dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> None:
+        self.drop_last = drop_last
+        self._batches = _Batches()
+        self._generator = torch.Generator()
+        settings = {"generator": self._generator, **settings}
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **settings)
+
+    def batches(
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: int
+    ) -> Iterator[tuple[int, Any]]:
+        """The DataLoader's batches; workers are seeded by `seed`, the global random state is left alone."""
+        assert order is not None
+        indices = order.tolist() if isinstance(order, Tensor) else order
+        self._batches.pending = list(cut(indices, batch_size, drop_last=self.drop_last, start=start))
+        self._generator.manual_seed(seed)
+        yield from zip(map(len, self._batches.pending), self._loader, strict=True)
+
+
+class _CountingCollate:
+    """Sends the number of samples along with the batch, also out of a worker process."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self.collate(samples)
+
+
+class StreamSource:
+    """An IterableDataset, batched by the size in force; each worker batches its own share, as torch does.
+
+    To resume in the middle the stream is replayed and what was delivered is dropped, which is exact where the stream
+    repeats itself.
+    """
+
+    def __init__(self, dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> None:
+        collate = _CountingCollate(settings.pop("collate_fn", None) or default_collate)
+        self._generator = torch.Generator()
+        settings = {"generator": self._generator, **settings}
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset, batch_size=1, drop_last=drop_last, collate_fn=collate, **settings
+        )
+
+    def batches(
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: int
+    ) -> Iterator[tuple[int, Any]]:
+        """The stream's batches; `order` does not apply."""
+        sampler: Any = self._loader.batch_sampler
+        sampler.batch_size = batch_size  # read anew at the start of each pass, also by persistent workers
+        self._generator.manual_seed(seed)
+        for number, counted in enumerate(self._loader):
+            if number >= start:
+                yield counted[0], counted[1]
+
+
+def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> Source:
+    """The fastest source that gives what `DataLoader(dataset, **settings)` would."""
+    if isinstance(dataset, IterableDataset):
+        return StreamSource(dataset, drop_last=drop_last, settings=dict(settings))
+    if type(dataset) is TensorDataset and _is_plain(settings):
+        return TensorSource(dataset.tensors, drop_last=drop_last)
+    return MapSource(dataset, drop_last=drop_last, settings=settings)
+
+
+def _is_plain(settings: dict[str, Any]) -> bool:
+    """Whether nothing but the default is asked of the DataLoader."""
+    collate = settings.get("collate_fn")
+    return collate in (None, default_collate) and not settings.get("num_workers") and not settings.get("pin_memory")
+
+
+def worker_seed(seed: int, epoch: int) -> int:
+    """The base seed of worker processes for an epoch; apart from the order's own seed."""
+    return mixed_seed(seed + 2**32, epoch)

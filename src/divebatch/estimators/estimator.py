@@ -1,0 +1,57 @@
+"""What an estimator is."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from divebatch.measurement import Diversity
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What an estimator may look at."""
+
+    model: nn.Module
+    full_pass: Callable[[], Iterable[Any]]
+    """Every sample once, as batches, without moving the training's own position."""
+    loss_reduction: str
+    loss_fn: Callable[[Any, Any], Tensor] | None
+
+
+class Estimator(Protocol):
+    """Turns what an epoch's backward passes show into a `Diversity`.
+
+    The controller calls `bind` once, then for each epoch that is to be measured `start`, `restart` if the epoch begins
+    anew, and `finish`. Between `finish` and `start` nothing may be attached to the model. A new estimator is one file
+    in this folder and one row in `catalog.py`.
+    """
+
+    def bind(self, scene: Scene) -> None:
+        """Look the model over; raise here if it cannot be measured."""
+        ...
+
+    def start(self) -> None:
+        """A measured epoch begins."""
+        ...
+
+    def restart(self) -> None:
+        """The epoch starts again from its beginning: forget what was seen."""
+        ...
+
+    def finish(self) -> Diversity:
+        """The epoch has ended: say what it showed, and detach."""
+        ...
+
+    def close(self) -> None:
+        """Detach, whatever the state."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums of an epoch under way; empty between epochs."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue an epoch; called after `start`."""
+        ...

@@ -1,0 +1,60 @@
+"""The paper's estimate: sums along the epoch's trajectory."""
+
+from typing import Any
+
+from divebatch.errors import UsageError
+from divebatch.estimators.estimator import Scene
+from divebatch.measurement import Diversity
+from divebatch.norms import DiversityMeter
+
+
+class Trajectory:
+    """Delta-hat of the paper's Definition 2: each sample's gradient at the weights it met during the epoch.
+
+    Cost: the norms within the normal backward passes, and one copy of the trainable parameters for the gradient sum.
+    Bias: the weights move while the sums grow, gradients of early and late steps cancel, and the estimate comes out
+    too large, often tenfold and more. It is the paper's rule, not an estimate at fixed weights.
+    """
+
+    def __init__(self) -> None:
+        self._meter: DiversityMeter | None = None
+
+    def bind(self, scene: Scene) -> None:
+        """Check that every trainable parameter has a norm rule."""
+        self._meter = DiversityMeter(scene.model, loss_reduction=scene.loss_reduction)
+
+    def start(self) -> None:
+        """Attach, with both sums at zero."""
+        self._bound().attach()
+
+    def restart(self) -> None:
+        """Both sums back to zero."""
+        if self._bound().is_attached:
+            self._bound().reset()
+
+    def finish(self) -> Diversity:
+        """Both sums over the epoch; then detach."""
+        meter = self._bound()
+        try:
+            return meter.diversity()
+        finally:
+            meter.detach()
+
+    def close(self) -> None:
+        """Detach."""
+        if self._meter is not None:
+            self._meter.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both sums, if an epoch is being measured."""
+        return self._bound().state_dict() if self._bound().is_attached else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with saved sums."""
+        if state:
+            self._bound().load_state_dict(state)
+
+    def _bound(self) -> DiversityMeter:
+        if self._meter is None:
+            raise UsageError("this estimator belongs to no controller yet: bind() comes first")
+        return self._meter

@@ -1,0 +1,55 @@
+"""Between which sizes a batch may move, and the checks all policies share."""
+
+import math
+from dataclasses import dataclass
+
+from divebatch.errors import ArgumentError
+
+
+def require_count(name: str, value: int) -> None:
+    """Raise unless `value` is a whole number of at least one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{name} must be an integer of at least 1, got {name}={value!r}")
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise unless `value` is positive and finite; NaN fails too."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ArgumentError(f"{name} must be positive and finite, got {name}={value!r}")
+
+
+def require_start_under_cap(batch_size: int, max_batch_size: int) -> None:
+    """Raise if training would start above the largest size the policy allows."""
+    if batch_size > max_batch_size:
+        raise ArgumentError(
+            f"max_batch_size={max_batch_size} is below the first batch size {batch_size}: "
+            f"raise max_batch_size or start the loader with a smaller batch"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Floor, cap and multiple of a batch size. The cap wins over the floor; both win over the multiple.
+
+    >>> Bounds(floor=1, cap=4096, multiple_of=64).clamp(1000.7)
+    960
+    >>> Bounds(floor=1, cap=4096).clamp(1000.7, at_least=2048), Bounds(floor=1, cap=4096).clamp(float("inf"))
+    (2048, 4096)
+    """
+
+    floor: int
+    cap: int
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        require_count("min_batch_size", self.floor)
+        require_count("max_batch_size", self.cap)
+        require_count("multiple_of", self.multiple_of)
+        if self.cap < self.floor:
+            raise ArgumentError(f"max_batch_size={self.cap} is below min_batch_size={self.floor}")
+
+    def clamp(self, proposal: float, *, at_least: int = 1) -> int:
+        """The allowed size nearest below `proposal`: clamped, then truncated (READING, "rounding")."""
+        lowest = min(max(self.floor, at_least), self.cap)
+        whole = int(min(max(proposal, lowest), self.cap))
+        return max(whole - whole % self.multiple_of, lowest)

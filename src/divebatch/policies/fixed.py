@@ -1,0 +1,22 @@
+"""The baseline: never change anything."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from divebatch.measurement import Decision, Measurement
+from divebatch.policies.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed(Policy):
+    """Keep the batch size, as ordinary mini-batch SGD does. Costs nothing.
+
+    >>> Fixed().next(Measurement(epoch=1, batch_size=128, dataset_size=50_000)).batch_size
+    128
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def next(self, seen: Measurement) -> Decision:
+        """The same batch size again."""
+        return Decision(batch_size=seen.batch_size)

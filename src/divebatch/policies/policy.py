@@ -1,0 +1,28 @@
+"""What a policy is."""
+
+from typing import ClassVar, Protocol
+
+from divebatch.measurement import Decision, Measurement
+
+
+class Policy(Protocol):
+    """A frozen configuration plus one pure method. State lives elsewhere; equal inputs give equal decisions.
+
+    A new policy is one file in this folder and one row in `catalog.py`. Its `repr` is compared when a checkpoint is
+    loaded, so it must show every setting (a frozen dataclass does).
+    """
+
+    needs: ClassVar[frozenset[str]]
+    """Names of the `Measurement` fields beyond the counters that `next` reads; nothing else is measured."""
+
+    def next(self, seen: Measurement) -> Decision:
+        """The batch size to use from the next epoch on."""
+        ...
+
+    def measures(self, epoch: int, batch_size: int) -> bool:
+        """Whether `epoch` (from 1), run at `batch_size`, must be measured. Unmeasured epochs cost nothing."""
+        return True
+
+    def check_start(self, batch_size: int) -> None:
+        """Raise if training cannot start at `batch_size`."""
+        return None

@@ -1,0 +1,164 @@
+"""Run records: one JSON object a line, first the run, then its epochs. No torch in here."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from divebatch.errors import RecordError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """What was run, with what, where: enough to run it again."""
+
+    experiment: str
+    method: str
+    seed: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+    git_commit: str | None = None
+    started: str | None = None
+
+    def to_json(self) -> str:
+        """One line, without the line end."""
+        return _line("run", asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read back; keys of later versions are ignored."""
+        return cls(**_known(cls, values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """One finished epoch. Sizes, rates and the diversity are those in force or measured during it.
+
+    `steps`, `samples` and both times count from the start of training; `train_seconds` leaves out evaluation. `lr` is
+    the rate of the first parameter group when the epoch began. What was not measured is None, and so is a number that
+    JSON cannot hold (NaN, infinity). `next_batch_size` and `next_lr` are what `reason` led to. `peak_memory_bytes` is
+    the device's peak in this epoch on a GPU, the process's peak resident memory so far on a CPU.
+    """
+
+    epoch: int
+    batch_size: int
+    lr: float
+    steps: int
+    samples: int
+    train_loss: float | None = None
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+    diversity: float | None = None
+    exact_diversity: float | None = None
+    train_seconds: float | None = None
+    total_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    next_batch_size: int | None = None
+    next_lr: float | None = None
+    reason: str = ""
+
+    def to_json(self) -> str:
+        """One line, without the line end."""
+        return _line("epoch", asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read back; keys of later versions are ignored."""
+        return cls(**_known(cls, values))
+
+    def __str__(self) -> str:
+        """For instance: `epoch 3: diversity 0.0132, batch 128 -> 256, lr 0.1 -> 0.2`."""
+        parts = [f"diversity {self.diversity:.4g}"] if self.diversity is not None else []
+        parts.append(_change("batch", self.batch_size, self.next_batch_size))
+        parts.append(_change("lr", self.lr, self.next_lr))
+        if self.diversity is None and self.reason:
+            parts.append(f"({self.reason})")
+        return f"epoch {self.epoch}: " + ", ".join(parts)
+
+
+class RecordWriter:
+    """Appends lines to one run's file, each flushed and synced to disk before `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RecordError(f"cannot write records to '{path}': {error.strerror}. Choose another folder.") from error
+
+    def write(self, record: RunHeader | EpochRecord) -> None:
+        """Append one record."""
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; nothing is pending."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
+    """Read one run's file. A last line that a killed run left half-written is dropped; any other flaw is an error."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    values = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
+    if not values or values[0].get("kind") != "run":
+        raise RecordError(f"'{path}' is not a run record: its first line is not of kind 'run'")
+    try:
+        header = RunHeader.from_dict(values[0])
+        return header, [EpochRecord.from_dict(value) for value in values[1:] if value.get("kind") == "epoch"]
+    except TypeError as error:
+        raise RecordError(f"'{path}' lacks a key: {error}") from error
+
+
+def rewrite_run(path: Path, header: RunHeader, epochs: list[EpochRecord]) -> None:
+    """Replace the file in one step, for a resume that goes back to an earlier epoch."""
+    scratch = path.with_suffix(".jsonl.tmp")
+    scratch.unlink(missing_ok=True)
+    with RecordWriter(scratch) as writer:
+        writer.write(header)
+        for record in epochs:
+            writer.write(record)
+    scratch.replace(path)
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"'{path}', line {number}: not JSON ({error.msg})") from error
+    if not isinstance(value, dict):
+        raise RecordError(f"'{path}', line {number}: not a JSON object")
+    return value
+
+
+def _line(kind: str, values: Mapping[str, Any]) -> str:
+    return json.dumps({"kind": kind, **_finite(values)}, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities become null, at any depth: every line is JSON that any reader takes."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {entry.name for entry in fields(cls)}
+    return {key: value for key, value in values.items() if key in names}
+
+
+def _change(name: str, now: float, after: float | None) -> str:
+    return f"{name} {now:g}" if after is None or after == now else f"{name} {now:g} -> {after:g}"
