@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from divebatch.data.order import FromSampler, Order, Sequential, Shuffled
 from divebatch.data.sampler import checked_batch_size, num_batches
-from divebatch.data.source import make_source, worker_seed
+from divebatch.data.source import make_source
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 
 STATE_VERSION = 1
@@ -187,7 +187,7 @@ class AdaptiveLoader:
             current.order,
             current.batch_size,
             start=current.batches,
-            seed=worker_seed(self.seed, current.epoch),
+            seed=(self.seed, current.epoch),
         )
         for num_samples, batch in batches:
             current.batches += 1
@@ -234,7 +234,7 @@ class AdaptiveLoader:
         """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights."""
         settings = {**self._settings, "persistent_workers": False}
         source = make_source(self.dataset, drop_last=False, settings=settings)
-        seed = worker_seed(self.seed, self._epoch)
+        seed = (self.seed, self._epoch)
         return (batch for _, batch in source.batches(self._plain_order(), self.batch_size, start=0, seed=seed))
 
     def _plain_order(self) -> Tensor | Sequence[Any] | None:

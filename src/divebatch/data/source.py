@@ -19,9 +19,12 @@ class Source(Protocol):
     """Delivers batches."""
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: int
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
     ) -> Iterator[tuple[int, Any]]:
-        """Batches from number `start` on, each with its number of samples. `order` is None for streams only."""
+        """Batches from number `start` on, each with its number of samples. `order` is None for streams only.
+
+        `seed` is the pair (seed, epoch) from which worker processes get theirs.
+        """
         ...
 
 
@@ -32,12 +35,13 @@ class TensorSource:
         self.tensors, self.drop_last = tensors, drop_last
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: int
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
     ) -> Iterator[tuple[int, Any]]:
         """Lists of tensors, as torch's default collate makes of tuples."""
         indices = torch.as_tensor(order).to(self.tensors[0].device)
-        for batch in cut(indices, batch_size, drop_last=self.drop_last, start=start):
-            yield len(batch), [tensor.index_select(0, batch) for tensor in self.tensors]
+        for batch in indices.split(batch_size)[start:]:
+            if batch.numel() == batch_size or not self.drop_last:
+                yield batch.numel(), [tensor.index_select(0, batch) for tensor in self.tensors]
 
 
 class _Batches:
@@ -64,13 +68,13 @@ class MapSource:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **settings)
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: int
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
     ) -> Iterator[tuple[int, Any]]:
         """The DataLoader's batches; workers are seeded by `seed`, the global random state is left alone."""
         assert order is not None
         indices = order.tolist() if isinstance(order, Tensor) else order
         self._batches.pending = list(cut(indices, batch_size, drop_last=self.drop_last, start=start))
-        self._generator.manual_seed(seed)
+        self._generator.manual_seed(_worker_seed(*seed))
         yield from zip(map(len, self._batches.pending), self._loader, strict=True)
 
 
@@ -100,12 +104,12 @@ class StreamSource:
         )
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: int
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
     ) -> Iterator[tuple[int, Any]]:
         """The stream's batches; `order` does not apply."""
         sampler: Any = self._loader.batch_sampler
         sampler.batch_size = batch_size  # read anew at the start of each pass, also by persistent workers
-        self._generator.manual_seed(seed)
+        self._generator.manual_seed(_worker_seed(*seed))
         for number, counted in enumerate(self._loader):
             if number >= start:
                 yield counted[0], counted[1]
@@ -126,6 +130,6 @@ def _is_plain(settings: dict[str, Any]) -> bool:
     return collate in (None, default_collate) and not settings.get("num_workers") and not settings.get("pin_memory")
 
 
-def worker_seed(seed: int, epoch: int) -> int:
-    """The base seed of worker processes for an epoch; apart from the order's own seed."""
+def _worker_seed(seed: int, epoch: int) -> int:
+    """Apart from the seed of the epoch's order."""
     return mixed_seed(seed + 2**32, epoch)

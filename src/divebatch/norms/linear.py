@@ -27,14 +27,28 @@ def linear_sq_norms(layer: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
     """Squared norm of each sample's gradient for the trainable ones of weight and bias."""
     if x.ndim < 2:
         raise CoverageError(f"Linear was given an input of shape {tuple(x.shape)}: the batch dimension is missing")
+    if x.ndim == 2:
+        return _vector_sq_norms(layer, x, dy)
     x_BTI, dy_BTO = _positions(x), _positions(dy)
-    weight, bias = layer.weight, layer.bias
     parts = []
-    if weight.requires_grad:
+    if layer.weight.requires_grad:
         parts.append(_weight_sq_norms(x_BTI, dy_BTO))
-    if bias is not None and bias.requires_grad:
-        parts.append(_sq_norms(dy_BTO.sum(1) if dy_BTO.shape[1] > 1 else dy_BTO[:, 0]))
+    if _has_trainable_bias(layer):
+        parts.append(_sq_norms(dy_BTO.sum(1)))
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _vector_sq_norms(layer: nn.Module, x_BI: Tensor, dy_BO: Tensor) -> Tensor:
+    """One position a sample: the gradient dy x^T has rank one, and ||dy x^T|| = ||dy|| ||x||."""
+    sq_norms = _sq_norms(dy_BO)
+    if not layer.weight.requires_grad:
+        return sq_norms
+    sq_inputs = _sq_norms(x_BI)
+    return sq_norms.mul_(sq_inputs.add_(1) if _has_trainable_bias(layer) else sq_inputs)
+
+
+def _has_trainable_bias(layer: nn.Module) -> bool:
+    return isinstance(layer.bias, Tensor) and layer.bias.requires_grad
 
 
 def _positions(x: Tensor) -> Tensor:
@@ -45,8 +59,6 @@ def _positions(x: Tensor) -> Tensor:
 def _weight_sq_norms(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
     _, num_positions, num_inputs = x_BTI.shape
     num_outputs = dy_BTO.shape[2]
-    if num_positions == 1:  # a rank-one gradient: ||dy x^T|| = ||dy|| ||x||
-        return _sq_norms(x_BTI[:, 0]) * _sq_norms(dy_BTO[:, 0])
     # The Gram form costs T^2 (I + O) per sample, the gradient itself T I O: take the cheaper.
     if num_positions * (num_inputs + num_outputs) < num_inputs * num_outputs:
         kernel, entries = _by_gram, num_positions**2
@@ -68,4 +80,4 @@ def _by_gradient(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
 def _sq_norms(x_BD: Tensor) -> Tensor:
     # vector_norm reads its input once and writes nothing but the norms; x.square().sum() writes a copy first.
     norms: Tensor = torch.linalg.vector_norm(x_BD, dim=1)
-    return norms.square()
+    return norms.square_()

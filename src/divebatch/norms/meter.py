@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -60,7 +61,7 @@ class NormMeter:
 
     def per_sample(self) -> Tensor | None:
         """The last backward pass's squared norms, one per sample; None before the first."""
-        return self._per_sample
+        return None if self._last is None else self._last * self._last_scale
 
     @property
     def num_samples(self) -> int:
@@ -75,7 +76,8 @@ class NormMeter:
     def reset(self) -> None:
         """Forget all sums."""
         self._total: Tensor | None = None
-        self._per_sample: Tensor | None = None
+        self._last: Tensor | None = None
+        self._last_scale = 1.0
         self._num_samples = 0
         self._backward = _Backward()
 
@@ -117,7 +119,7 @@ class NormMeter:
                 return
             x = (args[0] if args else kwargs["input"]).detach()
             self._open_calls[layer.name] = self._open_calls.get(layer.name, 0) + 1
-            output.register_hook(lambda dy: self._arrive(layer, x, dy.detach()))
+            output.register_hook(partial(self._arrive, layer, x))
 
         return watch
 
@@ -132,7 +134,7 @@ class NormMeter:
             Variable._execution_engine.queue_callback(self._finish_backward)
         self._backward.check_batch(layer, x)
         calls = self._backward.calls.setdefault(layer.name, (layer, []))[1]
-        calls.append((x, dy))
+        calls.append((x, dy.detach()))
         if len(calls) == self._open_calls.get(layer.name):  # counted at once, so that dy can be freed
             self._count(layer)
 
@@ -150,9 +152,11 @@ class NormMeter:
         for layer, _ in list(now.calls.values()):  # some call's forward was not (yet) followed by a backward
             self._count(layer)
         assert now.sq_norms is not None
-        self._per_sample = now.sq_norms * float(self.gradient_scale) ** 2
-        added = self._per_sample.sum(dtype=torch.float64)
-        self._total = added if self._total is None else self._total + added
+        self._last, self._last_scale = now.sq_norms, float(self.gradient_scale) ** 2
+        added = now.sq_norms.sum(dtype=torch.float64)
+        self._total = (
+            added.mul_(self._last_scale) if self._total is None else self._total.add_(added, alpha=self._last_scale)
+        )
         self._num_samples += now.num_samples
         if self.on_backward_end is not None:
             self.on_backward_end(now.layers)

@@ -1,0 +1,27 @@
+"""`divebatch list`."""
+
+from rich.console import Console
+from rich.table import Table
+
+from divebatch.experiments import Experiment, experiment_names, get_experiment
+
+
+def list_experiments() -> None:
+    """Show every experiment with its methods."""
+    console = Console()
+    for name in experiment_names():
+        experiment = get_experiment(name)
+        console.print(f"[bold]{name}[/bold]: {experiment.summary}", highlight=False)
+        console.print(f"{experiment.epochs} epochs, {experiment.trials} trials; {experiment.paper}", style="dim")
+        console.print(_methods(experiment))
+
+
+def _methods(experiment: Experiment) -> Table:
+    table = Table(box=None, padding=(0, 2))
+    for column in ("method", "policy", "batch size", "lr", "lr coupling"):
+        table.add_column(column, justify="right" if column in ("batch size", "lr") else "left")
+    for name, method in experiment.methods.items():
+        settings = ", ".join(f"{key}={value}" for key, value in method.policy.settings.items())
+        policy = f"{method.policy.kind}({settings})" + (f" with {method.estimator}" if method.estimator else "")
+        table.add_row(name, policy, str(method.batch_size), f"{method.lr:g}", method.lr_coupling)
+    return table

@@ -1,0 +1,88 @@
+"""`divebatch run EXPERIMENT`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.cli.progress import make_display
+from divebatch.errors import ArgumentError
+from divebatch.experiments import (
+    Experiment,
+    Failure,
+    Run,
+    check_can_write,
+    default_jobs,
+    execute_all,
+    get_experiment,
+)
+
+
+def run(
+    experiment: Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it.")],
+    methods: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Seeds to run; the paper's number by default.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Shorten or lengthen, schedules scaled.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    log_exact: Annotated[bool, typer.Option("--log-exact", help="Log the exact diversity of every epoch.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Parallel processes; one a core by default.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the records.")] = Path("runs"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue what is there, start what is not.")] = False,
+) -> None:
+    """Run an experiment: all its methods, or some, over several seeds."""
+    with errors_exit_with(WRONG_USE):
+        _require_device(device)
+        planned = get_experiment(experiment)
+        planned = planned.scaled(epochs) if epochs is not None else planned
+        runs = _plan(planned, methods, seed, trials or planned.trials, out, device, log_exact)
+        for each in runs:
+            check_can_write(each, resume=resume)
+    with errors_exit_with(FAILED):
+        _make_folder(out)
+    failures = _execute(runs, jobs or default_jobs(device, len(runs)), resume, out)
+    if failures:
+        raise leave("\n".join(_say(failure) for failure in failures), FAILED)
+    typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
+
+
+def _plan(
+    experiment: Experiment, methods: str | None, seed: int, trials: int, out: Path, device: str, log_exact: bool
+) -> list[Run]:
+    names = [name.strip() for name in methods.split(",")] if methods is not None else list(experiment.methods)
+    for name in names:
+        experiment.method(name)
+    return [
+        Run(experiment, name, number, out, device, log_exact)
+        for name in dict.fromkeys(names)
+        for number in range(seed, seed + trials)
+    ]
+
+
+def _execute(runs: list[Run], jobs: int, resume: bool, out: Path) -> list[Failure]:
+    try:
+        with make_display(runs) as display:
+            return execute_all(runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch)
+    except KeyboardInterrupt:
+        raise leave(f"interrupted; the same command with --resume continues the runs in '{out}'", FAILED) from None
+
+
+def _require_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(f"unknown device {device!r}; known: cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device cuda: torch finds no GPU here; use --device cpu")
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"cannot write to '{out}': {error.strerror}. Choose another --out folder.") from error
+
+
+def _say(failure: Failure) -> str:
+    run = failure.run
+    return f"{run.experiment.name} {run.method_name} seed {run.seed}: {failure.error}"

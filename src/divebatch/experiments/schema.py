@@ -1,0 +1,164 @@
+"""What an experiment file says, typed. An unknown key is an error that names it and the known ones."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from divebatch.errors import ArgumentError
+from divebatch.policies import POLICIES, make_policy
+
+T = TypeVar("T")
+
+EPOCH_COUNTED = frozenset({"every", "every_epochs"})
+"""Settings that count epochs and shrink with them when a run is shortened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A thing chosen by name (data, model, policy, schedule) with its own settings."""
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def scaled(self, ratio: float) -> "Part":
+        """Epoch-counted settings times `ratio`, rounded, at least 1."""
+        scaled = {key: max(1, round(value * ratio)) for key, value in self.settings.items() if key in EPOCH_COUNTED}
+        return replace(self, settings={**self.settings, **scaled})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """Of torch.optim.SGD, beside the learning rate."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way of training: its first batch size and rate, and what becomes of them."""
+
+    label: str
+    batch_size: int
+    lr: float
+    policy: Part
+    lr_coupling: str = "none"
+    estimator: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One file of `paper/`: data, model, schedule, and all methods that are compared."""
+
+    name: str
+    summary: str
+    paper: str
+    trials: int
+    epochs: int
+    data: Part
+    model: Part
+    schedule: Part
+    optimizer: OptimizerSettings
+    methods: Mapping[str, Method]
+
+    def scaled(self, epochs: int) -> "Experiment":
+        """The same experiment over another number of epochs, every epoch-counted setting with it."""
+        if epochs < 1:
+            raise ArgumentError(f"epochs must be at least 1, got epochs={epochs}")
+        ratio = epochs / self.epochs
+        methods = {name: replace(m, policy=m.policy.scaled(ratio)) for name, m in self.methods.items()}
+        return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio), methods=methods)
+
+    def method(self, name: str) -> Method:
+        """The method called `name`, or an error that lists those there are."""
+        if name not in self.methods:
+            raise ArgumentError(f"{self.name} has no method {name!r}; known: {', '.join(self.methods)}")
+        return self.methods[name]
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Read and check one file."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ArgumentError(f"cannot read experiment '{path}': {error}") from error
+    return parse_experiment(table, path.name)
+
+
+def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
+    """Check every key and type; policies are built once, so that wrong values are found before any run."""
+    values = dict(table)
+    for key in ("data", "model", "schedule"):
+        values[key] = _part(values.get(key), f"{where}: [{key}]")
+    values["optimizer"] = _build(OptimizerSettings, values.get("optimizer", {}), f"{where}: [optimizer]")
+    methods = values.get("methods")
+    if not isinstance(methods, Mapping) or not methods:
+        raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
+    values["methods"] = {name: _method(entry, f"{where}: [methods.{name}]") for name, entry in methods.items()}
+    return _build(Experiment, values, where)
+
+
+def _method(table: Any, where: str) -> Method:
+    values = dict(_table(table, where))
+    values["policy"] = _part(values.get("policy"), f"{where} policy", known=tuple(POLICIES))
+    method = _build(Method, values, where)
+    try:
+        make_policy(method.policy.kind, **method.policy.settings).check_start(method.batch_size)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from error
+    return method
+
+
+def _part(table: Any, where: str, *, known: tuple[str, ...] = ()) -> Part:
+    values = dict(_table(table, where))
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str) or (known and kind not in known):
+        expected = f"one of {', '.join(known)}" if known else "a name"
+        raise ArgumentError(f"{where}: kind must be {expected}, got {kind!r}")
+    return Part(kind=kind, settings=values)
+
+
+def _table(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{where}: must be a table, got {value!r}")
+    return value
+
+
+def build_settings(cls: type[T], part: Part, where: str) -> T:
+    """A part's settings as the dataclass its kind wants."""
+    return _build(cls, part.settings, f"{where} {part.kind!r}")
+
+
+def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(cls)}  # type: ignore[arg-type]
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise ArgumentError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known) or 'none'}")
+    missing = [key for key, entry in known.items() if key not in values and _is_required(entry)]
+    if missing:
+        raise ArgumentError(f"{where}: missing key {missing[0]!r}")
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        if not _fits(value, hints[key]):
+            raise ArgumentError(f"{where}: {key} must be {_name(hints[key])}, got {value!r}")
+    return cls(**values)
+
+
+def _is_required(entry: Field[Any]) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    kind = get_origin(hint) or hint
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _name(hint: Any) -> str:
+    return getattr(hint, "__name__", str(hint))

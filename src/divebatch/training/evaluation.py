@@ -1,0 +1,40 @@
+"""How good a model is on data it was not trained on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from divebatch.training.loop import LossFn
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Mean loss over samples, and the share of right answers (0..1)."""
+
+    loss: float
+    accuracy: float
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn) -> Evaluation:
+    """Loss and accuracy in evaluation mode; the mode is put back afterwards."""
+    was_training = model.training
+    model.eval()
+    loss_sum, num_right, num_samples = 0.0, 0, 0
+    for inputs, targets in batches:
+        outputs = model(inputs)
+        loss_sum += float(loss_fn(outputs, targets)) * len(targets)
+        num_right += int(is_right(outputs, targets).sum())
+        num_samples += len(targets)
+    model.train(was_training)
+    return Evaluation(loss_sum / num_samples, num_right / num_samples)
+
+
+def is_right(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Per sample: one output column is a logit of class 1, several are scores of which the largest wins."""
+    if outputs.shape[-1] == 1:
+        return (outputs > 0) == (targets > 0.5)
+    return outputs.argmax(-1) == targets

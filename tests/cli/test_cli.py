@@ -1,0 +1,109 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from divebatch.cli import app
+from divebatch.experiments import experiment_names, get_experiment
+
+RUN = ["run", "synthetic-convex", "--epochs", "2", "--trials", "1", "--jobs", "1"]
+
+
+def call(*words: str):
+    return CliRunner().invoke(app, list(words))
+
+
+def test_list_shows_every_experiment_and_method():
+    shown = call("list")
+    assert shown.exit_code == 0
+    for name in experiment_names():
+        assert name in shown.output
+        assert all(method in shown.output for method in get_experiment(name).methods)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "cifar-11"], "unknown experiment 'cifar-11'; known: synthetic-convex, synthetic-nonconvex"),
+        ([*RUN, "--methods", "sgd-tiny"], "has no method 'sgd-tiny'; known: sgd-small, sgd-large, divebatch, oracle"),
+        ([*RUN, "--device", "tpu"], "unknown device 'tpu'; known: cpu, cuda"),
+        ([*RUN, "--trials", "0"], "--trials"),
+        ([*RUN, "--colour", "red"], "--colour"),
+        (["report", "/no/such/folder"], "'/no/such/folder' is not a folder"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_what_is_known(tmp_path, words, message):
+    answer = call(*words, *(["--out", str(tmp_path)] if words[0] == "run" else []))
+    assert answer.exit_code == 2
+    assert message in re.sub(r"\x1b\[[0-9;]*m", "", answer.output)
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_report_and_run_again(tmp_path):
+    out = ["--out", str(tmp_path)]
+    first = call(*RUN, "--methods", "sgd-small,divebatch", "--log-exact", *out)
+    assert first.exit_code == 0, first.output
+    assert "divebatch seed 0: epoch 2/2  batch" in first.output
+    assert "\x1b" not in first.output
+    again = call(*RUN, "--methods", "sgd-small,divebatch", "--log-exact", *out)
+    assert again.exit_code == 2
+    assert "--resume" in again.output
+    resumed = call(*RUN, "--methods", "sgd-small,divebatch,oracle", "--log-exact", "--resume", *out)
+    assert resumed.exit_code == 0, resumed.output
+    report = call("report", str(tmp_path))
+    assert report.exit_code == 0, report.output
+    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "report.md").exists()
+    assert "synthetic-convex" in report.output
+
+
+def test_seed_and_trials_choose_the_seeds(tmp_path):
+    call("run", "synthetic-convex", "--epochs", "1", "--seed", "4", "--trials", "2", "--methods", "sgd-large",
+         "--jobs", "1", "--out", str(tmp_path))  # fmt: skip
+    names = sorted(path.name for path in tmp_path.rglob("*.jsonl"))
+    assert names == ["seed-4.jsonl", "seed-5.jsonl"]
+
+
+def test_a_report_on_nothing_fails_with_1(tmp_path):
+    answer = call("report", str(tmp_path))
+    assert answer.exit_code == 1
+    assert str(tmp_path) in answer.output
+
+
+def test_an_output_folder_that_cannot_be_made_fails_with_a_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    answer = call(*RUN, "--out", str(tmp_path / "file" / "runs"))
+    assert answer.exit_code == 1
+    assert "Choose another --out folder" in answer.output
+
+
+def test_a_run_on_a_terminal_shows_bars(tmp_path):
+    program = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+    command = [sys.executable, "-m", "divebatch", *RUN, "--methods", "divebatch", "--out", str(tmp_path)]
+    environment = {**os.environ, "COLUMNS": "160", "TERM": "xterm"}
+    shown = subprocess.run(
+        [sys.executable, "-c", program, *command], capture_output=True, text=True, env=environment, check=False
+    )
+    assert shown.returncode == 0, shown.stdout
+    assert "divebatch seed 0" in shown.stdout
+    assert "\x1b[" in shown.stdout
+
+
+def test_ctrl_c_leaves_runs_that_resume(tmp_path, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("divebatch.cli.run.execute_all", interrupt)
+    answer = call(*RUN, "--out", str(tmp_path))
+    assert answer.exit_code == 1
+    assert "with --resume continues" in answer.output
+
+
+def test_python_dash_m_works(tmp_path: Path):
+    answer = subprocess.run([sys.executable, "-m", "divebatch", "list"], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0
+    assert "synthetic-convex" in answer.stdout

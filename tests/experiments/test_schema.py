@@ -1,0 +1,73 @@
+import copy
+import tomllib
+
+import pytest
+
+from divebatch.errors import ArgumentError
+from divebatch.experiments import experiment_names, get_experiment, parse_experiment
+from divebatch.experiments.catalog import FOLDER
+
+
+def table() -> dict:
+    return copy.deepcopy(tomllib.loads((FOLDER / "synthetic-convex.toml").read_text()))
+
+
+def test_every_file_of_the_catalog_reads_and_bears_its_name():
+    assert {"synthetic-convex", "synthetic-nonconvex"} <= set(experiment_names())
+    for name in experiment_names():
+        assert get_experiment(name).name == name
+
+
+def test_the_papers_hyperparameters():
+    convex, nonconvex = get_experiment("synthetic-convex"), get_experiment("synthetic-nonconvex")
+    assert [(m.batch_size, m.lr) for m in convex.methods.values()] == [(128, 16), (4096, 512), (128, 16), (128, 16)]
+    assert [(m.batch_size, m.lr) for m in nonconvex.methods.values()] == [(512, 1), (5028, 9.83), (512, 1), (512, 1)]
+    assert convex.methods["divebatch"].policy.settings == {"delta": 1.0, "max_batch_size": 4096}
+    assert nonconvex.methods["oracle"].policy.settings == {"delta": 0.1, "max_batch_size": 8192}
+    assert (convex.epochs, convex.trials, nonconvex.epochs, nonconvex.trials) == (100, 10, 100, 10)
+
+
+def change(path: str, value: object) -> dict:
+    changed = table()
+    *parents, last = path.split("/")
+    place = changed
+    for key in parents:
+        place = place[key]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("colour", "red", r"unknown key 'colour'; known: name, summary"),
+        ("methods/divebatch/batchsize", 5, r"\[methods.divebatch\]: unknown key 'batchsize'; known: .*batch_size"),
+        ("optimizer/nesterov", True, r"\[optimizer\]: unknown key 'nesterov'; known: momentum, weight_decay"),
+        ("methods/divebatch/policy/detla", 1.0, r"\[methods.divebatch\].*detla"),
+        ("methods/divebatch/policy/kind", "magic", r"kind must be one of fixed, adabatch, divebatch, got 'magic'"),
+        ("methods/divebatch/policy/delta", -1.0, r"delta must be positive and finite, got delta=-1.0"),
+        ("methods/divebatch/policy/max_batch_size", 64, r"max_batch_size=64 is below the first batch size 128"),
+        ("epochs", "many", r"epochs must be int, got 'many'"),
+        ("epochs", True, r"epochs must be int, got True"),
+        ("epochs", None, r"missing key 'epochs'"),
+        ("methods", None, r"needs at least one \[methods.NAME\]"),
+        ("data", 3, r"\[data\]: must be a table, got 3"),
+    ],
+)
+def test_wrong_files_are_refused_with_the_place_and_the_way_out(path, value, message):
+    with pytest.raises(ArgumentError, match=message):
+        parse_experiment(change(path, value), "file.toml")
+
+
+def test_scaling_epochs_scales_every_epoch_counted_setting():
+    experiment = parse_experiment(
+        change("methods/sgd-small/policy", {"kind": "adabatch", "max_batch_size": 4096, "every": 20}), "file.toml"
+    )
+    short = experiment.scaled(40)
+    assert (short.epochs, short.schedule.settings["every_epochs"]) == (40, 8)
+    assert short.methods["sgd-small"].policy.settings["every"] == 8
+    assert experiment.scaled(1).schedule.settings["every_epochs"] == 1
+    assert short.schedule.settings["factor"] == experiment.schedule.settings["factor"]

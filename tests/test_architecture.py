@@ -1,0 +1,86 @@
+"""The layering of the package, kept true over the syntax tree."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
+BASE = {"errors"}
+CORE = {"measurement", "records", "policies", "norms", "estimators", "data", "lr"}
+MAY_IMPORT = {
+    "errors": set(),
+    "measurement": BASE,
+    "records": BASE,
+    "policies": BASE | {"measurement"},
+    "norms": BASE | {"measurement"},
+    "estimators": BASE | {"norms", "measurement"},
+    "data": BASE,
+    "lr": BASE,
+    "controller": BASE | CORE,
+    "training": BASE | CORE | {"controller"},
+    "experiments": BASE | CORE | {"controller", "training"},
+    "report": BASE | {"records"},
+    "cli": BASE | {"experiments", "report", "records"},
+}
+WITHOUT_TORCH = {"errors", "measurement", "records", "policies", "report"}
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part not in ("__init__", "__main__"):
+            yield part, path
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize(("part", "path"), list(files()), ids=lambda value: getattr(value, "name", value))
+def test_a_file_imports_only_what_its_part_may(part: str, path: Path) -> None:
+    for module in imports(path):
+        if module.startswith("divebatch."):
+            target = module.split(".")[1]
+            assert target in MAY_IMPORT[part] | {part}, f"{path.name} imports {target}"
+        elif part in WITHOUT_TORCH:
+            assert module.split(".")[0] != "torch", f"{path.name} imports torch"
+
+
+def test_every_part_has_its_rule() -> None:
+    assert {part for part, _ in files()} == set(MAY_IMPORT)
+
+
+def test_no_file_is_over_400_lines() -> None:
+    too_long = {path.name: n for _, path in files() if (n := len(path.read_text().splitlines())) > 400}
+    assert not too_long
+
+
+def test_the_core_needs_torch_and_numpy_alone() -> None:
+    blocked = ["typer", "rich", "matplotlib"]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import divebatch; print(divebatch.__version__)"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip()
+
+
+def test_the_command_line_names_the_extra_it_lacks() -> None:
+    program = "import sys; sys.modules['typer'] = None; from divebatch.__main__ import main; main()"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert answer.returncode == 1
+    assert "pip install 'divebatch[cli]'" in answer.stderr
+
+
+def test_at_most_24_public_names_and_all_exist() -> None:
+    import divebatch
+
+    assert len(divebatch.__all__) <= 24
+    assert all(hasattr(divebatch, name) for name in divebatch.__all__)

@@ -1,0 +1,24 @@
+"""Every example and every Python block in the docs runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(path: Path) -> None:
+    answer = subprocess.run([sys.executable, "-W", "error", str(path)], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert "epoch 1:" in answer.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_python_blocks_in_the_docs_run(path: Path) -> None:
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL):
+        exec(compile(block, str(path), "exec"), names)
