@@ -107,6 +107,7 @@ class Controller:
             epoch=finished.epoch + 1,
             batch_size=finished.batch_size,
             dataset_size=dataset_size,
+            first_batch_size=self._coupling.first_batch_size,
             step=self.loader.batches_delivered,
             samples=self.loader.samples_delivered,
             diversity=diversity,

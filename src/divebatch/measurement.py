@@ -23,8 +23,10 @@ class Diversity:
 
     @property
     def is_defined(self) -> bool:
-        """Whether the ratio exists: finite sums and a gradient sum that is not zero."""
-        return math.isfinite(self.sum_of_sq_norms) and math.isfinite(self.sq_norm_of_sum) and self.sq_norm_of_sum > 0
+        """Whether the ratio exists and is finite."""
+        if not 0 < self.sq_norm_of_sum < math.inf:
+            return False
+        return math.isfinite(self.sum_of_sq_norms / self.sq_norm_of_sum)
 
     @property
     def value(self) -> float:
@@ -41,6 +43,8 @@ class Diversity:
         if self.sq_norm_of_sum == 0.0 and math.isfinite(self.sum_of_sq_norms):
             return f"the gradients of {self.num_samples} samples sum to zero"
         sums = f"sum_of_sq_norms={self.sum_of_sq_norms}, sq_norm_of_sum={self.sq_norm_of_sum}"
+        if math.isfinite(self.sum_of_sq_norms) and math.isfinite(self.sq_norm_of_sum):
+            return f"the ratio of the sums is not a finite number ({sums})"
         return f"NaN or infinite gradients ({sums})"
 
     @property
@@ -58,6 +62,8 @@ class Measurement:
     batch_size: int
     dataset_size: int
     """Samples in one epoch: the paper's n."""
+    first_batch_size: int | None = None
+    """The one training started with."""
     step: int = 0
     """Optimizer steps so far."""
     samples: int = 0

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ class RunHeader:
 
     def to_json(self) -> str:
         """One line, without the line end."""
-        return _line("run", asdict(self))
+        return _line("run", _fields(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -63,7 +63,7 @@ class EpochRecord:
 
     def to_json(self) -> str:
         """One line, without the line end."""
-        return _line("epoch", asdict(self))
+        return _line("epoch", _fields(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -87,15 +87,19 @@ class RecordWriter:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise RecordError(f"cannot write records to '{path}': {error.strerror}. Choose another folder.") from error
 
     def write(self, record: RunHeader | EpochRecord) -> None:
         """Append one record."""
-        self._file.write(record.to_json() + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(record.to_json() + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RecordError(f"cannot write records to '{self.path}': {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file; nothing is pending."""
@@ -110,7 +114,10 @@ class RecordWriter:
 
 def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
     """Read one run's file. A last line that a killed run left half-written is dropped; any other flaw is an error."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"cannot read '{path}': {error}") from error
     values = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
     if not values or values[0].get("kind") != "run":
         raise RecordError(f"'{path}' is not a run record: its first line is not of kind 'run'")
@@ -130,6 +137,17 @@ def rewrite_run(path: Path, header: RunHeader, epochs: list[EpochRecord]) -> Non
         for record in epochs:
             writer.write(record)
     scratch.replace(path)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove what a killed run left of its last line: appending would glue the next line to it."""
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _fields(record: RunHeader | EpochRecord) -> dict[str, Any]:
+    return {entry.name: getattr(record, entry.name) for entry in fields(record)}
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -161,4 +179,9 @@ def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _change(name: str, now: float, after: float | None) -> str:
-    return f"{name} {now:g}" if after is None or after == now else f"{name} {now:g} -> {after:g}"
+    first = _shown(now)
+    return f"{name} {first}" if after is None or _shown(after) == first else f"{name} {first} -> {_shown(after)}"
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from divebatch.data.order import FromSampler, Order, Sequential, Shuffled
+from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed
 from divebatch.data.sampler import checked_batch_size, num_batches
 from divebatch.data.source import make_source
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
@@ -41,6 +41,8 @@ class Pass:
     batches: int = 0
     """Delivered to the loop, not merely prefetched."""
     samples: int = 0
+    is_open: bool = True
+    """False once its iterator is used up or was left."""
 
 
 class AdaptiveLoader:
@@ -86,6 +88,8 @@ class AdaptiveLoader:
 
         torch's plain shuffling becomes ours, with `seed`; a sampler of your own keeps drawing the order.
         """
+        if not isinstance(dataloader, DataLoader):
+            raise ArgumentError(f"wrap takes a DataLoader, got {type(dataloader).__name__}")
         batch_sampler = dataloader.batch_sampler
         if type(batch_sampler) is not BatchSampler:
             kind = "none (batch_size=None)" if batch_sampler is None else type(batch_sampler).__name__
@@ -109,7 +113,7 @@ class AdaptiveLoader:
     ) -> None:
         if settings.get("in_order") is False:
             raise ArgumentError("in_order=False cannot be used: batches must come in the order they were drawn")
-        self.dataset, self.drop_last, self.seed = dataset, drop_last, seed
+        self.dataset, self.drop_last, self.seed = dataset, drop_last, checked_seed(seed)
         self._order, self._settings = order, settings
         self._source = make_source(dataset, drop_last=drop_last, settings=settings)
         self._stream_size = _stream_size(dataset) if order is None else None
@@ -158,8 +162,9 @@ class AdaptiveLoader:
 
     def __len__(self) -> int:
         """Batches in the pass under way, else in the next one."""
-        if self._current is not None and self._current.num_batches is not None:
-            return self._current.num_batches
+        current = self._current
+        if current is not None and current.num_batches is not None and (current.is_open or self._resume):
+            return current.num_batches
         if self.dataset_size is None:
             raise TypeError("the length of this stream is not known")
         return num_batches(self.dataset_size, self.batch_size, drop_last=self.drop_last)
@@ -178,9 +183,17 @@ class AdaptiveLoader:
 
     def _new_pass(self) -> Pass:
         order = None if self._order is None else self._order.draw(self._epoch)
-        size = self.batch_size
-        total = None if order is None else num_batches(len(order), size, drop_last=self.drop_last)
-        return Pass(self._epoch, size, order, total)
+        return Pass(self._epoch, self.batch_size, order, self._num_batches(order, self.batch_size))
+
+    def _num_batches(self, order: Tensor | Sequence[Any] | None, batch_size: int) -> int | None:
+        size = _stream_size(self.dataset) if order is None else len(order)
+        if size is None or (order is None and self._num_workers > 1):  # each worker has a last batch of its own
+            return None
+        return num_batches(size, batch_size, drop_last=self.drop_last)
+
+    @property
+    def _num_workers(self) -> int:
+        return self._settings.get("num_workers") or 0
 
     def _run(self, current: Pass) -> Iterator[Any]:
         batches = self._source.batches(
@@ -189,10 +202,13 @@ class AdaptiveLoader:
             start=current.batches,
             seed=(self.seed, current.epoch),
         )
-        for num_samples, batch in batches:
-            current.batches += 1
-            current.samples += num_samples
-            yield batch
+        try:
+            for num_samples, batch in batches:
+                current.batches += 1
+                current.samples += num_samples
+                yield batch
+        finally:
+            current.is_open = False
         if current is self._current:
             self._close(current)
 
@@ -254,14 +270,22 @@ class AdaptiveLoader:
         current = self._current
         return {
             "version": STATE_VERSION,
-            "dataset_size": self.dataset_size,
-            "drop_last": self.drop_last,
+            **self._way_of_cutting(),
             "seed": self.seed,
             "batch_size": self.batch_size,
             "epoch": self._epoch,
             "batches_before": self._batches_before,
             "samples_before": self._samples_before,
             "pass": None if current is None or current.batches == 0 else self._pass_state(current),
+        }
+
+    def _way_of_cutting(self) -> dict[str, Any]:
+        """What must be equal for a resume: it decides which samples the rest of an epoch holds."""
+        return {
+            "dataset_size": self.dataset_size,
+            "drop_last": self.drop_last,
+            "order": type(self._order).__name__ if self._order is not None else "stream",
+            "num_workers": self._num_workers if self._order is None else None,  # deals the shares of a stream
         }
 
     def _pass_state(self, current: Pass) -> dict[str, Any]:
@@ -277,8 +301,8 @@ class AdaptiveLoader:
         """Raise if `state` belongs to other data or another way of cutting it."""
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(f"loader state has version {state.get('version')}, this code reads {STATE_VERSION}")
-        for key, here in (("dataset_size", self.dataset_size), ("drop_last", self.drop_last)):
-            if state[key] != here and not (key == "dataset_size" and self._order is None):
+        for key, here in self._way_of_cutting().items():
+            if state[key] != here and None not in (state[key], here):
                 raise CheckpointError(f"the checkpoint's loader has {key}={state[key]}, this one {key}={here}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -288,7 +312,7 @@ class AdaptiveLoader:
         if isinstance(self._order, Shuffled):
             self._order = Shuffled(len(self._order), self.seed)
         if self._order is None:
-            self._stream_size = state["dataset_size"]
+            self._stream_size = _stream_size(self.dataset) or state["dataset_size"]
         self.batch_size = state["batch_size"]
         self._batches_before, self._samples_before = state["batches_before"], state["samples_before"]
         self._finished, self._resume = None, state["pass"] is not None
@@ -298,9 +322,10 @@ class AdaptiveLoader:
         order = state["order"]
         if order is None and self._order is not None:
             order = self._order.draw(self._epoch)
+        elif isinstance(self._order, FromSampler):
+            self._order.last_drawn = order
         size = state["batch_size"]
-        total = None if order is None else num_batches(len(order), size, drop_last=self.drop_last)
-        return Pass(self._epoch, size, order, total, state["batches"], state["samples"])
+        return Pass(self._epoch, size, order, self._num_batches(order, size), state["batches"], state["samples"])
 
     def _why_not_finished(self) -> str:
         if self._current is None or self._current.batches == 0:

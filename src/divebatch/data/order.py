@@ -10,9 +10,19 @@ from torch import Tensor
 from divebatch.errors import ArgumentError
 
 
-def mixed_seed(seed: int, epoch: int) -> int:
-    """One well-mixed seed for a pair. A plain sum would give seed 0, epoch 1 the order of seed 1, epoch 0."""
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def checked_seed(seed: int) -> int:
+    """`seed` if it can seed anything, else an error."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ArgumentError(f"seed must be an integer of at least 0, got seed={seed!r}")
+    return seed
+
+
+def mixed_seed(seed: int, *purpose: int) -> int:
+    """One well-mixed seed for each purpose: an epoch's order, its workers, a trial's data.
+
+    A plain sum would give seed 0, epoch 1 the order of seed 1, epoch 0.
+    """
+    return int(np.random.SeedSequence(seed, spawn_key=purpose).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class Order(Protocol):
@@ -29,9 +39,7 @@ class Shuffled:
     """A permutation that depends on (seed, epoch) and nothing else."""
 
     def __init__(self, size: int, seed: int) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ArgumentError(f"seed must be an integer of at least 0, got seed={seed!r}")
-        self.size, self.seed = size, seed
+        self.size, self.seed = size, checked_seed(seed)
 
     def draw(self, epoch: int) -> Tensor:
         """A fresh permutation for each epoch, the same one for the same epoch."""
@@ -71,6 +79,10 @@ class FromSampler:
     def last_drawn(self) -> list[Any]:
         """The indices of the latest epoch: drawing again would advance a random sampler."""
         return self.draw(0) if self._last is None else self._last
+
+    @last_drawn.setter
+    def last_drawn(self, order: list[Any]) -> None:
+        self._last = order
 
     def draw(self, epoch: int) -> list[Any]:
         """What the sampler yields now."""

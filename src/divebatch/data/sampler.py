@@ -82,9 +82,12 @@ class AdaptiveBatchSampler(Sampler[list[int]]):
         return self._until_next_epoch(batches, self.epoch)
 
     def _until_next_epoch(self, batches: Iterator[Tensor], epoch: int) -> Iterator[list[int]]:
-        for batch in batches:
-            yield batch.tolist()
-        self.epoch = epoch + 1
+        upcoming = next(batches)
+        for after in batches:
+            yield upcoming.tolist()
+            upcoming = after
+        self.epoch = epoch + 1  # with the last batch, not after it: some loops count batches and stop there
+        yield upcoming.tolist()
 
     def __len__(self) -> int:
         return num_batches(self.dataset_size, self.batch_size, drop_last=self.drop_last)

@@ -39,6 +39,7 @@ class TensorSource:
     ) -> Iterator[tuple[int, Any]]:
         """Lists of tensors, as torch's default collate makes of tuples."""
         indices = torch.as_tensor(order).to(self.tensors[0].device)
+        indices = torch.where(indices < 0, indices + len(self.tensors[0]), indices)  # index_select takes none below 0
         for batch in indices.split(batch_size)[start:]:
             if batch.numel() == batch_size or not self.drop_last:
                 yield batch.numel(), [tensor.index_select(0, batch) for tensor in self.tensors]
@@ -119,17 +120,19 @@ def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> S
     """The fastest source that gives what `DataLoader(dataset, **settings)` would."""
     if isinstance(dataset, IterableDataset):
         return StreamSource(dataset, drop_last=drop_last, settings=dict(settings))
-    if type(dataset) is TensorDataset and _is_plain(settings):
+    if type(dataset) is TensorDataset and _is_plain(dataset, settings):
+        DataLoader(dataset, **settings)  # refuses what a DataLoader refuses
         return TensorSource(dataset.tensors, drop_last=drop_last)
     return MapSource(dataset, drop_last=drop_last, settings=settings)
 
 
-def _is_plain(settings: dict[str, Any]) -> bool:
-    """Whether nothing but the default is asked of the DataLoader."""
-    collate = settings.get("collate_fn")
-    return collate in (None, default_collate) and not settings.get("num_workers") and not settings.get("pin_memory")
+def _is_plain(dataset: TensorDataset, settings: dict[str, Any]) -> bool:
+    """Whether nothing but the default is asked of the DataLoader, and one index tensor serves all tensors."""
+    default = settings.get("collate_fn") in (None, default_collate)
+    one_device = len({tensor.device for tensor in dataset.tensors}) == 1
+    return default and one_device and not settings.get("num_workers") and not settings.get("pin_memory")
 
 
 def _worker_seed(seed: int, epoch: int) -> int:
     """Apart from the seed of the epoch's order."""
-    return mixed_seed(seed + 2**32, epoch)
+    return mixed_seed(seed, epoch, 1)

@@ -23,8 +23,8 @@ from divebatch.policies import make_policy
 from divebatch.records import EpochRecord, RecordWriter, RunHeader, read_run, rewrite_run
 from divebatch.training import Clock, Trainer, load_checkpoint, save_checkpoint
 
-# Apart from each other and from the epochs' orders, which count from 0.
-DATA_STREAM, MODEL_STREAM = 2**40, 2**40 + 1
+# Apart from each other and from the epochs' orders, whose purpose is one number.
+DATA, MODEL = (0, 2), (0, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ def execute(run: Run, *, resume: bool = False, on_epoch: Callable[[EpochRecord],
 def make_trainer(run: Run) -> Trainer:
     """Data, model, optimizer, schedule and controller as configured; everything random follows from the seed."""
     experiment, method, device = run.experiment, run.method, torch.device(run.device)
-    split = _settings(DATASETS, experiment.data, "data").load(mixed_seed(run.seed, DATA_STREAM), device)
+    split = _settings(DATASETS, experiment.data, "data").load(mixed_seed(run.seed, *DATA), device)
     model_settings = _settings(MODELS, experiment.model, "model")
-    torch.manual_seed(mixed_seed(run.seed, MODEL_STREAM))
+    torch.manual_seed(mixed_seed(run.seed, *MODEL))
     model = model_settings.build(split.num_features).to(device)
     optimizer = SGD(model.parameters(), lr=method.lr, **asdict(experiment.optimizer))
     scheduler = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)

@@ -15,7 +15,9 @@ class AdaBatch(Policy):
     """Multiply the batch size by `factor` at the end of every `every`-th epoch, up to `max_batch_size`.
 
     Two readings exist. The DiveBatch paper leaves the learning rate alone (`lr_decay=1.0`, the default); the original
-    AdaBatch multiplies it by 0.75 at each doubling (`lr_decay=0.75`). At the cap neither changes any more.
+    AdaBatch multiplies it by 0.75 at each doubling (`lr_decay=0.75`). At the cap neither changes any more. Where more
+    is wanted than the data holds, the batch is as many whole first batches as fit, and the learning rate is multiplied
+    by what was got over what was wanted, as in the original.
 
     >>> AdaBatch(2048, lr_decay=0.75).next(Measurement(epoch=20, batch_size=128, dataset_size=50_000))
     Decision(batch_size=256, lr_factor=0.75, reason='epoch 20: times 2')
@@ -38,11 +40,17 @@ class AdaBatch(Policy):
 
     def next(self, seen: Measurement) -> Decision:
         """The batch size times `factor` where the timetable says so."""
-        grown = min(int(seen.batch_size * self.factor), self.max_batch_size)
+        wanted = min(int(seen.batch_size * self.factor), self.max_batch_size)
+        grown = wanted if wanted <= seen.dataset_size else self._whole_first_batches(seen)
         if seen.epoch % self.every or grown <= seen.batch_size:
             return Decision(batch_size=seen.batch_size)
-        reason = f"epoch {seen.epoch}: times {self.factor:g}"
-        return Decision(batch_size=grown, lr_factor=self.lr_decay, reason=reason)
+        reason = f"epoch {seen.epoch}: times {grown / seen.batch_size:g}"
+        return Decision(batch_size=grown, lr_factor=self.lr_decay * grown / wanted, reason=reason)
+
+    @staticmethod
+    def _whole_first_batches(seen: Measurement) -> int:
+        first = seen.first_batch_size or seen.batch_size
+        return seen.dataset_size // first * first
 
     def check_start(self, batch_size: int) -> None:
         """Raise if the first batch is above the cap."""

@@ -1,0 +1,115 @@
+"""One panel: mean lines with a band of one standard deviation, on an axis that fits the numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from divebatch.report.curves import Curve, Floats
+from divebatch.report.style import Look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FEW_POINTS = 12
+"""Curves with at most so many epochs show each as a dot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve and how it is drawn."""
+
+    label: str
+    look: Look
+    curve: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What one set of axes shows."""
+
+    title: str
+    """The quantity with its unit."""
+    lines: Sequence[Line]
+    bounds: tuple[float, float] = (-np.inf, np.inf)
+    """Values that the quantity cannot leave; bands are cut there."""
+    may_be_log: bool = True
+    log_base: int = 10
+
+    @property
+    def is_log(self) -> bool:
+        """Whether the means are positive and span more than a factor of ten."""
+        means = np.concatenate([line.curve.mean for line in self.lines])
+        means = means[np.isfinite(means)]
+        return self.may_be_log and bool(means.min() > 0 and means.max() > 10 * means.min())
+
+
+def draw(axes: "Axes", panel: Panel, last_epoch: int) -> None:
+    """Draw every line of the panel over epochs 1 to `last_epoch`; each must have a finite value."""
+    for line in panel.lines:
+        _draw_line(axes, line, panel)
+    _set_x_axis(axes, last_epoch)
+    _set_y_axis(axes, panel)
+    axes.set_title(f"{panel.title}, log scale" if panel.is_log else panel.title, loc="left")
+
+
+def _draw_line(axes: "Axes", line: Line, panel: Panel) -> None:
+    epochs, color = line.curve.epochs, line.look.color
+    marker = "o" if len(epochs) <= FEW_POINTS else None
+    axes.plot(epochs, line.curve.mean, color=color, linestyle=line.look.dashes, marker=marker, label=line.label)
+    low, high = band(line.curve, (log_limits(panel)[0], panel.bounds[1]) if panel.is_log else panel.bounds)
+    if len(epochs) == 1:
+        axes.vlines(epochs, low, high, color=color, linewidth=1)
+    else:
+        axes.fill_between(epochs, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def band(curve: Curve, bounds: tuple[float, float]) -> tuple[Floats, Floats]:
+    """Mean ± one standard deviation, cut at the bounds; NaN, that is no band, where there is no finite spread."""
+    std = np.where(np.isfinite(curve.std), curve.std, np.nan)
+    return np.clip(curve.mean - std, *bounds), np.clip(curve.mean + std, *bounds)
+
+
+def log_limits(panel: Panel) -> tuple[float, float]:
+    """Ends of a log axis: room for every mean and upper band, but a lower band that nears zero runs off."""
+    bands = [band(line.curve, panel.bounds) for line in panel.lines]
+    means = np.concatenate([line.curve.mean for line in panel.lines])
+    lowest = np.nanmin(means)
+    low = max(lowest / 1.5, np.nanmin(np.concatenate([low for low, _ in bands] + [[lowest]])))
+    high = np.nanmax(np.concatenate([high for _, high in bands] + [means]))
+    margin = (high / low) ** 0.05
+    return float(low / margin), float(high * margin)
+
+
+def _set_x_axis(axes: "Axes", last_epoch: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    margin = max(0.5, 0.02 * last_epoch)
+    axes.set_xlim(1 - margin, last_epoch + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.set_xlabel("Epoch")
+
+
+def _set_y_axis(axes: "Axes", panel: Panel) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    if panel.is_log:
+        axes.set_yscale("log", base=panel.log_base)
+        axes.set_ylim(*log_limits(panel))
+        axes.yaxis.set_major_locator(LogLocator(base=panel.log_base, subs=_log_ticks(panel), numticks=9))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+
+
+def _log_ticks(panel: Panel) -> tuple[float, ...]:
+    """Multiples of the base's powers that get a label: also 2 and 5 where there are few powers of ten."""
+    low, high = log_limits(panel)
+    return (1.0, 2.0, 5.0) if panel.log_base == 10 and high < 300 * low else (1.0,)
+
+
+def _tick(value: float) -> str:
+    """Plain digits where they are short."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"

@@ -1,0 +1,170 @@
+"""Find and read the runs under a folder, grouped by experiment and method. One bad file never spoils the rest."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from divebatch.errors import RecordError
+from divebatch.records import EpochRecord, RunHeader, read_run
+
+METHOD_ORDER = ("sgd-small", "sgd-large", "adabatch", "divebatch", "oracle")
+"""These come first, in this order; other methods follow by name."""
+
+REQUIRED_NUMBERS = ("epoch", "batch_size", "lr", "steps", "samples")
+OPTIONAL_NUMBERS = ("train_loss", "val_loss", "val_accuracy", "diversity", "exact_diversity", "train_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One trial: its header and its epochs in order, perhaps none yet."""
+
+    header: RunHeader
+    epochs: tuple[EpochRecord, ...]
+
+    @property
+    def last(self) -> EpochRecord | None:
+        """The last finished epoch."""
+        return self.epochs[-1] if self.epochs else None
+
+    @property
+    def planned_epochs(self) -> int | None:
+        """How many epochs its configuration asks for, where it says so."""
+        planned = self.header.config.get("epochs")
+        return planned if isinstance(planned, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """All trials of one experiment: method name -> runs in the order of their seeds."""
+
+    name: str
+    methods: Mapping[str, tuple[Run, ...]]
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every run of every method."""
+        return [run for runs in self.methods.values() for run in runs]
+
+    @property
+    def longest(self) -> int:
+        """The highest epoch number that any run reached; 0 where none did."""
+        return max((run.last.epoch for run in self.runs if run.last), default=0)
+
+    def is_finished(self, run: Run) -> bool:
+        """Whether `run` reached the end its configuration names, or the longest run's where it names none."""
+        planned = run.planned_epochs or self.longest
+        return run.last is not None and run.last.epoch >= planned
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What a folder holds: experiments by name, and for each file that was left out why."""
+
+    experiments: tuple[Experiment, ...]
+    problems: tuple[str, ...]
+
+
+def load_runs(folder: Path) -> Runs:
+    """Read `folder`/EXPERIMENT/METHOD/seed-K.jsonl; an experiment's or a method's own folder will do as well.
+
+    Names come from the records, not from the folders. Files that cannot be read are named in `problems`; a folder
+    without a single readable run is a `RecordError`.
+    """
+    found: dict[tuple[str, str, int], Run] = {}
+    problems: list[str] = []
+    for path in _record_files(folder):
+        try:
+            _add(found, path, _read(path))
+        except RecordError as error:
+            problems.append(str(error))
+    if not found:
+        raise RecordError(_nothing_found(folder, problems))
+    return Runs(_grouped(found.values()), tuple(problems))
+
+
+def method_rank(method: str) -> tuple[int, str]:
+    """Sorting key: the paper's methods first, then by name."""
+    known = METHOD_ORDER.index(method) if method in METHOD_ORDER else len(METHOD_ORDER)
+    return known, method
+
+
+def _record_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise RecordError(f"'{folder}' is not a folder")
+    patterns = ("seed-*.jsonl", "*/seed-*.jsonl", "*/*/seed-*.jsonl")
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
+
+
+def _read(path: Path) -> Run:
+    try:
+        header, epochs = read_run(path)
+    except RecordError:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers without end, nesting without end
+        raise RecordError(f"'{path}' is not a run record: {error}") from error
+    problem = _header_problem(header) or _epochs_problem(epochs)
+    if problem:
+        raise RecordError(f"'{path}': {problem}")
+    return Run(header, tuple(epochs))
+
+
+def _add(found: dict[tuple[str, str, int], Run], path: Path, run: Run) -> None:
+    key = (run.header.experiment, run.header.method, run.header.seed)
+    if key in found:
+        raise RecordError(f"'{path}': a second run of {key[0]}, {key[1]}, seed {key[2]}; the first one counts")
+    found[key] = run
+
+
+def _header_problem(header: RunHeader) -> str:
+    for name in ("experiment", "method"):
+        text = getattr(header, name)
+        if not isinstance(text, str) or not text.isprintable():  # a terminal would obey control characters
+            return f"{name} must be printable text, got {text!r}"
+    if not _is_number(header.seed) or header.seed != int(header.seed):
+        return f"seed must be a whole number, got {header.seed!r}"
+    for name in ("config", "versions", "hardware"):
+        if not isinstance(getattr(header, name), Mapping):
+            return f"{name} must be a JSON object"
+    return ""
+
+
+def _epochs_problem(epochs: Iterable[EpochRecord]) -> str:
+    """Values that no average can take, and epochs that do not count upwards."""
+    before = 0
+    for record in epochs:
+        wrong = [name for name in REQUIRED_NUMBERS if not _is_number(getattr(record, name))]
+        wrong += [name for name in OPTIONAL_NUMBERS if not _is_number_or_none(getattr(record, name))]
+        if wrong:
+            return f"{wrong[0]} must be a number, got {getattr(record, wrong[0])!r} after epoch {before}"
+        if record.epoch <= before or record.epoch != int(record.epoch):
+            return f"epoch {record.epoch} follows epoch {before}"
+        before = record.epoch
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # NaN fails too
+
+
+def _is_number_or_none(value: object) -> bool:
+    """NaN and infinity pass: averages leave them out as they do None."""
+    return value is None or isinstance(value, float) or _is_number(value)
+
+
+def _grouped(runs: Iterable[Run]) -> tuple[Experiment, ...]:
+    tree: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        tree[run.header.experiment][run.header.method].append(run)
+    return tuple(Experiment(name, _ordered(tree[name])) for name in sorted(tree))
+
+
+def _ordered(methods: Mapping[str, list[Run]]) -> dict[str, tuple[Run, ...]]:
+    names = sorted(methods, key=method_rank)
+    return {name: tuple(sorted(methods[name], key=lambda run: run.header.seed)) for name in names}
+
+
+def _nothing_found(folder: Path, problems: list[str]) -> str:
+    if problems:
+        return f"no readable run in '{folder}': " + "; ".join(problems)
+    return f"no run in '{folder}': expected files like {folder}/EXPERIMENT/METHOD/seed-0.jsonl"

@@ -1,0 +1,342 @@
+"""AdaptiveLoader over map-style data: coverage, size changes, order, counting, and what it refuses."""
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from divebatch import AdaptiveLoader
+from divebatch.data.order import Shuffled
+from divebatch.errors import ArgumentError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+WORKERS = {
+    "none": {},
+    "two": {"num_workers": 2},
+    "two persistent": {"num_workers": 2, "persistent_workers": True},
+}
+TENSORS = {
+    "one": (torch.arange(23),),
+    "two": (torch.randn(23, 4), torch.arange(23)),
+    "images and half precision": (torch.randn(23, 3, 5, 5), torch.randn(23).half(), torch.arange(23) % 2 == 0),
+    "not contiguous": (torch.randn(4, 23).T,),
+}
+
+quickly = settings(max_examples=50, deadline=None)
+with_workers = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
+any_data = pytest.mark.parametrize("data", [range(23), TensorDataset(torch.arange(23))], ids=["map", "tensors"])
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+class WorkerSeeds(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.initial_seed()
+
+
+def numbers(batches):
+    """Each batch as a list, whether it is a tensor or a list of one."""
+    return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in batches]
+
+
+def flat(batches):
+    return list(chain(*numbers(batches)))
+
+
+# Coverage
+
+
+@any_data
+@quickly
+@given(seed=st.integers(0, 9), batch_sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5))
+def test_every_sample_comes_once_an_epoch_at_any_sizes(data, seed, batch_sizes):
+    loader = AdaptiveLoader(data, batch_sizes[0], seed=seed)
+    for batch_size in batch_sizes:
+        loader.batch_size = batch_size
+        batches = numbers(loader)
+        assert sorted(chain(*batches)) == list(range(23))
+        assert {len(batch) for batch in batches[:-1]} <= {batch_size}
+        assert 1 <= len(batches[-1]) <= batch_size
+
+
+@any_data
+@quickly
+@given(batch_sizes=st.lists(st.integers(1, 23), min_size=1, max_size=5))
+def test_dropping_the_rest_leaves_whole_batches_of_distinct_samples(data, batch_sizes):
+    loader = AdaptiveLoader(data, 1, drop_last=True)
+    for batch_size in batch_sizes:
+        loader.batch_size = batch_size
+        batches = numbers(loader)
+        assert [len(batch) for batch in batches] == [batch_size] * (23 // batch_size)
+        assert len(set(chain(*batches))) == len(batches) * batch_size
+
+
+@with_workers
+def test_workers_deliver_every_sample_once_while_the_size_changes(workers):
+    loader = AdaptiveLoader(range(23), 1, seed=5, **workers)
+    for epoch, batch_size in enumerate((7, 50, 3)):
+        loader.batch_size = batch_size
+        batches = numbers(loader)
+        assert list(chain(*batches)) == Shuffled(23, 5).draw(epoch).tolist()
+        assert len(batches) == -(-23 // batch_size)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("tensors", TENSORS.values(), ids=TENSORS)
+def test_tensors_in_memory_come_as_from_a_torch_loader(tensors, shuffle, drop_last):
+    data = TensorDataset(*tensors)
+    order = Shuffled(23, 1).draw(0).tolist() if shuffle else range(23)
+    by_torch = list(DataLoader(data, batch_size=5, sampler=order, drop_last=drop_last))
+    ours = list(AdaptiveLoader(data, 5, shuffle=shuffle, seed=1, drop_last=drop_last))
+    assert [type(batch) for batch in ours] == [type(batch) for batch in by_torch]
+    torch.testing.assert_close(ours, by_torch, rtol=0, atol=0)
+
+
+# The size
+
+
+@with_workers
+def test_a_size_set_during_an_epoch_reads_back_at_once_and_waits_for_the_next(workers):
+    loader = AdaptiveLoader(range(23), 4, **workers)
+    sizes = []
+    for batch in loader:
+        loader.batch_size = 9
+        assert (loader.batch_size, len(loader)) == (9, 6)
+        sizes.append(len(batch))
+    assert sizes == [4, 4, 4, 4, 4, 3]
+    assert len(loader) == 3
+    assert [len(batch) for batch in loader] == [9, 9, 5]
+
+
+def test_a_pass_keeps_the_size_it_began_with():
+    loader = AdaptiveLoader(range(6), 2, shuffle=False)
+    batches = iter(loader)
+    loader.batch_size = 3
+    assert numbers(batches) == [[0, 1], [2, 3], [4, 5]]
+
+
+@quickly
+@given(size=st.integers(1, 40), batch_size=st.integers(1, 50), drop_last=st.booleans())
+def test_len_is_the_number_of_batches(size, batch_size, drop_last):
+    loader = AdaptiveLoader(range(size), min(batch_size, size) if drop_last else batch_size, drop_last=drop_last)
+    assert len(loader) == len(list(loader)) >= 1
+
+
+def test_len_after_an_abandoned_pass_is_that_of_the_next():
+    loader = AdaptiveLoader(range(12), 6)
+    next(iter(loader))
+    loader.batch_size = 2
+    assert len(loader) == 6
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, True, 2.5, None])
+def test_a_wrong_batch_size_is_refused_and_the_old_one_kept(batch_size):
+    with pytest.raises(ValueError, match=f"batch_size={batch_size!r}"):
+        AdaptiveLoader(range(10), batch_size)
+    loader = AdaptiveLoader(range(10), 4)
+    with pytest.raises(ValueError, match=f"batch_size={batch_size!r}"):
+        loader.batch_size = batch_size
+    assert loader.batch_size == 4
+
+
+def test_a_batch_larger_than_the_data_is_refused_only_when_it_would_be_dropped():
+    assert [len(batch) for batch in AdaptiveLoader(range(10), 11)] == [10]
+    with pytest.raises(ArgumentError, match="batch_size=11 is larger than the 10 samples"):
+        AdaptiveLoader(range(10), 11, drop_last=True)
+    loader = AdaptiveLoader(range(10), 10, drop_last=True)
+    with pytest.raises(ArgumentError, match="drop_last=False"):
+        loader.batch_size = 11
+
+
+# The order
+
+
+@any_data
+@quickly
+@given(batch_sizes=st.lists(st.integers(1, 30), min_size=3, max_size=3))
+def test_the_order_does_not_depend_on_the_sizes(data, batch_sizes):
+    loader = AdaptiveLoader(data, 1, seed=4)
+    for epoch, batch_size in enumerate(batch_sizes):
+        loader.batch_size = batch_size
+        assert flat(loader) == Shuffled(23, 4).draw(epoch).tolist()
+
+
+@with_workers
+def test_set_epoch_jumps_to_the_order_of_that_epoch(workers):
+    loader = AdaptiveLoader(range(23), 4, seed=4, **workers)
+    next(iter(loader))
+    loader.set_epoch(7)
+    assert flat(loader) == Shuffled(23, 4).draw(7).tolist()
+    assert loader.epoch == 8
+
+
+def test_seeds_and_epochs_give_different_orders():
+    seed_0, seed_1 = AdaptiveLoader(range(23), 4, seed=0), AdaptiveLoader(range(23), 4, seed=1)
+    orders = [flat(seed_0), flat(seed_0), flat(seed_1), flat(seed_1)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+@any_data
+@with_workers
+def test_the_global_random_state_neither_matters_nor_moves(data, workers):
+    loader = AdaptiveLoader(data, 4, **workers)
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    assert flat(loader) == Shuffled(23, 0).draw(0).tolist()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_get_seeds_that_depend_on_seed_and_epoch_alone():
+    def seeds(seed, epoch):
+        loader = AdaptiveLoader(WorkerSeeds(), 1, seed=seed, num_workers=2)
+        loader.set_epoch(epoch)
+        return tuple(flat(loader))
+
+    drawn = {pair: seeds(*pair) for pair in [(0, 0), (0, 1), (1, 0)]}
+    torch.manual_seed(9)
+    assert seeds(0, 1) == drawn[0, 1]
+    assert len({seed for pair in drawn.values() for seed in pair}) == 6
+
+
+# Leaving early and counting
+
+
+@with_workers
+def test_an_epoch_left_early_starts_again_and_does_not_count(workers):
+    loader = AdaptiveLoader(range(23), 4, **workers)
+    for left_after in (1, 3):
+        for number, _ in enumerate(loader, 1):
+            if number == left_after:
+                break
+    next(iter(loader))
+    assert loader.epoch == 0
+    assert flat(loader) == Shuffled(23, 0).draw(0).tolist()
+    assert (loader.epoch, loader.batches_delivered, loader.samples_delivered) == (1, 6, 23)
+
+
+@any_data
+def test_counts_grow_with_each_delivered_batch(data):
+    loader = AdaptiveLoader(data, 10)
+    seen = [(loader.epoch, loader.batches_delivered, loader.samples_delivered) for _ in range(2) for _ in loader]
+    assert seen == [(0, 1, 10), (0, 2, 20), (0, 3, 23), (1, 4, 33), (1, 5, 43), (1, 6, 46)]
+
+
+@with_workers
+def test_a_loop_that_counts_the_batches_finishes_the_epoch(workers):
+    loader = AdaptiveLoader(range(23), 5, **workers)
+    for epoch in range(3):
+        batches = [batch for _, batch in zip(range(len(loader)), loader, strict=False)]
+        assert flat(batches) == Shuffled(23, 0).draw(epoch).tolist()
+    assert loader.finish_epoch().epoch == 2
+    assert (loader.epoch, loader.samples_delivered) == (3, 69)
+
+
+@quickly
+@given(batch_sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4))
+def test_a_loop_that_counts_the_batches_covers_the_data_at_any_sizes(batch_sizes):
+    loader = AdaptiveLoader(range(23), 1)
+    for batch_size in batch_sizes:
+        loader.batch_size = batch_size
+        batches = [batch for _, batch in zip(range(len(loader)), loader, strict=False)]
+        assert sorted(flat(batches)) == list(range(23))
+
+
+def test_finish_epoch_tells_of_the_pass_that_ended():
+    loader = AdaptiveLoader(range(23), 5)
+    for _ in loader:
+        loader.batch_size = 7
+    assert loader.has_finished_epoch
+    finished = loader.finish_epoch()
+    assert (finished.epoch, finished.batch_size, finished.batches, finished.samples) == (0, 5, 5, 23)
+    assert not loader.has_finished_epoch
+
+
+def test_finish_epoch_is_refused_before_the_end_and_a_second_time():
+    loader = AdaptiveLoader(range(23), 5)
+    with pytest.raises(UsageError, match="no epoch has ended"):
+        loader.finish_epoch()
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(UsageError, match="1 of 5 batches"):
+        loader.finish_epoch()
+    list(batches)
+    loader.finish_epoch()
+    with pytest.raises(UsageError, match="no epoch has ended since the last"):
+        loader.finish_epoch()
+
+
+def test_a_listener_hears_each_pass_that_starts_from_its_beginning():
+    heard = []
+    loader = AdaptiveLoader(range(6), 2)
+    forget = loader.on_new_pass(lambda: heard.append(loader.epoch))
+    next(iter(loader))
+    list(loader), list(loader)
+    forget()
+    list(loader)
+    assert heard == [0, 0, 1]
+
+
+# A pass for measuring
+
+
+@any_data
+@with_workers
+def test_a_full_pass_shows_every_sample_and_moves_nothing(data, workers):
+    loader = AdaptiveLoader(data, 5, drop_last=True, **workers)
+    batches = iter(loader)
+    delivered = numbers([next(batches)])
+    state, random_state = loader.state_dict(), torch.get_rng_state()
+    assert flat(loader.full_pass()) == list(range(23))
+    assert loader.state_dict() == state
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert list(chain(*delivered, *numbers(batches))) == Shuffled(23, 0).draw(0).tolist()[:20]
+    assert loader.epoch == 1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("data", [[], TensorDataset(torch.zeros(0, 3))], ids=["list", "tensors"])
+def test_an_empty_dataset_is_refused(data):
+    with pytest.raises(ArgumentError, match="empty"):
+        AdaptiveLoader(data, 4)
+
+
+def test_a_dataset_without_length_is_refused():
+    with pytest.raises(ArgumentError, match="Unsized has no length"):
+        AdaptiveLoader(Unsized(), 4)
+
+
+@pytest.mark.parametrize("seed", [-1, True, 0.5, None])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_wrong_seed_is_refused(seed, shuffle):
+    with pytest.raises(ArgumentError, match=f"seed={seed!r}"):
+        AdaptiveLoader(range(10), 4, shuffle=shuffle, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_settings_that_wrap_takes_care_of_are_refused(name):
+    with pytest.raises(ArgumentError, match=rf"{name} cannot be passed on; use AdaptiveLoader.wrap"):
+        AdaptiveLoader(range(10), 4, **{name: range(10)})
+
+
+@any_data
+def test_an_unknown_setting_is_refused(data):
+    with pytest.raises(TypeError, match="shuffel"):
+        AdaptiveLoader(data, 4, shuffel=False)
+
+
+def test_workers_must_keep_the_order():
+    with pytest.raises(ArgumentError, match="in_order=False"):
+        AdaptiveLoader(range(10), 4, num_workers=2, in_order=False)

@@ -1,0 +1,289 @@
+"""A loader that is saved and loaded delivers exactly what was still to come."""
+
+from itertools import chain
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, get_worker_info
+
+from divebatch import AdaptiveLoader
+from divebatch.data.order import Shuffled
+from divebatch.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+PREFETCHING = {"num_workers": 2, "prefetch_factor": 4}
+
+
+class Stream(IterableDataset):
+    """The numbers below `size`; each worker takes its share."""
+
+    def __init__(self, size=23):
+        self.size = size
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return iter(range(first, self.size, step))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.size
+
+
+class Rotated:
+    """A sampler whose order is a function of the epoch it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([(i + self.epoch) % 23 for i in range(23)])
+
+    def __len__(self):
+        return 23
+
+
+LOADERS = {
+    "tensors": lambda **kw: AdaptiveLoader(TensorDataset(torch.arange(23)), 4, **kw),
+    "map": lambda **kw: AdaptiveLoader(range(23), 4, **kw),
+    "in sequence": lambda **kw: AdaptiveLoader(range(23), 4, shuffle=False, **kw),
+    "dropping the rest": lambda **kw: AdaptiveLoader(range(23), 4, drop_last=True, **kw),
+    "workers": lambda **kw: AdaptiveLoader(range(23), 4, **PREFETCHING, **kw),
+    "persistent workers": lambda **kw: AdaptiveLoader(range(23), 4, persistent_workers=True, **PREFETCHING, **kw),
+    "own sampler": lambda **kw: AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=Rotated()), **kw),
+    "stream": lambda **kw: AdaptiveLoader(Stream(), 4, **kw),
+    "stream dropping the rest": lambda **kw: AdaptiveLoader(Stream(), 4, drop_last=True, **kw),
+    "stream with workers": lambda **kw: AdaptiveLoader(Stream(), 4, **PREFETCHING, **kw),
+    "stream with persistent workers": lambda **kw: AdaptiveLoader(
+        Stream(), 4, persistent_workers=True, **PREFETCHING, **kw
+    ),
+}
+any_loader = pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+
+
+def numbers(batches):
+    """Each batch as a list, whether it is a tensor or a list of one."""
+    return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in batches]
+
+
+def flat(batches):
+    return list(chain(*numbers(batches)))
+
+
+def resumed(make, state, **settings):
+    loader = make(**settings)
+    loader.load_state_dict(state)
+    return loader
+
+
+def after(loader, num_batches):
+    """The loader's iterator once `num_batches` have been delivered."""
+    batches = iter(loader)
+    for _ in range(num_batches):
+        next(batches)
+    return batches
+
+
+# What comes after a resume
+
+
+@any_loader
+@pytest.mark.parametrize("epochs_before", [0, 1])
+@pytest.mark.parametrize("delivered", [1, 3])
+def test_the_remaining_samples_come_in_the_same_order(make, epochs_before, delivered):
+    loader = make()
+    for _ in range(epochs_before):
+        list(loader)
+    batches = after(loader, delivered)
+    copy = resumed(make, loader.state_dict())
+    assert numbers(copy) == numbers(batches) != []
+    assert numbers(copy) == numbers(loader)
+    assert copy.state_dict() == loader.state_dict()
+
+
+@any_loader
+def test_a_state_counts_what_was_delivered_not_what_was_prefetched(make):
+    loader = make()
+    batches = after(loader, 2)
+    state = loader.state_dict()
+    assert (state["pass"]["batches"], state["pass"]["samples"]) == (2, 8)
+    copy = resumed(make, state)
+    assert (copy.batches_delivered, copy.samples_delivered) == (2, 8)
+    list(copy), list(batches)
+    assert (copy.batches_delivered, copy.samples_delivered) == (loader.batches_delivered, loader.samples_delivered)
+
+
+@any_loader
+def test_a_state_saved_in_the_body_of_the_last_batch_leaves_nothing_of_that_epoch(make):
+    loader = make()
+    for _ in loader:
+        state = loader.state_dict()
+    copy = resumed(make, state)
+    assert numbers(copy) == []
+    assert copy.finish_epoch().batches == loader.finish_epoch().batches
+    assert copy.epoch == loader.epoch == 1
+    assert numbers(copy) == numbers(loader)
+
+
+@any_loader
+def test_a_state_saved_between_epochs_continues_with_the_next(make):
+    loader = make()
+    list(loader)
+    copy = resumed(make, loader.state_dict())
+    assert (copy.epoch, copy.samples_delivered) == (1, loader.samples_delivered)
+    assert numbers(copy) == numbers(loader)
+
+
+@any_loader
+def test_a_state_saved_before_the_first_batch_is_the_beginning(make):
+    loader = make()
+    copy = resumed(make, loader.state_dict())
+    assert numbers(copy) == numbers(loader)
+
+
+@any_loader
+def test_a_state_survives_being_loaded_and_a_file(make, tmp_path):
+    loader = make()
+    batches = after(loader, 2)
+    torch.save(loader.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert resumed(make, state).state_dict() == state == loader.state_dict()
+    del batches
+
+
+@pytest.mark.parametrize(
+    "make", [LOADERS["tensors"], LOADERS["map"], LOADERS["stream"]], ids=["tensors", "map", "stream"]
+)
+def test_a_loader_already_in_use_can_be_set_back(make):
+    loader = make()
+    batches = after(loader, 2)
+    state = loader.state_dict()
+    rest = numbers(batches)
+    after(loader, 1)
+    loader.load_state_dict(state)
+    assert numbers(loader) == rest
+
+
+def test_a_resumed_epoch_left_early_starts_again_from_its_beginning():
+    loader = AdaptiveLoader(range(23), 4)
+    batches = after(loader, 2)
+    copy = resumed(LOADERS["map"], loader.state_dict())
+    next(iter(copy))
+    assert flat(copy) == Shuffled(23, 0).draw(0).tolist()
+    assert copy.samples_delivered == 23
+    del batches
+
+
+def test_a_resumed_pass_is_no_new_pass():
+    loader = AdaptiveLoader(range(23), 4)
+    batches = after(loader, 2)
+    copy, heard = resumed(LOADERS["map"], loader.state_dict()), []
+    copy.on_new_pass(lambda: heard.append(copy.epoch))
+    list(copy), list(copy)
+    assert heard == [1]
+    del batches
+
+
+def test_a_resumed_pass_has_the_length_of_the_whole():
+    loader = AdaptiveLoader(range(23), 4)
+    batches = after(loader, 2)
+    copy = resumed(LOADERS["map"], loader.state_dict())
+    rest = [batch for _, batch in zip(range(len(copy)), copy, strict=False)]
+    assert (len(loader), numbers(rest), copy.epoch) == (6, numbers(batches), 1)
+
+
+# What a state brings along
+
+
+@any_loader
+def test_a_size_set_during_the_saved_epoch_waits_for_the_next(make):
+    loader = make()
+    batches = after(loader, 2)
+    loader.batch_size = 7
+    copy = resumed(make, loader.state_dict())
+    assert copy.batch_size == 7
+    assert numbers(copy) == numbers(batches)
+    next_epoch = numbers(copy)
+    assert len(next_epoch[0]) == 7
+    assert next_epoch == numbers(loader)
+
+
+def test_a_state_overrides_batch_size_and_seed():
+    loader = AdaptiveLoader(range(23), 4, seed=1)
+    batches = after(loader, 2)
+    copy = AdaptiveLoader(range(23), 9, seed=2)
+    copy.load_state_dict(loader.state_dict())
+    assert (copy.batch_size, copy.seed) == (4, 1)
+    assert numbers(copy) == numbers(batches)
+    assert flat(copy) == Shuffled(23, 1).draw(1).tolist()
+
+
+def test_workers_may_come_and_go_over_a_map_style_dataset():
+    loader = LOADERS["workers"]()
+    batches = after(loader, 2)
+    assert numbers(resumed(LOADERS["map"], loader.state_dict())) == numbers(batches)
+
+
+def test_the_order_of_a_random_sampler_travels_in_the_state():
+    def make():
+        return AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=SubsetRandomSampler(range(5, 20))))
+
+    loader = make()
+    batches = after(loader, 2)
+    state = loader.state_dict()
+    rest = numbers(batches)
+    torch.manual_seed(1)
+    copy = resumed(make, state)
+    assert numbers(copy) == rest
+    assert sorted(flat(copy)) == list(range(5, 20))
+
+
+def test_a_full_pass_after_a_resume_shows_the_samples_of_the_resumed_epoch():
+    def make():
+        return AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=SubsetRandomSampler(range(5, 20))))
+
+    loader = make()
+    batches = after(loader, 2)
+    copy = resumed(make, loader.state_dict())
+    list(batches), list(copy)
+    random_state = torch.get_rng_state()
+    assert numbers(copy.full_pass()) == numbers(loader.full_pass())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+# What does not fit
+
+MISFITS = {
+    "another dataset size": (LOADERS["map"], lambda: AdaptiveLoader(range(24), 4), "dataset_size=23"),
+    "another stream size": (
+        lambda: AdaptiveLoader(SizedStream(23), 4),
+        lambda: AdaptiveLoader(SizedStream(24), 4),
+        "dataset_size=23",
+    ),
+    "another rest": (LOADERS["map"], LOADERS["dropping the rest"], "drop_last=False"),
+    "another order": (LOADERS["map"], LOADERS["in sequence"], "shuffle|order"),
+    "other shares of a stream": (LOADERS["stream with workers"], LOADERS["stream"], "workers"),
+}
+
+
+@pytest.mark.parametrize(("saved", "other", "message"), MISFITS.values(), ids=MISFITS)
+def test_a_state_of_another_loader_is_refused_and_changes_nothing(saved, other, message):
+    loader, misfit = saved(), other()
+    batches = after(loader, 2)
+    before = misfit.state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        misfit.load_state_dict(loader.state_dict())
+    assert misfit.state_dict() == before
+    del batches
+
+
+def test_a_state_of_another_version_is_refused():
+    loader = AdaptiveLoader(range(23), 4)
+    with pytest.raises(CheckpointError, match="version 999"):
+        loader.load_state_dict({**loader.state_dict(), "version": 999})
+    with pytest.raises(CheckpointError, match="version None"):
+        loader.load_state_dict({})

@@ -1,0 +1,253 @@
+"""AdaptiveLoader.wrap: an existing DataLoader goes on as it was, with a batch size that may change."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from divebatch import AdaptiveLoader
+from divebatch.data.order import Shuffled
+from divebatch.errors import ArgumentError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+Sample = namedtuple("Sample", ["x", "y"])
+
+
+class Pairs(Dataset):
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index)), index
+
+
+class Marked(Dataset):
+    """Shows the mark that a worker's start-up function has set in the worker's own copy."""
+
+    mark = 0
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return self.mark
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(11))
+
+
+class Positions:
+    """A sampler that yields what it was given."""
+
+    def __init__(self, positions):
+        self.positions = positions
+
+    def __iter__(self):
+        return iter(self.positions)
+
+    def __len__(self):
+        return len(self.positions)
+
+
+class Buckets(BatchSampler):
+    """A batch sampler with ideas of its own."""
+
+
+def mark_worker(worker_id):
+    get_worker_info().dataset.mark = 7
+
+
+def as_dict(samples):
+    return {"x": torch.stack([x for x, _ in samples]), "y": torch.tensor([y for _, y in samples])}
+
+
+def as_named_tuple(samples):
+    return Sample(**as_dict(samples))
+
+
+def as_nested(samples):
+    return {"inputs": [as_dict(samples), (torch.tensor(len(samples)),)]}
+
+
+def flat(loader):
+    return [number for batch in loader for number in batch.tolist()]
+
+
+def assert_same(ours, theirs):
+    ours, theirs = list(ours), list(theirs)
+    assert [type(batch) for batch in ours] == [type(batch) for batch in theirs]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+# Order
+
+
+def test_plain_shuffling_becomes_a_function_of_seed_and_epoch():
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=3, shuffle=True), seed=4)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert [flat(loader), flat(loader)] == [Shuffled(11, 4).draw(epoch).tolist() for epoch in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_sequential_loader_gives_the_batches_it_gave(workers):
+    theirs = DataLoader(Pairs(), batch_size=4, **workers)
+    loader = AdaptiveLoader.wrap(theirs)
+    assert loader.batch_size == 4
+    assert_same(loader, theirs)
+    loader.batch_size = 6
+    assert_same(loader, DataLoader(Pairs(), batch_size=6))
+
+
+def test_dropping_the_rest_is_taken_over():
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=4, drop_last=True))
+    assert [len(batch) for batch in loader] == [4, 4]
+    with pytest.raises(ArgumentError, match="larger than the 11 samples"):
+        loader.batch_size = 12
+
+
+SAMPLERS = {
+    "subset": lambda: SubsetRandomSampler(range(2, 9)),
+    "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 12.0), 20),
+    "with replacement": lambda: RandomSampler(range(11), replacement=True),
+    "a few": lambda: RandomSampler(range(11), num_samples=5),
+    "many times": lambda: RandomSampler(range(11), num_samples=25),
+    "list": lambda: [10, 3, 3, 5],
+    "tensors": lambda: Positions(torch.tensor([10, 3, 3, 5])),
+    "from the end": lambda: Positions([-1, 0, -2, 5]),
+}
+
+
+@pytest.mark.parametrize("data", [range(11), TensorDataset(torch.arange(11))], ids=["map", "tensors"])
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_an_own_sampler_keeps_drawing_the_order(data, make):
+    theirs = DataLoader(data, batch_size=3, sampler=make(), generator=torch.Generator())
+    torch.manual_seed(0)
+    expected = [list(theirs), list(theirs)]
+    loader = AdaptiveLoader.wrap(theirs)
+    torch.manual_seed(0)
+    assert loader.dataset_size == len(theirs.sampler)
+    for batches in expected:
+        assert len(loader) == len(batches)
+        assert_same(loader, batches)
+
+
+def test_an_own_sampler_survives_a_change_of_size():
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=3, sampler=SubsetRandomSampler(range(2, 9))))
+    for batch_size in (3, 50, 2):
+        loader.batch_size = batch_size
+        assert sorted(flat(loader)) == list(range(2, 9))
+        assert sorted(flat(loader.full_pass())) == list(range(2, 9))
+
+
+def test_a_full_pass_shows_what_a_random_sampler_drew_without_drawing_again():
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), 3, sampler=WeightedRandomSampler(torch.ones(11), 11)))
+    drawn = flat(loader)
+    before = torch.get_rng_state()
+    assert flat(loader.full_pass()) == drawn
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_sampler_is_told_the_epoch():
+    ours, theirs = (DistributedSampler(range(11), num_replicas=2, rank=0, seed=3) for _ in range(2))
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=3, sampler=ours))
+    for epoch in range(3):
+        theirs.set_epoch(epoch)
+        assert flat(loader) == list(theirs)
+
+
+# Batches
+
+
+@pytest.mark.parametrize("collate", [None, as_dict, as_named_tuple, as_nested])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_any_structure_pass_through_and_are_counted(collate, workers):
+    theirs = DataLoader(Pairs(), batch_size=4, collate_fn=collate, num_workers=workers)
+    loader = AdaptiveLoader.wrap(theirs)
+    assert_same(loader, theirs)
+    assert loader.samples_delivered == 11
+    assert_same(loader.full_pass(), theirs)
+
+
+def test_an_own_collate_is_used_for_tensors_in_memory_too():
+    data = TensorDataset(torch.randn(11, 3), torch.arange(11))
+    theirs = DataLoader(data, batch_size=4, collate_fn=as_dict)
+    assert_same(AdaptiveLoader.wrap(theirs), theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_can_be_wrapped(workers):
+    theirs = DataLoader(Stream(), batch_size=4, drop_last=True, num_workers=workers)
+    assert_same(AdaptiveLoader.wrap(theirs), theirs)
+
+
+# Settings
+
+
+def test_workers_and_their_start_up_are_taken_over():
+    loader = AdaptiveLoader.wrap(DataLoader(Marked(), batch_size=4, num_workers=2, worker_init_fn=mark_worker))
+    assert set(flat(loader)) == {7}
+    assert set(flat(loader.full_pass())) == {7}
+
+
+def test_pinned_memory_is_taken_over():
+    loader = AdaptiveLoader.wrap(DataLoader(TensorDataset(torch.arange(11)), batch_size=4, pin_memory=True))
+    if torch.accelerator.is_available():
+        assert all(batch.is_pinned() for (batch,) in loader)
+    else:
+        with pytest.warns(UserWarning, match="pin_memory"):
+            list(loader)
+
+
+def test_a_generator_of_its_own_seeds_the_workers():
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    list(AdaptiveLoader.wrap(DataLoader(range(11), batch_size=4, generator=generator)))
+    assert not torch.equal(generator.get_state(), before)
+
+
+# What is refused
+
+
+def test_a_batch_sampler_with_ideas_of_its_own_is_refused():
+    with pytest.raises(ArgumentError, match="batch sampler is: Buckets"):
+        AdaptiveLoader.wrap(DataLoader(range(11), batch_sampler=Buckets(SequentialSampler(range(11)), 3, False)))
+
+
+def test_a_loader_without_batches_is_refused():
+    with pytest.raises(ArgumentError, match=r"batch_size=None"):
+        AdaptiveLoader.wrap(DataLoader(range(11), batch_size=None))
+
+
+def test_a_loader_that_mixes_the_order_of_its_workers_is_refused():
+    with pytest.raises(ArgumentError, match="in_order=False"):
+        AdaptiveLoader.wrap(DataLoader(range(11), num_workers=2, in_order=False))
+
+
+def test_an_empty_loader_is_refused():
+    with pytest.raises(ArgumentError, match="empty"):
+        AdaptiveLoader.wrap(DataLoader([]))
+    with pytest.raises(ArgumentError, match="empty"):
+        AdaptiveLoader.wrap(DataLoader(range(11), sampler=[]))
+
+
+def test_what_is_no_loader_is_refused_by_its_name():
+    with pytest.raises(ArgumentError, match="Pairs"):
+        AdaptiveLoader.wrap(Pairs())

@@ -1,0 +1,233 @@
+"""The estimators: what all of them promise, then each against its twin."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset
+
+from divebatch import AdaptiveLoader, Diversity, Oracle, Trajectory, gradient_diversity
+from divebatch.errors import ArgumentError, CoverageError, UsageError
+from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
+from reference import per_sample
+from reference.per_sample import dataset, mean_loss, mlp, num_hooks
+
+CASES: dict[str, Callable[[], Estimator]] = {"trajectory": Trajectory, "oracle": lambda: Oracle(mean_loss)}
+DATA = dataset(13)
+
+
+def scene(model: nn.Module, loader: AdaptiveLoader, *, loss_fn=None) -> Scene:
+    return Scene(model, loader.full_pass, "mean", loss_fn)
+
+
+def train(model: nn.Module, optimizer: Optimizer, batches) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        mean_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> SGD:
+    return SGD(model.parameters(), lr, momentum=0.9)
+
+
+def assert_same(measured: Diversity, expected: Diversity) -> None:
+    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
+    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
+    assert measured.num_samples == expected.num_samples
+
+
+# What all promise
+
+
+def test_every_estimator_of_the_catalog_is_in_the_case_table():
+    assert CASES.keys() == ESTIMATORS.keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_at_weights_that_stand_still_every_estimator_is_exact(case: str):
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    estimator.bind(scene(model, loader))
+    estimator.start()
+    train(model, sgd(model, lr=0.0), loader)
+    assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [DATA.tensors]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_attached_outside_a_measured_epoch(case: str):
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    estimator.bind(scene(model, loader))
+    attached = [num_hooks(model)]
+    for end in (estimator.finish, estimator.close):
+        estimator.start()
+        train(model, sgd(model), loader)
+        end()
+        attached.append(num_hooks(model))
+    assert attached == [0, 0, 0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_the_same_with_and_without(case: str):
+    model, plain, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    estimator.bind(scene(model, loader))
+    estimator.start()
+    train(model, sgd(model), loader)
+    estimator.finish()
+    train(plain, sgd(plain), AdaptiveLoader(DATA, 4))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_from_within_an_epoch_carries_on(case: str):
+    results = []
+    for interrupted in (False, True):
+        model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+        optimizer, batches = sgd(model), list(loader)
+        estimator.bind(scene(model, loader))
+        estimator.start()
+        train(model, optimizer, batches[:2])
+        if interrupted:
+            state = estimator.state_dict()
+            estimator.close()
+            estimator = CASES[case]()
+            estimator.bind(scene(model, loader))
+            estimator.start()
+            estimator.load_state_dict(state)
+        train(model, optimizer, batches[2:])
+        results.append(estimator.finish())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_state_between_epochs_is_empty(case: str):
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    estimator.bind(scene(model, loader))
+    assert estimator.state_dict() == {}
+    estimator.start()
+    train(model, sgd(model), loader)
+    estimator.finish()
+    assert estimator.state_dict() == {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_that_cannot_be_measured_gets_the_error_at_once(case: str):
+    model = nn.Sequential(mlp(), nn.PReLU())
+    with pytest.raises(CoverageError, match=r"'1\.weight' of PReLU"):
+        CASES[case]().bind(scene(model, AdaptiveLoader(DATA, 4)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_estimator_without_controller_gets_an_error(case: str):
+    with pytest.raises(UsageError, match=r"bind\(\) comes first"):
+        CASES[case]().finish()
+    CASES[case]().close()
+
+
+def test_an_unknown_name_gets_an_error_that_lists_the_known_ones():
+    with pytest.raises(ArgumentError, match="'magic'; known: trajectory, oracle"):
+        make_estimator("magic")
+
+
+# Trajectory
+
+
+def test_trajectory_equals_the_sums_of_all_kept_gradients_epoch_by_epoch():
+    model, twin, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4), Trajectory()
+    optimizer, twin_optimizer, twin_loader = sgd(model), sgd(twin), AdaptiveLoader(DATA, 4)
+    estimator.bind(scene(model, loader))
+    for _ in range(3):
+        estimator.start()
+        train(model, optimizer, loader)
+        assert_same(estimator.finish(), per_sample.trajectory(twin, mean_loss, twin_optimizer, twin_loader))
+
+
+def test_trajectory_is_not_the_diversity_at_fixed_weights():
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Trajectory()
+    estimator.bind(scene(model, loader))
+    estimator.start()
+    train(model, sgd(model), loader)
+    measured = estimator.finish().value
+    fixed = [gradient_diversity(weights, mean_loss, [DATA.tensors]).value for weights in (mlp(), model)]
+    assert all(abs(measured / value - 1) > 0.05 for value in fixed)
+
+
+def test_trajectory_forgets_a_pass_that_starts_again():
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Trajectory()
+    estimator.bind(scene(model, loader))
+    estimator.start()
+    train(model, sgd(model, lr=0.0), list(loader)[:2])
+    estimator.restart()
+    train(model, sgd(model, lr=0.0), loader)
+    assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [DATA.tensors]))
+
+
+# Oracle
+
+
+def test_oracle_is_exact_at_the_weights_the_epoch_ended_with():
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Oracle()
+    estimator.bind(scene(model, loader, loss_fn=mean_loss))
+    estimator.start()
+    train(model, sgd(model), loader)
+    exact = per_sample.diversity(model, mean_loss, [DATA.tensors])
+    assert_same(estimator.finish(), exact)
+    assert_same(gradient_diversity(model, mean_loss, [DATA.tensors]), exact)
+
+
+def test_oracle_does_not_move_the_loader():
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Oracle(mean_loss)
+    estimator.bind(scene(model, loader))
+    train(model, sgd(model), loader)
+    before = loader.state_dict()
+    estimator.finish()
+    assert loader.state_dict() == before
+
+
+def test_oracle_measures_the_samples_that_an_own_sampler_draws():
+    chosen = [1, 4, 5, 9, 11]
+    wrapped = DataLoader(DATA, batch_size=2, sampler=SubsetRandomSampler(chosen))
+    model, loader, estimator = mlp(), AdaptiveLoader.wrap(wrapped), Oracle(mean_loss)
+    estimator.bind(scene(model, loader))
+    train(model, sgd(model, lr=0.0), loader)
+    subset = [tensor[chosen] for tensor in DATA.tensors]
+    assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [subset]))
+
+
+class Halves(Sampler[int]):
+    """The first half of the data in epoch 0, the second in epoch 1."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(6 * self.epoch, 6 * self.epoch + 6))
+
+    def __len__(self) -> int:
+        return 6
+
+
+def wrapped_halves(data: TensorDataset) -> AdaptiveLoader:
+    return AdaptiveLoader.wrap(DataLoader(data, batch_size=4, sampler=Halves()))
+
+
+def test_oracle_measures_the_samples_of_a_resumed_epoch():
+    loader = wrapped_halves(DATA)
+    list(loader)
+    next(iter(loader))
+    model, resumed, estimator = mlp(), wrapped_halves(DATA), Oracle(mean_loss)
+    resumed.load_state_dict(loader.state_dict())
+    estimator.bind(scene(model, resumed))
+    train(model, sgd(model, lr=0.0), resumed)
+    second_half = [tensor[6:12] for tensor in DATA.tensors]
+    assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [second_half]))
+
+
+def test_oracle_without_a_loss_gets_an_error_that_says_how_to_give_one():
+    with pytest.raises(ArgumentError, match=r"needs the loss: pass Controller\(.*loss_fn=.*Oracle\(loss_fn\)"):
+        Oracle().bind(scene(mlp(), AdaptiveLoader(DATA, 4)))

@@ -1,0 +1,372 @@
+"""NormMeter around ordinary backward passes against a loop over samples."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from divebatch import NormMeter, rule_for
+from divebatch.errors import ArgumentError, CoverageError, UsageError
+from divebatch.norms.registry import RULES
+from reference.per_sample import mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
+
+INPUTS, TARGETS = samples(7)
+
+
+class Twice(nn.Module):
+    """One layer, called twice in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.layer(x).tanh()))
+
+
+class Scale(nn.Module):
+    """A layer the package does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class ScaledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.scale(x))
+
+
+def scale_sq_norms(layer: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
+    return (x * dy).view(len(x), -1, 3).sum(1).square().sum(1)
+
+
+def stack_calls(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(tensors, 1) for tensors in zip(*calls, strict=True))
+
+
+@pytest.fixture
+def registry():
+    """The rules, put back afterwards."""
+    before = dict(RULES)
+    yield RULES
+    RULES.clear()
+    RULES.update(before)
+
+
+def by_loop(model: nn.Module, inputs: Tensor = INPUTS, targets: Tensor = TARGETS) -> Tensor:
+    return sq_norms(model, mean_loss, inputs, targets)
+
+
+def assert_counted(meter: NormMeter, *expected: Tensor) -> None:
+    """`expected` holds one tensor of squared norms for each backward pass."""
+    torch.testing.assert_close(meter.per_sample(), expected[-1], rtol=1e-10, atol=0)
+    assert meter.sum_of_sq_norms() == pytest.approx(float(torch.cat(expected).sum()), rel=1e-10)
+    assert meter.num_samples == sum(map(len, expected))
+
+
+# What is counted
+
+
+@pytest.mark.parametrize(("loss_reduction", "loss_fn"), [("mean", mean_loss), ("sum", sum_loss)])
+def test_norms_are_of_each_samples_own_unaveraged_loss(loss_reduction, loss_fn):
+    model = mlp()
+    with NormMeter(model, loss_reduction=loss_reduction) as meter:
+        loss_fn(model(INPUTS), TARGETS).backward()
+    assert_counted(meter, by_loop(model))
+
+
+def test_batches_of_any_size_add_up():
+    model = mlp()
+    with NormMeter(model) as meter:
+        for start, stop in ((0, 4), (4, 6), (6, 7)):
+            model.zero_grad()
+            mean_loss(model(INPUTS[start:stop]), TARGETS[start:stop]).backward()
+    assert_counted(meter, *by_loop(model).split([4, 2, 1]))
+
+
+def test_accumulated_gradients_do_not_matter():
+    model = mlp()
+    with NormMeter(model) as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+        mean_loss(model(INPUTS), TARGETS).backward()
+    assert_counted(meter, by_loop(model), by_loop(model))
+
+
+def test_the_users_gradients_are_those_of_a_run_without_meter():
+    model, plain = mlp(), mlp()
+    with NormMeter(model):
+        mean_loss(model(INPUTS), TARGETS).backward()
+    mean_loss(plain(INPUTS), TARGETS).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_layer_called_twice_is_exact():
+    model = Twice()
+    with NormMeter(model) as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    assert_counted(meter, by_loop(model))
+
+
+def test_frozen_parameters_do_not_count():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    with NormMeter(model) as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    assert_counted(meter, by_loop(model))
+
+
+def test_reset_forgets():
+    model = mlp()
+    with NormMeter(model) as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+        meter.reset()
+        assert (meter.sum_of_sq_norms(), meter.per_sample(), meter.num_samples) == (0.0, None, 0)
+        mean_loss(model(INPUTS[:2]), TARGETS[:2]).backward()
+    assert_counted(meter, by_loop(model)[:2])
+
+
+def test_a_layer_called_by_keyword_counts():
+    layer = nn.Linear(4, 3).double()
+    with NormMeter(layer) as meter:
+        mean_loss(layer(input=INPUTS), TARGETS).backward()
+    assert_counted(meter, by_loop(layer))
+
+
+def test_a_users_forward_hook_that_changes_the_output_is_part_of_the_loss():
+    model = mlp()
+    model[0].register_forward_hook(lambda layer, inputs, output: 3 * output)
+    with NormMeter(model) as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    assert_counted(meter, by_loop(model))
+
+
+# Forward and backward passes in unusual order
+
+
+@pytest.mark.parametrize("make", [mlp, Twice])
+def test_a_forward_without_backward_does_not_count(make):
+    model = make()
+    with NormMeter(model) as meter:
+        model(INPUTS)
+        with torch.no_grad():
+            model(INPUTS)
+        assert meter.num_samples == 0
+        mean_loss(model(INPUTS), TARGETS).backward()
+        model(INPUTS[:3])
+    assert_counted(meter, by_loop(model))
+
+
+@pytest.mark.parametrize("make", [mlp, Twice])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_then_two_backwards(make, order: tuple[int, int]):
+    model = make()
+    halves = [slice(0, 4), slice(4, 7)]
+    with NormMeter(model) as meter:
+        losses = [mean_loss(model(INPUTS[half]), TARGETS[half]) for half in halves]
+        for which in order:
+            losses[which].backward()
+    assert_counted(meter, *(by_loop(model)[halves[which]] for which in order))
+
+
+@pytest.mark.parametrize("make", [mlp, Twice])
+def test_a_graph_run_through_twice_counts_twice(make):
+    model = make()
+    with NormMeter(model) as meter:
+        loss = mean_loss(model(INPUTS), TARGETS)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_counted(meter, by_loop(model), by_loop(model))
+
+
+def test_a_retained_graph_is_exact_although_another_forward_came_between():
+    model = Twice()
+    with NormMeter(model) as meter:
+        loss = mean_loss(model(INPUTS), TARGETS)
+        loss.backward(retain_graph=True)
+        model.layer(INPUTS)
+        loss.backward()
+    assert_counted(meter, by_loop(model), by_loop(model))
+
+
+@pytest.mark.parametrize(("make", "dies_before"), [(mlp, "2"), (Twice, "layer"), (Twice, "head")])
+def test_a_backward_that_died_half_way_does_not_count(make, dies_before: str):
+    model = make()
+    with NormMeter(model) as meter:
+        with failing_backward(model.get_submodule(dies_before)), pytest.raises(ArithmeticError):
+            mean_loss(model(INPUTS), TARGETS).backward()
+        assert meter.num_samples == 0
+        mean_loss(model(INPUTS[:3]), TARGETS[:3]).backward()
+    assert_counted(meter, by_loop(model)[:3])
+
+
+@contextmanager
+def failing_backward(layer: nn.Module) -> Iterator[None]:
+    """Inside, a backward pass that has been through `layer` fails at the layer's input."""
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    def watch(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(fail)
+
+    handle = layer.register_forward_pre_hook(watch)
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_layer_counts_once(use_reentrant: bool):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    with NormMeter(model) as meter:
+        hidden = checkpoint(model[1], model[0](INPUTS), use_reentrant=use_reentrant)
+        mean_loss(model[2](hidden), TARGETS).backward()
+    assert_counted(meter, by_loop(model))
+
+
+# Attaching
+
+
+def test_no_hooks_are_left():
+    model = mlp()
+    with NormMeter(model):
+        assert num_hooks(model) == 2
+    assert num_hooks(model) == 0
+
+
+def test_no_hooks_are_left_after_an_exception():
+    model = mlp()
+    with pytest.raises(ArithmeticError), NormMeter(model):
+        raise ArithmeticError
+    assert num_hooks(model) == 0
+
+
+def test_a_backward_after_the_end_does_not_count():
+    model = mlp()
+    with NormMeter(model) as meter:
+        loss = mean_loss(model(INPUTS), TARGETS)
+    loss.backward()
+    assert (meter.sum_of_sq_norms(), meter.num_samples) == (0.0, 0)
+
+
+def test_attaching_twice_gets_an_error():
+    meter = NormMeter(mlp())
+    with meter, pytest.raises(UsageError, match="attached already"):
+        meter.attach()
+
+
+def test_two_meters_count_side_by_side():
+    model = mlp()
+    with NormMeter(model) as outer, NormMeter(model) as inner:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    assert_counted(outer, by_loop(model))
+    assert_counted(inner, by_loop(model))
+
+
+# Coverage
+
+
+def test_every_uncovered_parameter_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.PReLU()))
+    with pytest.raises(CoverageError, match="no norm rule covers") as error:
+        NormMeter(model)
+    message = str(error.value)
+    for named in ("'1.weight' of BatchNorm1d", "'1.bias' of BatchNorm1d", "'2.0.weight' of PReLU", "Linear"):
+        assert named in message
+    assert "'0.weight'" not in message
+
+
+def test_frozen_parameters_need_no_rule():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).requires_grad_(False))
+    assert [layer.name for layer in NormMeter(model).layers] == ["0"]
+
+
+def test_a_model_without_trainable_parameter_gets_an_error():
+    with pytest.raises(CoverageError, match="Sequential has no trainable parameter"):
+        NormMeter(mlp().requires_grad_(False))
+
+
+def test_tied_weights_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(CoverageError, match=r"'0\.weight' \(one tensor with '1\.weight'\)"):
+        NormMeter(model)
+
+
+def test_a_subclass_of_a_known_layer_is_refused():
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    with pytest.raises(CoverageError, match=r"'0\.weight' of Doubled; '0\.bias' of Doubled"):
+        NormMeter(nn.Sequential(Doubled(4, 3)))
+
+
+def test_a_parameter_that_the_layers_rule_does_not_know_is_named():
+    model = mlp()
+    model[2].gain = nn.Parameter(torch.ones(3))
+    with pytest.raises(CoverageError, match=r"2\.gain"):
+        NormMeter(model)
+
+
+def test_an_unknown_loss_reduction_gets_an_error_that_lists_the_known_ones():
+    with pytest.raises(ArgumentError, match="'median'; known: mean, sum"):
+        NormMeter(mlp(), loss_reduction="median")
+
+
+# Rules of the user
+
+
+def test_a_users_rule_counts(registry):
+    rule_for(Scale)(scale_sq_norms)
+    model = nn.Sequential(nn.Linear(4, 3).double(), Scale())
+    with NormMeter(model) as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    assert_counted(meter, by_loop(model))
+
+
+def test_a_second_rule_for_a_layer_is_refused(registry):
+    rule_for(Scale)(scale_sq_norms)
+    for kind in (Scale, nn.Linear):
+        entry = registry[kind]
+        with pytest.raises(ArgumentError, match=f"{kind.__name__} already has a rule"):
+            rule_for(kind)(scale_sq_norms)
+        assert registry[kind] is entry
+
+
+def test_a_layer_called_twice_without_join_gets_an_error(registry):
+    rule_for(Scale)(scale_sq_norms)
+    model = ScaledTwice()
+    with NormMeter(model), pytest.raises(CoverageError, match=r"'scale' \(Scale\) was called 2 times"):
+        mean_loss(model(INPUTS[:, :3]), TARGETS).backward()
+
+
+def test_a_users_join_makes_a_layer_called_twice_exact(registry):
+    rule_for(Scale, join=stack_calls)(scale_sq_norms)
+    model = ScaledTwice()
+    with NormMeter(model) as meter:
+        mean_loss(model(INPUTS[:, :3]), TARGETS).backward()
+    assert_counted(meter, by_loop(model, INPUTS[:, :3]))
+
+
+# The batch dimension
+
+
+def test_a_merged_batch_dimension_gets_an_error():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.Linear(4, 1))
+    with NormMeter(model), pytest.raises(UsageError, match=r"layer '0' saw 5 samples and a later one 10 .*unmerged"):
+        model(torch.randn(5, 2, 4)).mean().backward()

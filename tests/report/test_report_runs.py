@@ -1,0 +1,123 @@
+"""Finding and reading runs: order, broken files, unfinished runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from made_up_runs import write_accuracies, write_run
+
+from divebatch.errors import RecordError
+from divebatch.report import load_runs
+
+HEADER = '{"kind": "run", "experiment": "e", "method": "m", "seed": 9}\n'
+EPOCH = {"kind": "epoch", "epoch": 1, "batch_size": 1, "lr": 1.0, "steps": 1, "samples": 1}
+BROKEN = {
+    "empty": b"",
+    "half a header": b'{"kind": "run", "exp',
+    "no JSON": b"hello\n",
+    "no object": b"[1, 2]\n",
+    "no header": json.dumps(EPOCH).encode() + b"\n",
+    "a header without its keys": b'{"kind": "run"}\n',
+    "a header of wrong types": b'{"kind": "run", "experiment": 1, "method": [], "seed": 0}\n',
+    "a name that a terminal would obey": b'{"kind": "run", "experiment": "\\u001b[2J", "method": "m", "seed": 0}\n',
+    "a seed in words": b'{"kind": "run", "experiment": "e", "method": "m", "seed": "x"}\n',
+    "a config that is no object": HEADER[:-2].encode() + b', "config": null}\n',
+    "not UTF-8": b"\xff\xfe\n",
+    "an epoch without its keys": HEADER.encode() + b'{"kind": "epoch", "epoch": 1}\n',
+    "a loss in words": HEADER.encode() + json.dumps({**EPOCH, "val_loss": "low"}).encode() + b"\n",
+    "a batch size of null": HEADER.encode() + json.dumps({**EPOCH, "batch_size": None}).encode() + b"\n",
+    "a number without end": HEADER.encode() + json.dumps({**EPOCH, "steps": 10**400}).encode() + b"\n",
+    "a number of too many digits": HEADER.encode() + b'{"kind": "epoch", "steps": ' + b"9" * 5000 + b"}\n",
+    "the same epoch twice": HEADER.encode() + 2 * (json.dumps(EPOCH).encode() + b"\n"),
+}
+
+
+def test_runs_come_in_the_papers_order_and_by_seed(tmp_path: Path) -> None:
+    methods = ["zeta", "oracle", "alpha", "divebatch", "sgd-large", "adabatch", "sgd-small"]
+    for method in methods:
+        for seed in (10, 2):
+            write_run(tmp_path, "e2", method, seed, [{}])
+    write_run(tmp_path, "e1", "m", 0, [{}])
+    runs = load_runs(tmp_path)
+    assert [experiment.name for experiment in runs.experiments] == ["e1", "e2"]
+    expected = ["sgd-small", "sgd-large", "adabatch", "divebatch", "oracle", "alpha", "zeta"]
+    assert list(runs.experiments[1].methods) == expected
+    assert [run.header.seed for run in runs.experiments[1].methods["alpha"]] == [2, 10]
+    assert runs.problems == ()
+
+
+@pytest.mark.parametrize("inner", ["", "e", "e/m"])
+def test_any_of_the_three_levels_may_be_given(tmp_path: Path, inner: str) -> None:
+    write_run(tmp_path, "e", "m", 0, [{}])
+    (experiment,) = load_runs(tmp_path / inner).experiments
+    assert (experiment.name, list(experiment.methods)) == ("e", ["m"])
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_is_named_and_skipped(tmp_path: Path, what: str) -> None:
+    write_run(tmp_path, "e", "m", 0, [{}])
+    broken = tmp_path / "e" / "m" / "seed-9.jsonl"
+    broken.write_bytes(BROKEN[what])
+    runs = load_runs(tmp_path)
+    assert len(runs.experiments[0].runs) == 1
+    (problem,) = runs.problems
+    assert str(broken) in problem
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "m", 0, [{}])
+    (tmp_path / "e" / "m" / "seed-1.jsonl").mkdir()
+    (problem,) = load_runs(tmp_path).problems
+    assert problem.startswith("cannot read '")
+    assert "seed-1.jsonl" in problem
+
+
+def test_a_second_run_of_the_same_seed_is_named_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "m", 0, [{"val_loss": 1.0}])
+    write_run(tmp_path, "e", "m", 0, [{"val_loss": 2.0}], place="e/m-copy")
+    runs = load_runs(tmp_path)
+    (run,) = runs.experiments[0].methods["m"]
+    assert run.epochs[0].val_loss == 1.0
+    assert "a second run of e, m, seed 0" in runs.problems[0]
+
+
+def test_a_half_written_last_line_costs_that_epoch_only(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "e", "m", 0, [{}, {}], config={"epochs": 3})
+    with path.open("a") as file:
+        file.write('{"kind": "epo')
+    runs = load_runs(tmp_path)
+    assert len(runs.experiments[0].runs[0].epochs) == 2
+    assert not runs.problems
+
+
+@pytest.mark.parametrize("content", [None, b"broken\n"])
+def test_no_run_at_all_is_an_error_that_names_the_folder(tmp_path: Path, content: bytes | None) -> None:
+    if content:
+        (tmp_path / "e" / "m").mkdir(parents=True)
+        (tmp_path / "e" / "m" / "seed-0.jsonl").write_bytes(content)
+    with pytest.raises(RecordError, match=r"no (readable )?run in") as caught:
+        load_runs(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="is not a folder"):
+        load_runs(tmp_path / "nowhere")
+
+
+def test_finished_means_the_configured_length_or_else_the_longest(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "planned", 0, [{}] * 3, config={"epochs": 3})
+    write_run(tmp_path, "e", "planned", 1, [{}] * 2, config={"epochs": 3})
+    write_run(tmp_path, "e", "open", 0, [{}] * 5, config={})
+    write_run(tmp_path, "e", "open", 1, [{}] * 4, config={})
+    write_run(tmp_path, "e", "open", 2, [], config={})
+    (experiment,) = load_runs(tmp_path).experiments
+    finished = {m: [experiment.is_finished(run) for run in runs] for m, runs in experiment.methods.items()}
+    assert finished == {"planned": [True, False], "open": [True, False, False]}
+
+
+def test_a_run_that_has_just_begun_counts_as_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "m", 0, [], config={"epochs": 3})
+    write_accuracies(tmp_path, "e", "n", [[0.5]])
+    (experiment,) = load_runs(tmp_path).experiments
+    assert len(experiment.methods["m"]) == 1

@@ -1,0 +1,399 @@
+"""The controller's course against one computed by hand, and what happens around it."""
+
+import gc
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement
+from divebatch.errors import ArgumentError, CoverageError, UsageError
+from divebatch.policies import Policy
+from reference import per_sample
+from reference.per_sample import dataset, mean_loss, mlp, num_hooks
+
+DATA = dataset(40)
+
+
+class Training:
+    """The loop of the README, in parts."""
+
+    def __init__(self, policy: Policy, *, data: TensorDataset = DATA, model: nn.Module | None = None, **settings: Any):
+        self.model = mlp() if model is None else model
+        self.optimizer = SGD(self.model.parameters(), 0.01)
+        make_scheduler: Callable[[SGD], Any] = settings.pop("scheduler", lambda _: None)
+        self.loss_fn: Callable[[Any, Any], Tensor] = settings.pop("loss", mean_loss)
+        self.scheduler = make_scheduler(self.optimizer)
+        self.loader = AdaptiveLoader(data, batch_size=4, seed=3)
+        self.control = Controller(self.model, self.optimizer, self.loader, policy, scheduler=self.scheduler, **settings)
+
+    def batches(self) -> Iterator[None]:
+        """One epoch, a batch at a time."""
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            self.loss_fn(self.model(x), y).backward()
+            self.optimizer.step()
+            yield
+
+    def epoch(self) -> None:
+        for _ in self.batches():
+            pass
+
+    def epochs(self, count: int) -> list[EpochRecord]:
+        records = []
+        for _ in range(count):
+            self.epoch()
+            records.append(self.control.step())
+        return records
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+
+def grow(**settings: Any) -> Training:
+    return Training(DiveBatch(0.3, 16), lr_coupling="linear", **settings)
+
+
+def at_once(cap: int, **settings: Any) -> DiveBatch:
+    """To the cap after the first epoch."""
+    return DiveBatch(1e9, cap, **settings)
+
+
+# The course
+
+
+def test_the_course_of_the_hello_world_is_the_papers_rule():
+    run, twin = grow(), mlp()
+    optimizer, loader, sizes = SGD(twin.parameters(), 0.01), AdaptiveLoader(DATA, 4, seed=3), [4]
+    for record in run.epochs(6):
+        expected = per_sample.trajectory(twin, mean_loss, optimizer, loader)
+        wanted = max(sizes[-1], min(16, int(0.3 * 40 * expected.value)))
+        assert record.diversity == pytest.approx(expected.value, rel=1e-9)
+        assert (record.batch_size, record.next_batch_size) == (sizes[-1], wanted)
+        loader.batch_size, optimizer.param_groups[0]["lr"] = wanted, 0.01 * wanted / 4
+        sizes.append(wanted)
+    assert len(set(sizes)) > 2
+    for mine, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_record_says_what_was_in_force_and_what_comes_next():
+    first, second = Training(at_once(16), lr_coupling="linear").epochs(2)
+    assert (first.epoch, first.batch_size, first.lr, first.steps, first.samples) == (1, 4, 0.01, 10, 40)
+    assert (first.next_batch_size, first.next_lr) == (16, pytest.approx(0.04))
+    assert (second.epoch, second.batch_size, second.steps, second.samples) == (2, 16, 13, 80)
+    assert second.lr == first.next_lr
+    assert re.fullmatch(r"epoch 1: diversity \d\.\d+, batch 4 -> 16, lr 0\.01 -> 0\.04", str(first))
+    assert "capped at 16" in first.reason
+
+
+def test_the_schedulers_own_step_comes_before_and_shows_in_the_next_rate():
+    run = Training(at_once(16), lr_coupling="sqrt", scheduler=lambda o: StepLR(o, 1, gamma=0.5))
+    run.epoch()
+    run.scheduler.step()
+    record = run.control.step()
+    assert (record.lr, record.next_lr) == (0.01, pytest.approx(0.01 * 0.5 * 2))
+    assert run.lr == record.next_lr
+
+
+def test_a_scheduler_stepped_per_batch_keeps_its_course():
+    def one_cycle(optimizer: SGD) -> OneCycleLR:
+        return OneCycleLR(optimizer, max_lr=0.02, total_steps=30, cycle_momentum=False)
+
+    run = Training(AdaBatch(16, every=1, lr_decay=0.5), lr_coupling="linear", scheduler=one_cycle)
+    twin = one_cycle(SGD([torch.ones(1)], 0.01))
+    twin.optimizer.step()
+    factors = []
+    for _ in range(4):
+        for _ in run.batches():
+            run.scheduler.step()
+            twin.step()
+            factors.append(run.lr / twin.optimizer.param_groups[0]["lr"])
+        run.control.step()
+    assert factors == pytest.approx([1.0] * 10 + [2 * 0.5] * 5 + [4 * 0.5**2] * 3 + [4 * 0.5**2] * 3)
+
+
+def test_a_policy_sees_the_counters_the_rate_and_the_schedules_own_ratio():
+    seen: list[Measurement] = []
+
+    class Spy(Policy):
+        needs: ClassVar[frozenset[str]] = frozenset()
+
+        def next(self, measurement: Measurement) -> Decision:
+            seen.append(measurement)
+            return Decision(batch_size=8, lr_factor=0.5)
+
+    run = Training(Spy(), lr_coupling="linear", scheduler=lambda o: StepLR(o, 1, gamma=0.1))
+    for _ in range(2):
+        run.epoch()
+        run.scheduler.step()
+        run.control.step()
+    counters = [(m.epoch, m.batch_size, m.dataset_size, m.step, m.samples, m.diversity) for m in seen]
+    assert counters == [(1, 4, 40, 10, 40, None), (2, 8, 40, 15, 80, None)]
+    assert [m.lr for m in seen] == pytest.approx([0.01, 0.01 * 0.1 * 2 * 0.5])
+    assert [m.lr_schedule_ratio for m in seen] == pytest.approx([0.1, 0.01])
+
+
+def test_oracle_by_name_measures_the_weights_the_epoch_ended_with():
+    run = Training(DiveBatch(0.3, 16), estimator="oracle", loss_fn=mean_loss)
+    (record,) = run.epochs(1)
+    assert record.diversity == pytest.approx(per_sample.diversity(run.model, mean_loss, [DATA.tensors]).value)
+
+
+# What cannot be followed
+
+
+def test_no_batch_is_larger_than_the_dataset_and_the_rate_follows_the_real_size():
+    (record,) = Training(at_once(4096), lr_coupling="linear").epochs(1)
+    assert (record.next_batch_size, record.next_lr) == (40, pytest.approx(0.1))
+    assert "limited to the 40 samples" in record.reason
+
+
+def test_nan_gradients_give_the_cap():
+    inputs, targets = (tensor.clone() for tensor in DATA.tensors)
+    inputs[5, 0] = float("nan")
+    (record,) = Training(DiveBatch(0.1, 16), data=TensorDataset(inputs, targets), lr_coupling="linear").epochs(1)
+    assert (record.diversity, record.next_batch_size, record.next_lr) == (None, 16, pytest.approx(0.04))
+    assert "NaN or infinite gradients" in record.reason
+    assert record.reason in str(record)
+
+
+def test_gradients_that_sum_to_zero_give_the_cap():
+    inputs = torch.tensor([[1.0], [-1.0]] * 4)
+    model = nn.Linear(1, 1, bias=False)
+    data = TensorDataset(inputs, inputs)
+    (record,) = Training(DiveBatch(0.1, 6), data=data, model=model, loss=lambda out, _: out.mean()).epochs(1)
+    assert (record.diversity, record.next_batch_size) == (None, 6)
+    assert "gradients of 8 samples sum to zero" in record.reason
+
+
+# What is measured
+
+
+def hooks_in_each_epoch(run: Training, count: int) -> list[set[int]]:
+    seen = []
+    for _ in range(count):
+        seen.append({num_hooks(run.model) for _ in run.batches()})
+        run.control.step()
+    return seen
+
+
+UNMEASURED = {
+    "fixed": (Fixed(), {}, [0, 0, 0]),
+    "adabatch": (AdaBatch(16, every=1), {}, [0, 0, 0]),
+    "every second epoch": (DiveBatch(0.1, 16, every=2), {}, [0, 6, 0]),
+    "at the cap": (at_once(16, measure_at_cap=False), {}, [6, 0, 0]),
+    "oracle": (DiveBatch(0.1, 16), {"estimator": "oracle", "loss_fn": mean_loss}, [0, 0, 0]),
+    "every epoch": (DiveBatch(0.1, 16), {}, [6, 6, 6]),
+}
+
+
+@pytest.mark.parametrize("case", UNMEASURED)
+def test_what_is_not_measured_has_no_hooks(case: str):
+    policy, settings, expected = UNMEASURED[case]
+    assert hooks_in_each_epoch(Training(policy, **settings), 3) == [{count} for count in expected]
+
+
+def test_fixed_trains_any_model_and_asks_for_no_rule():
+    model = nn.Sequential(mlp(), nn.PReLU(dtype=torch.float64))
+    assert [record.diversity for record in Training(Fixed(), model=model).epochs(2)] == [None, None]
+    with pytest.raises(CoverageError, match=r"'1\.weight' of PReLU"):
+        Training(DiveBatch(0.1, 16), model=model)
+
+
+def peek(run: Training) -> None:
+    next(iter(run.loader))
+
+
+def evaluate(run: Training) -> None:
+    mean_loss(run.model(DATA.tensors[0]), DATA.tensors[1]).backward()
+
+
+def break_off(run: Training) -> None:
+    lr, run.optimizer.param_groups[0]["lr"] = run.lr, 0.0
+    for _, _ in zip(range(2), run.batches(), strict=False):
+        pass
+    run.optimizer.param_groups[0]["lr"] = lr
+
+
+@pytest.mark.parametrize("happening", [peek, evaluate, break_off])
+def test_what_happens_between_epochs_does_not_count(happening: Callable[[Training], None]):
+    run, undisturbed = grow(), grow()
+    for expected in undisturbed.epochs(3):
+        happening(run)
+        assert run.epochs(1) == [expected]
+
+
+# Calls at the wrong time
+
+
+def test_step_without_an_epoch_gets_an_error_and_loses_nothing():
+    run, undisturbed = grow(), grow()
+    for expected in undisturbed.epochs(3):
+        with pytest.raises(UsageError, match=r"no epoch has ended since the last step\(\)"):
+            run.control.step()
+        assert run.epochs(1) == [expected]
+
+
+def test_step_in_mid_epoch_gets_an_error_and_loses_nothing():
+    run, undisturbed = grow(), grow()
+    for done, _ in enumerate(run.batches(), 1):
+        if done < 10:
+            with pytest.raises(UsageError, match=f"epoch 1 has not ended: {done} of 10 batches"):
+                run.control.step()
+    assert [run.control.step()] == undisturbed.epochs(1)
+
+
+def test_a_loop_that_stops_at_the_last_batch_has_ended_the_epoch():
+    run, undisturbed = grow(), grow()
+    for _, _ in zip(range(10), run.batches(), strict=False):
+        pass
+    assert [run.control.step()] == undisturbed.epochs(1)
+
+
+def test_two_epochs_without_step_get_an_error_that_stays():
+    run = grow()
+    run.epoch()
+    run.epoch()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="once after each epoch: 2 epochs have ended"):
+            run.control.step()
+    with pytest.raises(UsageError, match=r"call step\(\) before saving"):
+        run.control.state_dict()
+
+
+def test_saving_between_the_epochs_end_and_step_gets_an_error_and_loses_nothing():
+    run, undisturbed = grow(), grow()
+    for expected in undisturbed.epochs(2):
+        run.epoch()
+        with pytest.raises(UsageError, match=r"call step\(\) before saving"):
+            run.control.state_dict()
+        assert run.control.step() == expected
+
+
+def test_a_loader_that_has_run_before_is_taken_as_it_stands():
+    run = grow()
+    run.control.close()
+    run.epoch()
+    control = Controller(run.model, run.optimizer, run.loader, DiveBatch(0.3, 16))
+    assert control.state_dict()["epoch"] == 1
+    run.epoch()
+    assert control.step().epoch == 2
+
+
+def test_a_batch_size_lowered_by_hand_is_measured_again():
+    run = Training(at_once(16, measure_at_cap=False))
+    run.epochs(2)
+    run.loader.batch_size = 8
+    (record,) = run.epochs(1)
+    assert (record.batch_size, record.next_batch_size) == (8, 16)
+    assert record.diversity is not None
+
+
+# Wrong parts
+
+
+def test_a_plain_dataloader_is_refused_with_the_way_out():
+    model = mlp()
+    with pytest.raises(ArgumentError, match=r"got DataLoader; for a DataLoader: AdaptiveLoader\.wrap\(dataloader\)"):
+        Controller(model, SGD(model.parameters(), 0.1), DataLoader(DATA), Fixed())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"estimator": "magic"}, "unknown estimator 'magic'; known: trajectory, oracle"),
+        ({"estimator": "oracle"}, "needs the loss"),
+        ({"lr_coupling": "cubic"}, "unknown lr_coupling 'cubic'; known: none, linear, sqrt"),
+        ({"loss_reduction": "median"}, "unknown loss_reduction 'median'; known: mean, sum"),
+        ({"model": mlp().requires_grad_(False)}, "Sequential has no trainable parameter"),
+    ],
+)
+def test_wrong_settings_get_an_error_and_leave_nothing_attached(settings: dict[str, Any], message: str):
+    settings = {"model": mlp(), **settings}
+    with pytest.raises(ArgumentError, match=message):
+        Training(DiveBatch(0.1, 16), **settings)
+    assert num_hooks(settings["model"]) == 0
+
+
+def test_a_first_batch_above_the_cap_is_refused():
+    with pytest.raises(ArgumentError, match="max_batch_size=2 is below the first batch size 4"):
+        Training(DiveBatch(0.1, 2))
+
+
+def test_a_scheduler_made_after_the_controller_gets_the_error_too():
+    run = Training(AdaBatch(16, every=1), lr_coupling="linear")
+    scheduler = LambdaLR(run.optimizer, lambda _: 1.0)
+
+    def train() -> None:
+        for _ in range(2):
+            run.epoch()
+            scheduler.step()
+            run.control.step()
+
+    with pytest.raises(ArgumentError, match="has a scheduler that was not passed: LambdaLR"):
+        train()
+
+
+# Closing
+
+
+def test_close_takes_everything_off_and_leaves_sizes_and_rates():
+    run = Training(at_once(16), lr_coupling="linear", scheduler=lambda o: StepLR(o, 1))
+    run.epoch()
+    run.scheduler.step()
+    run.control.step()
+    run.control.close()
+    assert num_hooks(run.model) == 0
+    assert type(run.scheduler) is StepLR
+    assert (run.loader.batch_size, run.lr) == (16, pytest.approx(0.004))
+    run.epoch()
+    assert num_hooks(run.model) == 0
+
+
+def test_nothing_holds_on_to_a_closed_controller():
+    run = grow(scheduler=lambda o: StepLR(o, 1))
+    run.control.close()
+    controller = weakref.ref(run.control)
+    del run.control
+    gc.collect()
+    assert controller() is None
+
+
+def test_leaving_the_with_block_closes():
+    run = grow()
+    with run.control as control:
+        assert control is run.control
+        assert num_hooks(run.model) == 6
+    assert num_hooks(run.model) == 0
+
+
+def test_leaving_the_with_block_by_an_error_closes():
+    run = grow()
+    with pytest.raises(ArithmeticError), run.control:
+        raise ArithmeticError
+    assert num_hooks(run.model) == 0
+
+
+def test_closing_twice_is_closing_once():
+    run = grow()
+    with run.control:
+        run.control.close()
+    assert num_hooks(run.model) == 0
+
+
+def test_step_after_close_gets_an_error():
+    run = grow()
+    run.epoch()
+    run.control.close()
+    with pytest.raises(UsageError, match="close"):
+        run.control.step()
+    assert run.loader.batch_size == 4

@@ -1,0 +1,102 @@
+"""Diversity, Measurement and Decision: the objects that pass between estimators, policies and controller."""
+
+import math
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divebatch import Decision, Diversity, Measurement
+from divebatch.errors import DivebatchError, UndefinedDiversityError
+
+UNDEFINED = {
+    "zero sum": (Diversity(3.0, 0.0, 10), "the gradients of 10 samples sum to zero"),
+    "all zero": (Diversity(0.0, 0.0, 10), "the gradients of 10 samples sum to zero"),
+    "NaN": (Diversity(math.nan, 1.0, 10), "nan"),
+    "NaN beside a zero sum": (Diversity(math.nan, 0.0, 10), "nan"),
+    "NaN sum": (Diversity(1.0, math.nan, 10), "nan"),
+    "infinite": (Diversity(math.inf, 1.0, 10), "inf"),
+    "infinite beside a zero sum": (Diversity(math.inf, 0.0, 10), "inf"),
+    "infinite sum": (Diversity(1.0, math.inf, 10), "inf"),
+    "both infinite": (Diversity(math.inf, math.inf, 10), "inf"),
+    "negative": (Diversity(1.0, -0.5, 10), "-0.5"),
+    "infinite ratio": (Diversity(1.0, 5e-324, 10), "5e-324"),
+}
+
+
+def of(gradients):
+    """The definition, over the rows of a matrix."""
+    return Diversity(
+        sum_of_sq_norms=float((gradients**2).sum()),
+        sq_norm_of_sum=float((gradients.sum(0) ** 2).sum()),
+        num_samples=len(gradients),
+    )
+
+
+def test_equal_gradients_have_the_least_diversity_and_no_noise():
+    diversity = of(np.ones((8, 3)))
+    assert diversity.value == pytest.approx(1 / 8)
+    assert diversity.noise_scale == pytest.approx(0.0, abs=1e-12)
+
+
+def test_orthogonal_gradients_have_diversity_one():
+    assert of(np.eye(5)).value == 1.0
+
+
+@given(seed=st.integers(0, 10_000), num_samples=st.integers(2, 40), dimension=st.integers(1, 8))
+def test_n_times_diversity_is_one_plus_the_noise_scale(seed, num_samples, dimension):
+    gradients = np.random.default_rng(seed).normal(1.0, 1.0, (num_samples, dimension))
+    mean = gradients.mean(0)
+    noise_scale = gradients.var(0).sum() / (mean**2).sum()
+    diversity = of(gradients)
+    assert num_samples * diversity.value == pytest.approx(1 + noise_scale, rel=1e-9)
+    assert diversity.noise_scale == num_samples * diversity.value - 1
+
+
+@pytest.mark.parametrize(("diversity", "why"), UNDEFINED.values(), ids=UNDEFINED)
+def test_a_diversity_that_cannot_be_formed_says_why(diversity, why):
+    assert not diversity.is_defined
+    assert why in diversity.problem
+    for ratio in ("value", "noise_scale"):
+        with pytest.raises(UndefinedDiversityError, match="undefined") as caught:
+            getattr(diversity, ratio)
+        assert why in str(caught.value)
+        assert isinstance(caught.value, DivebatchError)
+        assert isinstance(caught.value, ValueError)
+
+
+def test_a_negative_squared_norm_is_not_called_nan():
+    assert "NaN" not in Diversity(1.0, -0.5, 10).problem
+
+
+@pytest.mark.parametrize("diversity", [Diversity(8.0, 4.0, 10), Diversity(0.0, 4.0, 10)])
+def test_a_defined_diversity_has_no_problem(diversity):
+    assert diversity.is_defined
+    assert diversity.problem == ""
+    assert diversity.value == diversity.sum_of_sq_norms / diversity.sq_norm_of_sum
+
+
+def test_what_is_passed_on_cannot_be_changed():
+    for thing, name in [
+        (Diversity(8.0, 4.0, 10), "num_samples"),
+        (Measurement(epoch=1, batch_size=2, dataset_size=3), "epoch"),
+        (Decision(batch_size=2), "batch_size"),
+    ]:
+        with pytest.raises(FrozenInstanceError):
+            setattr(thing, name, 5)
+
+
+def test_measurement_and_decision_go_by_name():
+    with pytest.raises(TypeError):
+        Measurement(1, 2, 3)
+    with pytest.raises(TypeError):
+        Decision(2)
+
+
+def test_what_was_not_measured_is_none_and_nothing_decided_changes_nothing():
+    measurement = Measurement(epoch=1, batch_size=2, dataset_size=3)
+    assert (measurement.step, measurement.samples) == (0, 0)
+    assert measurement.diversity is measurement.lr is measurement.lr_schedule_ratio is None
+    assert Decision(batch_size=2) == Decision(batch_size=2, lr_factor=1.0, reason="")

@@ -1,0 +1,236 @@
+"""Run records: what is written can be read, by us and by any reader of JSON lines."""
+
+import ast
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+import divebatch
+from divebatch import records
+from divebatch.errors import RecordError
+from divebatch.records import EpochRecord, RecordWriter, RunHeader, read_run, rewrite_run
+
+HEADER = RunHeader(
+    experiment="synthetic-convex",
+    method="divebatch",
+    seed=3,
+    config={"policy": {"delta": 0.1}, "milestones": [1, 2], "név": "é\u2028\n"},
+    versions={"torch": "2.13.0"},
+    hardware={"cpus": 2},
+    git_commit="abc",
+    started="2026-01-01T00:00:00Z",
+)
+EPOCHS = [
+    EpochRecord(epoch=1, batch_size=128, lr=0.1, steps=8, samples=1000, train_loss=0.5, diversity=0.0132, reason="r"),
+    EpochRecord(epoch=2, batch_size=256, lr=0.2, steps=12, samples=2000, val_accuracy=0.75, peak_memory_bytes=10**12),
+    EpochRecord(epoch=3, batch_size=256, lr=1 / 3, steps=16, samples=3000, next_batch_size=512, next_lr=0.4),
+]
+PROMISED_KEYS = {
+    *("kind", "epoch", "batch_size", "lr", "steps", "samples", "train_loss", "val_loss", "val_accuracy"),
+    *("diversity", "exact_diversity", "train_seconds", "total_seconds", "peak_memory_bytes"),
+}
+NOT_NUMBERS = [math.nan, math.inf, -math.inf]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "synthetic-convex" / "divebatch" / "seed-3.jsonl"
+
+
+def write(path, *written):
+    with RecordWriter(path) as writer:
+        for record in written:
+            writer.write(record)
+
+
+def strict_json(line):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+# Writing and reading
+
+
+def test_what_is_written_is_read_back(path):
+    write(path, HEADER, *EPOCHS)
+    assert read_run(path) == (HEADER, EPOCHS)
+
+
+def test_the_file_is_one_json_object_a_line_first_the_run_then_its_epochs(path):
+    write(path, HEADER, *EPOCHS)
+    lines = [strict_json(line) for line in path.read_bytes().decode("ascii").splitlines()]
+    assert [line["kind"] for line in lines] == ["run", "epoch", "epoch", "epoch"]
+    assert all(line.keys() >= PROMISED_KEYS for line in lines[1:])
+    assert lines[1]["val_loss"] is None
+
+
+def test_every_record_is_on_disk_when_write_returns(path):
+    with RecordWriter(path) as writer:
+        for number, record in enumerate([HEADER, *EPOCHS], 1):
+            writer.write(record)
+            assert path.read_text().count("\n") == number
+
+
+def test_a_writer_goes_on_where_another_stopped(path):
+    write(path, HEADER, EPOCHS[0])
+    write(path, *EPOCHS[1:])
+    assert read_run(path) == (HEADER, EPOCHS)
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS)
+@pytest.mark.parametrize("name", [entry.name for entry in fields(EpochRecord) if "float" in str(entry.type)])
+def test_a_number_that_json_cannot_hold_becomes_null(name, value):
+    line = strict_json(replace(EPOCHS[0], **{name: value}).to_json())
+    assert line[name] is None
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS)
+def test_a_number_that_json_cannot_hold_becomes_null_at_any_depth_of_a_header(value):
+    line = strict_json(replace(HEADER, config={"a": [{"b": value}, (value, 1.0)]}).to_json())
+    assert line["config"] == {"a": [{"b": None}, [None, 1.0]]}
+
+
+def test_a_header_takes_any_mapping():
+    line = strict_json(replace(HEADER, config=MappingProxyType({"a": MappingProxyType({"b": 1})})).to_json())
+    assert line["config"] == {"a": {"b": 1}}
+
+
+def test_keys_of_later_versions_are_ignored(path):
+    path.parent.mkdir(parents=True)
+    later = [{**strict_json(record.to_json()), "colour": "blue"} for record in [HEADER, *EPOCHS]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*later, {"kind": "colour"}]))
+    assert read_run(path) == (HEADER, EPOCHS)
+
+
+# Flaws
+
+
+@pytest.mark.parametrize("left", [1, 20, -1, None])
+def test_a_last_line_half_written_is_dropped(path, left):
+    write(path, HEADER, *EPOCHS[:2])
+    with path.open("a") as file:
+        file.write(EPOCHS[2].to_json()[:left])
+    assert read_run(path) == (HEADER, EPOCHS[:2])
+
+
+def test_a_writer_after_a_half_written_line_starts_a_line_of_its_own(path):
+    write(path, HEADER, EPOCHS[0])
+    with path.open("a") as file:
+        file.write(EPOCHS[1].to_json()[:20])
+    write(path, *EPOCHS[1:])
+    assert read_run(path) == (HEADER, EPOCHS)
+
+
+@pytest.mark.parametrize("flaw", ['{"kind": "epoch", "epo', "garbage", "[1, 2]", "3"])
+def test_a_flaw_in_the_middle_is_named_with_its_line(path, flaw):
+    write(path, HEADER, *EPOCHS)
+    lines = path.read_text().split("\n")
+    lines[2] = flaw
+    path.write_text("\n".join(lines))
+    with pytest.raises(RecordError, match=r"seed-3.jsonl', line 3: not"):
+        read_run(path)
+
+
+@pytest.mark.parametrize("text", ["", "\n", '{"kind": "run"', EPOCHS[0].to_json() + "\n"])
+def test_a_file_that_does_not_begin_with_a_run_is_no_record(path, text):
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(RecordError, match="not a run record"):
+        read_run(path)
+
+
+def test_a_missing_key_is_named(path):
+    write(path, HEADER, EPOCHS[0])
+    path.write_text(path.read_text().replace('"batch_size"', '"size"'))
+    with pytest.raises(RecordError, match="batch_size"):
+        read_run(path)
+
+
+def test_a_file_that_is_not_there_is_named(path):
+    with pytest.raises(RecordError, match=r"seed-3.jsonl"):
+        read_run(path)
+
+
+def test_a_file_that_is_not_text_is_named(path):
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\x80\x81\n")
+    with pytest.raises(RecordError, match=r"seed-3.jsonl"):
+        read_run(path)
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=r"cannot write records to .*file/seed-0.jsonl.*Choose another folder"):
+        RecordWriter(tmp_path / "file" / "seed-0.jsonl")
+    with pytest.raises(RecordError, match="cannot write records to"):
+        RecordWriter(tmp_path)
+
+
+def test_a_disk_that_fails_during_a_write_is_a_record_error(path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with RecordWriter(path) as writer:
+        monkeypatch.setattr(records.os, "fsync", full)
+        with pytest.raises(RecordError, match=r"seed-3.jsonl.*No space left on device"):
+            writer.write(HEADER)
+
+
+# Going back
+
+
+def test_rewriting_replaces_the_file_in_one_step(path):
+    write(path, HEADER, *EPOCHS)
+    rewrite_run(path, HEADER, EPOCHS[:1])
+    assert read_run(path) == (HEADER, EPOCHS[:1])
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_rewrite_that_was_killed_leaves_the_old_file_and_can_be_repeated(path, monkeypatch):
+    write(path, HEADER, *EPOCHS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rewrite_run(path, HEADER, EPOCHS[:1])
+    assert read_run(path) == (HEADER, EPOCHS)
+    rewrite_run(path, HEADER, EPOCHS[:2])
+    assert read_run(path) == (HEADER, EPOCHS[:2])
+
+
+# Printing
+
+PLAIN = EpochRecord(epoch=3, batch_size=128, lr=0.1, steps=1, samples=1)
+PRINTED = {
+    "epoch 3: diversity 0.0132, batch 128 -> 256, lr 0.1 -> 0.2": replace(
+        PLAIN, diversity=0.0132, next_batch_size=256, next_lr=0.2, reason="delta * n * diversity = 256.0"
+    ),
+    "epoch 3: batch 128, lr 0.1": PLAIN,
+    "epoch 3: diversity 0.01235, batch 128, lr 0.1": replace(
+        PLAIN, diversity=0.0123456, next_batch_size=128, next_lr=0.1
+    ),
+    "epoch 3: batch 128 -> 256, lr 0.1, (gradients sum to zero)": replace(
+        PLAIN, next_batch_size=256, reason="gradients sum to zero"
+    ),
+    "epoch 3: batch 1048576 -> 2097152, lr 1e-06": replace(
+        PLAIN, batch_size=2**20, next_batch_size=2**21, lr=1e-6, next_lr=1e-6
+    ),
+    "epoch 3: batch 128, lr 0.3": replace(PLAIN, lr=0.3, next_lr=3 * 0.1),
+}
+
+
+@pytest.mark.parametrize(("text", "record"), PRINTED.items())
+def test_a_record_prints_well(text, record):
+    assert str(record) == text
+
+
+def test_records_know_errors_and_nothing_else_of_ours():
+    tree = ast.parse((Path(divebatch.__file__).parent / "records.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
+    assert {name for name in modules if name.split(".")[0] in {"divebatch", "torch", "numpy"}} == {"divebatch.errors"}
