@@ -9,8 +9,7 @@ from divebatch import AdaBatch, AdaptiveLoader, Controller, DiveBatch, Diversity
 from divebatch.data.order import Shuffled
 from divebatch.lr import LrCoupling
 from divebatch.norms import DiversityMeter
-from divebatch.norms.meter import NormMeter
-from divebatch.norms.registry import CoveredLayer
+from divebatch.norms.backward import Backward
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp
 
@@ -94,15 +93,15 @@ def test_without_an_error_all_comparisons_agree(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_norms_not_multiplied_by_the_squared_batch_size_show(monkeypatch: pytest.MonkeyPatch):
-    exact = CoveredLayer.sq_norms
-    monkeypatch.setattr(CoveredLayer, "sq_norms", lambda self, calls: exact(self, calls) / len(calls[0][0]) ** 2)
+    exact = Backward.sq_norms.fget
+    monkeypatch.setattr(Backward, "sq_norms", property(lambda self: exact(self) / self.num_samples**2))
     sum_of_sq_norms, sq_norm_of_sum, num_samples = errors_at_fixed_weights()
     assert sum_of_sq_norms > 0.9
     assert max(sq_norm_of_sum, num_samples) < 1e-9
 
 
 def test_gradients_not_multiplied_by_the_batch_size_show(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(NormMeter, "gradient_scale", 1)
+    monkeypatch.setattr(Backward, "gradient_scale", lambda self, loss_reduction: 1)
     sum_of_sq_norms, sq_norm_of_sum, _ = errors_at_fixed_weights()
     assert min(sum_of_sq_norms, sq_norm_of_sum) > 0.9
 

@@ -47,14 +47,15 @@ class Controller:
         self._estimator = self._bind(estimator, Scene(model, loader.full_pass, loss_reduction, loss_fn))
         schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
         self._coupling = LrCoupling(optimizer, schedulers, kind=lr_coupling, first_batch_size=loader.batch_size)
-        self._measuring = False
+        self._measuring, self._is_closed = False, False
+        loader.forget_finished_pass()
         self._forget_listener = loader.on_new_pass(self._on_new_pass)
         self._begin_epoch()
 
     def step(self) -> EpochRecord:
         """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next."""
+        self._check_may_step()
         finished = self.loader.finish_epoch()
-        self._check_one_epoch(finished)
         diversity = self._estimator.finish() if self._measuring and self._estimator else None
         self._measuring = False
         seen = self._measurement(finished, diversity)
@@ -67,6 +68,7 @@ class Controller:
 
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
+        self._is_closed = True
         self._coupling.close()
         self._forget_listener()
         if self._estimator is not None:
@@ -82,19 +84,26 @@ class Controller:
 
     def _begin_epoch(self) -> None:
         self._lr = self._coupling.rates()[0]
-        due = self._estimator is not None and self.policy.measures(self.epoch + 1, self.loader.batch_size)
-        if due and not self._measuring and self._estimator is not None:
+        if self._estimator is None:
+            return
+        due = self.policy.measures(self.epoch + 1, self.loader.batch_size)
+        if due and not self._measuring:
             self._estimator.start()
+        elif self._measuring and not due:
+            self._estimator.close()
         self._measuring = due
 
     def _on_new_pass(self) -> None:
         """Whatever was seen before the epoch's first batch (a trial pass, one broken off) does not count."""
-        self._lr = self._coupling.rates()[0]
+        self._begin_epoch()  # anew: the batch size may have been set by hand since
         if self._measuring and self._estimator is not None:
             self._estimator.restart()
 
-    def _check_one_epoch(self, finished: Pass) -> None:
-        if finished.epoch != self.epoch:
+    def _check_may_step(self) -> None:
+        if self._is_closed:
+            raise UsageError("this controller was closed: step() comes before close()")
+        finished = self.loader.finished_pass
+        if finished is not None and finished.epoch != self.epoch:
             raise UsageError(
                 f"step() must be called once after each epoch: {finished.epoch + 1 - self.epoch} epochs have ended "
                 f"since the last call"
@@ -152,11 +161,12 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but model, optimizer and scheduler, as plain containers and tensors."""
-        if self.loader.has_finished_epoch:
+        if self.loader.finished_pass is not None:
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
         return {
             "version": STATE_VERSION,
             "policy": repr(self.policy),
+            "estimator_kind": type(self._estimator).__name__,
             "epoch": self.epoch,
             "lr": self._lr,
             "loader": self.loader.state_dict(),
@@ -170,6 +180,11 @@ class Controller:
             raise CheckpointError(f"state has version {state.get('version')}, this code reads {STATE_VERSION}")
         if state["policy"] != repr(self.policy):
             raise CheckpointError(f"the checkpoint's policy is {state['policy']}, this one {self.policy!r}")
+        if state["estimator_kind"] != type(self._estimator).__name__:
+            here = type(self._estimator).__name__
+            raise CheckpointError(f"the checkpoint's estimator is {state['estimator_kind']}, this one {here}")
+        if self._estimator is not None:
+            self._estimator.check_state(state["estimator"])
         self.loader.check_state(state["loader"])
         self._coupling.check_state(state["coupling"])
         self.loader.load_state_dict(state["loader"])

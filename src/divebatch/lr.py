@@ -33,6 +33,7 @@ class LrCoupling:
         if kind not in COUPLINGS:
             raise ArgumentError(f"unknown lr_coupling {kind!r}; known: {', '.join(COUPLINGS)}")
         _require_all_schedulers(optimizer, schedulers)
+        self._schedulers = schedulers
         self.optimizer, self.kind, self.first_batch_size = optimizer, kind, first_batch_size
         self._batch_factor, self._decided_factor = 1.0, 1.0
         self._own = self.rates()
@@ -126,9 +127,10 @@ class LrCoupling:
         """A rate that is not the one put there was set by hand: from then on it is the own course's."""
         for index, rate in enumerate(self.rates()):
             if index >= len(self._own):
-                self._own.append(rate)
+                self._own.append(rate / self.factor)
                 self._applied.append(rate)
             elif rate != self._applied[index]:
+                _require_all_schedulers(self.optimizer, self._schedulers)  # or a scheduler made since did it
                 self._own[index] = rate / self.factor
 
     def _adopt(self, scheduler: Any) -> Callable[[], None]:

@@ -256,10 +256,10 @@ def test_finish_epoch_tells_of_the_pass_that_ended():
     loader = AdaptiveLoader(range(23), 5)
     for _ in loader:
         loader.batch_size = 7
-    assert loader.has_finished_epoch
+    assert loader.finished_pass is not None
     finished = loader.finish_epoch()
     assert (finished.epoch, finished.batch_size, finished.batches, finished.samples) == (0, 5, 5, 23)
-    assert not loader.has_finished_epoch
+    assert loader.finished_pass is None
 
 
 def test_finish_epoch_is_refused_before_the_end_and_a_second_time():

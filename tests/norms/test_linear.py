@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from divebatch.errors import CoverageError
-from divebatch.norms import linear
-from divebatch.norms.linear import join_linear_calls, linear_sq_norms
+from divebatch.norms import forms
+from divebatch.norms.linear import linear
 from reference.per_sample import sq_norms
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -42,8 +42,13 @@ def by_loop(layer: nn.Linear, x: Tensor, dy: Tensor) -> Tensor:
     return sq_norms(exact, lambda output, dy_i: (output * dy_i).sum(), x.double(), dy.double())
 
 
+def linear_sq_norms(*calls: tuple[nn.Linear, Tensor, Tensor]) -> Tensor:
+    stated = [linear(*call) for call in calls]
+    return sum(forms.total([each[name] for each in stated]) for name in stated[0])
+
+
 def assert_matches_loop(layer: nn.Linear, x: Tensor, dy: Tensor) -> None:
-    fast = linear_sq_norms(layer, x, dy)
+    fast = linear_sq_norms((layer, x, dy))
     assert fast.dtype == x.dtype
     torch.testing.assert_close(fast.double(), by_loop(layer, x, dy), rtol=TOLERANCE[x.dtype], atol=0)
 
@@ -53,13 +58,13 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(kernel, samples) of every kernel call."""
     calls = []
     for name in ("_by_gram", "_by_gradient"):
-        kernel = getattr(linear, name)
+        kernel = getattr(forms, name)
 
         def recording(x: Tensor, dy: Tensor, *, name: str = name, kernel=kernel) -> Tensor:
             calls.append((name, len(x)))
             return kernel(x, dy)
 
-        monkeypatch.setattr(linear, name, recording)
+        monkeypatch.setattr(forms, name, recording)
     return calls
 
 
@@ -90,11 +95,11 @@ def layers_with_calls(draw: st.DrawFn) -> tuple[nn.Linear, Tensor, Tensor]:
 @given(layers_with_calls(), st.sampled_from([1, 500, 64 * 2**20]))
 def test_sq_norms_match_for_any_shape_and_chunk(layer_and_call: tuple[nn.Linear, Tensor, Tensor], chunk_bytes: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
         assert_matches_loop(*layer_and_call)
 
 
-@pytest.mark.parametrize("kernel", [linear._by_gram, linear._by_gradient])
+@pytest.mark.parametrize("kernel", [forms._by_gram, forms._by_gradient])
 @pytest.mark.parametrize("case", ["few positions of a wide layer", "many positions of a narrow layer"])
 def test_both_kernels_are_right_for_every_shape(kernel, case: str):
     torch.manual_seed(0)
@@ -106,21 +111,21 @@ def test_both_kernels_are_right_for_every_shape(kernel, case: str):
 
 @pytest.mark.parametrize(("num_positions", "kernel"), [(3, "_by_gram"), (4, "_by_gradient"), (9, "_by_gradient")])
 def test_the_cheaper_kernel_is_taken(num_positions: int, kernel: str, kernel_calls: list[tuple[str, int]]):
-    linear_sq_norms(nn.Linear(8, 8), torch.randn(5, num_positions, 8), torch.randn(5, num_positions, 8))
+    linear_sq_norms((nn.Linear(8, 8), torch.randn(5, num_positions, 8), torch.randn(5, num_positions, 8)))
     assert kernel_calls == [(kernel, 5)]
 
 
 @pytest.mark.parametrize(("num_positions", "entries"), [(3, 3 * 3), (9, 8 * 8)])
 @pytest.mark.parametrize("fitting", [1, 2, 5])
 def test_chunks_stay_below_the_cap(num_positions, entries, fitting, kernel_calls, monkeypatch):
-    monkeypatch.setattr(linear, "CHUNK_BYTES", fitting * 2 * entries * 4 + 3)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", fitting * 2 * entries * 4 + 3)
     layer, x, dy = nn.Linear(8, 8), torch.randn(5, num_positions, 8), torch.randn(5, num_positions, 8)
     assert_matches_loop(layer, x, dy)
     assert kernel_calls[0][1] == fitting
     assert len(kernel_calls) == math.ceil(5 / fitting)
 
 
-def test_joined_calls_are_one_call_with_more_positions():
+def test_several_calls_are_one_call_with_more_positions():
     torch.manual_seed(0)
     layer = nn.Linear(4, 3, dtype=torch.float64)
     calls = [
@@ -128,7 +133,7 @@ def test_joined_calls_are_one_call_with_more_positions():
         for between in ((), (2,), (2, 3))
     ]
     rows = [_gradients(layer, x, dy) for x, dy in calls]
-    joined = linear_sq_norms(layer, *join_linear_calls(calls))
+    joined = linear_sq_norms(*((layer, x, dy) for x, dy in calls))
     torch.testing.assert_close(joined, sum(rows).square().sum(1), rtol=1e-10, atol=0)
 
 
@@ -139,4 +144,4 @@ def _gradients(layer: nn.Linear, x: Tensor, dy: Tensor) -> Tensor:
 
 def test_an_input_without_batch_dimension_gets_an_error():
     with pytest.raises(CoverageError, match=r"shape \(4,\): the batch dimension is missing"):
-        linear_sq_norms(nn.Linear(4, 3), torch.randn(4), torch.randn(3))
+        linear(nn.Linear(4, 3), torch.randn(4), torch.randn(3))

@@ -242,9 +242,13 @@ class AdaptiveLoader:
         return finished
 
     @property
-    def has_finished_epoch(self) -> bool:
-        """Whether a pass has ended that `finish_epoch` has not been asked about."""
-        return self._finished is not None
+    def finished_pass(self) -> Pass | None:
+        """The pass that has ended and that `finish_epoch` has not handed out yet."""
+        return self._finished
+
+    def forget_finished_pass(self) -> None:
+        """What ended so far is nobody's to ask about."""
+        self._finished = None
 
     def full_pass(self) -> Iterator[Any]:
         """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights."""
@@ -261,7 +265,11 @@ class AdaptiveLoader:
     def on_new_pass(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` whenever a pass starts from its beginning; returns what takes it off again."""
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+        def forget() -> None:
+            self._listeners = [other for other in self._listeners if other is not listener]
+
+        return forget
 
     # State
 

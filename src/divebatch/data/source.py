@@ -38,8 +38,9 @@ class TensorSource:
         self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
     ) -> Iterator[tuple[int, Any]]:
         """Lists of tensors, as torch's default collate makes of tuples."""
-        indices = torch.as_tensor(order).to(self.tensors[0].device)
-        indices = torch.where(indices < 0, indices + len(self.tensors[0]), indices)  # index_select takes none below 0
+        if not isinstance(order, Tensor):  # a sampler of the user's own may count from the end; index_select may not
+            order = torch.tensor(order) % len(self.tensors[0])
+        indices = order.to(self.tensors[0].device)
         for batch in indices.split(batch_size)[start:]:
             if batch.numel() == batch_size or not self.drop_last:
                 yield batch.numel(), [tensor.index_select(0, batch) for tensor in self.tensors]

@@ -52,6 +52,10 @@ class Estimator(Protocol):
         """The sums of an epoch under way; empty between epochs."""
         ...
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if `state` cannot be loaded here."""
+        ...
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue an epoch; called after `start`."""
         ...

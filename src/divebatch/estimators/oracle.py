@@ -54,5 +54,8 @@ class Oracle:
         """Nothing to save."""
         return {}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Nothing to check."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to load."""

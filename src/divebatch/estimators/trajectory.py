@@ -49,6 +49,11 @@ class Trajectory:
         """Both sums, if an epoch is being measured."""
         return self._bound().state_dict() if self._bound().is_attached else {}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Sums of another model are refused."""
+        if state:
+            self._bound().check_state(state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved sums."""
         if state:

@@ -7,12 +7,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from divebatch.errors import ArgumentError, CoverageError
+from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
 from divebatch.measurement import Diversity
+from divebatch.norms.backward import Backward
 from divebatch.norms.meter import NormMeter, pausing_meters
-from divebatch.norms.registry import CoveredLayer
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -21,29 +22,31 @@ class DiversityMeter:
     """Sums ||g_i||^2 and g_i over backward passes; attach, run any loop, read `diversity()`.
 
     The gradient sum takes each backward pass's own gradient through parameter hooks, so gradient accumulation,
-    clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters.
+    clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters, and a second one while a
+    backward pass runs: a pass that dies half-way must be in neither sum.
     """
 
     def __init__(self, model: nn.Module, *, loss_reduction: str = "mean") -> None:
         self.norms = NormMeter(model, loss_reduction=loss_reduction)
-        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.norms.on_backward_end = self._take
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._handles: list[RemovableHandle] = []
-        self._sums: list[Tensor] = []
+        self._sums: dict[str, Tensor] = {}
+        self._pending: dict[int, dict[str, Tensor]] = {}
 
     def attach(self) -> None:
         """Start counting from zero."""
         self.norms.attach()
         self.reset()
-        for index, parameter in enumerate(self._parameters):
-            self._handles.append(parameter.register_hook(partial(self._add, index)))
+        for name, parameter in self._parameters.items():
+            self._handles.append(parameter.register_hook(partial(self._receive, name)))
 
     def detach(self) -> None:
         """Stop counting and free the sums."""
         self.norms.detach()
         while self._handles:
             self._handles.pop().remove()
-        self._sums = []
+        self._sums, self._pending = {}, {}
 
     @property
     def is_attached(self) -> bool:
@@ -53,30 +56,44 @@ class DiversityMeter:
     def reset(self) -> None:
         """Back to zero without touching the hooks."""
         self.norms.reset()
-        self._sums = [torch.zeros_like(p, dtype=_sum_dtype(p)) for p in self._parameters]
-        self._seen: set[int] = set()
-        self.norms.on_backward_end = self._check_layers_were_called
+        self._sums = {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self._parameters.items()}
+        self._pending = {}
+        self._coverage_is_checked = False
 
     def diversity(self) -> Diversity:
         """The two sums since the last reset."""
-        sq_norms = [torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 for total in self._sums]
-        sq_norm_of_sum = float(torch.stack(sq_norms).sum()) if sq_norms else 0.0
-        return Diversity(self.norms.sum_of_sq_norms(), sq_norm_of_sum, self.norms.num_samples)
+        if not self._sums:
+            raise UsageError("this DiversityMeter is not attached: read diversity() before detaching")
+        sq_norms = [torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 for total in self._sums.values()]
+        return Diversity(self.norms.sum_of_sq_norms(), float(torch.stack(sq_norms).sum()), self.norms.num_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, for a checkpoint in the middle of a measured epoch."""
         return {
             "sum_of_sq_norms": self.norms.sum_of_sq_norms(),
             "num_samples": self.norms.num_samples,
-            "gradient_sums": {name: total.clone() for name, total in zip(self.names, self._sums, strict=True)},
+            "gradient_sums": {name: total.clone() for name, total in self._sums.items()},
         }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if the sums are another model's."""
+        there = {name: tuple(total.shape) for name, total in state["gradient_sums"].items()}
+        here = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        different = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+        if different:
+            name = different[0]
+            raise CheckpointError(
+                f"the checkpoint's gradient sums are another model's: parameter '{name}' has shape "
+                f"{there.get(name)} there and {here.get(name)} here"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved sums."""
+        self.check_state(state)
         self.reset()
-        for name, total in zip(self.names, self._sums, strict=True):
+        for name, total in self._sums.items():
             total.copy_(state["gradient_sums"][name])
-        device = self._parameters[0].device
+        device = next(iter(self._sums.values())).device
         self.norms.load_sums(state["sum_of_sq_norms"], state["num_samples"], device)
 
     def __enter__(self) -> Self:
@@ -86,19 +103,39 @@ class DiversityMeter:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def _add(self, index: int, gradient: Tensor) -> None:
+    def _receive(self, name: str, gradient: Tensor) -> None:
+        """A parameter's gradient of the backward pass under way."""
         if self.norms.paused:
             return
-        if self.norms.on_backward_end is not None:
-            self._seen.add(index)
-        self._sums[index].add_(gradient, alpha=self.norms.gradient_scale)
+        task = torch._C._current_graph_task_id()
+        if task not in self._pending:
+            self._pending[task] = {}
+            if not self.norms.backward_of(task).layers:  # the meter may never hear of this pass
+                Variable._execution_engine.queue_callback(partial(self._check_coverage, task))
+        self._pending[task][name] = gradient.detach()
 
-    def _check_layers_were_called(self, called: list[CoveredLayer]) -> None:
-        """After the first backward pass: a weight used past its layer's forward would be missing in the norms."""
-        self.norms.on_backward_end = None
-        counted = {id(p) for layer in called for p in layer.module.parameters(recurse=False)}
-        missed = [self.names[i] for i in sorted(self._seen) if id(self._parameters[i]) not in counted]
+    def _take(self, done: Backward) -> None:
+        """A backward pass has ended: its gradients go into the sum."""
+        if not self._coverage_is_checked:
+            self._coverage_is_checked = True
+            self._require_called(done)
+        received = {name: gradient for part in self._pending.values() for name, gradient in part.items()}
+        self._pending = {}
+        sums = [self._sums[name] for name in received]
+        scale = done.gradient_scale(self.norms.loss_reduction)
+        torch._foreach_add_(sums, _like(list(received.values()), sums), alpha=scale)
+
+    def _check_coverage(self, task: int) -> None:
+        if task in self._pending:
+            self._require_called(self.norms.backward_of(task))
+
+    def _require_called(self, backward: Backward) -> None:
+        """A weight used past its layer's forward would be missing in the norms."""
+        counted = {id(p) for layer in backward.layers for p in layer.module.parameters(recurse=False)}
+        received = {name for part in self._pending.values() for name in part}
+        missed = [name for name, p in self._parameters.items() if name in received and id(p) not in counted]
         if missed:
+            self._pending = {}
             raise CoverageError(
                 f"parameters {missed} received gradients although their layer was not called: "
                 f"call the layer itself, not a function on its weight"
@@ -107,6 +144,10 @@ class DiversityMeter:
 
 def _sum_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _like(gradients: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
+    return [g if g.dtype == s.dtype else g.to(s.dtype) for g, s in zip(gradients, sums, strict=True)]
 
 
 def gradient_diversity(
@@ -136,12 +177,12 @@ def gradient_diversity(
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
     """Restore buffers (BatchNorm statistics) and the random state (dropout) afterwards."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    found = [(m, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items() if b is not None]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for module, key, buffer, before in found:
+                    module._buffers[key] = buffer.copy_(before)

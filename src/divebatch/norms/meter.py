@@ -1,14 +1,13 @@
 """Per-sample squared gradient norms inside the one normal backward pass.
 
 Mechanism: a forward hook on each covered layer puts a hook on the layer's output tensor. When the backward pass
-reaches that tensor, the layer's input and output gradient are both at hand, and the rule turns them into one number
-a sample. (Module backward hooks would fail before an in-place ReLU.)
+reaches that tensor, the layer's input and output gradient are both at hand, and the rule turns them into the gradients
+of the samples. (Module backward hooks would fail before an in-place ReLU.)
 """
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -18,6 +17,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
+from divebatch.norms.backward import Backward, Family, families
 from divebatch.norms.registry import CoveredLayer, cover
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -47,10 +47,10 @@ class NormMeter:
             raise ArgumentError(f"unknown loss_reduction {loss_reduction!r}; known: {known}")
         self.loss_reduction = loss_reduction
         self.layers = cover(model)
-        self.on_backward_end: Callable[[list[CoveredLayer]], None] | None = None
+        self._families = families(self.layers)
+        self.on_backward_end: Callable[[Backward], None] | None = None
         self.paused = False
         self._handles: list[RemovableHandle] = []
-        self._open_calls: dict[str, int] = {}
         self.reset()
 
     # Results
@@ -68,18 +68,13 @@ class NormMeter:
         """Samples counted since the last `reset()`."""
         return self._num_samples
 
-    @property
-    def gradient_scale(self) -> int:
-        """What turns a gradient of the backward pass under way into a sum of unaveraged per-sample gradients."""
-        return self._backward.num_samples if self.loss_reduction == "mean" else 1
-
     def reset(self) -> None:
         """Forget all sums."""
         self._total: Tensor | None = None
         self._last: Tensor | None = None
         self._last_scale = 1.0
         self._num_samples = 0
-        self._backward = _Backward()
+        self._under_way: dict[int, Backward] = {}
 
     def load_sums(self, total: float, num_samples: int, device: torch.device) -> None:
         """Continue from saved sums."""
@@ -100,9 +95,12 @@ class NormMeter:
         """Hook the layers; afterwards every backward pass is counted."""
         if self._handles:
             raise UsageError("this NormMeter is attached already")
-        self._open_calls = {}
-        for layer in self.layers:
-            self._handles.append(layer.module.register_forward_hook(self._watcher(layer), with_kwargs=True))
+        for family in self._families:
+            family.open_calls.clear()
+            for layer in family.layers:
+                # First in line: a user's hook may change the output, and that change is part of the loss.
+                watch = layer.module.register_forward_hook(self._watcher(family, layer), with_kwargs=True, prepend=True)
+                self._handles.append(watch)
         NormMeter.attached.add(self)
 
     def detach(self) -> None:
@@ -113,75 +111,47 @@ class NormMeter:
 
     # One backward pass
 
-    def _watcher(self, layer: CoveredLayer) -> Callable[..., None]:
+    def _watcher(self, family: Family, layer: CoveredLayer) -> Callable[..., None]:
         def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if self.paused or not output.requires_grad:
                 return
+            if torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward pass
+                self._under_way.clear()  # whatever is left died half-way
             x = (args[0] if args else kwargs["input"]).detach()
-            self._open_calls[layer.name] = self._open_calls.get(layer.name, 0) + 1
-            output.register_hook(partial(self._arrive, layer, x))
+            call = object()
+            family.open_calls.add(call)
+            output.register_hook(partial(self._arrive, family, layer, call, x))
 
         return watch
 
-    def _arrive(self, layer: CoveredLayer, x: Tensor, dy: Tensor) -> None:
+    def _arrive(self, family: Family, layer: CoveredLayer, call: object, x: Tensor, dy: Tensor) -> None:
         """The backward pass has reached one call of one layer."""
-        if self.paused:
+        if self.paused or not self._handles:
             return
-        # The id and not a flag: a backward pass that died half-way must not swallow the next one's start.
         task = torch._C._current_graph_task_id()
-        if task != self._backward.task:
-            self._backward = _Backward(task)
-            Variable._execution_engine.queue_callback(self._finish_backward)
-        self._backward.check_batch(layer, x)
-        calls = self._backward.calls.setdefault(layer.name, (layer, []))[1]
-        calls.append((x, dy.detach()))
-        if len(calls) == self._open_calls.get(layer.name):  # counted at once, so that dy can be freed
-            self._count(layer)
+        if task not in self._under_way:
+            self._under_way[task] = Backward()
+            Variable._execution_engine.queue_callback(partial(self._finish, task))
+        self._under_way[task].add(family, layer, call, x, dy.detach() if dy.requires_grad else dy)
 
-    def _count(self, layer: CoveredLayer) -> None:
-        now = self._backward
-        _, calls = now.calls.pop(layer.name)
-        self._open_calls[layer.name] = max(0, self._open_calls.get(layer.name, 0) - len(calls))
-        now.layers.append(layer)
-        sq_norms = layer.sq_norms(calls)
-        now.sq_norms = sq_norms if now.sq_norms is None else now.sq_norms + sq_norms
+    def backward_of(self, task: int) -> Backward:
+        """The backward pass with this id, as far as it has come; an empty one if no layer was reached yet."""
+        return self._under_way.get(task) or Backward()
 
-    def _finish_backward(self) -> None:
+    def _finish(self, task: int) -> None:
         """Runs when the engine has finished this backward pass."""
-        now = self._backward
-        for layer, _ in list(now.calls.values()):  # some call's forward was not (yet) followed by a backward
-            self._count(layer)
-        assert now.sq_norms is not None
-        self._last, self._last_scale = now.sq_norms, float(self.gradient_scale) ** 2
-        added = now.sq_norms.sum(dtype=torch.float64)
-        self._total = (
-            added.mul_(self._last_scale) if self._total is None else self._total.add_(added, alpha=self._last_scale)
-        )
-        self._num_samples += now.num_samples
+        done = self._under_way.pop(task)
+        done.count_rest()
+        if self._under_way:  # a reentrant checkpoint's pass within another one: it is counted as part of that
+            next(reversed(self._under_way.values())).take_over(done)
+            return
+        scale = float(done.gradient_scale(self.loss_reduction)) ** 2
+        self._last, self._last_scale = done.sq_norms, scale
+        added = done.sq_norms.sum(dtype=torch.float64)
+        self._total = added.mul_(scale) if self._total is None else self._total.add_(added, alpha=scale)
+        self._num_samples += done.num_samples
         if self.on_backward_end is not None:
-            self.on_backward_end(now.layers)
-        self._backward = _Backward()
-
-
-@dataclass(slots=True)
-class _Backward:
-    """What is known of the backward pass under way."""
-
-    task: int = -1
-    num_samples: int = 0
-    sq_norms: Tensor | None = None
-    layers: list[CoveredLayer] = field(default_factory=list)
-    """Those already counted."""
-    calls: dict[str, tuple[CoveredLayer, list[tuple[Tensor, Tensor]]]] = field(default_factory=dict)
-    """Those that wait for further calls of the same layer."""
-
-    def check_batch(self, layer: CoveredLayer, x: Tensor) -> None:
-        if self.num_samples not in (0, x.shape[0]):
-            raise UsageError(
-                f"layer '{layer.name}' saw {x.shape[0]} samples and a later one {self.num_samples} in the same "
-                f"backward pass: keep the batch dimension first and unmerged, e.g. (batch, time, features)"
-            )
-        self.num_samples = x.shape[0]
+            self.on_backward_end(done)
 
 
 @contextmanager

@@ -1,98 +1,83 @@
-"""Which rule counts which layer, and the check that no trainable parameter is forgotten."""
+"""Which rule states which layer's gradients, and the check that no trainable parameter is forgotten."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from divebatch.errors import ArgumentError, CoverageError
+from divebatch.norms.forms import Explicit, Form
 
-Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""`(layer, x, dy) -> (B,)`: each sample's squared gradient norm over the layer's trainable parameters.
+Rule = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Form | Tensor]]
+"""`(layer, x, dy) -> {parameter name: its gradients}`, one gradient a sample.
 
 `x` is the layer's input, `dy` the gradient of the (reduced) loss with respect to its output; both have the batch
-dimension first. The rule knows nothing of the loss's reduction: the meter scales.
+dimension first. A gradient is a tensor (B, *parameter shape) or a `Form` that stands for one. What is stated of frozen
+parameters is not counted. The rule knows nothing of the loss's reduction: the meter scales.
 """
 
-Join = Callable[[Sequence[tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
-"""Turns the (x, dy) of several calls of one layer into one call with the same weight gradient."""
+RULES: dict[type[nn.Module], tuple[Rule, frozenset[str]]] = {}
+"""Layer type -> rule and the names of the parameters it states."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One row of the registry."""
-
-    rule: Rule
-    join: Join | None
-
-
-RULES: dict[type[nn.Module], Entry] = {}
-
-
-def rule_for(kind: type[nn.Module], *, join: Join | None = None) -> Callable[[Rule], Rule]:
+def rule_for(kind: type[nn.Module], *, parameters: tuple[str, ...] = ("weight", "bias")) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule for layers of exactly this type.
 
-    Subclasses do not inherit it: they may compute something else. `join` makes a layer that is called several times
-    in one forward pass exact; without it such a layer gets an error.
+    `parameters` are those the rule states; any other trainable one of such a layer is an error. Subclasses do not
+    inherit a rule: they may compute something else.
     """
 
     def register(rule: Rule) -> Rule:
         if kind in RULES:
-            raise ArgumentError(f"{kind.__name__} already has a rule: {RULES[kind].rule}")
-        RULES[kind] = Entry(rule, join)
+            raise ArgumentError(f"{kind.__name__} already has a rule: {RULES[kind][0]}")
+        RULES[kind] = (rule, frozenset(parameters))
         return rule
 
     return register
 
 
-@dataclass(frozen=True, slots=True)
+def is_trainable(layer: nn.Module, name: str) -> bool:
+    """Whether the layer owns a parameter of this name that is being trained."""
+    parameter = layer._parameters.get(name)
+    return parameter is not None and parameter.requires_grad
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CoveredLayer:
-    """A layer with trainable parameters of its own and the rule that counts them."""
+    """A layer with trainable parameters of its own and the rule that states their gradients."""
 
     name: str
     module: nn.Module
-    entry: Entry
+    rule: Rule
 
-    def sq_norms(self, calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Squared norms over all calls of one backward pass: the gradients add up before they are squared."""
-        if len(calls) == 1:
-            return self.entry.rule(self.module, *calls[0])
-        if self.entry.join is None:
-            raise CoverageError(
-                f"layer '{self.name}' ({type(self.module).__name__}) was called {len(calls)} times in one forward "
-                f"pass and its rule cannot join calls: pass join= to @rule_for, or use one layer per call"
-            )
-        return self.entry.rule(self.module, *self.entry.join(calls))
+    def gradients(self, x: Tensor, dy: Tensor) -> Iterator[tuple[int, Form]]:
+        """One call's gradients by the identity of the parameter, which layers may share."""
+        for name, gradient in self.rule(self.module, x, dy).items():
+            if is_trainable(self.module, name):
+                form = Explicit(gradient) if isinstance(gradient, Tensor) else gradient
+                yield id(self.module._parameters[name]), form
 
 
 def cover(model: nn.Module) -> list[CoveredLayer]:
     """Every layer that owns trainable parameters, with its rule; an error names each parameter without one."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CoverageError(f"{type(model).__name__} has no trainable parameter: nothing can be measured")
-    covered, problems = [], _shared_parameters(model)
+    covered, uncovered = [], []
     for name, module in model.named_modules():
-        own = [key for key, parameter in module.named_parameters(name, recurse=False) if parameter.requires_grad]
-        if own and type(module) in RULES:
-            covered.append(CoveredLayer(name or "(model)", module, RULES[type(module)]))
-        elif own:
-            problems += [f"'{key}' of {type(module).__name__}" for key in own]
-    if problems:
-        raise CoverageError(_message(problems))
+        own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+        rule, stated = RULES.get(type(module), (None, frozenset()))
+        if own and rule is not None:
+            covered.append(CoveredLayer(name or "(model)", module, rule))
+        place = f"{name}." if name else ""
+        uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in own if key not in stated]
+    if uncovered:
+        raise CoverageError(_message(uncovered))
     return covered
 
 
-def _shared_parameters(model: nn.Module) -> list[str]:
-    """Parameters that two modules own: a rule per module would miss the cross term of their gradients."""
-    owners: dict[int, list[str]] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            owners.setdefault(id(parameter), []).append(key)
-    return [f"'{keys[0]}' (one tensor with '{', '.join(keys[1:])}')" for keys in owners.values() if len(keys) > 1]
-
-
-def _message(problems: Sequence[str]) -> str:
+def _message(uncovered: list[str]) -> str:
     known = ", ".join(sorted(kind.__name__ for kind in RULES))
     return (
-        f"no norm rule covers: {'; '.join(problems)}. Rules exist for: {known}. "
+        f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}. "
         f"Register one with @divebatch.rule_for(LayerType), or freeze the parameter (requires_grad_(False))."
     )

@@ -1,0 +1,99 @@
+"""The book-keeping of one backward pass: which calls have arrived, and what they add up to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from divebatch.errors import UsageError
+from divebatch.norms.forms import Form, total
+from divebatch.norms.registry import CoveredLayer
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """Layers that share parameters, usually just one. Their gradients add up before they are squared."""
+
+    layers: list[CoveredLayer]
+    open_calls: set[object] = field(default_factory=set)
+    """Forward calls that no backward pass has reached yet."""
+
+
+def families(layers: Sequence[CoveredLayer]) -> list[Family]:
+    """Layers grouped so that no parameter is in two groups."""
+    groups: list[tuple[set[int], Family]] = []
+    for layer in layers:
+        parameters = {id(p) for p in layer.module.parameters(recurse=False)}
+        joined = Family([layer])
+        for known, family in [group for group in groups if group[0] & parameters]:
+            groups.remove((known, family))
+            parameters |= known
+            joined.layers[:0] = family.layers
+        groups.append((parameters, joined))
+    return [family for _, family in groups]
+
+
+@dataclass(slots=True)
+class Backward:
+    """One backward pass under way."""
+
+    num_samples: int = 0
+    layers: list[CoveredLayer] = field(default_factory=list)
+    """Those that were reached."""
+    _sum: Tensor | None = None
+    _waiting: dict[Family, list[tuple[int, Form]]] = field(default_factory=dict)
+
+    def add(self, family: Family, layer: CoveredLayer, call: object, x: Tensor, dy: Tensor) -> None:
+        """One call was reached; its family is counted as soon as no other call of it can follow."""
+        self._check_batch(layer, x)
+        self.layers.append(layer)
+        gradients = layer.gradients(x, dy)
+        runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too
+        family.open_calls.discard(call)
+        is_last = not family.open_calls and not runs_again
+        if is_last and family not in self._waiting:  # the usual case: one layer, called once
+            for _, form in gradients:
+                self._add(form.sq_norms())
+            return
+        self._waiting.setdefault(family, []).extend(gradients)
+        if is_last:
+            self._count(family)
+
+    def count_rest(self) -> None:
+        """Count the families that still wait for calls: none will come."""
+        for family in list(self._waiting):
+            self._count(family)
+
+    def take_over(self, inner: "Backward") -> None:
+        """A pass within this one is over."""
+        self.num_samples = inner.num_samples
+        self.layers += inner.layers
+        self._add(inner.sq_norms)
+
+    @property
+    def sq_norms(self) -> Tensor:
+        """(B,): squared norms so far, in the scale of the loss that was differentiated."""
+        assert self._sum is not None
+        return self._sum
+
+    def gradient_scale(self, loss_reduction: str) -> int:
+        """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
+        return self.num_samples if loss_reduction == "mean" else 1
+
+    def _count(self, family: Family) -> None:
+        by_parameter: dict[int, list[Form]] = {}
+        for parameter, form in self._waiting.pop(family):
+            by_parameter.setdefault(parameter, []).append(form)
+        for forms in by_parameter.values():
+            self._add(total(forms))
+
+    def _add(self, sq_norms: Tensor) -> None:
+        self._sum = sq_norms if self._sum is None else self._sum + sq_norms
+
+    def _check_batch(self, layer: CoveredLayer, x: Tensor) -> None:
+        if self.num_samples not in (0, x.shape[0]):
+            raise UsageError(
+                f"layer '{layer.name}' saw {x.shape[0]} samples and a later one {self.num_samples} in the same "
+                f"backward pass: keep the batch dimension first and unmerged, e.g. (batch, time, features)"
+            )
+        self.num_samples = x.shape[0]
