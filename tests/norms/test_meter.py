@@ -277,17 +277,17 @@ def test_two_meters_count_side_by_side():
 
 
 def test_every_uncovered_parameter_is_named():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.PReLU()))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 4), nn.Sequential(nn.PReLU()))
     with pytest.raises(CoverageError, match="no norm rule covers") as error:
         NormMeter(model)
     message = str(error.value)
-    for named in ("'1.weight' of BatchNorm1d", "'1.bias' of BatchNorm1d", "'2.0.weight' of PReLU", "Linear"):
+    for named in ("'1.weight' of Bilinear", "'1.bias' of Bilinear", "'2.0.weight' of PReLU", "Linear"):
         assert named in message
     assert "'0.weight'" not in message
 
 
 def test_frozen_parameters_need_no_rule():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).requires_grad_(False))
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU().requires_grad_(False))
     assert [layer.name for layer in NormMeter(model).layers] == ["0"]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -43,9 +44,9 @@ class Backward:
     _sum: Tensor | None = None
     _waiting: dict[Family, list[tuple[int, Form]]] = field(default_factory=dict)
 
-    def add(self, family: Family, layer: CoveredLayer, call: object, x: Tensor, dy: Tensor) -> None:
+    def add(self, family: Family, layer: CoveredLayer, call: object, x: Any, dy: Tensor) -> None:
         """One call was reached; its family is counted as soon as no other call of it can follow."""
-        self._check_batch(layer, x)
+        self._check_batch(layer, len(dy))
         self.layers.append(layer)
         gradients = layer.gradients(x, dy)
         runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too
@@ -90,10 +91,11 @@ class Backward:
     def _add(self, sq_norms: Tensor) -> None:
         self._sum = sq_norms if self._sum is None else self._sum + sq_norms
 
-    def _check_batch(self, layer: CoveredLayer, x: Tensor) -> None:
-        if self.num_samples not in (0, x.shape[0]):
+    def _check_batch(self, layer: CoveredLayer, num_samples: int) -> None:
+        if self.num_samples not in (0, num_samples):
             raise UsageError(
-                f"layer '{layer.name}' saw {x.shape[0]} samples and a later one {self.num_samples} in the same "
-                f"backward pass: keep the batch dimension first and unmerged, e.g. (batch, time, features)"
+                f"layer '{layer.name}' saw {num_samples} samples and a later one {self.num_samples} in the same "
+                f"backward pass: keep the batch dimension first and unmerged, e.g. (batch, time, features), and expand "
+                f"what is shared by all samples, e.g. positions.expand(batch, -1)"
             )
-        self.num_samples = x.shape[0]
+        self.num_samples = num_samples

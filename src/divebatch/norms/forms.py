@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20
-"""Upper bound for temporary tensors; samples are taken in chunks that stay below it."""
+CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+"""Upper bound for temporary tensors, by device; samples are taken in chunks that stay below it."""
 
 
 class Form(Protocol):
@@ -77,16 +77,12 @@ class Outer:
         """By the cheapest of three ways that agree."""
         if self.left.ndim == 2:  # rank one: ||left right^T|| = ||left|| ||right||
             return sq_norms_of_rows(self.left).mul_(sq_norms_of_rows(self.right))
-        left_BTO, right_BTI = positions(self.left), positions(self.right)
-        num_positions, num_entries = left_BTO.shape[1], left_BTO.shape[2] * right_BTI.shape[2]
-        # The Gram form costs T^2 (I + O) a sample, the gradient itself T I O.
-        if num_positions * (left_BTO.shape[2] + right_BTI.shape[2]) < num_entries:
-            return _in_chunks(_by_gram, left_BTO, right_BTI, num_positions**2)
-        return _in_chunks(_by_gradient, left_BTO, right_BTI, num_entries)
+        return sq_norms_of_products(*same_dtype(positions(self.left), positions(self.right)))
 
     def explicit(self, samples: slice) -> Tensor:
         """(b, O, I)."""
-        return positions(self.left[samples]).mT @ positions(self.right[samples])
+        left, right = same_dtype(positions(self.left[samples]), positions(self.right[samples]))
+        return left.mT @ right
 
     @property
     def num_samples(self) -> int:
@@ -97,11 +93,6 @@ class Outer:
     def sample_bytes(self) -> int:
         """One matrix."""
         return self.left.shape[-1] * self.right.shape[-1] * self.left.element_size()
-
-
-def positions(x: Tensor) -> Tensor:
-    """(B, I) -> (B, 1, I) and (B, ..., I) -> (B, T, I)."""
-    return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
 
 
 def total(forms: Sequence[Form]) -> Tensor:
@@ -116,22 +107,49 @@ def total(forms: Sequence[Form]) -> Tensor:
     return torch.cat([sq_norms_of_rows(part.flatten(1)) for part in parts if isinstance(part, Tensor)])
 
 
+def positions(x: Tensor) -> Tensor:
+    """(B, I) -> (B, 1, I) and (B, ..., I) -> (B, T, I)."""
+    return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the lower precision: what autocast computed with, where input and output gradient differ."""
+    if left.dtype == right.dtype:
+        return left, right
+    lower = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    return left.to(lower), right.to(lower)
+
+
 def sq_norms_of_rows(x_BD: Tensor) -> Tensor:
-    """(B,). vector_norm reads its input once and writes nothing else; x.square().sum(1) would write a copy first."""
-    norms: Tensor = torch.linalg.vector_norm(x_BD, dim=1)
+    """(B,), at least float32. vector_norm reads its input once; x.square().sum(1) would write a copy first."""
+    norms: Tensor = torch.linalg.vector_norm(x_BD, dim=1, dtype=sum_dtype(x_BD.dtype))
     return norms.square_()
 
 
-def _sample_chunks(forms: Sequence[Form]) -> Iterator[slice]:
-    step = max(1, CHUNK_BYTES // (2 * forms[0].sample_bytes))
-    for start in range(0, forms[0].num_samples, step):
-        yield slice(start, start + step)
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of such numbers are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def chunk_size(tensor: Tensor, entries_per_sample: int) -> int:
+    """How many samples may be worked on at a time, with that many temporary entries each."""
+    cap = CHUNK_BYTES.get(tensor.device.type, CHUNK_BYTES["cpu"])
+    return max(1, cap // (entries_per_sample * tensor.element_size()))
+
+
+def sq_norms_of_products(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
+    """(B,): ||left^T right||^2 for each of a batch of matrix pairs."""
+    num_positions, num_entries = left_BTO.shape[1], left_BTO.shape[2] * right_BTI.shape[2]
+    # The Gram form costs T^2 (I + O) a sample, the gradient itself T I O.
+    if num_positions * (left_BTO.shape[2] + right_BTI.shape[2]) < num_entries:
+        return _in_chunks(_by_gram, left_BTO, right_BTI, 2 * num_positions**2)
+    return _in_chunks(_by_gradient, left_BTO, right_BTI, num_entries)
 
 
 def _in_chunks(
-    kernel: Callable[[Tensor, Tensor], Tensor], left_BTO: Tensor, right_BTI: Tensor, num_entries: int
+    kernel: Callable[[Tensor, Tensor], Tensor], left_BTO: Tensor, right_BTI: Tensor, entries_per_sample: int
 ) -> Tensor:
-    chunk = max(1, CHUNK_BYTES // (2 * num_entries * left_BTO.element_size()))
+    chunk = chunk_size(left_BTO, entries_per_sample)
     if chunk >= len(left_BTO):
         return kernel(left_BTO, right_BTI)
     pairs = zip(left_BTO.split(chunk), right_BTI.split(chunk), strict=True)
@@ -140,8 +158,16 @@ def _in_chunks(
 
 def _by_gram(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
     """||sum_t left_t right_t^T||^2 = sum over t, s of (left_t . left_s) (right_t . right_s)."""
-    return (left_BTO @ left_BTO.mT).mul_(right_BTI @ right_BTI.mT).sum((1, 2))
+    products = (left_BTO @ left_BTO.mT).mul_(right_BTI @ right_BTI.mT)
+    return products.sum((1, 2), dtype=sum_dtype(products.dtype))
 
 
 def _by_gradient(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
     return sq_norms_of_rows((left_BTO.mT @ right_BTI).flatten(1))
+
+
+def _sample_chunks(forms: Sequence[Form]) -> Iterator[slice]:
+    first = forms[0].explicit(slice(0, 1))
+    step = chunk_size(first, 2 * first.numel())
+    for start in range(0, forms[0].num_samples, step):
+        yield slice(start, start + step)

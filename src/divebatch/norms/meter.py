@@ -117,14 +117,13 @@ class NormMeter:
                 return
             if torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward pass
                 self._under_way.clear()  # whatever is left died half-way
-            x = (args[0] if args else kwargs["input"]).detach()
             call = object()
             family.open_calls.add(call)
-            output.register_hook(partial(self._arrive, family, layer, call, x))
+            output.register_hook(partial(self._arrive, family, layer, call, layer.inputs(args, kwargs)))
 
         return watch
 
-    def _arrive(self, family: Family, layer: CoveredLayer, call: object, x: Tensor, dy: Tensor) -> None:
+    def _arrive(self, family: Family, layer: CoveredLayer, call: object, x: Any, dy: Tensor) -> None:
         """The backward pass has reached one call of one layer."""
         if self.paused or not self._handles:
             return

@@ -1,14 +1,16 @@
 """Which rule states which layer's gradients, and the check that no trainable parameter is forgotten."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from divebatch.errors import ArgumentError, CoverageError
 from divebatch.norms.forms import Explicit, Form
 
-Rule = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Form | Tensor]]
+Rule = Callable[[Any, Any, Tensor], Mapping[str, Form | Tensor]]
 """`(layer, x, dy) -> {parameter name: its gradients}`, one gradient a sample.
 
 `x` is the layer's input, `dy` the gradient of the (reduced) loss with respect to its output; both have the batch
@@ -16,21 +18,33 @@ dimension first. A gradient is a tensor (B, *parameter shape) or a `Form` that s
 parameters is not counted. The rule knows nothing of the loss's reduction: the meter scales.
 """
 
-RULES: dict[type[nn.Module], tuple[Rule, frozenset[str]]] = {}
-"""Layer type -> rule and the names of the parameters it states."""
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of the registry."""
+
+    rule: Rule
+    parameters: frozenset[str]
+    all_inputs: bool
 
 
-def rule_for(kind: type[nn.Module], *, parameters: tuple[str, ...] = ("weight", "bias")) -> Callable[[Rule], Rule]:
+RULES: dict[type[nn.Module], Entry] = {}
+
+
+def rule_for(
+    kind: type[nn.Module], *, parameters: tuple[str, ...] = ("weight", "bias"), all_inputs: bool = False
+) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule for layers of exactly this type.
 
     `parameters` are those the rule states; any other trainable one of such a layer is an error. Subclasses do not
-    inherit a rule: they may compute something else.
+    inherit a rule: they may compute something else. With `all_inputs` the rule gets a dict of all arguments of
+    `forward` by name in the place of `x`.
     """
 
     def register(rule: Rule) -> Rule:
         if kind in RULES:
-            raise ArgumentError(f"{kind.__name__} already has a rule: {RULES[kind][0]}")
-        RULES[kind] = (rule, frozenset(parameters))
+            raise ArgumentError(f"{kind.__name__} already has a rule: {RULES[kind].rule}")
+        RULES[kind] = Entry(rule, frozenset(parameters), all_inputs)
         return rule
 
     return register
@@ -48,11 +62,18 @@ class CoveredLayer:
 
     name: str
     module: nn.Module
-    rule: Rule
+    entry: Entry
 
-    def gradients(self, x: Tensor, dy: Tensor) -> Iterator[tuple[int, Form]]:
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the rule wants to see of a call: the first argument, or all by name. Cut off from the graph."""
+        if not self.entry.all_inputs:
+            return (args[0] if args else next(iter(kwargs.values()))).detach()
+        bound = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in bound.items()}
+
+    def gradients(self, x: Any, dy: Tensor) -> Iterator[tuple[int, Form]]:
         """One call's gradients by the identity of the parameter, which layers may share."""
-        for name, gradient in self.rule(self.module, x, dy).items():
+        for name, gradient in self.entry.rule(self.module, x, dy).items():
             if is_trainable(self.module, name):
                 form = Explicit(gradient) if isinstance(gradient, Tensor) else gradient
                 yield id(self.module._parameters[name]), form
@@ -65,9 +86,10 @@ def cover(model: nn.Module) -> list[CoveredLayer]:
     covered, uncovered = [], []
     for name, module in model.named_modules():
         own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
-        rule, stated = RULES.get(type(module), (None, frozenset()))
-        if own and rule is not None:
-            covered.append(CoveredLayer(name or "(model)", module, rule))
+        entry = RULES.get(type(module))
+        if own and entry is not None:
+            covered.append(CoveredLayer(name or "(model)", module, entry))
+        stated = entry.parameters if entry is not None else frozenset()
         place = f"{name}." if name else ""
         uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in own if key not in stated]
     if uncovered:

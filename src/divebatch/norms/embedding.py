@@ -1,0 +1,93 @@
+"""Embeddings: a token's row gets the gradients of all positions that hold the token, added up before squaring."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from divebatch.errors import CoverageError
+from divebatch.norms.forms import Form, sq_norms_of_rows, sum_dtype
+from divebatch.norms.registry import rule_for
+
+
+@dataclass(slots=True)
+class Rows:
+    """Gradients of a table's rows: entry m adds `values[m]` to row `rows[m]` of sample `samples[m]`."""
+
+    samples: Tensor
+    """(M,)."""
+    rows: Tensor
+    """(M,)."""
+    values: Tensor
+    """(M, width)."""
+    num_samples: int
+    num_rows: int
+
+    def sq_norms(self) -> Tensor:
+        """Entries of the same sample and row are added, then squared. Sorting keeps it free of synchronisation."""
+        keys, order = (self.samples * self.num_rows + self.rows).sort()
+        is_new = torch.ones_like(keys)
+        is_new[1:] = (keys[1:] != keys[:-1]).to(keys.dtype)
+        segment = is_new.cumsum(0) - 1
+        values = self.values[order].to(sum_dtype(self.values.dtype))
+        sums = torch.zeros_like(values).index_add_(0, segment, values)
+        segment_sq_norms = sq_norms_of_rows(sums)
+        sample_of = torch.zeros_like(segment).index_copy_(0, segment, self.samples[order])
+        return segment_sq_norms.new_zeros(self.num_samples).index_add_(0, sample_of, segment_sq_norms)
+
+    def explicit(self, samples: slice) -> Tensor:
+        """(b, rows, width)."""
+        first, last, _ = samples.indices(self.num_samples)
+        chosen = (self.samples >= first) & (self.samples < last)
+        table = self.values.new_zeros(last - first, self.num_rows, self.values.shape[1])
+        place = (self.samples[chosen] - first, self.rows[chosen])
+        return table.index_put_(place, self.values[chosen], accumulate=True)
+
+    @property
+    def sample_bytes(self) -> int:
+        """A whole table."""
+        return self.num_rows * self.values.shape[1] * self.values.element_size()
+
+
+@rule_for(nn.Embedding)
+def embedding(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
+    """Repeated tokens add up; padding_idx gets no gradient."""
+    if layer.scale_grad_by_freq:
+        raise CoverageError("Embedding(scale_grad_by_freq=True) mixes the samples of a batch: it cannot be measured")
+    tokens = x.reshape(len(x), -1)
+    samples = torch.arange(len(x), device=x.device).repeat_interleave(tokens.shape[1])
+    return {"weight": _rows(layer, samples, tokens.flatten(), dy.reshape(-1, layer.embedding_dim), len(x))}
+
+
+@rule_for(nn.EmbeddingBag, all_inputs=True)
+def embedding_bag(layer: Any, inputs: dict[str, Any], dy: Tensor) -> dict[str, Form]:
+    """Sum and mean; a bag is a sample, given as rows of a matrix or by offsets."""
+    if layer.mode == "max" or layer.scale_grad_by_freq:
+        raise CoverageError(
+            f"EmbeddingBag(mode={layer.mode!r}) has no rule (sum and mean have, unscaled): use fallback"
+        )
+    tokens, weights = inputs["input"], inputs.get("per_sample_weights")
+    if tokens.ndim == 2:
+        samples = torch.arange(len(tokens), device=tokens.device).repeat_interleave(tokens.shape[1])
+    else:
+        starts = inputs["offsets"][: len(dy)]
+        samples = torch.searchsorted(starts, torch.arange(len(tokens), device=tokens.device), right=True) - 1
+    values = dy[samples]
+    if weights is not None:
+        values = values * weights.reshape(-1, 1)
+    if layer.mode == "mean":
+        kept = (tokens.flatten() != _padding(layer)).to(dy.dtype)
+        counts = dy.new_zeros(len(dy)).index_add_(0, samples, kept)
+        values = values / counts.clamp_(min=1)[samples, None]
+    return {"weight": _rows(layer, samples, tokens.flatten(), values, len(dy))}
+
+
+def _rows(layer: Any, samples: Tensor, rows: Tensor, values: Tensor, num_samples: int) -> Rows:
+    if layer.padding_idx is not None:
+        values = values * (rows != layer.padding_idx)[:, None]
+    return Rows(samples, rows, values, num_samples, layer.num_embeddings)
+
+
+def _padding(layer: Any) -> int:
+    return -1 if layer.padding_idx is None else layer.padding_idx
