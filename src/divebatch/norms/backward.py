@@ -9,6 +9,7 @@ from torch import Tensor
 from divebatch.errors import UsageError
 from divebatch.norms.forms import Form, total
 from divebatch.norms.registry import CoveredLayer
+from divebatch.norms.sketch import Estimate
 
 
 @dataclass(slots=True, eq=False)
@@ -38,15 +39,17 @@ def families(layers: Sequence[CoveredLayer]) -> list[Family]:
 class Backward:
     """One backward pass under way."""
 
+    mode: str = "exact"
     num_samples: int = 0
     layers: list[CoveredLayer] = field(default_factory=list)
     """Those that were reached."""
     _sum: Tensor | None = None
+    _variance: Tensor | None = None
     _waiting: dict[Family, list[tuple[int, Form]]] = field(default_factory=dict)
 
     def add(self, family: Family, layer: CoveredLayer, call: object, x: Any, dy: Tensor) -> None:
         """One call was reached; its family is counted as soon as no other call of it can follow."""
-        self._check_batch(layer, len(dy))
+        self._check_batch(layer, layer.num_samples(dy))
         self.layers.append(layer)
         gradients = layer.gradients(x, dy)
         runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too
@@ -54,7 +57,7 @@ class Backward:
         is_last = not family.open_calls and not runs_again
         if is_last and family not in self._waiting:  # the usual case: one layer, called once
             for _, form in gradients:
-                self._add(form.sq_norms())
+                self._add(measured(form, self.mode))
             return
         self._waiting.setdefault(family, []).extend(gradients)
         if is_last:
@@ -69,13 +72,18 @@ class Backward:
         """A pass within this one is over."""
         self.num_samples = inner.num_samples
         self.layers += inner.layers
-        self._add(inner.sq_norms)
+        self._add(Estimate(inner.sq_norms, inner.variances))
 
     @property
     def sq_norms(self) -> Tensor:
         """(B,): squared norms so far, in the scale of the loss that was differentiated."""
         assert self._sum is not None
         return self._sum
+
+    @property
+    def variances(self) -> Tensor | None:
+        """(B,): of `sq_norms`, where they are estimates."""
+        return self._variance
 
     def gradient_scale(self, loss_reduction: str) -> int:
         """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
@@ -86,10 +94,12 @@ class Backward:
         for parameter, form in self._waiting.pop(family):
             by_parameter.setdefault(parameter, []).append(form)
         for forms in by_parameter.values():
-            self._add(total(forms))
+            self._add(measured(forms[0], self.mode) if len(forms) == 1 else Estimate(total(forms), None))
 
-    def _add(self, sq_norms: Tensor) -> None:
-        self._sum = sq_norms if self._sum is None else self._sum + sq_norms
+    def _add(self, more: Estimate) -> None:
+        self._sum = more.sq_norms if self._sum is None else self._sum + more.sq_norms
+        if more.variances is not None:
+            self._variance = more.variances if self._variance is None else self._variance + more.variances
 
     def _check_batch(self, layer: CoveredLayer, num_samples: int) -> None:
         if self.num_samples not in (0, num_samples):
@@ -99,3 +109,8 @@ class Backward:
                 f"what is shared by all samples, e.g. positions.expand(batch, -1)"
             )
         self.num_samples = num_samples
+
+
+def measured(form: Form, mode: str) -> Estimate:
+    """Squared norms as the mode wants them."""
+    return form.sketch() if mode == "sketch" else Estimate(form.sq_norms(), None)

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from divebatch.norms.forms import Explicit, Form, chunk_size, same_dtype, sq_norms_of_products
 from divebatch.norms.registry import is_trainable, rule_for
+from divebatch.norms.sketch import Estimate, estimate, project
 
 
 @dataclass(slots=True)
@@ -44,6 +45,26 @@ class Patches:
         sq_norms = sq_norms_of_products(*self._matrices(left, right))
         return sq_norms.view(len(left), self.groups).sum(1) if self.groups > 1 else sq_norms
 
+    def sketch(self) -> Estimate:
+        """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
+        left, right = same_dtype(self.left, self.right)
+        num_matrices, num_rows = len(left) * self.groups, left.shape[1] // self.groups
+        z_NHT = project(left.reshape(num_matrices, num_rows, -1))
+        shifts_NXL = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:]))
+        u_NXC = torch.bmm(shifts_NXL, right.reshape(num_matrices, right.shape[1] // self.groups, -1).mT)
+        return estimate(u_NXC.view(num_matrices, z_NHT.shape[1], -1)).summed(self.groups)
+
+    def _shifts(self, z: Tensor) -> Tensor:
+        """(N, H * kernel, L): z at the input positions it meets through each kernel entry, in any order of entries."""
+        lengths, amounts = self.right.shape[2:], []
+        for dim, (size, stride, dilation) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True)):
+            z = _spread(z, dim + 2, stride)
+            amounts += [((size - 1) * dilation, lengths[dim] - z.shape[dim + 2])]
+        z = pad(z, [amount for ends in reversed(amounts) for amount in ends])
+        for dim, (length, dilation) in enumerate(zip(lengths, self.dilation, strict=True)):
+            z = z.unfold(dim + 2, length, dilation)  # one window a kernel entry
+        return z.reshape(z.shape[0], -1, lengths.numel())
+
     def explicit(self, samples: slice) -> Tensor:
         """(b, *weight shape)."""
         left, right = self._matrices(self.left[samples], self.right[samples])
@@ -53,11 +74,6 @@ class Patches:
     def num_samples(self) -> int:
         """B."""
         return self.left.shape[0]
-
-    @property
-    def sample_bytes(self) -> int:
-        """One weight."""
-        return self.shape.numel() * self.left.element_size()
 
     @property
     def _patch_entries(self) -> int:
@@ -79,6 +95,16 @@ class Patches:
             windows = right.unfold(dim + 2, (size - 1) * dilation + 1, stride)[..., ::dilation]
             right = windows.narrow(dim + 2, 0, self.left.shape[dim + 2])  # output_padding adds windows at the end
         return right
+
+
+def _spread(z: Tensor, dim: int, stride: int) -> Tensor:
+    """Put `stride - 1` zeros between the entries of one dimension."""
+    if stride == 1:
+        return z
+    shape = [*z.shape[:dim], (z.shape[dim] - 1) * stride + 1, *z.shape[dim + 1 :]]
+    spread = z.new_zeros(shape)
+    spread[(slice(None),) * dim + (slice(None, None, stride),)] = z
+    return spread
 
 
 @rule_for(nn.Conv1d)

@@ -14,6 +14,8 @@ from divebatch.errors import ArgumentError, CheckpointError, CoverageError, Usag
 from divebatch.measurement import Diversity
 from divebatch.norms.backward import Backward
 from divebatch.norms.meter import NormMeter, pausing_meters
+from divebatch.norms.sketch import sum_dtype
+from divebatch.norms.taps import Tapped
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -23,11 +25,11 @@ class DiversityMeter:
 
     The gradient sum takes each backward pass's own gradient through parameter hooks, so gradient accumulation,
     clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters, and a second one while a
-    backward pass runs: a pass that dies half-way must be in neither sum.
+    backward pass runs: a pass that dies half-way must be in neither sum. `settings` are NormMeter's.
     """
 
-    def __init__(self, model: nn.Module, *, loss_reduction: str = "mean") -> None:
-        self.norms = NormMeter(model, loss_reduction=loss_reduction)
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
+        self.norms = NormMeter(model, **settings)
         self.norms.on_backward_end = self._take
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._handles: list[RemovableHandle] = []
@@ -56,7 +58,7 @@ class DiversityMeter:
     def reset(self) -> None:
         """Back to zero without touching the hooks."""
         self.norms.reset()
-        self._sums = {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self._parameters.items()}
+        self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in self._parameters.items()}
         self._pending = {}
         self._coverage_is_checked = False
 
@@ -114,7 +116,7 @@ class DiversityMeter:
                 Variable._execution_engine.queue_callback(partial(self._check_coverage, task))
         self._pending[task][name] = gradient.detach()
 
-    def _take(self, done: Backward) -> None:
+    def _take(self, done: Backward | Tapped) -> None:
         """A backward pass has ended: its gradients go into the sum."""
         if not self._coverage_is_checked:
             self._coverage_is_checked = True
@@ -122,14 +124,18 @@ class DiversityMeter:
         received = {name: gradient for part in self._pending.values() for name, gradient in part.items()}
         self._pending = {}
         sums = [self._sums[name] for name in received]
-        scale = done.gradient_scale(self.norms.loss_reduction)
-        torch._foreach_add_(sums, _like(list(received.values()), sums), alpha=scale)
+        gradients = [_like(g, s) for g, s in zip(received.values(), sums, strict=True)]
+        scale = self.norms.gradient_scale(done)
+        if isinstance(scale, Tensor):
+            torch._foreach_add_(sums, torch._foreach_mul(gradients, scale.to(sums[0].dtype)))
+        else:
+            torch._foreach_add_(sums, gradients, alpha=scale)
 
     def _check_coverage(self, task: int) -> None:
         if task in self._pending:
             self._require_called(self.norms.backward_of(task))
 
-    def _require_called(self, backward: Backward) -> None:
+    def _require_called(self, backward: Backward | Tapped) -> None:
         """A weight used past its layer's forward would be missing in the norms."""
         counted = {id(p) for layer in backward.layers for p in layer.module.parameters(recurse=False)}
         received = {name for part in self._pending.values() for name in part}
@@ -142,12 +148,9 @@ class DiversityMeter:
             )
 
 
-def _sum_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _like(gradients: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
-    return [g if g.dtype == s.dtype else g.to(s.dtype) for g, s in zip(gradients, sums, strict=True)]
+def _like(gradient: Tensor, total: Tensor) -> Tensor:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense if dense.dtype == total.dtype else dense.to(total.dtype)
 
 
 def gradient_diversity(

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.errors import CoverageError
-from divebatch.norms.forms import Form, sq_norms_of_rows, sum_dtype
+from divebatch.norms.forms import Form, sq_norms_of_rows
 from divebatch.norms.registry import rule_for
+from divebatch.norms.sketch import Estimate, sum_dtype
 
 
 @dataclass(slots=True)
@@ -36,6 +37,10 @@ class Rows:
         sample_of = torch.zeros_like(segment).index_copy_(0, segment, self.samples[order])
         return segment_sq_norms.new_zeros(self.num_samples).index_add_(0, sample_of, segment_sq_norms)
 
+    def sketch(self) -> Estimate:
+        """Exact: nothing cheaper exists."""
+        return Estimate(self.sq_norms(), None)
+
     def explicit(self, samples: slice) -> Tensor:
         """(b, rows, width)."""
         first, last, _ = samples.indices(self.num_samples)
@@ -43,11 +48,6 @@ class Rows:
         table = self.values.new_zeros(last - first, self.num_rows, self.values.shape[1])
         place = (self.samples[chosen] - first, self.rows[chosen])
         return table.index_put_(place, self.values[chosen], accumulate=True)
-
-    @property
-    def sample_bytes(self) -> int:
-        """A whole table."""
-        return self.num_rows * self.values.shape[1] * self.values.element_size()
 
 
 @rule_for(nn.Embedding)

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
+
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """Upper bound for temporary tensors, by device; samples are taken in chunks that stay below it."""
 
@@ -23,6 +25,10 @@ class Form(Protocol):
         """(B,): each sample's squared norm."""
         ...
 
+    def sketch(self) -> Estimate:
+        """An unbiased estimate of each sample's squared norm, from new random signs."""
+        ...
+
     def explicit(self, samples: slice) -> Tensor:
         """(b, *parameter shape): the gradients themselves of some samples."""
         ...
@@ -30,11 +36,6 @@ class Form(Protocol):
     @property
     def num_samples(self) -> int:
         """B."""
-        ...
-
-    @property
-    def sample_bytes(self) -> int:
-        """What one sample's explicit gradient takes."""
         ...
 
 
@@ -49,6 +50,10 @@ class Explicit:
         """Of each row."""
         return sq_norms_of_rows(self.gradients.flatten(1))
 
+    def sketch(self) -> Estimate:
+        """Exact: nothing cheaper exists."""
+        return Estimate(self.sq_norms(), None)
+
     def explicit(self, samples: slice) -> Tensor:
         """A slice of what is there."""
         return self.gradients[samples]
@@ -57,11 +62,6 @@ class Explicit:
     def num_samples(self) -> int:
         """B."""
         return self.gradients.shape[0]
-
-    @property
-    def sample_bytes(self) -> int:
-        """One row."""
-        return self.gradients[0].numel() * self.gradients.element_size()
 
 
 @dataclass(slots=True)
@@ -79,6 +79,13 @@ class Outer:
             return sq_norms_of_rows(self.left).mul_(sq_norms_of_rows(self.right))
         return sq_norms_of_products(*same_dtype(positions(self.left), positions(self.right)))
 
+    def sketch(self) -> Estimate:
+        """One vector-matrix product a half; exact for a single position, where that is as cheap."""
+        if self.left.ndim == 2:
+            return Estimate(self.sq_norms(), None)
+        left, right = same_dtype(positions(self.left), positions(self.right))
+        return estimate(torch.bmm(project(left.mT), right))
+
     def explicit(self, samples: slice) -> Tensor:
         """(b, O, I)."""
         left, right = same_dtype(positions(self.left[samples]), positions(self.right[samples]))
@@ -89,11 +96,6 @@ class Outer:
         """B."""
         return self.left.shape[0]
 
-    @property
-    def sample_bytes(self) -> int:
-        """One matrix."""
-        return self.left.shape[-1] * self.right.shape[-1] * self.left.element_size()
-
 
 def total(forms: Sequence[Form]) -> Tensor:
     """(B,): squared norms of the sum of several forms of one parameter."""
@@ -103,8 +105,8 @@ def total(forms: Sequence[Form]) -> Tensor:
     if len(outers) == len(forms):  # several calls are one call with more positions
         left = torch.cat([positions(form.left) for form in outers], 1)
         return Outer(left, torch.cat([positions(form.right) for form in outers], 1)).sq_norms()
-    parts = [sum(form.explicit(samples) for form in forms) for samples in _sample_chunks(forms)]
-    return torch.cat([sq_norms_of_rows(part.flatten(1)) for part in parts if isinstance(part, Tensor)])
+    chunks = [torch.stack([form.explicit(samples) for form in forms]).sum(0) for samples in _sample_chunks(forms)]
+    return torch.cat([sq_norms_of_rows(chunk.flatten(1)) for chunk in chunks])
 
 
 def positions(x: Tensor) -> Tensor:
@@ -124,11 +126,6 @@ def sq_norms_of_rows(x_BD: Tensor) -> Tensor:
     """(B,), at least float32. vector_norm reads its input once; x.square().sum(1) would write a copy first."""
     norms: Tensor = torch.linalg.vector_norm(x_BD, dim=1, dtype=sum_dtype(x_BD.dtype))
     return norms.square_()
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of such numbers are kept in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def chunk_size(tensor: Tensor, entries_per_sample: int) -> int:
@@ -168,6 +165,6 @@ def _by_gradient(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
 
 def _sample_chunks(forms: Sequence[Form]) -> Iterator[slice]:
     first = forms[0].explicit(slice(0, 1))
-    step = chunk_size(first, 2 * first.numel())
+    step = chunk_size(first, (len(forms) + 1) * first.numel())
     for start in range(0, forms[0].num_samples, step):
         yield slice(start, start + step)

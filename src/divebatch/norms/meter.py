@@ -1,26 +1,24 @@
-"""Per-sample squared gradient norms inside the one normal backward pass.
-
-Mechanism: a forward hook on each covered layer puts a hook on the layer's output tensor. When the backward pass
-reaches that tensor, the layer's input and output gradient are both at hand, and the rule turns them into the gradients
-of the samples. (Module backward hooks would fail before an in-place ReLU.)
-"""
+"""Per-sample squared gradient norms inside the one normal backward pass."""
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.norms.backward import Backward, Family, families
-from divebatch.norms.registry import CoveredLayer, cover
+from divebatch.norms.backward import Backward
+from divebatch.norms.fallback import FALLBACKS
+from divebatch.norms.hooks import Hooks
+from divebatch.norms.registry import cover
+from divebatch.norms.sums import Sums
+from divebatch.norms.taps import Tapped, Taps
 
 LOSS_REDUCTIONS = ("mean", "sum")
+MODES = ("exact", "sketch")
 
 
 class NormMeter:
@@ -29,8 +27,19 @@ class NormMeter:
     A sample is one entry of the batch dimension (a sequence, not a token). With `loss_reduction="mean"` every
     backward pass must be of the mean over its own batch of b samples, and the norms are multiplied by b^2; with
     `"sum"` they are taken as they come. Getting this wrong is off by b^2, silently: it is the classic error here.
+    A mean over tokens gives each sequence the weight it has in your loss, times b.
 
-    Every trainable parameter must belong to a layer with a rule; the error comes at construction and names them.
+    `mode="sketch"` replaces the exact norms of matrix-like weights by unbiased estimates from random signs, far
+    cheaper; `every=q` measures one backward pass in q and extrapolates. `standard_error()` covers both.
+
+    `compiled=True` is for models under `torch.compile`: make the meter first, compile (or first run) afterwards. It
+    adds no graph break, and no per-sample values.
+
+    Under train-mode BatchNorm samples have no gradients of their own; what is counted is each one's contribution to
+    the batch gradient (`divebatch.norms.normalization`).
+
+    Every trainable parameter must belong to a layer with a rule, or `fallback="vmap"` is chosen; the error comes at
+    construction and names them.
 
     >>> model = nn.Linear(3, 1)
     >>> with NormMeter(model) as meter:
@@ -41,46 +50,63 @@ class NormMeter:
 
     attached: ClassVar["weakref.WeakSet[NormMeter]"] = weakref.WeakSet()
 
-    def __init__(self, model: nn.Module, *, loss_reduction: str = "mean") -> None:
-        if loss_reduction not in LOSS_REDUCTIONS:
-            known = ", ".join(LOSS_REDUCTIONS)
-            raise ArgumentError(f"unknown loss_reduction {loss_reduction!r}; known: {known}")
-        self.loss_reduction = loss_reduction
-        self.layers = cover(model)
-        self._families = families(self.layers)
-        self.on_backward_end: Callable[[Backward], None] | None = None
-        self.paused = False
-        self._handles: list[RemovableHandle] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mode: str = "exact",
+        every: int = 1,
+        fallback: str | None = None,
+        loss_reduction: str = "mean",
+        compiled: bool = False,
+        grad_scaler: Any = None,
+    ) -> None:
+        _require("mode", mode, MODES)
+        _require("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+        _require("fallback", fallback, (None, *FALLBACKS))
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ArgumentError(f"every must be an integer of at least 1, got every={every!r}")
+        self.loss_reduction, self.mode, self.every, self._grad_scaler = loss_reduction, mode, every, grad_scaler
+        self.layers = cover(model, fallback=FALLBACKS[fallback] if fallback is not None else None)
+        self.on_backward_end: Callable[[Backward | Tapped], None] | None = None
+        self._engine: Hooks | Taps
+        if compiled:
+            self._engine = Taps(self.layers, mode, loss_reduction, self._finish)
+        else:
+            self._engine = Hooks(self.layers, mode, self._finish)
+        self._clock = next(p for p in model.parameters() if p.requires_grad)
+        self._ticks: RemovableHandle | None = None
         self.reset()
 
     # Results
 
     def sum_of_sq_norms(self) -> float:
         """The sum since the last `reset()`, over all samples of all backward passes; synchronises with the device."""
-        return 0.0 if self._total is None else float(self._total)
+        return self._sums.total()
+
+    def standard_error(self) -> float:
+        """Of `sum_of_sq_norms()`: 0 where everything was measured exactly."""
+        return self._sums.standard_error()
 
     def per_sample(self) -> Tensor | None:
-        """The last backward pass's squared norms, one per sample; None before the first."""
-        return None if self._last is None else self._last * self._last_scale
+        """The last measured backward pass's squared norms, one per sample; None before it, and when compiled."""
+        return self._last
 
     @property
     def num_samples(self) -> int:
-        """Samples counted since the last `reset()`."""
-        return self._num_samples
+        """Samples of the measured backward passes since the last `reset()`."""
+        return int(self._sums.num_samples)
 
     def reset(self) -> None:
         """Forget all sums."""
-        self._total: Tensor | None = None
+        self._sums = Sums()
         self._last: Tensor | None = None
-        self._last_scale = 1.0
-        self._num_samples = 0
-        self._under_way: dict[int, Backward] = {}
+        self._engine.forget()
 
     def load_sums(self, total: float, num_samples: int, device: torch.device) -> None:
         """Continue from saved sums."""
         self.reset()
-        self._total = torch.tensor(total, dtype=torch.float64, device=device)
-        self._num_samples = num_samples
+        self._sums.load(total, num_samples, device)
 
     # Attaching
 
@@ -92,65 +118,65 @@ class NormMeter:
         self.detach()
 
     def attach(self) -> None:
-        """Hook the layers; afterwards every backward pass is counted."""
-        if self._handles:
+        """Observe the layers; afterwards backward passes are counted."""
+        if self in NormMeter.attached:
             raise UsageError("this NormMeter is attached already")
-        for family in self._families:
-            family.open_calls.clear()
-            for layer in family.layers:
-                # First in line: a user's hook may change the output, and that change is part of the loss.
-                watch = layer.module.register_forward_hook(self._watcher(family, layer), with_kwargs=True, prepend=True)
-                self._handles.append(watch)
+        self._engine.switch_on()
+        if self.every > 1:
+            self._ticks = self._clock.register_hook(self._tick)
         NormMeter.attached.add(self)
 
     def detach(self) -> None:
         """Remove all hooks; the sums stay."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._engine.switch_off()
+        if self._ticks is not None:
+            self._ticks.remove()
         NormMeter.attached.discard(self)
+
+    @property
+    def paused(self) -> bool:
+        """Whether backward passes go by uncounted for the moment."""
+        return self._engine.paused
+
+    @paused.setter
+    def paused(self, value: bool) -> None:
+        self._engine.paused = value
+
+    def backward_of(self, task: int) -> Backward | Tapped:
+        """The backward pass with this id, as far as it has come."""
+        return self._engine.backward_of(task)
 
     # One backward pass
 
-    def _watcher(self, family: Family, layer: CoveredLayer) -> Callable[..., None]:
-        def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if self.paused or not output.requires_grad:
-                return
-            if torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward pass
-                self._under_way.clear()  # whatever is left died half-way
-            call = object()
-            family.open_calls.add(call)
-            output.register_hook(partial(self._arrive, family, layer, call, layer.inputs(args, kwargs)))
-
-        return watch
-
-    def _arrive(self, family: Family, layer: CoveredLayer, call: object, x: Any, dy: Tensor) -> None:
-        """The backward pass has reached one call of one layer."""
-        if self.paused or not self._handles:
+    def _tick(self, _: Tensor) -> None:
+        """A backward pass runs: switch on in time for the next one if that is to be measured."""
+        if self.paused:
             return
-        task = torch._C._current_graph_task_id()
-        if task not in self._under_way:
-            self._under_way[task] = Backward()
-            Variable._execution_engine.queue_callback(partial(self._finish, task))
-        self._under_way[task].add(family, layer, call, x, dy.detach() if dy.requires_grad else dy)
+        self._sums.num_steps += 1
+        if self._sums.num_steps % self.every == 0:
+            self._engine.switch_on()
 
-    def backward_of(self, task: int) -> Backward:
-        """The backward pass with this id, as far as it has come; an empty one if no layer was reached yet."""
-        return self._under_way.get(task) or Backward()
-
-    def _finish(self, task: int) -> None:
-        """Runs when the engine has finished this backward pass."""
-        done = self._under_way.pop(task)
-        done.count_rest()
-        if self._under_way:  # a reentrant checkpoint's pass within another one: it is counted as part of that
-            next(reversed(self._under_way.values())).take_over(done)
-            return
-        scale = float(done.gradient_scale(self.loss_reduction)) ** 2
-        self._last, self._last_scale = done.sq_norms, scale
-        added = done.sq_norms.sum(dtype=torch.float64)
-        self._total = added.mul_(scale) if self._total is None else self._total.add_(added, alpha=scale)
-        self._num_samples += done.num_samples
+    def _finish(self, done: Backward | Tapped) -> None:
+        scale = self.gradient_scale(done) ** 2
+        sq_norms, variances = done.sq_norms, done.variances
+        self._last = sq_norms * scale if sq_norms.ndim else None
+        variance = None if variances is None else variances.sum(dtype=torch.float64) * scale**2
+        self._sums.add(sq_norms.sum(dtype=torch.float64) * scale, variance, done.num_samples)
         if self.on_backward_end is not None:
             self.on_backward_end(done)
+        if self.every > 1:
+            self._engine.switch_off()
+
+    def gradient_scale(self, done: Backward | Tapped) -> float | Tensor:
+        """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
+        factor = done.gradient_scale(self.loss_reduction)
+        return factor if self._grad_scaler is None else factor / _loss_scale(self._grad_scaler)
+
+
+def _loss_scale(grad_scaler: Any) -> float | Tensor:
+    """What the scaler multiplies losses with now; its tensor where it has one, which needs no synchronisation."""
+    scale = getattr(grad_scaler, "_scale", None)
+    return scale if isinstance(scale, Tensor) else float(grad_scaler.get_scale())
 
 
 @contextmanager
@@ -164,3 +190,8 @@ def pausing_meters() -> Iterator[None]:
     finally:
         for meter in pausing:
             meter.paused = False
+
+
+def _require(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ArgumentError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")

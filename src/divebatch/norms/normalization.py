@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
-from divebatch.norms.forms import Explicit, Form, sum_dtype
+from divebatch.norms.forms import Explicit, Form
 from divebatch.norms.registry import is_trainable, rule_for
+from divebatch.norms.sketch import sum_dtype
 
 
 @rule_for(nn.LayerNorm)

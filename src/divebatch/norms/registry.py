@@ -24,8 +24,13 @@ class Entry:
     """One row of the registry."""
 
     rule: Rule
-    parameters: frozenset[str]
+    parameters: frozenset[str] | None
+    """Those the rule states; None for all there are."""
     all_inputs: bool
+
+    def states(self, name: str) -> bool:
+        """Whether the rule gives the gradients of a parameter of this name."""
+        return self.parameters is None or name in self.parameters
 
 
 RULES: dict[type[nn.Module], Entry] = {}
@@ -71,6 +76,14 @@ class CoveredLayer:
         bound = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in bound.items()}
 
+    def observed_output(self, output: Any) -> Tensor:
+        """The tensor whose gradient the rule wants: the output, or the first of several."""
+        return output if isinstance(output, Tensor) else next(iter(output))
+
+    def num_samples(self, dy: Tensor) -> int:
+        """The batch size, from the gradient of the observed output."""
+        return dy.shape[0]
+
     def gradients(self, x: Any, dy: Tensor) -> Iterator[tuple[int, Form]]:
         """One call's gradients by the identity of the parameter, which layers may share."""
         for name, gradient in self.entry.rule(self.module, x, dy).items():
@@ -79,19 +92,19 @@ class CoveredLayer:
                 yield id(self.module._parameters[name]), form
 
 
-def cover(model: nn.Module) -> list[CoveredLayer]:
+def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLayer]:
     """Every layer that owns trainable parameters, with its rule; an error names each parameter without one."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CoverageError(f"{type(model).__name__} has no trainable parameter: nothing can be measured")
     covered, uncovered = [], []
     for name, module in model.named_modules():
         own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
-        entry = RULES.get(type(module))
+        entry = RULES.get(type(module), fallback)
         if own and entry is not None:
             covered.append(CoveredLayer(name or "(model)", module, entry))
-        stated = entry.parameters if entry is not None else frozenset()
         place = f"{name}." if name else ""
-        uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in own if key not in stated]
+        missed = [key for key in own if entry is None or not entry.states(key)]
+        uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in missed]
     if uncovered:
         raise CoverageError(_message(uncovered))
     return covered
@@ -100,6 +113,6 @@ def cover(model: nn.Module) -> list[CoveredLayer]:
 def _message(uncovered: list[str]) -> str:
     known = ", ".join(sorted(kind.__name__ for kind in RULES))
     return (
-        f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}. "
-        f"Register one with @divebatch.rule_for(LayerType), or freeze the parameter (requires_grad_(False))."
+        f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}. Register one with "
+        f"@divebatch.rule_for(LayerType), pass fallback='vmap', or freeze the parameter (requires_grad_(False))."
     )

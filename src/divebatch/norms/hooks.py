@@ -1,0 +1,85 @@
+"""How eager backward passes are observed.
+
+A forward hook on each covered layer puts a hook on the layer's output tensor. When the backward pass reaches that
+tensor, the layer's input and output gradient are both at hand, and the rule turns them into the gradients of the
+samples. (Module backward hooks would fail before an in-place ReLU.)
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from divebatch.norms.backward import Backward, Family, families
+from divebatch.norms.registry import CoveredLayer
+
+
+class Hooks:
+    """Tells `on_end` of every backward pass while it is switched on."""
+
+    def __init__(self, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[Backward], None]) -> None:
+        self.paused = False
+        self._mode, self._on_end = mode, on_end
+        self._families = families(layers)
+        self._handles: list[RemovableHandle] = []
+        self._under_way: dict[int, Backward] = {}
+
+    def switch_on(self) -> None:
+        """Hook the layers."""
+        if self._handles:
+            return
+        for family in self._families:
+            family.open_calls.clear()
+            for layer in family.layers:
+                # First in line: a user's hook may change the output, and that change is part of the loss.
+                watch = layer.module.register_forward_hook(self._watcher(family, layer), with_kwargs=True, prepend=True)
+                self._handles.append(watch)
+
+    def switch_off(self) -> None:
+        """Remove all hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def forget(self) -> None:
+        """Drop passes that are under way."""
+        self._under_way = {}
+
+    def backward_of(self, task: int) -> Backward:
+        """The backward pass with this id, as far as it has come; an empty one if no layer was reached yet."""
+        return self._under_way.get(task) or Backward()
+
+    def _watcher(self, family: Family, layer: CoveredLayer) -> Callable[..., None]:
+        def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            output = layer.observed_output(output)
+            if self.paused or not output.requires_grad:
+                return
+            if torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward pass
+                self._under_way.clear()  # whatever is left died half-way
+            call = object()
+            family.open_calls.add(call)
+            output.register_hook(partial(self._arrive, family, layer, call, layer.inputs(args, kwargs)))
+
+        return watch
+
+    def _arrive(self, family: Family, layer: CoveredLayer, call: object, x: Any, dy: Tensor) -> None:
+        """The backward pass has reached one call of one layer."""
+        if self.paused or not self._handles:
+            return
+        task = torch._C._current_graph_task_id()
+        if task not in self._under_way:
+            self._under_way[task] = Backward(self._mode)
+            Variable._execution_engine.queue_callback(partial(self._finish, task))
+        self._under_way[task].add(family, layer, call, x, dy.detach() if dy.requires_grad else dy)
+
+    def _finish(self, task: int) -> None:
+        """Runs when the engine has finished this backward pass."""
+        done = self._under_way.pop(task)
+        done.count_rest()
+        if self._under_way:  # a reentrant checkpoint's pass within another one: it is counted as part of that
+            next(reversed(self._under_way.values())).take_over(done)
+        else:
+            self._on_end(done)

@@ -1,0 +1,58 @@
+"""Squared norms from random signs: unbiased, and without the cost of the exact ones.
+
+For a gradient matrix G with rows g_o and random signs r_o, u = sum_o r_o g_o has E ||u||^2 = sum_o ||g_o||^2. Each row
+is put into one of two halves at random, with a sketch each, u_a and u_b, and the estimate is ||u_a||^2 + ||u_b||^2:
+pairs of rows in different halves then add no noise. They do tell how large the noise is: the variance is 4 times the
+sum of <g_o, g_p>^2 over the pairs within the halves, and (u_a . u_b)^2 is unbiased for the same sum over the pairs
+across them, which is as large on average.
+
+Shapes: N matrices (samples, or samples x groups), P rows, T positions, H = 2 halves (1 if there is one row only).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of such numbers are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(slots=True)
+class Estimate:
+    """Squared norms of N matrices with the variance of each, both (N,)."""
+
+    sq_norms: Tensor
+    variances: Tensor | None
+    """None where the squared norms are exact."""
+
+    def summed(self, groups: int) -> "Estimate":
+        """Every `groups` matrices belong to one sample."""
+        if groups == 1:
+            return self
+        variances = None if self.variances is None else self.variances.view(-1, groups).sum(1)
+        return Estimate(self.sq_norms.view(-1, groups).sum(1), variances)
+
+
+def project(left_NPT: Tensor) -> Tensor:
+    """(N, H, T): the rows of each half added up with new random signs. One row needs none: its square is exact."""
+    num_matrices, num_rows, _ = left_NPT.shape
+    return left_NPT if num_rows == 1 else torch.bmm(_random_signs(num_matrices, num_rows, left_NPT), left_NPT)
+
+
+def estimate(u_NHD: Tensor) -> Estimate:
+    """From the sketches of both halves."""
+    u = u_NHD.to(sum_dtype(u_NHD.dtype))
+    sq_norms = u.square().sum((1, 2))
+    if u.shape[1] == 1:
+        return Estimate(sq_norms, None)
+    return Estimate(sq_norms, (u[:, 0] * u[:, 1]).sum(1).square() * 4)
+
+
+def _random_signs(num_matrices: int, num_rows: int, like: Tensor) -> Tensor:
+    """(N, 2, P): in each column a random sign in a random half, and a zero in the other."""
+    bits = torch.randint(0, 4, (num_matrices, 1, num_rows), device=like.device)
+    halves = torch.arange(2, device=like.device).view(1, 2, 1)
+    return (((bits & 1) * 2 - 1) * (bits >> 1 == halves)).to(like.dtype)
