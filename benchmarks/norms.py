@@ -93,24 +93,29 @@ def seconds(step: Step, device: str, calls: int) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def measure(setting: Setting, build: Callable[[Setting], Step], repeats: int) -> dict[str, float]:
-    """Median time of the method and of the plain step beside it, and both peaks of memory."""
-    steps = {"plain": plain(setting), "method": build(setting)}
-    for step in steps.values():
-        for _ in range(8 if setting.device == "cuda" else 2):
-            step()
-    calls = 8 if setting.device == "cuda" else 1
+def measure(setting: Setting, builders: dict[str, Callable[[Setting], Step]], repeats: int) -> dict[str, dict]:
+    """For each method: median time ratio to the plain step of the same round, and the ratio of peak memory."""
+    results: dict[str, dict] = {}
+    steps: dict[str, Step] = {}
+    for name, build in {"plain": plain, **builders}.items():
+        try:
+            step = build(setting)
+            for _ in range(8 if setting.device == "cuda" else 2):
+                step()
+            steps[name] = step
+        except Exception as error:  # a peer that cannot do this model says so in its own way
+            results[name] = {"error": f"{type(error).__name__}: {str(error).strip()[:100]}"}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
-            times[name].append(seconds(step, setting.device, calls))
-    ratio = statistics.median(m / p for m, p in zip(times["method"], times["plain"], strict=True))
-    memory = {name: peak_bytes(step) for name, step in steps.items()} if setting.device == "cuda" else None
-    return {
-        "time": ratio,
-        "plain_ms": 1000 * statistics.median(times["plain"]),
-        "memory": memory["method"] / memory["plain"] if memory else float("nan"),
-    }
+            times[name].append(seconds(step, setting.device, 8 if setting.device == "cuda" else 1))
+    peaks = {name: peak_bytes(step) if setting.device == "cuda" else 0 for name, step in steps.items()}
+    for name in steps:
+        ratio = statistics.median(m / p for m, p in zip(times[name], times["plain"], strict=True))
+        results[name] = {"time": round(ratio, 3), "ms": round(1000 * statistics.median(times[name]), 3)}
+        if peaks["plain"]:
+            results[name]["memory"] = round(peaks[name] / peaks["plain"], 3)
+    return results
 
 
 def peak_bytes(step: Step) -> int:
@@ -134,22 +139,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     builders = {**METHODS, **({} if options.compiled else PEERS)}
+    chosen = {name: builders[name] for name in options.methods.split(",") if name in builders}
+    print(json.dumps({"torch": torch.__version__, "device": options.device, "repeats": options.repeats}), flush=True)
     for row in options.rows.split(","):
         for batch_size in map(int, options.batches.split(",")):
+            torch.compiler.reset()
             setting = Setting(row, batch_size, options.device, options.precision, options.compiled)
-            for name in options.methods.split(","):
-                if name not in builders:
-                    continue
-                torch.compiler.reset()
-                result = {"row": row, "batch": batch_size, "precision": options.precision, "method": name}
-                result["compiled"] = options.compiled
-                try:
-                    result |= measure(setting, builders[name], options.repeats)
-                except Exception as error:  # a peer that cannot do this model says so in its own way
-                    result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"
-                print(json.dumps(result), flush=True)
-                if options.device == "cuda":
-                    torch.cuda.empty_cache()
+            shape = {"row": row, "batch": batch_size, "precision": options.precision, "compiled": options.compiled}
+            for name, result in measure(setting, chosen, options.repeats).items():
+                print(json.dumps({**shape, "method": name, **result}), flush=True)
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
-from divebatch.norms.forms import Explicit, Form
+from divebatch.norms.forms import Explicit, Form, chunk_size
 from divebatch.norms.registry import is_trainable, rule_for
 from divebatch.norms.sketch import sum_dtype
 
@@ -46,7 +46,7 @@ def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]
     """Each channel of each sample by itself, or by running statistics in eval mode where it tracks them."""
     if layer.training or layer.running_mean is None:
         return _over_channels(layer, group_norm(_at_least_float32(x), x.shape[1], eps=layer.eps), dy)
-    return _over_channels(layer, _standardised(x, layer.running_mean, layer.running_var, layer.eps), dy)
+    return _by_statistics(layer, x, dy, layer.running_mean, (layer.running_var + layer.eps).rsqrt())
 
 
 @rule_for(nn.BatchNorm1d)
@@ -55,16 +55,42 @@ def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]
 def batch_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Contributions in train mode (see above), per-sample gradients in eval mode."""
     if layer.training or layer.running_mean is None:
-        dims = [dim for dim in range(x.ndim) if dim != 1]
-        var, mean = torch.var_mean(_at_least_float32(x), dims, correction=0)
+        mean, inverse_std = _batch_statistics(x, layer.eps)
     else:
-        var, mean = layer.running_var, layer.running_mean
-    return _over_channels(layer, _standardised(x, mean, var, layer.eps), dy)
+        mean, inverse_std = layer.running_mean, (layer.running_var + layer.eps).rsqrt()
+    return _by_statistics(layer, x, dy, mean, inverse_std)
 
 
-def _standardised(x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    shape = (1, -1, *[1] * (x.ndim - 2))
-    return (x - mean.view(shape)) * (var + eps).rsqrt().view(shape)
+def _batch_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and inverse standard deviation of each channel, at least float32."""
+    if x.is_cuda and not torch.compiler.is_compiling():  # reads bfloat16 without a float32 copy of it
+        mean, inverse_std = torch.batch_norm_stats(x, eps)
+        return mean, inverse_std
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    var, mean = torch.var_mean(_at_least_float32(x), dims, correction=0)
+    return mean, (var + eps).rsqrt()
+
+
+def _by_statistics(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> dict[str, Form]:
+    """sum_t dy_t x_hat_t = (sum_t dy_t x_t - mean * sum_t dy_t) / std: no normalised copy of the input."""
+    dtype = sum_dtype(x.dtype)
+    dy_sums = dy.flatten(2).sum(2, dtype=dtype) if dy.ndim > 2 else dy.to(dtype)
+    gradients: dict[str, Form] = {}
+    if is_trainable(layer, "weight"):
+        gradients["weight"] = Explicit((_sums_of_products(x, dy) - mean * dy_sums) * inverse_std)
+    if is_trainable(layer, "bias"):
+        gradients["bias"] = Explicit(dy_sums)
+    return gradients
+
+
+def _sums_of_products(x: Tensor, dy: Tensor) -> Tensor:
+    """(B, C): sum over positions of x * dy, the product formed in chunks of samples."""
+    dtype = sum_dtype(torch.promote_types(x.dtype, dy.dtype))
+    if x.ndim == 2:
+        return x.to(dtype) * dy
+    chunk = len(x) if torch.compiler.is_compiling() else chunk_size(x, x[0].numel())
+    pairs = zip(x.split(chunk), dy.split(chunk), strict=True)
+    return torch.cat([(a * b).flatten(2).sum(2, dtype=dtype) for a, b in pairs])
 
 
 def _over_channels(layer: nn.Module, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:

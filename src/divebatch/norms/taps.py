@@ -1,8 +1,10 @@
 """How compiled backward passes are observed, without a graph break.
 
 Each covered layer's output passes through an identity whose backward hands the layer's squared norms to an
-accumulator, as if they were its gradient; autograd adds the layers up inside the compiled graph. The hooks are there
-from construction on, and a flag they look at gives two compiled variants: with taps and without.
+accumulator, as if they were its gradient; autograd adds the layers up inside the compiled graph.
+
+While switched on, each covered layer is of a subclass made for it. The compiler checks the types of modules but not
+their hooks, so this, unlike a hook, cannot be overlooked by code that was compiled before.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,22 +46,22 @@ class Taps:
         if shared:
             names = ", ".join(layer.name for layer in shared[0].layers)
             raise CoverageError(f"layers {names} share parameters: a compiled meter cannot add their gradients up")
-        self.is_on, self.paused = False, False
+        self.paused = False
         self._layers, self._mode, self._on_end = layers, mode, on_end
-        self._in_place: list[nn.Module] = []
         device = next(layers[0].module.parameters()).device
         self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self._accumulator.register_hook(self._receive)
-        for layer in layers:
-            layer.module.register_forward_hook(self._tap(layer), with_kwargs=True)
+        self._kinds = [(layer.module, type(layer.module), self._tapped(layer)) for layer in layers]
 
     def switch_on(self) -> None:
         """Use the compiled variant with taps."""
-        self.is_on = True
+        for module, _, tapped in self._kinds:
+            module.__class__ = tapped
 
     def switch_off(self) -> None:
         """Use the compiled variant without."""
-        self.is_on = False
+        for module, kind, _ in self._kinds:
+            module.__class__ = kind
 
     def forget(self) -> None:
         """Nothing is under way between backward passes."""
@@ -70,15 +72,20 @@ class Taps:
         zero = self._accumulator.detach()[0]
         return Tapped(zero, None, zero, self._layers)
 
-    def _tap(self, layer: CoveredLayer) -> Callable[..., Any]:
-        def tap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            if not self.is_on or self.paused or not torch.is_grad_enabled():
-                return None
-            x = args[0] if args else next(iter(kwargs.values()))
-            tapped: Tensor = _Tap.apply(output, x, self._accumulator, layer, self._mode)  # type: ignore[no-untyped-call]
-            return tapped
+    def _tapped(self, layer: CoveredLayer) -> type[nn.Module]:
+        taps, kind = self, type(layer.module)
 
-        return tap
+        class TappedLayer(kind):  # type: ignore[misc, valid-type]
+            def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+                output: Tensor = kind.forward(self, *args, **kwargs)
+                if taps.paused or not torch.is_grad_enabled():
+                    return output
+                x = args[0] if args else next(iter(kwargs.values()))
+                tapped: Tensor = _Tap.apply(output, x, taps._accumulator, layer, taps._mode)  # type: ignore[no-untyped-call]
+                return tapped
+
+        TappedLayer.__name__, TappedLayer.__qualname__ = kind.__name__, kind.__qualname__
+        return TappedLayer
 
     def _receive(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(partial(self._finish, gradient.detach()))
