@@ -5,6 +5,7 @@ A transposed convolution is the same with input and output gradient exchanged. S
 P rows and D columns of one group's weight matrix (D: channels of a patch times kernel size).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from divebatch.norms.forms import Explicit, Form, chunk_size, same_dtype, sq_norms_of_products
+from divebatch.norms.forms import Explicit, Form, chunk_size, same_dtype, sq_norms_of_products, sq_norms_of_rows
 from divebatch.norms.registry import is_trainable, rule_for
 from divebatch.norms.sketch import Estimate, estimate, project
+from divebatch.norms.tuning import fastest
 
 
 @dataclass(slots=True)
@@ -34,16 +36,56 @@ class Patches:
     """Of the weight."""
 
     def sq_norms(self) -> Tensor:
-        """In chunks of samples: the patches are copied, kernel size times the input."""
+        """By the kernel that was fastest on this shape, in chunks of samples."""
+        kernels = {"patches": self._by_patches, "shifts": self._by_shifts, "grouped": self._by_grouped_convolution}
         chunk = chunk_size(self.right, self._patch_entries)
+        first = slice(0, min(chunk, self.num_samples))
+        shape = (self.left.shape[1:], self.right.shape[1:], self.left.dtype, self.right.dtype, self.left.device)
+        kernel = fastest(kernels, first, key=(*shape, *self.kernel_size, *self.stride, *self.dilation, self.groups))
         if chunk >= self.num_samples:
-            return self._sq_norms(self.left, self.right)
-        pairs = zip(self.left.split(chunk), self.right.split(chunk), strict=True)
-        return torch.cat([self._sq_norms(left, right) for left, right in pairs])
+            return kernel(first)
+        return torch.cat([kernel(slice(at, at + chunk)) for at in range(0, self.num_samples, chunk)])
 
-    def _sq_norms(self, left: Tensor, right: Tensor) -> Tensor:
-        sq_norms = sq_norms_of_products(*self._matrices(left, right))
-        return sq_norms.view(len(left), self.groups).sum(1) if self.groups > 1 else sq_norms
+    def _by_patches(self, samples: slice) -> Tensor:
+        """Copy the patches, then one product a sample: whichever is cheaper, the gradient or its Gram form."""
+        left, right = self._matrices(self.left[samples], self.right[samples])
+        sq_norms = sq_norms_of_products(left, right)
+        return sq_norms.view(-1, self.groups).sum(1) if self.groups > 1 else sq_norms
+
+    def _by_shifts(self, samples: slice) -> Tensor:
+        """One product a kernel entry, on a shifted view of the input."""
+        left, right = same_dtype(self.left[samples], self.right[samples])
+        num_matrices = len(left) * self.groups
+        left_NPT = left.reshape(num_matrices, left.shape[1] // self.groups, -1)
+        parts = []
+        for offset in itertools.product(*map(range, self.kernel_size)):
+            right_NCT = self._at(right, offset).reshape(num_matrices, right.shape[1] // self.groups, -1)
+            parts.append(sq_norms_of_rows((left_NPT @ right_NCT.mT).flatten(1)))
+        return torch.stack(parts).sum(0).view(-1, self.groups).sum(1)
+
+    def _at(self, right: Tensor, offset: Sequence[int]) -> Tensor:
+        """(B, channels, *positions): the input positions that one kernel entry meets, a view."""
+        for dim, entry in enumerate(offset):
+            start, stride = entry * self.dilation[dim], self.stride[dim]
+            span = (self.left.shape[dim + 2] - 1) * stride + 1
+            right = right.narrow(dim + 2, start, span)[(slice(None),) * (dim + 2) + (slice(None, None, stride),)]
+        return right
+
+    def _by_grouped_convolution(self, samples: slice) -> Tensor:
+        """All samples' weight gradients as those of one convolution with a group for each."""
+        left, right = same_dtype(self.left[samples], self.right[samples])
+        num_samples, dims = len(left), len(self.kernel_size)
+        for dim, (size, dilation, stride) in enumerate(zip(self.kernel_size, self.dilation, self.stride, strict=True)):
+            reached = (size - 1) * dilation + (left.shape[dim + 2] - 1) * stride + 1
+            right = right.narrow(dim + 2, 0, reached)  # what no window reaches would add one
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            left.reshape(1, -1, *left.shape[2:]),
+            right.reshape(1, -1, *right.shape[2:]),
+            left.new_empty(()).expand(num_samples * self.shape[0], *self.shape[1:]),
+            None, self.stride, [0] * dims, self.dilation, False, [0] * dims, num_samples * self.groups,
+            [False, True, False],
+        )  # fmt: skip
+        return sq_norms_of_rows(gradient.reshape(num_samples, -1))
 
     def sketch(self) -> Estimate:
         """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
@@ -82,11 +124,11 @@ class Patches:
     def _matrices(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """(B * G, T, P) and (B * G, T, D)."""
         left, right = same_dtype(left, right)
-        num_samples, num_groups = len(left), len(left) * self.groups
-        left_GPT = left.reshape(num_groups, left.shape[1] // self.groups, -1)
-        patches = self._windows(right).reshape(num_groups, right.shape[1] // self.groups, left_GPT.shape[2], -1)
-        assert len(patches) == num_samples * self.groups
-        return left_GPT.mT, patches.transpose(1, 2).flatten(2)
+        dims, num_matrices = len(self.kernel_size), len(left) * self.groups
+        left_NPT = left.reshape(num_matrices, left.shape[1] // self.groups, -1)
+        windows = self._windows(right).unflatten(1, (self.groups, -1))  # (B, G, channels, *positions, *kernel)
+        patches = windows.movedim(2, 2 + dims).reshape(num_matrices, left_NPT.shape[2], -1)  # the one copy
+        return left_NPT.mT, patches
 
     def _windows(self, right: Tensor) -> Tensor:
         """(B, channels, *positions, *kernel): a view."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from divebatch.norms.forms import chunk_size
 from divebatch.norms.registry import Entry
@@ -32,5 +33,8 @@ def _has_samples(value: Any, num_samples: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == num_samples
 
 
-FALLBACKS: dict[str, Entry] = {"vmap": Entry(by_vmap, None, all_inputs=True)}
+NOT_BY_SAMPLES = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear, nn.RNNBase)
+"""Layers vmap cannot run sample by sample: fused kernels, or parameters that no forward of their own uses."""
+
+FALLBACKS: dict[str, Entry] = {"vmap": Entry(by_vmap, None, all_inputs=True, never_for=NOT_BY_SAMPLES)}
 """What may stand in for a layer without a rule; `None` as parameters: it states all of them."""

@@ -27,6 +27,7 @@ class Entry:
     parameters: frozenset[str] | None
     """Those the rule states; None for all there are."""
     all_inputs: bool
+    never_for: tuple[type[nn.Module], ...] = ()
 
     def states(self, name: str) -> bool:
         """Whether the rule gives the gradients of a parameter of this name."""
@@ -100,6 +101,8 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
     for name, module in model.named_modules():
         own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
         entry = RULES.get(type(module), fallback)
+        if entry is not None and isinstance(module, entry.never_for):
+            entry = None
         if own and entry is not None:
             covered.append(CoveredLayer(name or "(model)", module, entry))
         place = f"{name}." if name else ""
