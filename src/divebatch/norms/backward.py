@@ -1,6 +1,7 @@
 """The book-keeping of one backward pass: which calls have arrived, and what they add up to."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +13,46 @@ from divebatch.norms.registry import CoveredLayer
 from divebatch.norms.sketch import Estimate
 
 
+class Call:
+    """One forward call of a layer, with its inputs.
+
+    They are held until the backward pass comes by, and only weakly afterwards: holding on would keep activations that
+    autograd frees. In a retained graph autograd holds them itself, for another pass.
+    """
+
+    __slots__ = ("_inputs", "_is_held")
+
+    def __init__(self, inputs: Any) -> None:
+        self._inputs, self._is_held = inputs, True
+
+    def take(self) -> Any:
+        """The inputs, cut off from the graph."""
+        inputs = self._inputs if self._is_held else _mapped(_alive, self._inputs)
+        if self._is_held:
+            self._inputs, self._is_held = _mapped(weakref.ref, inputs), False
+        return _mapped(Tensor.detach, inputs)
+
+
+def _mapped(function: Callable[[Any], Any], inputs: Any) -> Any:
+    """Applied to the tensors (or what stands for them) among a rule's inputs."""
+    if isinstance(inputs, dict):
+        return {name: _mapped(function, value) for name, value in inputs.items()}
+    return function(inputs) if isinstance(inputs, Tensor | weakref.ref) else inputs
+
+
+def _alive(reference: "weakref.ref[Tensor]") -> Tensor:
+    tensor = reference()
+    if tensor is None:
+        raise UsageError("a retained graph ran again, but a layer's input is gone: run the forward pass again instead")
+    return tensor
+
+
 @dataclass(slots=True, eq=False)
 class Family:
     """Layers that share parameters, usually just one. Their gradients add up before they are squared."""
 
     layers: list[CoveredLayer]
-    open_calls: set[object] = field(default_factory=set)
+    open_calls: set[Call] = field(default_factory=set)
     """Forward calls that no backward pass has reached yet."""
 
 
@@ -47,11 +82,11 @@ class Backward:
     _variance: Tensor | None = None
     _waiting: dict[Family, list[tuple[int, Form]]] = field(default_factory=dict)
 
-    def add(self, family: Family, layer: CoveredLayer, call: object, x: Any, dy: Tensor) -> None:
+    def add(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
         """One call was reached; its family is counted as soon as no other call of it can follow."""
         self._check_batch(layer, layer.num_samples(dy))
         self.layers.append(layer)
-        gradients = layer.gradients(x, dy)
+        gradients = layer.gradients(call.take(), dy)
         runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too
         family.open_calls.discard(call)
         is_last = not family.open_calls and not runs_again

@@ -14,8 +14,16 @@ from torch import Tensor
 
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
 
-CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""Upper bound for temporary tensors, by device; samples are taken in chunks that stay below it."""
+CHUNK_BYTES = 16 * 2**20
+"""Upper bound for temporary tensors; samples are taken in chunks that stay below it."""
+
+COMPILED_CHUNK_BYTES = 256 * 2**20
+"""The same inside a compiled model, where fewer and larger chunks compile and run faster."""
+
+CHUNK_SHARE = 0.03
+"""On a GPU the bound is this share of what is allocated when the backward pass begins, if that is more."""
+
+_gpu_caps: dict[torch.device, int] = {}
 
 
 class Form(Protocol):
@@ -130,8 +138,22 @@ def sq_norms_of_rows(x_BD: Tensor) -> Tensor:
 
 def chunk_size(tensor: Tensor, entries_per_sample: int) -> int:
     """How many samples may be worked on at a time, with that many temporary entries each."""
-    cap = CHUNK_BYTES.get(tensor.device.type, CHUNK_BYTES["cpu"])
-    return max(1, cap // (entries_per_sample * tensor.element_size()))
+    return max(1, _memory_cap(tensor.device) // (entries_per_sample * tensor.element_size()))
+
+
+def forget_memory_caps() -> None:
+    """Look anew how much is allocated on the GPUs when a cap is needed next."""
+    _gpu_caps.clear()
+
+
+def _memory_cap(device: torch.device) -> int:
+    if torch.compiler.is_compiling():  # a number the compiler can take as given
+        return COMPILED_CHUNK_BYTES
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    if device not in _gpu_caps:
+        _gpu_caps[device] = max(CHUNK_BYTES, int(CHUNK_SHARE * torch.cuda.memory_allocated(device)))
+    return _gpu_caps[device]
 
 
 def sq_norms_of_products(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from divebatch.norms.backward import Backward, Family, families
+from divebatch.norms.backward import Backward, Call, Family, families
+from divebatch.norms.forms import forget_memory_caps
 from divebatch.norms.registry import CoveredLayer
 
 
@@ -32,6 +33,7 @@ class Hooks:
         """Hook the layers."""
         if self._handles:
             return
+        forget_memory_caps()
         for family in self._families:
             family.open_calls.clear()
             for layer in family.layers:
@@ -59,13 +61,13 @@ class Hooks:
                 return
             if torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward pass
                 self._under_way.clear()  # whatever is left died half-way
-            call = object()
+            call = Call(layer.inputs(args, kwargs))
             family.open_calls.add(call)
-            output.register_hook(partial(self._arrive, family, layer, call, layer.inputs(args, kwargs)))
+            output.register_hook(partial(self._arrive, family, layer, call))
 
         return watch
 
-    def _arrive(self, family: Family, layer: CoveredLayer, call: object, x: Any, dy: Tensor) -> None:
+    def _arrive(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
         """The backward pass has reached one call of one layer."""
         if self.paused or not self._handles:
             return
@@ -73,7 +75,7 @@ class Hooks:
         if task not in self._under_way:
             self._under_way[task] = Backward(self._mode)
             Variable._execution_engine.queue_callback(partial(self._finish, task))
-        self._under_way[task].add(family, layer, call, x, dy.detach() if dy.requires_grad else dy)
+        self._under_way[task].add(family, layer, call, dy.detach() if dy.requires_grad else dy)
 
     def _finish(self, task: int) -> None:
         """Runs when the engine has finished this backward pass."""

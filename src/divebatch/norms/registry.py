@@ -71,11 +71,10 @@ class CoveredLayer:
     entry: Entry
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the rule wants to see of a call: the first argument, or all by name. Cut off from the graph."""
+        """What the rule wants to see of a call: the first argument, or all by name."""
         if not self.entry.all_inputs:
-            return (args[0] if args else next(iter(kwargs.values()))).detach()
-        bound = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
-        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in bound.items()}
+            return args[0] if args else next(iter(kwargs.values()))
+        return dict(inspect.signature(self.module.forward).bind(*args, **kwargs).arguments)
 
     def observed_output(self, output: Any) -> Tensor:
         """The tensor whose gradient the rule wants: the output, or the first of several."""
