@@ -95,7 +95,7 @@ def layers_with_calls(draw: st.DrawFn) -> tuple[nn.Linear, Tensor, Tensor]:
 @given(layers_with_calls(), st.sampled_from([1, 500, 64 * 2**20]))
 def test_sq_norms_match_for_any_shape_and_chunk(layer_and_call: tuple[nn.Linear, Tensor, Tensor], chunk_bytes: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forms, "CHUNK_BYTES", {"cpu": chunk_bytes})
+        patch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
         assert_matches_loop(*layer_and_call)
 
 
@@ -118,7 +118,7 @@ def test_the_cheaper_kernel_is_taken(num_positions: int, kernel: str, kernel_cal
 @pytest.mark.parametrize(("num_positions", "entries"), [(3, 2 * 3 * 3), (9, 8 * 8)])
 @pytest.mark.parametrize("fitting", [1, 2, 5])
 def test_chunks_stay_below_the_cap(num_positions, entries, fitting, kernel_calls, monkeypatch):
-    monkeypatch.setattr(forms, "CHUNK_BYTES", {"cpu": fitting * entries * 4 + 3})
+    monkeypatch.setattr(forms, "CHUNK_BYTES", fitting * entries * 4 + 3)
     layer, x, dy = nn.Linear(8, 8), torch.randn(5, num_positions, 8), torch.randn(5, num_positions, 8)
     assert_matches_loop(layer, x, dy)
     assert kernel_calls[0][1] == fitting

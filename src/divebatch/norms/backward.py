@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from divebatch.errors import UsageError
 from divebatch.norms.forms import Form, total
@@ -20,13 +21,16 @@ class Call:
     autograd frees. In a retained graph autograd holds them itself, for another pass.
     """
 
-    __slots__ = ("_inputs", "_is_held")
+    __slots__ = ("__weakref__", "_inputs", "_is_held", "_module", "_was_training")
 
-    def __init__(self, inputs: Any) -> None:
+    def __init__(self, inputs: Any, module: nn.Module) -> None:
         self._inputs, self._is_held = inputs, True
+        self._module, self._was_training = module, module.training
 
     def take(self) -> Any:
         """The inputs, cut off from the graph."""
+        if self._module.training != self._was_training and isinstance(self._module, _NormBase):
+            raise UsageError("a BatchNorm or InstanceNorm changed its mode between forward and backward pass")
         inputs = self._inputs if self._is_held else _mapped(_alive, self._inputs)
         if self._is_held:
             self._inputs, self._is_held = _mapped(weakref.ref, inputs), False
@@ -37,6 +41,8 @@ def _mapped(function: Callable[[Any], Any], inputs: Any) -> Any:
     """Applied to the tensors (or what stands for them) among a rule's inputs."""
     if isinstance(inputs, dict):
         return {name: _mapped(function, value) for name, value in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(_mapped(function, value) for value in inputs)
     return function(inputs) if isinstance(inputs, Tensor | weakref.ref) else inputs
 
 
@@ -52,8 +58,8 @@ class Family:
     """Layers that share parameters, usually just one. Their gradients add up before they are squared."""
 
     layers: list[CoveredLayer]
-    open_calls: set[Call] = field(default_factory=set)
-    """Forward calls that no backward pass has reached yet."""
+    open_calls: "weakref.WeakSet[Call]" = field(default_factory=weakref.WeakSet)
+    """Forward calls that no backward pass has reached yet; one whose graph is dropped leaves by itself."""
 
 
 def families(layers: Sequence[CoveredLayer]) -> list[Family]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from divebatch.norms.forms import Explicit, Form, chunk_size, same_dtype, sq_norms_of_products, sq_norms_of_rows
-from divebatch.norms.registry import is_trainable, rule_for
+from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import Estimate, estimate, project
 from divebatch.norms.tuning import fastest
 
@@ -154,6 +154,7 @@ def _spread(z: Tensor, dim: int, stride: int) -> Tensor:
 @rule_for(nn.Conv3d)
 def conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Every stride, dilation, grouping, padding and padding mode."""
+    require_batch(layer, x, layer.weight.ndim)
     gradients = _bias(layer, dy)
     if is_trainable(layer, "weight"):
         gradients["weight"] = _patches(layer, left=dy, right=_padded(layer, x))
@@ -165,6 +166,7 @@ def conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.ConvTranspose3d)
 def transposed_conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """The roles of input and output gradient are exchanged; output padding adds nothing to the weight's gradient."""
+    require_batch(layer, x, layer.weight.ndim)
     gradients = _bias(layer, dy)
     if is_trainable(layer, "weight"):
         both_ends = [amount for amount in reversed(layer.padding) for _ in range(2)]

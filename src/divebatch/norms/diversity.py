@@ -29,6 +29,8 @@ class DiversityMeter:
     """
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
+        if settings.get("every", 1) != 1:
+            raise ArgumentError("every must be 1 here: the gradient sum needs every backward pass")
         self.norms = NormMeter(model, **settings)
         self.norms.on_backward_end = self._take
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -95,8 +97,7 @@ class DiversityMeter:
         self.reset()
         for name, total in self._sums.items():
             total.copy_(state["gradient_sums"][name])
-        device = next(iter(self._sums.values())).device
-        self.norms.load_sums(state["sum_of_sq_norms"], state["num_samples"], device)
+        self.norms.load_sums(state["sum_of_sq_norms"], state["num_samples"])
 
     def __enter__(self) -> Self:
         self.attach()

@@ -63,10 +63,10 @@ def embedding(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.EmbeddingBag, all_inputs=True)
 def embedding_bag(layer: Any, inputs: dict[str, Any], dy: Tensor) -> dict[str, Form]:
     """Sum and mean; a bag is a sample, given as rows of a matrix or by offsets."""
-    if layer.mode == "max" or layer.scale_grad_by_freq:
-        raise CoverageError(
-            f"EmbeddingBag(mode={layer.mode!r}) has no rule (sum and mean have, unscaled): use fallback"
-        )
+    if layer.scale_grad_by_freq:
+        raise CoverageError("EmbeddingBag(scale_grad_by_freq=True) mixes the samples of a batch: it cannot be measured")
+    if layer.mode == "max":
+        raise CoverageError("EmbeddingBag(mode='max') cannot be measured: the modes sum and mean can")
     tokens, weights = inputs["input"], inputs.get("per_sample_weights")
     if tokens.ndim == 2:
         samples = torch.arange(len(tokens), device=tokens.device).repeat_interleave(tokens.shape[1])

@@ -46,6 +46,9 @@ class Hooks:
         while self._handles:
             self._handles.pop().remove()
 
+    def check(self) -> None:
+        """Whatever is wrong was said when it happened."""
+
     def forget(self) -> None:
         """Drop passes that are under way."""
         self._under_way = {}
@@ -59,9 +62,12 @@ class Hooks:
             output = layer.observed_output(output)
             if self.paused or not output.requires_grad:
                 return
-            if torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward pass
+            task = torch._C._current_graph_task_id()
+            if task == -1:
                 self._under_way.clear()  # whatever is left died half-way
-            call = Call(layer.inputs(args, kwargs))
+            else:  # a checkpoint's second forward pass: what it leads to is part of the pass that runs now
+                self._start(task)
+            call = Call(layer.inputs(args, kwargs), layer.module)
             family.open_calls.add(call)
             output.register_hook(partial(self._arrive, family, layer, call))
 
@@ -72,14 +78,23 @@ class Hooks:
         if self.paused or not self._handles:
             return
         task = torch._C._current_graph_task_id()
+        self._start(task)
+        self.paused = True  # a fallback runs the layer again
+        try:
+            self._under_way[task].add(family, layer, call, dy.detach() if dy.requires_grad else dy)
+        finally:
+            self.paused = False
+
+    def _start(self, task: int) -> None:
         if task not in self._under_way:
             self._under_way[task] = Backward(self._mode)
             Variable._execution_engine.queue_callback(partial(self._finish, task))
-        self._under_way[task].add(family, layer, call, dy.detach() if dy.requires_grad else dy)
 
     def _finish(self, task: int) -> None:
         """Runs when the engine has finished this backward pass."""
-        done = self._under_way.pop(task)
+        done = self._under_way.pop(task, None)
+        if done is None or not done.layers:
+            return
         done.count_rest()
         if self._under_way:  # a reentrant checkpoint's pass within another one: it is counted as part of that
             next(reversed(self._under_way.values())).take_over(done)

@@ -2,16 +2,14 @@
 
 from torch import Tensor, nn
 
-from divebatch.errors import CoverageError
 from divebatch.norms.forms import Explicit, Form, Outer, positions
-from divebatch.norms.registry import is_trainable, rule_for
+from divebatch.norms.registry import is_trainable, require_batch, rule_for
 
 
 @rule_for(nn.Linear)
 def linear(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Weight: sum over positions of dy_t x_t^T. Bias: sum over positions of dy_t."""
-    if x.ndim < 2:
-        raise CoverageError(f"Linear was given an input of shape {tuple(x.shape)}: the batch dimension is missing")
+    require_batch(layer, x, 2)
     gradients: dict[str, Form] = {}
     if is_trainable(layer, "weight"):
         gradients["weight"] = Outer(dy, x)

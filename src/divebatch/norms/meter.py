@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
@@ -71,7 +72,7 @@ class NormMeter:
         self.on_backward_end: Callable[[Backward | Tapped], None] | None = None
         self._engine: Hooks | Taps
         if compiled:
-            self._engine = Taps(self.layers, mode, loss_reduction, self._finish)
+            self._engine = Taps(model, self.layers, mode, self._finish)
         else:
             self._engine = Hooks(self.layers, mode, self._finish)
         self._clock = next(p for p in model.parameters() if p.requires_grad)
@@ -82,6 +83,7 @@ class NormMeter:
 
     def sum_of_sq_norms(self) -> float:
         """The sum since the last `reset()`, over all samples of all backward passes; synchronises with the device."""
+        self._engine.check()
         return self._sums.total()
 
     def standard_error(self) -> float:
@@ -102,11 +104,13 @@ class NormMeter:
         self._sums = Sums()
         self._last: Tensor | None = None
         self._engine.forget()
+        if self in NormMeter.attached:
+            self._engine.switch_on()  # the first pass from here on is measured
 
-    def load_sums(self, total: float, num_samples: int, device: torch.device) -> None:
+    def load_sums(self, total: float, num_samples: int) -> None:
         """Continue from saved sums."""
         self.reset()
-        self._sums.load(total, num_samples, device)
+        self._sums.load(total, num_samples)
 
     # Attaching
 
@@ -153,8 +157,8 @@ class NormMeter:
         if self.paused:
             return
         self._sums.num_steps += 1
-        if self._sums.num_steps % self.every == 0:
-            self._engine.switch_on()
+        if self._sums.num_steps % self.every == 0:  # not before this pass is over: it may run layers again
+            Variable._execution_engine.queue_callback(self._engine.switch_on)
 
     def _finish(self, done: Backward | Tapped) -> None:
         scale = self.gradient_scale(done) ** 2
@@ -165,7 +169,17 @@ class NormMeter:
         if self.on_backward_end is not None:
             self.on_backward_end(done)
         if self.every > 1:
+            self._keep_ticking(done)
             self._engine.switch_off()
+
+    def _keep_ticking(self, done: Backward | Tapped) -> None:
+        """A parameter that gets no gradient makes no clock: take one of a layer that was reached."""
+        if self._sums.num_steps or self._ticks is None or isinstance(done, Tapped):
+            return
+        self._ticks.remove()
+        self._clock = next(p for p in done.layers[-1].module.parameters(recurse=False) if p.requires_grad)
+        self._ticks = self._clock.register_hook(self._tick)
+        self._sums.num_steps = 1
 
     def gradient_scale(self, done: Backward | Tapped) -> float | Tensor:
         """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""

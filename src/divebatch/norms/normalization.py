@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
 from divebatch.norms.forms import Explicit, Form, chunk_size
-from divebatch.norms.registry import is_trainable, rule_for
+from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import sum_dtype
 
 
@@ -44,6 +44,7 @@ def group_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.InstanceNorm3d)
 def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Each channel of each sample by itself, or by running statistics in eval mode where it tracks them."""
+    require_batch(layer, x, layer._get_no_batch_dim() + 1)
     if layer.training or layer.running_mean is None:
         return _over_channels(layer, group_norm(_at_least_float32(x), x.shape[1], eps=layer.eps), dy)
     return _by_statistics(layer, x, dy, layer.running_mean, (layer.running_var + layer.eps).rsqrt())
@@ -105,6 +106,7 @@ def _over_channels(layer: nn.Module, x_hat: Tensor, dy: Tensor) -> dict[str, For
 
 def _over_last_dims(layer: Any, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:
     """The parameters have the shape of the last dimensions; sums over those between."""
+    require_batch(layer, dy, len(layer.normalized_shape) + 1)
     between = tuple(range(1, dy.ndim - len(layer.normalized_shape)))
     gradients: dict[str, Form] = {}
     if is_trainable(layer, "weight"):

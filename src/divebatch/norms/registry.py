@@ -62,6 +62,20 @@ def is_trainable(layer: nn.Module, name: str) -> bool:
     return parameter is not None and parameter.requires_grad
 
 
+def require_batch(layer: nn.Module, x: Tensor, num_dims: int) -> None:
+    """Raise unless the input has at least so many dimensions, the first of which is the batch."""
+    if x.ndim < num_dims:
+        raise CoverageError(
+            f"{type(layer).__name__} was given an input of shape {tuple(x.shape)}: the batch dimension is missing"
+        )
+
+
+def original_type(module: nn.Module) -> type[nn.Module]:
+    """The type a layer was made with; a compiled meter exchanges it for one of its own."""
+    kind: type[nn.Module] = getattr(type(module), "divebatch_original", type(module))
+    return kind
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CoveredLayer:
     """A layer with trainable parameters of its own and the rule that states their gradients."""
@@ -99,7 +113,7 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
     covered, uncovered = [], []
     for name, module in model.named_modules():
         own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
-        entry = RULES.get(type(module), fallback)
+        entry = RULES.get(original_type(module), fallback)
         if entry is not None and isinstance(module, entry.never_for):
             entry = None
         if own and entry is not None:
@@ -108,13 +122,14 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
         missed = [key for key in own if entry is None or not entry.states(key)]
         uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in missed]
     if uncovered:
-        raise CoverageError(_message(uncovered))
+        raise CoverageError(_message(uncovered, fallback))
     return covered
 
 
-def _message(uncovered: list[str]) -> str:
+def _message(uncovered: list[str], fallback: Entry | None) -> str:
     known = ", ".join(sorted(kind.__name__ for kind in RULES))
+    way = "pass fallback='vmap'" if fallback is None else "replace the layer (the fallback cannot run it)"
     return (
         f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}. Register one with "
-        f"@divebatch.rule_for(LayerType), pass fallback='vmap', or freeze the parameter (requires_grad_(False))."
+        f"@divebatch.rule_for(LayerType), {way}, or freeze the parameter (requires_grad_(False))."
     )

@@ -53,6 +53,17 @@ def estimate(u_NHD: Tensor) -> Estimate:
 
 def _random_signs(num_matrices: int, num_rows: int, like: Tensor) -> Tensor:
     """(N, 2, P): in each column a random sign in a random half, and a zero in the other."""
-    bits = torch.randint(0, 4, (num_matrices, 1, num_rows), device=like.device)
+    generator = None if torch.compiler.is_compiling() else _generator(like.device)
+    bits = torch.randint(0, 4, (num_matrices, 1, num_rows), device=like.device, generator=generator)
     halves = torch.arange(2, device=like.device).view(1, 2, 1)
     return (((bits & 1) * 2 - 1) * (bits >> 1 == halves)).to(like.dtype)
+
+
+_generators: dict[torch.device, torch.Generator] = {}
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Of our own: a sketch must not change what a user's dropout draws."""
+    if device not in _generators:
+        _generators[device] = torch.Generator(device).manual_seed(torch.initial_seed() ^ 0x5CE7C4)
+    return _generators[device]

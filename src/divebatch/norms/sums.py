@@ -16,6 +16,8 @@ class Sums:
     num_measured: int = 0
     num_samples: int | Tensor = 0
     """In the measured passes."""
+    _loaded: float = 0.0
+    """The total of an earlier life, extrapolated already."""
     _totals: Tensor | None = None
     """(3,) in float64: sum of squared norms, its squares pass by pass, variance of the sketches."""
 
@@ -27,14 +29,13 @@ class Sums:
         self.num_measured += 1
         self.num_samples = self.num_samples + num_samples
 
-    def load(self, total: float, num_samples: int, device: torch.device) -> None:
-        """Begin with sums of an earlier life."""
-        self._totals = torch.tensor([total, 0.0, 0.0], dtype=torch.float64, device=device)
-        self.num_samples = num_samples
+    def load(self, total: float, num_samples: int) -> None:
+        """Begin with the sum of an earlier life."""
+        self._loaded, self.num_samples = total, num_samples
 
     def total(self) -> float:
         """The sum of squared norms over all passes."""
-        return 0.0 if self._totals is None else self._share() * float(self._totals[0])
+        return self._loaded + (0.0 if self._totals is None else self._share() * float(self._totals[0]))
 
     def standard_error(self) -> float:
         """Of `total`: what the sketches add, and what the passes add that were not measured."""

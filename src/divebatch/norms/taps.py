@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from divebatch.errors import CoverageError
+from divebatch.errors import CoverageError, UsageError
 from divebatch.norms.backward import families, measured
-from divebatch.norms.registry import CoveredLayer
+from divebatch.norms.registry import CoveredLayer, original_type
 
 
 @dataclass(slots=True)
@@ -40,32 +40,49 @@ class Taps:
     """Tells `on_end` of every backward pass while it is switched on."""
 
     def __init__(
-        self, layers: Sequence[CoveredLayer], mode: str, loss_reduction: str, on_end: Callable[[Tapped], None]
+        self, model: nn.Module, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[Tapped], None]
     ) -> None:
-        shared = [family for family in families(layers) if len(family.layers) > 1]
-        if shared:
-            names = ", ".join(layer.name for layer in shared[0].layers)
-            raise CoverageError(f"layers {names} share parameters: a compiled meter cannot add their gradients up")
+        _require_simple(layers)
         self.paused = False
         self._layers, self._mode, self._on_end = layers, mode, on_end
         device = next(layers[0].module.parameters()).device
         self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self._accumulator.register_hook(self._receive)
-        self._kinds = [(layer.module, type(layer.module), self._tapped(layer)) for layer in layers]
+        self._most_calls: Tensor | None = None
+        self._is_on = False
+        self._kinds = [(layer.module, original_type(layer.module), self._tapped(layer)) for layer in layers]
+        # torch refuses to change in place what a custom function returned.
+        self._in_place: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False)]
 
     def switch_on(self) -> None:
         """Use the compiled variant with taps."""
-        for module, _, tapped in self._kinds:
-            module.__class__ = tapped
+        if self._is_on:
+            return
+        if any(type(module) is not kind for module, kind, _ in self._kinds):
+            raise UsageError("another compiled meter is attached to this model: detach it first")
+        self._switch(True)
 
     def switch_off(self) -> None:
         """Use the compiled variant without."""
-        for module, kind, _ in self._kinds:
-            module.__class__ = kind
+        if self._is_on:
+            self._switch(False)
+
+    def _switch(self, on: bool) -> None:
+        self._is_on = on
+        for module, kind, tapped in self._kinds:
+            module.__class__ = tapped if on else kind
+        for module in self._in_place:
+            module.inplace = not on
+
+    def check(self) -> None:
+        """Raise if a layer was called more often than once in a pass: its gradients were squared apart."""
+        if self._most_calls is not None and int(self._most_calls) > len(self._layers):
+            raise CoverageError("a layer was called several times in one forward pass: a compiled meter cannot add up")
 
     def forget(self) -> None:
-        """Nothing is under way between backward passes."""
+        """Start anew."""
         self._accumulator.grad = None
+        self._most_calls = None
 
     def backward_of(self, task: int) -> Tapped:
         """Compiled passes are seen as a whole."""
@@ -73,9 +90,11 @@ class Taps:
         return Tapped(zero, None, zero, self._layers)
 
     def _tapped(self, layer: CoveredLayer) -> type[nn.Module]:
-        taps, kind = self, type(layer.module)
+        taps, kind = self, original_type(layer.module)
 
         class TappedLayer(kind):  # type: ignore[misc, valid-type]
+            divebatch_original = kind
+
             def forward(self, *args: Any, **kwargs: Any) -> Tensor:
                 output: Tensor = kind.forward(self, *args, **kwargs)
                 if taps.paused or not torch.is_grad_enabled():
@@ -93,8 +112,19 @@ class Taps:
     def _finish(self, gradient: Tensor) -> None:
         self._accumulator.grad = None
         sq_norms, variance, samples, layers = gradient.unbind()
+        self._most_calls = layers if self._most_calls is None else torch.maximum(self._most_calls, layers)
         variances = variance if self._mode == "sketch" else None
         self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
+
+
+def _require_simple(layers: Sequence[CoveredLayer]) -> None:
+    shared = [family for family in families(layers) if len(family.layers) > 1]
+    if shared:
+        names = ", ".join(layer.name for layer in shared[0].layers)
+        raise CoverageError(f"layers {names} share parameters: a compiled meter cannot add their gradients up")
+    many_inputs = [f"'{layer.name}' ({type(layer.module).__name__})" for layer in layers if layer.entry.all_inputs]
+    if many_inputs:
+        raise CoverageError(f"a compiled meter cannot see all inputs of: {', '.join(many_inputs)}")
 
 
 class _Tap(torch.autograd.Function):

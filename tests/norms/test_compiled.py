@@ -1,0 +1,326 @@
+"""The meters inside compiled models against the same meters outside."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from divebatch import NormMeter, gradient_diversity
+from divebatch.errors import CoverageError, DivebatchError, UsageError
+from divebatch.norms import DiversityMeter
+from reference import per_sample
+from reference.per_sample import mean_loss, mlp, samples, sum_loss
+
+pytestmark = [  # what the compiler itself warns of
+    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+]
+
+BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+"""The default one needs a C++ compiler; the other takes the same graphs and is quicker to build."""
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.second, self.head = nn.Conv2d(4, 6, 3, stride=2, groups=2), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.norm(self.first(x)).relu()).relu().mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """One block of one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.norms = nn.Embedding(11, 8), nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True))
+        return self.head(x + self.down(self.up(self.norms[1](x)).tanh()))
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, 3, 6, 6, generator=generator), torch.randn(count, 3, generator=generator)
+
+
+def sentences(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(11, (count, 5), generator=generator), torch.randn(count, 5, 11, generator=generator)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
+    "conv net": (ConvNet, images),
+    "transformer": (Transformer, sentences),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Compiled code is kept by the class's forward, which tests share."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: nn.Module, backend: str = "aot_eager") -> Callable[[Tensor], Tensor]:
+    """A graph break would be an error."""
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+def backward(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> None:
+    inputs, targets = batch
+    mean_loss(model(inputs), targets).backward()
+
+
+def by_hooks(model: nn.Module, *batches: tuple[Tensor, Tensor], **settings: object) -> NormMeter:
+    """An eager meter after the same passes."""
+    with NormMeter(model, **settings) as meter:
+        for batch in batches:
+            backward(model, batch)
+    return meter
+
+
+def assert_same(meter: NormMeter, expected: NormMeter, rel: float = 1e-4) -> None:
+    assert meter.sum_of_sq_norms() == pytest.approx(expected.sum_of_sq_norms(), rel=rel)
+    assert meter.num_samples == expected.num_samples
+    assert expected.num_samples > 0
+
+
+# Compiled
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_model_counts_like_an_eager_one(case: str):
+    make, batch = CASES[case]
+    model, plain = make(), make()
+    meter = NormMeter(model, compiled=True)
+    run = compiled(model, BACKEND)
+    with meter:
+        backward(run, batch(6))
+        backward(run, batch(6))
+    assert_same(meter, by_hooks(plain, batch(6), batch(6)))
+    assert meter.per_sample() is None
+    assert meter.standard_error() == 0
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_last_batch_may_be_smaller(case: str):
+    make, batch = CASES[case]
+    model = make()
+    meter = NormMeter(model, compiled=True)
+    run = compiled(model)
+    with meter:
+        for size in (6, 6, 4, 3):
+            backward(run, batch(size))
+    assert_same(meter, by_hooks(make(), *map(batch, (6, 6, 4, 3))))
+
+
+def test_attaching_and_detaching_switches_the_count_on_and_off():
+    model, data = ConvNet(), images(6)
+    meter = NormMeter(model, compiled=True)
+    run = compiled(model)
+    backward(run, data)
+    assert (meter.sum_of_sq_norms(), meter.num_samples, meter.per_sample()) == (0.0, 0, None)
+    for times in (1, 2):
+        with meter:
+            backward(run, data)
+        assert meter.num_samples == 6 * times
+        backward(run, data)
+        assert meter.num_samples == 6 * times
+    assert_same(meter, by_hooks(ConvNet(), data, data))
+    assert type(model.first) is nn.Conv2d
+    meter.reset()
+    assert (meter.sum_of_sq_norms(), meter.num_samples) == (0.0, 0)
+
+
+def test_another_instance_that_was_compiled_before_does_not_hide_the_taps():
+    other, model, data = ConvNet(), ConvNet(), images(6)
+    run_other, run = compiled(other), compiled(model)
+    backward(run_other, data)
+    backward(run, data)
+    meter, model_now = NormMeter(model, compiled=True), copy.deepcopy(model)
+    with meter:
+        backward(run_other, data)
+        assert meter.num_samples == 0
+        backward(run, data)
+    assert_same(meter, by_hooks(model_now, data))
+
+
+def test_a_sketch_inside_the_graph_is_right_and_draws_new_signs():
+    model, data = ConvNet(), images(6)
+    meter = NormMeter(model, compiled=True, mode="sketch")
+    run, seen = compiled(model, BACKEND), set()
+    with meter:
+        for _ in range(20):
+            before = meter.sum_of_sq_norms()
+            backward(run, data)
+            seen.add(meter.sum_of_sq_norms() - before)
+    exact = by_hooks(ConvNet(), *[data] * 20).sum_of_sq_norms()
+    assert len(seen) == 20
+    assert max(seen) > 1.001 * min(seen)
+    assert 0 < meter.standard_error() < 0.2 * exact
+    assert abs(meter.sum_of_sq_norms() - exact) < 5 * meter.standard_error()
+    assert meter.per_sample() is None
+
+
+def test_a_compiled_diversity_is_the_eager_one():
+    model, plain, sizes = ConvNet(), ConvNet(), (6, 4)
+    meter = DiversityMeter(model, compiled=True)
+    run = compiled(model)
+    with meter, DiversityMeter(plain) as expected:
+        for size in sizes:
+            backward(run, images(size))
+            backward(plain, images(size))
+        mine, theirs = meter.diversity(), expected.diversity()
+    assert mine.sum_of_sq_norms == pytest.approx(theirs.sum_of_sq_norms, rel=1e-4)
+    assert mine.sq_norm_of_sum == pytest.approx(theirs.sq_norm_of_sum, rel=1e-4)
+    assert mine.num_samples == theirs.num_samples == 10
+
+
+def test_one_pass_in_two():
+    model, data = Transformer(), [sentences(6)] * 5
+    meter = NormMeter(model, compiled=True, every=2)
+    run = compiled(model)
+    with meter:
+        for batch in data:
+            backward(run, batch)
+    assert_same(meter, by_hooks(Transformer(), *data, every=2))
+
+
+def test_autocast_inside_the_graph():
+    model, (inputs, targets) = Transformer(), sentences(6)
+    meter = NormMeter(model, compiled=True)
+    run = compiled(model)
+    with meter:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mean_loss(run(inputs), targets)
+        loss.backward()
+    assert_same(meter, by_hooks(Transformer(), (inputs, targets)), rel=3e-2)
+
+
+# What the taps themselves must do; they are the same without a compiler
+
+
+@pytest.mark.parametrize(("loss_reduction", "loss_fn"), [("mean", mean_loss), ("sum", sum_loss)])
+def test_taps_know_the_losss_reduction_and_scale(loss_reduction: str, loss_fn):
+    model, (inputs, targets) = ConvNet(), images(6)
+
+    class Scaler:
+        def get_scale(self) -> float:
+            return 256.0
+
+    meter = DiversityMeter(model, compiled=True, loss_reduction=loss_reduction, grad_scaler=Scaler())
+    with meter:
+        (loss_fn(model(inputs), targets) * 256.0).backward()
+        measured = meter.diversity()
+    expected = by_hooks(ConvNet(), (inputs, targets))
+    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms(), rel=1e-4)
+    assert measured.num_samples == 6
+
+
+def test_frozen_parameters_do_not_count():
+    model, plain = ConvNet(), ConvNet()
+    for each in (model, plain):
+        each.first.requires_grad_(False)
+        each.head.bias.requires_grad_(False)
+    with NormMeter(model, compiled=True) as meter:
+        backward(model, images(6))
+    assert_same(meter, by_hooks(plain, images(6)))
+
+
+def test_forward_passes_alone_do_not_count():
+    model = ConvNet().eval()
+    with NormMeter(model, compiled=True) as meter:
+        model(images(6)[0])
+        with torch.no_grad():
+            model(images(6)[0])
+        backward(model, images(4))
+    assert_same(meter, by_hooks(ConvNet().eval(), images(4)))
+
+
+def test_tied_weights_are_refused():
+    model = Transformer()
+    model.head.weight = model.tokens.weight
+    with pytest.raises(CoverageError, match="layers tokens, head share parameters"):
+        NormMeter(model, compiled=True)
+
+
+def test_a_layer_called_twice_is_exact_or_refused():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(self.layer(x).tanh()))
+
+    model = Twice()
+    try:
+        with NormMeter(model, compiled=True) as meter:
+            backward(model, samples(6))
+        measured = meter.sum_of_sq_norms()
+    except DivebatchError:
+        return
+    assert measured == pytest.approx(by_hooks(Twice(), samples(6)).sum_of_sq_norms(), rel=1e-10)
+
+
+def test_in_place_layers_do_not_matter():
+    model = mlp()  # has an in-place ReLU
+    with NormMeter(model, compiled=True) as meter:
+        backward(model, samples(6))
+    assert_same(meter, by_hooks(mlp(), samples(6)), rel=1e-10)
+
+
+@pytest.mark.parametrize("fallback", [None, "vmap"])
+def test_layers_whose_rule_sees_all_arguments_are_exact_or_refused_at_construction(fallback: str | None):
+    first = nn.EmbeddingBag(11, 4, mode="sum") if fallback is None else nn.PReLU(4)
+    model = nn.Sequential(first, nn.Linear(4, 3)).double()
+    inputs = torch.randint(11, (6, 5)) if fallback is None else samples(6)[0]
+    try:
+        meter = NormMeter(model, compiled=True, fallback=fallback)
+    except DivebatchError:
+        return
+    with meter:
+        backward(model, (inputs, samples(6)[1]))
+    assert_same(meter, by_hooks(model, (inputs, samples(6)[1]), fallback=fallback), rel=1e-10)
+
+
+def test_a_model_with_taps_can_be_measured_by_others():
+    model, data = mlp()[0], samples(6)  # a single layer
+    targets = torch.zeros(6, 5, dtype=torch.float64)
+    expected = per_sample.diversity(model, mean_loss, [(data[0], targets)])
+    with NormMeter(model, compiled=True) as meter:
+        measured = gradient_diversity(model, mean_loss, [(data[0], targets)])
+        assert meter.num_samples == 0
+    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
+    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
+
+
+def test_a_second_compiled_meter_at_the_same_time_is_refused():
+    model, data = ConvNet(), images(6)
+    first, second = (NormMeter(model, compiled=True) for _ in range(2))
+    with first:
+        with pytest.raises(UsageError, match="another compiled meter is attached"):
+            second.attach()
+        backward(model, data)
+    with second:
+        backward(model, data)
+    assert first.num_samples == second.num_samples == 6
+    assert type(model.first) is nn.Conv2d

@@ -1,0 +1,296 @@
+"""Layers without a rule: refused, or measured through torch.func on request. And layers beside frozen ones."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from divebatch import NormMeter
+from divebatch.errors import ArgumentError, CoverageError
+from divebatch.norms import DiversityMeter, forms
+from reference.per_sample import diversity_of, gradients, mean_loss, samples, sq_norms
+
+INPUTS, TARGETS = samples(7)
+
+
+class Pair(nn.Module):
+    """A layer of two inputs."""
+
+    def __init__(self, *, by_keyword: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.layer = nn.Linear(4, 3), nn.Linear(4, 2), nn.Bilinear(3, 2, 3)
+        self.by_keyword = by_keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x).tanh(), self.second(x)
+        return self.layer(first, input2=second) if self.by_keyword else self.layer(first, second)
+
+
+class Gated(nn.Module):
+    """A parameter of its own, and a child that has a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.child = nn.Parameter(torch.linspace(0.5, 2.0, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, power: int = 1) -> Tensor:
+        return self.child(x * self.gate**power).tanh() + self.gate[:3]
+
+
+class Twice(nn.Module):
+    """One layer, called twice in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.PReLU(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.layer(x) - 0.5))
+
+
+class Powers(nn.Module):
+    """A module called with an argument that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, power=2)
+
+
+class Options(nn.Module):
+    """A module called with options its signature does not name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Optional()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, 2.0, x.flip(1), factor=3.0)
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 2.0, 3))
+
+    def forward(self, x: Tensor, /, *more: Tensor | float, **options: float) -> Tensor:
+        return options.get("factor", 1.0) * self.gain * (more[0] * x + more[1])[:, :3]
+
+
+class LowRank(nn.Module):
+    """A frozen layer and a small trainable detour around it."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, rank: int = 2) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(num_inputs, num_outputs).requires_grad_(False)
+        self.A, self.B = nn.Linear(num_inputs, rank, bias=False), nn.Linear(rank, num_outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + 0.5 * self.B(self.A(x))
+
+
+class Listed(nn.Module):
+    """Its own parameters are in a container that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gains = nn.Linear(4, 3), nn.ParameterList([torch.ones(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gains[0]
+
+
+class TwoResults(nn.Module):
+    """Both of its outputs are in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layer(x)
+        return (first * second)[:, :3]
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 2.0, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.gain, x - self.gain
+
+
+CASES = {
+    "PReLU with one slope": lambda: nn.Sequential(nn.Linear(4, 3), nn.PReLU()),
+    "PReLU with a slope a channel": lambda: nn.Sequential(nn.Linear(4, 3), nn.PReLU(3)),
+    "PReLU before other layers": lambda: nn.Sequential(nn.PReLU(4), nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 3)),
+    "Bilinear": Pair,
+    "Bilinear by keyword": lambda: Pair(by_keyword=True),
+    "own parameter and covered child": Gated,
+    "own parameter inside a model": lambda: nn.Sequential(nn.Linear(4, 4), Gated(), nn.PReLU()),
+    "an argument that is no tensor": Powers,
+    "arguments without name": Options,
+    "called twice": Twice,
+}
+REFUSED = {
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(4, 2), "'in_proj_weight' of MultiheadAttention"),
+    "MultiheadAttention inside a layer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8),
+        "'self_attn.in_proj_weight' of MultiheadAttention",
+    ),
+    "RNN": (lambda: nn.RNN(4, 3), "'weight_ih_l0' of RNN"),
+    "LSTM": (lambda: nn.LSTM(4, 3), "'weight_ih_l0' of LSTM"),
+    "GRU": (lambda: nn.GRU(4, 3), "'weight_ih_l0' of GRU"),
+}
+
+
+SLOW_BILINEAR = pytest.mark.filterwarnings("ignore:There is a performance drop .*_trilinear:UserWarning")
+EVERY_CASE = [pytest.param(name, marks=SLOW_BILINEAR if "Bilinear" in name else ()) for name in CASES]
+
+
+def made(make) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double()
+
+
+# On request
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 16 * 2**20])
+@pytest.mark.parametrize("case", EVERY_CASE)
+def test_vmap_matches_a_loop_over_samples(case: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
+    model = made(CASES[case])
+    with NormMeter(model, fallback="vmap") as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, INPUTS, TARGETS), rtol=1e-10, atol=0)
+
+
+def test_vmap_in_single_precision():
+    model = made(CASES["own parameter inside a model"])
+    expected = sq_norms(model, mean_loss, INPUTS.float().double(), TARGETS.float().double())
+    model.float()
+    with NormMeter(model, fallback="vmap") as meter:
+        mean_loss(model(INPUTS.float()), TARGETS.float()).backward()
+    torch.testing.assert_close(meter.per_sample().double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("case", EVERY_CASE)
+def test_the_diversity_meter_takes_a_fallback(case: str):
+    model = made(CASES[case])
+    expected = diversity_of(gradients(model, mean_loss, INPUTS, TARGETS))
+    with DiversityMeter(model, fallback="vmap") as meter:
+        for part in (slice(0, 3), slice(3, 7)):
+            mean_loss(model(INPUTS[part]), TARGETS[part]).backward()
+        measured = meter.diversity()
+    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
+    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
+
+
+@pytest.mark.parametrize("case", EVERY_CASE)
+def test_the_users_gradients_are_those_of_a_run_without_meter(case: str):
+    model, plain = made(CASES[case]), made(CASES[case])
+    with NormMeter(model, fallback="vmap"):
+        mean_loss(model(INPUTS), TARGETS).backward()
+    mean_loss(plain(INPUTS), TARGETS).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@SLOW_BILINEAR
+def test_frozen_parameters_do_not_count():
+    model = made(Pair)
+    model.layer.weight.requires_grad_(False)
+    with NormMeter(model, fallback="vmap") as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, INPUTS, TARGETS), rtol=1e-10, atol=0)
+
+
+def test_a_users_forward_hook_that_changes_the_output_is_part_of_the_loss():
+    model = made(CASES["PReLU with one slope"])
+    model[1].register_forward_hook(lambda layer, inputs, output: 3 * output)
+    with NormMeter(model, fallback="vmap") as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, INPUTS, TARGETS), rtol=1e-10, atol=0)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (CASES["PReLU with one slope"], r"'1\.weight' of PReLU\."),
+        (Pair, r"'layer\.weight' of Bilinear; 'layer\.bias' of Bilinear\."),
+        (Gated, r"'gate' of Gated\."),
+    ],
+)
+def test_layers_without_rule_are_named(make, named: str):
+    with pytest.raises(CoverageError, match=f"no norm rule covers: {named} .*fallback='vmap'"):
+        NormMeter(made(make))
+
+
+@pytest.mark.parametrize("fallback", [None, "vmap"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_fused_layers_are_refused_with_and_without_fallback(case: str, fallback: str | None):
+    make, named = REFUSED[case]
+    with pytest.raises(CoverageError, match="no norm rule covers: ") as raised:
+        NormMeter(made(make), fallback=fallback)
+    assert named in str(raised.value)
+
+
+def test_both_weights_of_an_attention_layer_are_named():
+    with pytest.raises(CoverageError, match=r"'in_proj_weight' of MultiheadAttention.*'out_proj\.weight' of"):
+        NormMeter(nn.MultiheadAttention(4, 2), fallback="vmap")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_fallback_that_was_chosen_is_not_offered_again(case: str):
+    with pytest.raises(CoverageError) as raised:
+        NormMeter(made(REFUSED[case][0]), fallback="vmap")
+    assert "pass fallback='vmap'" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"), [(Listed, "of ParameterList"), (lambda: weight_norm(nn.Linear(4, 3)), "of ParametrizationList")]
+)
+def test_parameters_that_no_call_with_samples_uses_are_refused(make, named: str):
+    with pytest.raises(CoverageError, match=named):
+        NormMeter(made(make), fallback="vmap")
+
+
+def test_a_layer_with_several_outputs_is_refused():
+    model = made(TwoResults)
+    with NormMeter(model, fallback="vmap"), pytest.raises(CoverageError, match="Halves"):
+        mean_loss(model(INPUTS), TARGETS).backward()
+
+
+@pytest.mark.parametrize("meter", [NormMeter, DiversityMeter])
+def test_an_unknown_fallback_gets_an_error_that_lists_the_known_ones(meter):
+    with pytest.raises(ArgumentError, match="unknown fallback 'loop'; known: None, vmap"):
+        meter(nn.Linear(4, 3), fallback="loop")
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("fallback", [None, "vmap"])
+def test_an_adapter_beside_a_frozen_layer_is_exact(fallback: str | None):
+    model = made(lambda: nn.Sequential(LowRank(4, 5), nn.Tanh(), LowRank(5, 3)))
+    rows = gradients(model, mean_loss, INPUTS, TARGETS)
+    with DiversityMeter(model, fallback=fallback) as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+        torch.testing.assert_close(meter.norms.per_sample(), rows.square().sum(1), rtol=1e-10, atol=0)
+        measured = meter.diversity()
+    assert rows.shape[1] == 2 * (4 + 5) + 2 * (5 + 3)
+    assert measured.sq_norm_of_sum == pytest.approx(diversity_of(rows).sq_norm_of_sum, rel=1e-10)
+
+
+def test_an_adapter_on_sequences_is_exact():
+    model, inputs, targets = made(lambda: LowRank(4, 3)), torch.randn(5, 6, 4).double(), torch.randn(5, 6, 3).double()
+    with NormMeter(model) as meter:
+        mean_loss(model(inputs), targets).backward()
+    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, inputs, targets), rtol=1e-10, atol=0)

@@ -1,0 +1,250 @@
+"""Squared norms from random signs: right on average, honest about their noise, exact where that costs nothing."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from divebatch import NormMeter
+from divebatch.errors import ArgumentError
+from divebatch.norms import DiversityMeter, sketch
+from reference import per_sample
+from reference.per_sample import mean_loss, mlp, samples, sq_norms, sum_loss
+
+NUM_DRAWS = 4000
+
+NOISY = {
+    "linear on sequences": (lambda: nn.Linear(5, 4), (6, 5)),
+    "linear on images": (lambda: nn.Linear(5, 4, bias=False), (2, 3, 5)),
+    "conv": (lambda: nn.Conv2d(3, 4, 3, padding=1), (3, 6, 5)),
+    "conv with stride and groups": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2), (4, 7, 6)),
+    "conv with uneven strides and dilations": (lambda: nn.Conv2d(2, 3, (3, 2), (2, 3), 1, (1, 2)), (2, 8, 9)),
+    "conv with circular padding": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 4, 5)),
+    "conv of one dimension": (lambda: nn.Conv1d(2, 5, 3, stride=3, padding="valid"), (2, 11)),
+    "conv of three dimensions": (lambda: nn.Conv3d(2, 3, 2, stride=(1, 2, 1)), (2, 3, 4, 3)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 3), (3, 4, 5)),
+    "transposed conv with stride, groups and output padding": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+        (4, 3, 4),
+    ),
+}
+
+EXACT = {
+    "linear at a single position": (lambda: nn.Linear(4, 5), (4,)),
+    "linear with one row": (lambda: nn.Linear(4, 1), (6, 4)),
+    "conv with one channel": (lambda: nn.Conv2d(3, 1, 3), (3, 5, 5)),
+    "depthwise conv": (lambda: nn.Conv2d(4, 4, 3, stride=2, groups=4), (4, 7, 7)),
+    "depthwise transposed conv": (lambda: nn.ConvTranspose2d(4, 4, 3, stride=2, groups=4), (4, 3, 3)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 5, 5)),
+    "layer norm": (lambda: nn.LayerNorm(4), (3, 4)),
+}
+
+
+class Twice(nn.Module):
+    """One layer, called twice in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+def conv_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, stride=2, groups=2)]
+    return nn.Sequential(*layers, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(72, 5)).double()
+
+
+def random_target(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Far away, so that the gradients of all outputs are large."""
+    return 2 * torch.randn(model(inputs[:1]).shape, dtype=inputs.dtype).expand(
+        len(inputs), *model(inputs[:1]).shape[1:]
+    )
+
+
+def draws(model: nn.Module, sample: Tensor, count: int = NUM_DRAWS) -> tuple[Tensor, float, float]:
+    """Estimates of one sample's squared norm, the squared norm itself, and the meter's standard error of their sum."""
+    inputs = sample.expand(count, *sample.shape[1:])
+    targets = random_target(model, inputs)
+    with NormMeter(model, mode="sketch", loss_reduction="sum") as meter:
+        sum_loss(model(inputs), targets).backward()
+    estimates = meter.per_sample()
+    assert estimates is not None
+    return estimates, float(sq_norms(model, sum_loss, inputs[:1], targets[:1])), meter.standard_error()
+
+
+# On average
+
+
+@pytest.mark.parametrize("case", NOISY)
+def test_the_mean_over_many_draws_is_the_squared_norm(case: str):
+    make, shape = NOISY[case]
+    torch.manual_seed(1)
+    layer = make().double()
+    estimates, exact, _ = draws(layer, torch.randn(1, *shape, dtype=torch.float64))
+    standard_error = float(estimates.std()) / NUM_DRAWS**0.5
+    assert standard_error > 0
+    assert abs(float(estimates.mean()) - exact) < 4 * standard_error
+
+
+@pytest.mark.parametrize("case", NOISY)
+def test_the_standard_error_is_the_spread_of_the_draws(case: str):
+    make, shape = NOISY[case]
+    torch.manual_seed(2)
+    layer = make().double()
+    estimates, _, standard_error = draws(layer, torch.randn(1, *shape, dtype=torch.float64))
+    assert standard_error == pytest.approx(float(estimates.std()) * NUM_DRAWS**0.5, rel=0.2)
+
+
+def test_several_layers_add_up_on_average():
+    model = conv_net()
+    estimates, exact, standard_error = draws(model, torch.randn(1, 3, 7, 7, dtype=torch.float64), count=2000)
+    assert abs(float(estimates.sum()) - 2000 * exact) < 4 * standard_error
+
+
+def test_the_truth_lies_within_the_interval_in_about_95_of_100_draws():
+    model, num_batches = conv_net(), 300
+    inputs = torch.randn(16, 3, 7, 7, dtype=torch.float64)
+    targets = random_target(model, inputs)
+    exact = float(sq_norms(model, mean_loss, inputs, targets).sum())
+    meter, covered = NormMeter(model, mode="sketch"), 0
+    with meter:
+        for _ in range(num_batches):
+            meter.reset()
+            mean_loss(model(inputs), targets).backward()
+            covered += abs(meter.sum_of_sq_norms() - exact) <= 1.96 * meter.standard_error()
+    assert 0.9 * num_batches <= covered <= 0.99 * num_batches
+
+
+def test_the_standard_error_of_many_batches_is_relatively_smaller():
+    model = conv_net()
+    inputs = torch.randn(16, 3, 7, 7, dtype=torch.float64)
+    targets = random_target(model, inputs)
+    relative = []
+    with NormMeter(model, mode="sketch") as meter:
+        for count in (10, 90):
+            for _ in range(count):
+                mean_loss(model(inputs), targets).backward()
+            relative.append(meter.standard_error() / meter.sum_of_sq_norms())
+    assert relative[0] / relative[1] == pytest.approx(10**0.5, rel=0.3)
+
+
+def test_single_precision_is_unbiased_too():
+    torch.manual_seed(3)
+    layer = nn.Conv2d(3, 4, 3, padding=1)
+    estimates, exact, _ = draws(layer, torch.randn(1, 3, 5, 5))
+    assert estimates.dtype == torch.float32
+    assert abs(float(estimates.mean()) - exact) < 4 * float(estimates.std()) / NUM_DRAWS**0.5
+
+
+# Where it is exact
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_what_cannot_be_cheaper_is_exact(case: str):
+    make, shape = EXACT[case]
+    torch.manual_seed(4)
+    layer = make().double()
+    inputs = torch.randn(7, *shape, dtype=torch.float64)
+    targets = torch.randn_like(layer(inputs))
+    with NormMeter(layer, mode="sketch") as meter:
+        mean_loss(layer(inputs), targets).backward()
+    torch.testing.assert_close(meter.per_sample(), sq_norms(layer, mean_loss, inputs, targets), rtol=1e-10, atol=0)
+    assert meter.standard_error() == 0
+
+
+def test_biases_are_exact():
+    torch.manual_seed(5)
+    layer = nn.Conv2d(3, 4, 3).double()
+    layer.weight.requires_grad_(False)
+    estimates, exact, standard_error = draws(layer, torch.randn(1, 3, 5, 5, dtype=torch.float64), count=10)
+    torch.testing.assert_close(estimates, torch.full_like(estimates, exact), rtol=1e-10, atol=0)
+    assert standard_error == 0
+
+
+def test_a_layer_called_twice_is_right():
+    model = Twice()
+    estimates, exact, standard_error = draws(model, torch.randn(1, 3, 4, dtype=torch.float64))
+    assert abs(float(estimates.mean()) - exact) <= 4 * standard_error / NUM_DRAWS + 1e-10 * exact
+
+
+# The signs
+
+
+def test_every_backward_pass_draws_new_signs():
+    model = conv_net()
+    inputs = torch.randn(4, 3, 7, 7, dtype=torch.float64)
+    targets = random_target(model, inputs)
+    kept = []
+    with NormMeter(model, mode="sketch") as meter:
+        for _ in range(3):
+            mean_loss(model(inputs), targets).backward()
+            kept.append(meter.per_sample())
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert (kept[first] != kept[second]).all()
+
+
+def test_every_sample_has_signs_of_its_own():
+    estimates, _, _ = draws(conv_net(), torch.randn(1, 3, 7, 7, dtype=torch.float64), count=20)
+    assert len(estimates.unique()) > 15
+
+
+def test_signs_follow_the_seed_of_the_run():
+    model = conv_net()
+    sample = torch.randn(1, 3, 7, 7, dtype=torch.float64)
+    kept = []
+    for seed in (6, 6, 7):
+        torch.manual_seed(seed)
+        sketch._generators.clear()
+        kept.append(draws(model, sample, count=5)[0])
+    assert torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[0], kept[2])
+
+
+def test_a_sketch_draws_nothing_from_the_users_random_state():
+    model = conv_net()
+    before = torch.get_rng_state()
+    inputs = torch.zeros(2, 3, 7, 7, dtype=torch.float64)
+    with NormMeter(model, mode="sketch"):
+        model(inputs).sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Around it
+
+
+def test_the_users_gradients_are_those_of_a_run_without_meter():
+    model, plain = conv_net(), conv_net()
+    inputs = torch.randn(4, 3, 7, 7, dtype=torch.float64)
+    with NormMeter(model, mode="sketch"):
+        model(inputs).square().mean().backward()
+    plain(inputs).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_the_gradient_sum_of_a_sketched_diversity_is_exact():
+    inputs, targets = samples(6)
+    model = mlp()
+    with DiversityMeter(model, mode="sketch") as meter:
+        mean_loss(model(inputs), targets).backward()
+        measured = meter.diversity()
+    expected = per_sample.diversity(mlp(), mean_loss, [(inputs, targets)])
+    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
+    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)  # single positions
+
+
+def test_an_exact_meter_has_no_standard_error():
+    model = conv_net()
+    with NormMeter(model) as meter:
+        assert meter.standard_error() == 0
+        model(torch.randn(4, 3, 7, 7, dtype=torch.float64)).square().sum().backward()
+    assert meter.standard_error() == 0
+
+
+@pytest.mark.parametrize("mode", ["Sketch", "", None, 1])
+def test_an_unknown_mode_gets_an_error_that_lists_the_known_ones(mode: object):
+    with pytest.raises(ArgumentError, match=f"unknown mode {mode!r}; known: exact, sketch"):
+        NormMeter(mlp(), mode=mode)
