@@ -56,7 +56,7 @@ class Explicit:
 
     def sq_norms(self) -> Tensor:
         """Of each row."""
-        return sq_norms_of_rows(self.gradients.flatten(1))
+        return sq_norms_of_rows(self.gradients if self.gradients.ndim == 2 else self.gradients.flatten(1))
 
     def sketch(self) -> Estimate:
         """Exact: nothing cheaper exists."""
@@ -132,7 +132,8 @@ def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 def sq_norms_of_rows(x_BD: Tensor) -> Tensor:
     """(B,), at least float32. vector_norm reads its input once; x.square().sum(1) would write a copy first."""
-    norms: Tensor = torch.linalg.vector_norm(x_BD, dim=1, dtype=sum_dtype(x_BD.dtype))
+    dtype = sum_dtype(x_BD.dtype) if x_BD.dtype.itemsize < 4 else None  # naming the type it has costs time
+    norms: Tensor = torch.linalg.vector_norm(x_BD, dim=1, dtype=dtype)
     return norms.square_()
 
 

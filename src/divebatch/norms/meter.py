@@ -92,7 +92,7 @@ class NormMeter:
 
     def per_sample(self) -> Tensor | None:
         """The last measured backward pass's squared norms, one per sample; None before it, and when compiled."""
-        return self._last
+        return None if self._last is None else self._last[0] * self._last[1]
 
     @property
     def num_samples(self) -> int:
@@ -101,8 +101,8 @@ class NormMeter:
 
     def reset(self) -> None:
         """Forget all sums."""
-        self._sums = Sums()
-        self._last: Tensor | None = None
+        self._sums = Sums(extrapolates=self.every > 1)
+        self._last: tuple[Tensor, float | Tensor] | None = None
         self._engine.forget()
         if self in NormMeter.attached:
             self._engine.switch_on()  # the first pass from here on is measured
@@ -163,7 +163,7 @@ class NormMeter:
     def _finish(self, done: Backward | Tapped) -> None:
         scale = self.gradient_scale(done) ** 2
         sq_norms, variances = done.sq_norms, done.variances
-        self._last = sq_norms * scale if sq_norms.ndim else None
+        self._last = (sq_norms, scale) if sq_norms.ndim else None
         variance = None if variances is None else variances.sum(dtype=torch.float64) * scale**2
         self._sums.add(sq_norms.sum(dtype=torch.float64) * scale, variance, done.num_samples)
         if self.on_backward_end is not None:
