@@ -106,9 +106,11 @@ def measure(setting: Setting, builders: dict[str, Callable[[Setting], Step]], re
         except Exception as error:  # a peer that cannot do this model says so in its own way
             results[name] = {"error": f"{type(error).__name__}: {str(error).strip()[:100]}"}
     times: dict[str, list[float]] = {name: [] for name in steps}
+    calls = 8 if setting.device == "cuda" else 1 + int(0.05 / seconds(steps["plain"], "cpu", 1))  # outlast cold caches
     for _ in range(repeats):
         for name, step in steps.items():
-            times[name].append(seconds(step, setting.device, 8 if setting.device == "cuda" else 1))
+            step()
+            times[name].append(seconds(step, setting.device, calls))
     peaks = {name: peak_bytes(step) if setting.device == "cuda" else 0 for name, step in steps.items()}
     for name in steps:
         ratio = statistics.median(m / p for m, p in zip(times[name], times["plain"], strict=True))

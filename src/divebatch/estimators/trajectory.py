@@ -14,14 +14,17 @@ class Trajectory:
     Cost: the norms within the normal backward passes, and one copy of the trainable parameters for the gradient sum.
     Bias: the weights move while the sums grow, gradients of early and late steps cancel, and the estimate comes out
     too large, often tenfold and more. It is the paper's rule, not an estimate at fixed weights.
+
+    `settings` go to `NormMeter`: mode="sketch", compiled=True, fallback="vmap", grad_scaler=...
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
         self._meter: DiversityMeter | None = None
 
     def bind(self, scene: Scene) -> None:
         """Check that every trainable parameter has a norm rule."""
-        self._meter = DiversityMeter(scene.model, loss_reduction=scene.loss_reduction)
+        self._meter = DiversityMeter(scene.model, loss_reduction=scene.loss_reduction, **self._settings)
 
     def start(self) -> None:
         """Attach, with both sums at zero."""
