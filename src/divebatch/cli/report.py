@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -33,9 +32,12 @@ def report(
 
 
 def _rich(table: Table) -> RichTable:
-    shown = RichTable(title=escape(table.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = RichTable(title=escape(table.title), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    rows = [[cell.replace("± ", "±") for cell in row] for row in table.rows]  # wraps before the error, not within
     for number, column in enumerate(table.columns):
-        shown.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0, overflow="fold")
-    for row in table.rows:
-        shown.add_row(*(escape(cell) for cell in row))
+        words = [word for cell in (column, *(row[number] for row in rows)) for word in cell.split()]
+        width = max(map(len, words))  # a narrow terminal breaks lines between words only
+        shown.add_column(column, justify="left" if number == 0 else "right", min_width=width)
+    for row in rows:
+        shown.add_row(*map(escape, row))
     return shown
