@@ -67,8 +67,8 @@ def test_batch_sizes_steps_and_seconds_are_means_over_trials(tmp_path: Path) -> 
     assert summary.final_batch_size == (2000 + 1024) / 2
     cells, _ = cells_of(tmp_path)
     assert cells["divebatch"]["batch size, first → largest"] == "128 → 2560"
-    assert cells["divebatch"]["optimizer steps"] == "10"  # 10.5, to even
-    assert cells["divebatch"]["training seconds"] == "2.00"
+    assert cells["divebatch"]["steps"] == "10"  # 10.5, to even
+    assert cells["divebatch"]["train s"] == "2.00"
 
 
 def test_unfinished_runs_are_counted_and_final_values_say_whose_they_are(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_unfinished_runs_are_counted_and_final_values_say_whose_they_are(tmp_pat
         rows = [{"val_accuracy": 0.5 + seed / 10, "val_loss": 1.0 + seed}] * length
         write_run(tmp_path, "e", "sgd-small", seed, rows, config={"epochs": 4})
     cells, notes = cells_of(tmp_path)
-    assert cells["sgd-small"]["trials finished"] == "2 of 3"
+    assert cells["sgd-small"]["trials"] == "2 of 3"
     assert cells["sgd-small"]["final val loss"].startswith("1.5000 ±")
     assert "sgd-small: 2 of 3 trials finished; final values are those of epoch 4, which 2 reached." in notes
 

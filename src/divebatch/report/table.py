@@ -11,14 +11,14 @@ MISSING = "-"
 NOT_REACHED = "not reached"
 COLUMNS = (
     "method",
-    "trials finished",
+    "trials",
     "batch size, first → largest",
     "final val loss",
     "final val accuracy (%)",
     "epochs to own target",
     "epochs to common target",
-    "optimizer steps",
-    "training seconds",
+    "steps",
+    "train s",
 )
 
 
@@ -105,7 +105,7 @@ def _notes(experiment: Experiment, summaries: list[MethodSummary]) -> list[str]:
     if not has_validation(experiment):
         return ["No run has a validation loss or accuracy.", *map(_unfinished, filter(_is_unfinished, summaries))]
     notes = [
-        "Final values are means over trials ± the standard error of the mean.",
+        "Trials: finished of those there are. Final values are means over trials ± the standard error of the mean.",
         "Epochs to a target: the first epoch whose accuracy, averaged over trials, is at least the target. "
         "Own target: the method's own final accuracy less one point, so easier for a method that ends worse.",
         _common_target_note(summaries[0].common_target),
