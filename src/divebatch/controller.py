@@ -41,13 +41,16 @@ class Controller:
         loss_reduction: str = "mean",
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
     ) -> None:
-        _require_parts(model, loader, policy)
+        _require_parts(model, optimizer, loader, policy)
+        if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
+            loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
         self.epoch = loader.epoch
         self._estimator = self._bind(estimator, Scene(model, loader.full_pass, loss_reduction, loss_fn))
         schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
         self._coupling = LrCoupling(optimizer, schedulers, kind=lr_coupling, first_batch_size=loader.batch_size)
         self._measuring, self._is_closed = False, False
+        self._diversity: Diversity | None = None
         loader.forget_finished_pass()
         self._forget_listener = loader.on_new_pass(self._on_new_pass)
         self._begin_epoch()
@@ -55,12 +58,12 @@ class Controller:
     def step(self) -> EpochRecord:
         """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next."""
         self._check_may_step()
-        finished = self.loader.finish_epoch()
-        diversity = self._estimator.finish() if self._measuring and self._estimator else None
-        self._measuring = False
-        seen = self._measurement(finished, diversity)
+        seen = self._measurement(self.loader.require_finished_pass(), self._measured_diversity())
         decision = self._within_data(self.policy.next(seen), seen)
         self._apply(decision)
+        # Only now is the epoch over: what raised an error above can be mended and step() called again.
+        self.loader.forget_finished_pass()
+        self._diversity = None
         self.epoch += 1
         record = self._record(seen, decision)
         self._begin_epoch()
@@ -99,6 +102,12 @@ class Controller:
         if self._measuring and self._estimator is not None:
             self._estimator.restart()
 
+    def _measured_diversity(self) -> Diversity | None:
+        if self._measuring and self._estimator is not None:
+            self._diversity = self._estimator.finish()
+            self._measuring = False
+        return self._diversity
+
     def _check_may_step(self) -> None:
         if self._is_closed:
             raise UsageError("this controller was closed: step() comes before close()")
@@ -106,7 +115,7 @@ class Controller:
         if finished is not None and finished.epoch != self.epoch:
             raise UsageError(
                 f"step() must be called once after each epoch: {finished.epoch + 1 - self.epoch} epochs have ended "
-                f"since the last call"
+                f"since the last call. A complete pass for evaluation counts as one: use loader.full_pass() instead"
             )
 
     def _measurement(self, finished: Pass, diversity: Diversity | None) -> Measurement:
@@ -199,7 +208,11 @@ class Controller:
             self._estimator.load_state_dict(state["estimator"])
 
 
-def _require_parts(model: nn.Module, loader: object, policy: Policy) -> None:
+def _require_parts(model: nn.Module, optimizer: object, loader: object, policy: Policy) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    if isinstance(policy, type) or not callable(getattr(policy, "next", None)):
+        raise ArgumentError(f"policy must be a policy object such as DiveBatch(0.1, 4096), got {policy!r}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
     if not isinstance(loader, AdaptiveLoader):

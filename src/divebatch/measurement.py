@@ -65,7 +65,7 @@ class Measurement:
     first_batch_size: int | None = None
     """The one training started with."""
     step: int = 0
-    """Optimizer steps so far."""
+    """Batches delivered so far, one an optimizer step."""
     samples: int = 0
     """Samples seen so far."""
     diversity: Diversity | None = None

@@ -174,3 +174,20 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
     failures = execute_all([bad, good], jobs=1, resume=False, on_epoch=lambda *_: None)
     assert [failure.run for failure in failures] == [bad]
     assert len(read_run(good.records_path)[1]) == 1
+
+
+def test_a_damaged_checkpoint_fails_its_own_run_alone(tmp_path):
+    broken, good = (Run(small(epochs=3), "sgd-small", seed, tmp_path) for seed in (0, 1))
+    interrupted(broken, 2)
+    broken.checkpoint_path.write_bytes(b"bad")
+    failures = execute_all([broken, good], jobs=1, resume=True, on_epoch=lambda *_: None)
+    assert [failure.run for failure in failures] == [broken]
+    assert "Remove it to start again" in str(failures[0].error)
+    assert len(read_run(good.records_path)[1]) == 3
+
+
+def test_a_resume_may_change_the_words_of_an_experiment(tmp_path):
+    run = Run(small(), "sgd-small", 0, tmp_path)
+    interrupted(run, 2)
+    execute(replace(run, experiment=replace(run.experiment, summary="better said", trials=3)), resume=True)
+    assert len(read_run(run.records_path)[1]) == 4

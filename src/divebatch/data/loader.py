@@ -49,7 +49,8 @@ class AdaptiveLoader:
     """Drop-in for a DataLoader. Set `batch_size` at any time: it reads back at once and is in force next epoch.
 
     The order of an epoch depends on (seed, epoch) alone, so runs repeat and resume whatever the sizes were. Leaving a
-    pass early (`break`, `next(iter(loader))`) does not count: the epoch starts again from its beginning. An
+    pass early (`break`, `next(iter(loader))`) does not count: the epoch starts again from its beginning. To evaluate on
+    the training data use `full_pass()`, which counts nothing. An
     IterableDataset keeps its own order and is batched by the size in force. Any collate and its batches will do;
     further keyword arguments go to `torch.utils.data.DataLoader`.
 
@@ -204,6 +205,11 @@ class AdaptiveLoader:
         )
         try:
             for num_samples, batch in batches:
+                if current is not self._current:
+                    raise UsageError(
+                        "another pass over this loader began while this one ran: to look at the data in between use "
+                        "loader.full_pass() or a loader of its own"
+                    )
                 current.batches += 1
                 current.samples += num_samples
                 yield batch
@@ -232,23 +238,28 @@ class AdaptiveLoader:
 
     # What a controller uses
 
-    def finish_epoch(self) -> Pass:
-        """The pass that has ended since the last call; an error if none has."""
+    @property
+    def finished_pass(self) -> Pass | None:
+        """The pass that has ended and that nobody has taken note of yet."""
+        return self._finished
+
+    def require_finished_pass(self) -> Pass:
+        """The same, also where the loop stopped at the last batch; an error says how far it came if there is none."""
         if self._current is not None and self._is_used_up(self._current):
             self._close(self._current)
         if self._finished is None:
             raise UsageError(self._why_not_finished())
-        finished, self._finished = self._finished, None
-        return finished
-
-    @property
-    def finished_pass(self) -> Pass | None:
-        """The pass that has ended and that `finish_epoch` has not handed out yet."""
         return self._finished
 
     def forget_finished_pass(self) -> None:
-        """What ended so far is nobody's to ask about."""
+        """Note is taken."""
         self._finished = None
+
+    def finish_epoch(self) -> Pass:
+        """The pass that has ended since the last call; an error if none has."""
+        finished = self.require_finished_pass()
+        self.forget_finished_pass()
+        return finished
 
     def full_pass(self) -> Iterator[Any]:
         """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights."""

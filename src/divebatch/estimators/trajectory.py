@@ -24,6 +24,8 @@ class Trajectory:
 
     def bind(self, scene: Scene) -> None:
         """Check that every trainable parameter has a norm rule."""
+        if self._meter is not None:
+            raise UsageError("this estimator belongs to another controller already: make one for each")
         self._meter = DiversityMeter(scene.model, loss_reduction=scene.loss_reduction, **self._settings)
 
     def start(self) -> None:
@@ -31,17 +33,19 @@ class Trajectory:
         self._bound().attach()
 
     def restart(self) -> None:
-        """Both sums back to zero."""
+        """Both sums back to zero, over what is trainable now."""
         if self._bound().is_attached:
-            self._bound().reset()
+            self._bound().detach()
+            self._bound().attach()
 
     def finish(self) -> Diversity:
         """Both sums over the epoch; then detach."""
         meter = self._bound()
-        try:
-            return meter.diversity()
-        finally:
-            meter.detach()
+        if meter.norms.num_samples == 0:
+            raise UsageError("the epoch has ended, but no backward pass through the model was seen in it")
+        diversity = meter.diversity()
+        meter.detach()
+        return diversity
 
     def close(self) -> None:
         """Detach."""

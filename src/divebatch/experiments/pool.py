@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from divebatch.errors import DivebatchError
 from divebatch.experiments.runner import Run, execute
 from divebatch.records import EpochRecord
 
@@ -54,7 +53,7 @@ def _one_by_one(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch) -> list[Fa
     for index, run in enumerate(runs):
         try:
             execute(run, resume=resume, on_epoch=lambda record, index=index: on_epoch(index, record))  # type: ignore[misc]
-        except (DivebatchError, OSError, RuntimeError) as error:
+        except Exception as error:  # as in a process of its own
             failures.append(Failure(run, error))
     return failures
 

@@ -26,6 +26,9 @@ from divebatch.training import Clock, Trainer, load_checkpoint, save_checkpoint
 # Apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL = (0, 2), (0, 3)
 
+WORDS = {"summary", "paper", "trials"}
+"""What may differ between a run and its resume."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -120,8 +123,11 @@ def make_trainer(run: Run) -> Trainer:
 
 
 def check_can_write(run: Run, *, resume: bool) -> None:
-    """Raise before any work if the records of this run cannot or must not be written."""
-    if resume or not run.records_path.exists():
+    """Raise before any work if the records of this run must not be written or continued."""
+    if not run.records_path.exists():
+        return
+    if resume:
+        _require_same(run, _read_back(run)[0])
         return
     raise RecordError(
         f"'{run.records_path}' already holds a run. Use --resume to continue it, or another --out folder."
@@ -134,7 +140,6 @@ def _done_before(run: Run, *, resume: bool) -> list[EpochRecord]:
     if not run.records_path.exists():
         return []
     header, epochs = _read_back(run)
-    _require_same(run, header)
     if len(epochs) < run.experiment.epochs:
         epochs = epochs[: _checkpointed_epochs(run, len(epochs))]
         rewrite_run(run.records_path, header, epochs) if epochs else run.records_path.unlink()
@@ -163,7 +168,8 @@ def _checkpointed_epochs(run: Run, recorded: int) -> int:
 def _require_same(run: Run, header: RunHeader) -> None:
     """A resume must continue the same configuration."""
     wanted = json.loads(json.dumps(run.config))  # as a file holds it: lists for tuples
-    different = sorted(key for key in {*wanted, *header.config} if wanted.get(key) != header.config.get(key))
+    keys = {*wanted, *header.config} - WORDS
+    different = sorted(key for key in keys if wanted.get(key) != header.config.get(key))
     if different:
         key = different[0]
         raise CheckpointError(

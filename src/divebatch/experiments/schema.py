@@ -8,7 +8,10 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from divebatch.errors import ArgumentError
+from divebatch.estimators import ESTIMATORS
+from divebatch.lr import COUPLINGS
 from divebatch.policies import POLICIES, make_policy
+from divebatch.policies.bounds import require_count, require_positive
 
 T = TypeVar("T")
 
@@ -98,7 +101,15 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     if not isinstance(methods, Mapping) or not methods:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
     values["methods"] = {name: _method(entry, f"{where}: [methods.{name}]") for name, entry in methods.items()}
-    return _build(Experiment, values, where)
+    experiment = _build(Experiment, values, where)
+    for key in ("trials", "epochs"):
+        require_count(f"{where}: {key}", getattr(experiment, key))
+    return experiment
+
+
+def _require_known(name: str, value: Any, known: Mapping[Any, Any]) -> None:
+    if value not in known:
+        raise ArgumentError(f"unknown {name} {value!r}; known: {', '.join(str(key) for key in known)}")
 
 
 def _method(table: Any, where: str) -> Method:
@@ -106,6 +117,10 @@ def _method(table: Any, where: str) -> Method:
     values["policy"] = _part(values.get("policy"), f"{where} policy", known=tuple(POLICIES))
     method = _build(Method, values, where)
     try:
+        require_count("batch_size", method.batch_size)
+        require_positive("lr", method.lr)
+        _require_known("lr_coupling", method.lr_coupling, COUPLINGS)
+        _require_known("estimator", method.estimator, {None: None, **ESTIMATORS})
         make_policy(method.policy.kind, **method.policy.settings).check_start(method.batch_size)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from error

@@ -31,15 +31,21 @@ class DiversityMeter:
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         if settings.get("every", 1) != 1:
             raise ArgumentError("every must be 1 here: the gradient sum needs every backward pass")
-        self.norms = NormMeter(model, **settings)
-        self.norms.on_backward_end = self._take
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model, self._settings = model, settings
+        self._cover()
         self._handles: list[RemovableHandle] = []
         self._sums: dict[str, Tensor] = {}
         self._pending: dict[int, dict[str, Tensor]] = {}
 
+    def _cover(self) -> None:
+        self.norms = NormMeter(self._model, **self._settings)
+        self.norms.on_backward_end = self._take
+        self._parameters = _trainable(self._model)
+
     def attach(self) -> None:
-        """Start counting from zero."""
+        """Start counting from zero, over what is trainable now: layers may have been frozen or set free."""
+        if self._parameters.keys() != _trainable(self._model).keys():
+            self._cover()
         self.norms.attach()
         self.reset()
         for name, parameter in self._parameters.items():
@@ -124,6 +130,8 @@ class DiversityMeter:
             self._require_called(done)
         received = {name: gradient for part in self._pending.values() for name, gradient in part.items()}
         self._pending = {}
+        if not received:
+            return
         sums = [self._sums[name] for name in received]
         gradients = [_like(g, s) for g, s in zip(received.values(), sums, strict=True)]
         scale = self.norms.gradient_scale(done)
@@ -147,6 +155,10 @@ class DiversityMeter:
                 f"parameters {missed} received gradients although their layer was not called: "
                 f"call the layer itself, not a function on its weight"
             )
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _like(gradient: Tensor, total: Tensor) -> Tensor:

@@ -58,9 +58,9 @@ class Hooks:
         return self._under_way.get(task) or Backward()
 
     def _watcher(self, family: Family, layer: CoveredLayer) -> Callable[..., None]:
-        def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             output = layer.observed_output(output)
-            if self.paused or not output.requires_grad:
+            if self.paused or not output.requires_grad or module is not layer.module:  # a deep copy has our hooks too
                 return
             task = torch._C._current_graph_task_id()
             if task == -1:

@@ -1,6 +1,5 @@
 """AdaBatch (Devarakonda et al. 2018): grow the batch on a fixed timetable."""
 
-import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -35,12 +34,13 @@ class AdaBatch(Policy):
         require_count("max_batch_size", self.max_batch_size)
         require_count("every", self.every)
         require_positive("lr_decay", self.lr_decay)
-        if not 1 < self.factor < math.inf:
-            raise ArgumentError(f"factor must be above 1 and finite, got factor={self.factor!r}")
+        require_positive("factor", self.factor)
+        if self.factor <= 1:
+            raise ArgumentError(f"factor must be above 1, got factor={self.factor!r}")
 
     def next(self, seen: Measurement) -> Decision:
         """The batch size times `factor` where the timetable says so."""
-        wanted = min(int(seen.batch_size * self.factor), self.max_batch_size)
+        wanted = min(max(int(seen.batch_size * self.factor), seen.batch_size + 1), self.max_batch_size)
         grown = wanted if wanted <= seen.dataset_size else self._whole_first_batches(seen)
         if seen.epoch % self.every or grown <= seen.batch_size:
             return Decision(batch_size=seen.batch_size)

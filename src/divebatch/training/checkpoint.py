@@ -1,7 +1,6 @@
 """Checkpoints that are either the old one or the new one, never half of one."""
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
     """Read back tensors and plain containers; nothing in the file is executed."""
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"cannot read checkpoint '{path}': {error}") from error
+    except Exception as error:  # a damaged file may fail in any way
+        raise CheckpointError(f"cannot read checkpoint '{path}': {error}. Remove it to start again.") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"'{path}' is not a checkpoint: it holds a {type(state).__name__}")
     return state
