@@ -37,13 +37,18 @@ class Call:
         return _mapped(Tensor.detach, inputs)
 
 
+_TENSOR_LIKE = (Tensor, weakref.ref)
+
+
 def _mapped(function: Callable[[Any], Any], inputs: Any) -> Any:
     """Applied to the tensors (or what stands for them) among a rule's inputs."""
+    if isinstance(inputs, _TENSOR_LIKE):  # first: it is nearly always one tensor
+        return function(inputs)
     if isinstance(inputs, dict):
         return {name: _mapped(function, value) for name, value in inputs.items()}
     if isinstance(inputs, tuple):
         return tuple(_mapped(function, value) for value in inputs)
-    return function(inputs) if isinstance(inputs, Tensor | weakref.ref) else inputs
+    return inputs
 
 
 def _alive(reference: "weakref.ref[Tensor]") -> Tensor:

@@ -53,9 +53,15 @@ class Explicit:
 
     gradients: Tensor
     """(B, *parameter shape)."""
+    _known: Tensor | None = None
 
     def sq_norms(self) -> Tensor:
-        """Of each row."""
+        """Of each row, computed once: a bias may share its gradients with a weight's `Outer`."""
+        if self._known is None:
+            self._known = self._sq_norms()
+        return self._known
+
+    def _sq_norms(self) -> Tensor:
         return sq_norms_of_rows(self.gradients if self.gradients.ndim == 2 else self.gradients.flatten(1))
 
     def sketch(self) -> Estimate:
@@ -80,11 +86,14 @@ class Outer:
     """(B, O) for a single position, else (B, ..., O)."""
     right: Tensor
     """(B, I) for a single position, else (B, ..., I)."""
+    rows: Explicit | None = None
+    """`left` as a form of its own, where somebody else needs its norms too."""
 
     def sq_norms(self) -> Tensor:
         """By the cheapest of three ways that agree."""
         if self.left.ndim == 2:  # rank one: ||left right^T|| = ||left|| ||right||
-            return sq_norms_of_rows(self.left).mul_(sq_norms_of_rows(self.right))
+            left = sq_norms_of_rows(self.left) if self.rows is None else self.rows.sq_norms()
+            return sq_norms_of_rows(self.right).mul_(left)
         return sq_norms_of_products(*same_dtype(positions(self.left), positions(self.right)))
 
     def sketch(self) -> Estimate:

@@ -11,8 +11,9 @@ def linear(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Weight: sum over positions of dy_t x_t^T. Bias: sum over positions of dy_t."""
     require_batch(layer, x, 2)
     gradients: dict[str, Form] = {}
-    if is_trainable(layer, "weight"):
-        gradients["weight"] = Outer(dy, x)
+    bias = None
     if is_trainable(layer, "bias"):
-        gradients["bias"] = Explicit(dy if dy.ndim == 2 else positions(dy).sum(1))
+        gradients["bias"] = bias = Explicit(dy if dy.ndim == 2 else positions(dy).sum(1))
+    if is_trainable(layer, "weight"):
+        gradients["weight"] = Outer(dy, x, bias if dy.ndim == 2 else None)
     return gradients
