@@ -136,3 +136,5 @@ def test_parts_of_the_wrong_kind_are_named():
         Controller(model, optimizer, loader, DiveBatch)
     with pytest.raises(ArgumentError, match="optimizer must be a torch optimizer, got Linear"):
         Controller(model, model, loader, Fixed())
+    with pytest.raises(ArgumentError, match="unknown estimator 'orcle'; known: trajectory, oracle"):
+        Controller(model, optimizer, loader, Fixed(), estimator="orcle")

@@ -160,9 +160,9 @@ class Controller:
         )
 
     def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:
+        bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
         if "diversity" not in self.policy.needs:
             return None
-        bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
         bound.bind(scene)
         return bound
 

@@ -220,6 +220,20 @@ def test_the_standard_error_is_unscaled(scale: float):
     assert meter.standard_error() == pytest.approx(plain.standard_error(), rel=1e-6)
 
 
+def test_passes_that_overflow_under_a_scaler_are_in_no_sum():
+    model, inputs, targets = in_double(on_sequences())
+    with DiversityMeter(model, grad_scaler=ByTensor(8.0)) as meter:
+        for factor in (1.0, float("inf"), 1.0):
+            (mean_loss(model(inputs), targets) * 8.0 * factor).backward()
+        seen = meter.diversity()
+    with DiversityMeter(model) as plain:
+        for _ in range(2):
+            mean_loss(model(inputs), targets).backward()
+        expected = plain.diversity()
+    assert seen.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
+    assert seen.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
+
+
 # Layouts and in-place layers
 
 

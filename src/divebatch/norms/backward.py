@@ -95,7 +95,7 @@ class Backward:
 
     def add(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
         """One call was reached; its family is counted as soon as no other call of it can follow."""
-        self._check_batch(layer, layer.num_samples(dy))
+        self._check_batch(layer, len(dy))
         self.layers.append(layer)
         gradients = layer.gradients(call.take(), dy)
         runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too

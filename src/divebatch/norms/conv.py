@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from divebatch.norms.forms import Explicit, Form, chunk_size, same_dtype, sq_norms_of_products, sq_norms_of_rows
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
-from divebatch.norms.sketch import Estimate, estimate, project
+from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
 from divebatch.norms.tuning import fastest
 
 
@@ -175,7 +175,7 @@ def transposed_conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 
 
 def _bias(layer: nn.Module, dy: Tensor) -> dict[str, Form]:
-    return {"bias": Explicit(dy.flatten(2).sum(2))} if is_trainable(layer, "bias") else {}
+    return {"bias": Explicit(dy.flatten(2).sum(2, dtype=sum_dtype(dy.dtype)))} if is_trainable(layer, "bias") else {}
 
 
 def _patches(layer: Any, *, left: Tensor, right: Tensor) -> Patches:

@@ -134,6 +134,9 @@ class DiversityMeter:
             return
         sums = [self._sums[name] for name in received]
         gradients = [_like(g, s) for g, s in zip(received.values(), sums, strict=True)]
+        counts = self.norms.last_counts
+        if counts is not None:
+            gradients = [torch.where(counts, gradient, 0.0) for gradient in gradients]
         scale = self.norms.gradient_scale(done)
         if isinstance(scale, Tensor):
             torch._foreach_add_(sums, torch._foreach_mul(gradients, scale.to(sums[0].dtype)))

@@ -70,6 +70,8 @@ class NormMeter:
         self.loss_reduction, self.mode, self.every, self._grad_scaler = loss_reduction, mode, every, grad_scaler
         self.layers = cover(model, fallback=FALLBACKS[fallback] if fallback is not None else None)
         self.on_backward_end: Callable[[Backward | Tapped], None] | None = None
+        self.last_counts: Tensor | None = None
+        """With a grad scaler: whether the last pass was finite, as a tensor; None where every pass counts."""
         self._engine: Hooks | Taps
         if compiled:
             self._engine = Taps(model, self.layers, mode, self._finish)
@@ -165,7 +167,12 @@ class NormMeter:
         sq_norms, variances = done.sq_norms, done.variances
         self._last = (sq_norms, scale) if sq_norms.ndim else None
         variance = None if variances is None else variances.sum(dtype=torch.float64) * scale**2
-        self._sums.add(sq_norms.sum(dtype=torch.float64) * scale, variance, done.num_samples)
+        total = sq_norms.sum(dtype=torch.float64) * scale
+        if self._grad_scaler is not None:  # it skips the steps that overflowed: they are in no sum
+            self.last_counts = total.isfinite()
+            total = torch.where(self.last_counts, total, 0.0)
+            variance = None if variance is None else torch.where(self.last_counts, variance, 0.0)
+        self._sums.add(total, variance, done.num_samples)
         if self.on_backward_end is not None:
             self.on_backward_end(done)
         if self.every > 1:

@@ -94,10 +94,6 @@ class CoveredLayer:
         """The tensor whose gradient the rule wants: the output, or the first of several."""
         return output if isinstance(output, Tensor) else next(iter(output))
 
-    def num_samples(self, dy: Tensor) -> int:
-        """The batch size, from the gradient of the observed output."""
-        return dy.shape[0]
-
     def gradients(self, x: Any, dy: Tensor) -> Iterator[tuple[int, Form]]:
         """One call's gradients by the identity of the parameter, which layers may share."""
         for name, gradient in self.entry.rule(self.module, x, dy).items():
