@@ -317,3 +317,7 @@ def test_a_diversity_that_cannot_be_formed_gives_the_cap_and_says_why(make, dive
     assert decision.batch_size == CAP
     assert "undefined" in decision.reason
     assert problem in decision.reason
+
+
+def test_adabatch_grows_even_where_the_factor_rounds_to_nothing():
+    assert AdaBatch(CAP, factor=1.5).next(seen(batch_size=1)).batch_size == 2
