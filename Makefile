@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_DIR := runs/demo
+PEERS := opacus backpack-for-pytorch einops unfoldNd scipy
 
 .PHONY: help install demo test check bench reproduce clean
 
@@ -13,6 +14,8 @@ help:  ## List the targets
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# What tests/norms/test_peers.py compares with; their own requirements would bring much that it does not use.
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(PEERS) || echo 'skipped: peers'
 	@touch $(STAMP)
 
 install: $(STAMP)  ## Create .venv with the package, all extras and the development tools

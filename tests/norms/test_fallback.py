@@ -123,6 +123,20 @@ class Halves(nn.Module):
         return x * self.gain, x - self.gain
 
 
+class MyAttention(nn.MultiheadAttention):
+    """No rule: it may compute something else."""
+
+
+class MyLSTM(nn.LSTM):
+    """No rule either."""
+
+
+class MyEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.layer = MyAttention(4, 2), nn.Linear(4, 4)
+
+
 CASES = {
     "PReLU with one slope": lambda: nn.Sequential(nn.Linear(4, 3), nn.PReLU()),
     "PReLU with a slope a channel": lambda: nn.Sequential(nn.Linear(4, 3), nn.PReLU(3)),
@@ -136,14 +150,9 @@ CASES = {
     "called twice": Twice,
 }
 REFUSED = {
-    "MultiheadAttention": (lambda: nn.MultiheadAttention(4, 2), "'in_proj_weight' of MultiheadAttention"),
-    "MultiheadAttention inside a layer": (
-        lambda: nn.TransformerEncoderLayer(4, 2, 8),
-        "'self_attn.in_proj_weight' of MultiheadAttention",
-    ),
-    "RNN": (lambda: nn.RNN(4, 3), "'weight_ih_l0' of RNN"),
-    "LSTM": (lambda: nn.LSTM(4, 3), "'weight_ih_l0' of LSTM"),
-    "GRU": (lambda: nn.GRU(4, 3), "'weight_ih_l0' of GRU"),
+    "attention": (lambda: MyAttention(4, 2), "'in_proj_weight' of MyAttention"),
+    "attention inside a layer": (MyEncoder, "'attention.in_proj_weight' of MyAttention"),
+    "recurrent": (lambda: MyLSTM(4, 3), "'weight_ih_l0' of MyLSTM"),
 }
 
 
@@ -235,7 +244,7 @@ def test_layers_without_rule_are_named(make, named: str):
 
 @pytest.mark.parametrize("fallback", [None, "vmap"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_fused_layers_are_refused_with_and_without_fallback(case: str, fallback: str | None):
+def test_fused_layers_of_another_type_are_refused_with_and_without_fallback(case: str, fallback: str | None):
     make, named = REFUSED[case]
     with pytest.raises(CoverageError, match="no norm rule covers: ") as raised:
         NormMeter(made(make), fallback=fallback)
@@ -243,8 +252,8 @@ def test_fused_layers_are_refused_with_and_without_fallback(case: str, fallback:
 
 
 def test_both_weights_of_an_attention_layer_are_named():
-    with pytest.raises(CoverageError, match=r"'in_proj_weight' of MultiheadAttention.*'out_proj\.weight' of"):
-        NormMeter(nn.MultiheadAttention(4, 2), fallback="vmap")
+    with pytest.raises(CoverageError, match=r"'in_proj_weight' of MyAttention.*'out_proj\.weight' of"):
+        NormMeter(MyAttention(4, 2), fallback="vmap")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -29,14 +29,19 @@ class Call:
 
     def take(self) -> Any:
         """The inputs, cut off from the graph."""
-        if self._module.training != self._was_training and isinstance(self._module, _NormBase):
-            raise UsageError("a BatchNorm or InstanceNorm changed its mode between forward and backward pass")
+        if self._module.training != self._was_training and isinstance(self._module, _MODE_MATTERS):
+            raise UsageError(f"a {type(self._module).__name__} changed its mode between forward and backward pass")
         inputs = self._inputs if self._is_held else _mapped(_alive, self._inputs)
-        if self._is_held:
-            self._inputs, self._is_held = _mapped(weakref.ref, inputs), False
+        self.let_go()
         return _mapped(Tensor.detach, inputs)
 
+    def let_go(self) -> None:
+        """Hold the inputs no longer than autograd does."""
+        if self._is_held:
+            self._inputs, self._is_held = _mapped(weakref.ref, self._inputs), False
 
+
+_MODE_MATTERS = (_NormBase, nn.MultiheadAttention, nn.RNNBase)
 _TENSOR_LIKE = (Tensor, weakref.ref)
 
 
@@ -47,7 +52,8 @@ def _mapped(function: Callable[[Any], Any], inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return {name: _mapped(function, value) for name, value in inputs.items()}
     if isinstance(inputs, tuple):
-        return tuple(_mapped(function, value) for value in inputs)
+        mapped = (_mapped(function, value) for value in inputs)
+        return inputs._make(mapped) if hasattr(inputs, "_make") else tuple(mapped)
     return inputs
 
 
@@ -71,7 +77,7 @@ def families(layers: Sequence[CoveredLayer]) -> list[Family]:
     """Layers grouped so that no parameter is in two groups."""
     groups: list[tuple[set[int], Family]] = []
     for layer in layers:
-        parameters = {id(p) for p in layer.module.parameters(recurse=False)}
+        parameters = {id(p) for p in layer.parameters}
         joined = Family([layer])
         for known, family in [group for group in groups if group[0] & parameters]:
             groups.remove((known, family))
@@ -95,9 +101,9 @@ class Backward:
 
     def add(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
         """One call was reached; its family is counted as soon as no other call of it can follow."""
-        self._check_batch(layer, len(dy))
+        gradients = list(layer.gradients(call.take(), dy))
+        self._check_batch(layer, gradients[0][1].num_samples if gradients else len(dy))
         self.layers.append(layer)
-        gradients = layer.gradients(call.take(), dy)
         runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too
         family.open_calls.discard(call)
         is_last = not family.open_calls and not runs_again

@@ -30,7 +30,10 @@ class DiversityMeter:
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         if settings.get("every", 1) != 1:
-            raise ArgumentError("every must be 1 here: the gradient sum needs every backward pass")
+            raise ArgumentError(
+                f"every must be 1 here, got every={settings['every']!r}: a pass that is not measured does not tell how "
+                f"many samples its gradient is the mean of; mode='sketch' makes measuring cheap"
+            )
         self._model, self._settings = model, settings
         self._cover()
         self._handles: list[RemovableHandle] = []
@@ -149,7 +152,7 @@ class DiversityMeter:
 
     def _require_called(self, backward: Backward | Tapped) -> None:
         """A weight used past its layer's forward would be missing in the norms."""
-        counted = {id(p) for layer in backward.layers for p in layer.module.parameters(recurse=False)}
+        counted = {id(p) for layer in backward.layers for p in layer.parameters}
         received = {name for part in self._pending.values() for name in part}
         missed = [name for name, p in self._parameters.items() if name in received and id(p) not in counted]
         if missed:

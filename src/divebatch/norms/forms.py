@@ -114,6 +114,33 @@ class Outer:
         return self.left.shape[0]
 
 
+@dataclass(slots=True)
+class Stacked:
+    """The gradients of a parameter whose rows come in blocks, each block with a form of its own."""
+
+    blocks: Sequence[Form]
+
+    def sq_norms(self) -> Tensor:
+        """The blocks' added up."""
+        return torch.stack([block.sq_norms() for block in self.blocks]).sum(0)
+
+    def sketch(self) -> Estimate:
+        """The blocks' added up: their signs are drawn apart, so that variances add too."""
+        parts = [block.sketch() for block in self.blocks]
+        variances = [part.variances for part in parts if part.variances is not None]
+        sq_norms = torch.stack([part.sq_norms for part in parts]).sum(0)
+        return Estimate(sq_norms, torch.stack(variances).sum(0) if variances else None)
+
+    def explicit(self, samples: slice) -> Tensor:
+        """(b, rows, ...)."""
+        return torch.cat([block.explicit(samples) for block in self.blocks], 1)
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return self.blocks[0].num_samples
+
+
 def total(forms: Sequence[Form]) -> Tensor:
     """(B,): squared norms of the sum of several forms of one parameter."""
     if len(forms) == 1:

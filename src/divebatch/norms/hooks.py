@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from divebatch.norms.backward import Backward, Call, Family, families
 from divebatch.norms.forms import forget_memory_caps
 from divebatch.norms.registry import CoveredLayer
+from divebatch.norms.rerun import Rerun, Surroundings
 
 
 class Hooks:
@@ -28,6 +29,7 @@ class Hooks:
         self._families = families(layers)
         self._handles: list[RemovableHandle] = []
         self._under_way: dict[int, Backward] = {}
+        self._surroundings: dict[CoveredLayer, Surroundings] = {}
 
     def switch_on(self) -> None:
         """Hook the layers."""
@@ -40,6 +42,8 @@ class Hooks:
                 # First in line: a user's hook may change the output, and that change is part of the loss.
                 watch = layer.module.register_forward_hook(self._watcher(family, layer), with_kwargs=True, prepend=True)
                 self._handles.append(watch)
+                if layer.entry.reruns:
+                    self._handles.append(layer.module.register_forward_pre_hook(self._looker(layer)))
 
     def switch_off(self) -> None:
         """Remove all hooks."""
@@ -59,23 +63,36 @@ class Hooks:
 
     def _watcher(self, family: Family, layer: CoveredLayer) -> Callable[..., None]:
         def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            output = layer.observed_output(output)
-            if self.paused or not output.requires_grad or module is not layer.module:  # a deep copy has our hooks too
+            observed = layer.observed(output)
+            if self.paused or not observed or module is not layer.module:  # a deep copy has our hooks too
                 return
             task = torch._C._current_graph_task_id()
             if task == -1:
                 self._under_way.clear()  # whatever is left died half-way
             else:  # a checkpoint's second forward pass: what it leads to is part of the pass that runs now
                 self._start(task)
-            call = Call(layer.inputs(args, kwargs), layer.module)
-            family.open_calls.add(call)
-            output.register_hook(partial(self._arrive, family, layer, call))
+            inputs = layer.inputs(args, kwargs)
+            for index, tensor in observed:  # several outputs of one call are as several calls: their gradients add up
+                seen = Rerun(inputs, index, self._surroundings[layer]) if layer.entry.reruns else inputs
+                call = Call(seen, layer.module)
+                family.open_calls.add(call)
+                tensor.register_hook(partial(self._arrive, family, layer, call))
 
         return watch
 
-    def _arrive(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
-        """The backward pass has reached one call of one layer."""
+    def _looker(self, layer: CoveredLayer) -> Callable[..., None]:
+        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._surroundings[layer] = Surroundings.of(module)
+
+        return look
+
+    def _arrive(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor | None) -> None:
+        """The backward pass has reached one call of one layer; without gradient if only a sibling output has one."""
         if self.paused or not self._handles:
+            return
+        if dy is None:
+            call.let_go()
+            family.open_calls.discard(call)
             return
         task = torch._C._current_graph_task_id()
         self._start(task)

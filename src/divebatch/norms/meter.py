@@ -15,6 +15,7 @@ from divebatch.norms.backward import Backward
 from divebatch.norms.fallback import FALLBACKS
 from divebatch.norms.hooks import Hooks
 from divebatch.norms.registry import cover
+from divebatch.norms.share import current_share
 from divebatch.norms.sums import Sums
 from divebatch.norms.taps import Tapped, Taps
 
@@ -184,13 +185,13 @@ class NormMeter:
         if self._sums.num_steps or self._ticks is None or isinstance(done, Tapped):
             return
         self._ticks.remove()
-        self._clock = next(p for p in done.layers[-1].module.parameters(recurse=False) if p.requires_grad)
+        self._clock = next(p for p in done.layers[-1].parameters if p.requires_grad)
         self._ticks = self._clock.register_hook(self._tick)
         self._sums.num_steps = 1
 
     def gradient_scale(self, done: Backward | Tapped) -> float | Tensor:
         """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
-        factor = done.gradient_scale(self.loss_reduction)
+        factor = done.gradient_scale(self.loss_reduction) / current_share()
         return factor if self._grad_scaler is None else factor / _loss_scale(self._grad_scaler)
 
 

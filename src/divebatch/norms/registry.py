@@ -1,7 +1,7 @@
 """Which rule states which layer's gradients, and the check that no trainable parameter is forgotten."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from divebatch.errors import ArgumentError, CoverageError
 from divebatch.norms.forms import Explicit, Form
+from divebatch.norms.rerun import results
 
 Rule = Callable[[Any, Any, Tensor], Mapping[str, Form | Tensor]]
 """`(layer, x, dy) -> {parameter name: its gradients}`, one gradient a sample.
@@ -18,47 +19,68 @@ dimension first. A gradient is a tensor (B, *parameter shape) or a `Form` that s
 parameters is not counted. The rule knows nothing of the loss's reduction: the meter scales.
 """
 
+Names = Collection[str] | Callable[[Any], Collection[str]]
+"""Of parameters; a function where they depend on the layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One row of the registry."""
 
     rule: Rule
-    parameters: frozenset[str] | None
+    parameters: Names | None
     """Those the rule states; None for all there are."""
     all_inputs: bool
+    reruns: bool = False
     never_for: tuple[type[nn.Module], ...] = ()
 
-    def states(self, name: str) -> bool:
-        """Whether the rule gives the gradients of a parameter of this name."""
-        return self.parameters is None or name in self.parameters
+    def states(self, layer: nn.Module, name: str) -> bool:
+        """Whether the rule gives the gradients of the layer's parameter of this name."""
+        names = self.parameters(layer) if callable(self.parameters) else self.parameters
+        return names is None or name in names
 
 
 RULES: dict[type[nn.Module], Entry] = {}
 
 
 def rule_for(
-    kind: type[nn.Module], *, parameters: tuple[str, ...] = ("weight", "bias"), all_inputs: bool = False
+    kind: type[nn.Module],
+    *,
+    parameters: Names = ("weight", "bias"),
+    all_inputs: bool = False,
+    reruns: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule for layers of exactly this type.
 
     `parameters` are those the rule states; any other trainable one of such a layer is an error. Subclasses do not
     inherit a rule: they may compute something else. With `all_inputs` the rule gets a dict of all arguments of
     `forward` by name in the place of `x`.
+
+    With `reruns` the rule answers for the parameters of the layer's children too (named `child.weight`) and gets a
+    `Rerun` in the place of `x`. It is called once for each of the layer's outputs that the loss uses, with that
+    output's gradient: both are then as the layer has them, wherever its batch dimension is.
     """
 
     def register(rule: Rule) -> Rule:
         if kind in RULES:
             raise ArgumentError(f"{kind.__name__} already has a rule: {RULES[kind].rule}")
-        RULES[kind] = Entry(rule, frozenset(parameters), all_inputs)
+        RULES[kind] = Entry(rule, parameters, all_inputs or reruns, reruns)
         return rule
 
     return register
 
 
+def parameter_of(layer: nn.Module, name: str) -> nn.Parameter | None:
+    """The layer's own parameter of this name, or a child's where the name is `child.weight`."""
+    if "." not in name:  # nearly always
+        return layer._parameters.get(name)
+    owner, _, key = name.rpartition(".")
+    return layer.get_submodule(owner)._parameters.get(key)
+
+
 def is_trainable(layer: nn.Module, name: str) -> bool:
     """Whether the layer owns a parameter of this name that is being trained."""
-    parameter = layer._parameters.get(name)
+    parameter = parameter_of(layer, name)
     return parameter is not None and parameter.requires_grad
 
 
@@ -90,36 +112,58 @@ class CoveredLayer:
             return args[0] if args else next(iter(kwargs.values()))
         return dict(inspect.signature(self.module.forward).bind(*args, **kwargs).arguments)
 
-    def observed_output(self, output: Any) -> Tensor:
-        """The tensor whose gradient the rule wants: the output, or the first of several."""
-        return output if isinstance(output, Tensor) else next(iter(output))
+    def observed(self, output: Any) -> list[tuple[int, Tensor]]:
+        """The tensors whose gradients the rule wants, numbered: the output, the first of several, or all."""
+        if isinstance(output, Tensor):
+            return [(0, output)] if output.requires_grad else []
+        wanted = results(output) if self.entry.reruns else [next(iter(output))]
+        return [(i, tensor) for i, tensor in enumerate(wanted) if tensor.requires_grad]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those the rule answers for."""
+        return list(self.module.parameters(recurse=self.entry.reruns))
 
     def gradients(self, x: Any, dy: Tensor) -> Iterator[tuple[int, Form]]:
         """One call's gradients by the identity of the parameter, which layers may share."""
         for name, gradient in self.entry.rule(self.module, x, dy).items():
-            if is_trainable(self.module, name):
-                form = Explicit(gradient) if isinstance(gradient, Tensor) else gradient
-                yield id(self.module._parameters[name]), form
+            parameter = parameter_of(self.module, name)
+            if parameter is not None and parameter.requires_grad:
+                yield id(parameter), Explicit(gradient) if isinstance(gradient, Tensor) else gradient
 
 
 def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLayer]:
     """Every layer that owns trainable parameters, with its rule; an error names each parameter without one."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CoverageError(f"{type(model).__name__} has no trainable parameter: nothing can be measured")
+    _require_batch_first(model)
     covered, uncovered = [], []
+    within: set[nn.Module] = set()
     for name, module in model.named_modules():
-        own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+        if module in within:
+            continue
         entry = RULES.get(original_type(module), fallback)
         if entry is not None and isinstance(module, entry.never_for):
             entry = None
+        reruns = entry is not None and entry.reruns
+        within.update(module.modules() if reruns else ())
+        own = [key for key, p in module.named_parameters(recurse=reruns) if p.requires_grad]
         if own and entry is not None:
             covered.append(CoveredLayer(name or "(model)", module, entry))
         place = f"{name}." if name else ""
-        missed = [key for key in own if entry is None or not entry.states(key)]
+        missed = [key for key in own if entry is None or not entry.states(module, key)]
         uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in missed]
     if uncovered:
         raise CoverageError(_message(uncovered, fallback))
     return covered
+
+
+def _require_batch_first(model: nn.Module) -> None:
+    """The Linear layers in here would take steps for samples, unnoticed where there are as many of both."""
+    for name, module in model.named_modules():
+        kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        if isinstance(module, kinds) and not module.self_attn.batch_first:
+            raise CoverageError(f"'{name or '(model)'}' ({type(module).__name__}) must be made with batch_first=True")
 
 
 def _message(uncovered: list[str], fallback: Entry | None) -> str:

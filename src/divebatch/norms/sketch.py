@@ -62,6 +62,26 @@ def _random_signs(num_matrices: int, num_rows: int, like: Tensor) -> Tensor:
 _generators: dict[torch.device, torch.Generator] = {}
 
 
+def seed_signs(device: torch.device, seed: int) -> None:
+    """Begin the signs of later sketches on `device` anew: a run then draws the same ones, whatever ran before it."""
+    _generator(_numbered(device)).manual_seed(seed)
+
+
+def signs_state(device: torch.device) -> Tensor:
+    """Where the signs on `device` stand, for a checkpoint."""
+    return _generator(_numbered(device)).get_state()
+
+
+def load_signs_state(device: torch.device, state: Tensor) -> None:
+    """Go on with the signs where `signs_state` saw them."""
+    _generator(_numbered(device)).set_state(state.cpu())
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """As tensors name it: "cuda" is the GPU in use, with its number."""
+    return torch.empty(0, device=device).device
+
+
 def _generator(device: torch.device) -> torch.Generator:
     """Of our own: a sketch must not change what a user's dropout draws."""
     if device not in _generators:

@@ -37,8 +37,12 @@ class Sums:
         self.num_samples = self.num_samples + num_samples
 
     def load(self, total: float, num_samples: int) -> None:
-        """Begin with the sum of an earlier life."""
-        self._loaded, self.num_samples = total, num_samples
+        """Begin with the sum of an earlier life; where nothing is extrapolated, added to as if it had not ended."""
+        self.num_samples = num_samples
+        if self.extrapolates:
+            self._loaded = total
+        else:
+            self._total = total
 
     def total(self) -> float:
         """The sum of squared norms over all passes."""

@@ -1,0 +1,314 @@
+"""The rules for recurrent layers and cells against a loop over samples."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+from divebatch import NormMeter
+from divebatch.errors import CoverageError
+from divebatch.norms import DiversityMeter
+from reference.per_sample import diversity_of, gradients, sq_norms, trainable
+
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+
+SAMPLES, STEPS, INPUTS, HIDDEN = 3, 4, 2, 5
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "RNN, tanh": nn.RNN,
+    "RNN, relu": lambda *sizes, **more: nn.RNN(*sizes, nonlinearity="relu", **more),
+    "LSTM": nn.LSTM,
+    "LSTM with projection": lambda *sizes, **more: nn.LSTM(*sizes, proj_size=3, **more),
+    "GRU": nn.GRU,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False},
+    "two layers": {"num_layers": 2},
+    "both directions": {"bidirectional": True, "batch_first": True},
+    "all of it": {"num_layers": 3, "bidirectional": True, "bias": False, "batch_first": True},
+}
+USED = {"output": (0,), "last state": (1,), "output and last state": (0, 1), "all": (0, 1, 2)}
+"""Which results are in the loss; the third is an LSTM's cell state."""
+
+
+def some(*shape: int, seed: int = 1) -> Tensor:
+    """Numbers that are exact in both precisions."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+class Recurring(nn.Module):
+    """A recurrent layer on samples (B, T, I); its output: the results in the loss, flat. `starts`: initial states."""
+
+    def __init__(self, make: Callable[..., Any], used: tuple[int, ...] = (0, 1, 2), **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.used = make(INPUTS, HIDDEN, **settings).double(), used
+        self.starts: list[Tensor] = []
+
+    def start_anywhere(self) -> "Recurring":
+        """Begin with given states instead of zeros."""
+        count = self.layer.num_layers * (1 + self.layer.bidirectional)
+        widths = [self.layer.proj_size or HIDDEN, HIDDEN][: 2 if self.layer.mode == "LSTM" else 1]
+        self.starts = [some(count, SAMPLES, width, seed=width) for width in widths]
+        return self
+
+    def forward(self, samples: Tensor) -> Tensor:
+        x = some(SAMPLES, STEPS, INPUTS)[samples].to(self.layer.weight_ih_l0.dtype)
+        hx = tuple(start[:, samples].to(x.dtype) for start in self.starts)
+        given = (x if self.layer.batch_first else x.transpose(0, 1), *([hx if len(hx) > 1 else hx[0]] if hx else []))
+        output, last = self.layer(*given)
+        states = last if isinstance(last, tuple) else (last,)
+        results = [output if self.layer.batch_first else output.transpose(0, 1), *(s.transpose(0, 1) for s in states)]
+        return torch.cat([results[i].flatten(1) for i in self.used if i < len(results)], 1)
+
+
+EVERYONE = torch.arange(SAMPLES)
+
+
+def loss(outputs: Tensor, factors: Tensor) -> Tensor:
+    return (outputs.sin() * factors).sum()
+
+
+def factors_for(model: nn.Module, x: Tensor = EVERYONE) -> Tensor:
+    with torch.no_grad():
+        return some(*model(x).shape, seed=5)
+
+
+def metered(model: nn.Module, x: Tensor, factors: Tensor) -> Tensor:
+    with NormMeter(model, loss_reduction="sum") as meter:
+        loss(model(x), factors).backward()
+    return meter.per_sample()
+
+
+def assert_matches_loop(model: nn.Module, x: Tensor = EVERYONE) -> None:
+    factors = factors_for(model, x)
+    expected = sq_norms(model, loss, x, factors)
+    torch.testing.assert_close(metered(model, x, factors), expected, rtol=1e-10, atol=0)
+
+
+# Layers
+
+
+@pytest.mark.parametrize("used", USED)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sq_norms_match_a_loop_over_samples(kind: str, shape: str, used: str):
+    assert_matches_loop(Recurring(KINDS[kind], USED[used], **SHAPES[shape]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_given_initial_states(kind: str, shape: str):
+    model = Recurring(KINDS[kind], **SHAPES[shape])
+    factors = factors_for(model)
+    from_zero = metered(model, EVERYONE, factors)
+    assert_matches_loop(model.start_anywhere())
+    assert not torch.allclose(metered(model, EVERYONE, factors), from_zero, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", ["plain", "all of it"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_precision(kind: str, shape: str):
+    model = Recurring(KINDS[kind], **SHAPES[shape])
+    factors = factors_for(model).float()
+    fast = metered(model.float(), EVERYONE, factors)
+    assert fast.dtype == torch.float32
+    expected = sq_norms(model.double(), loss, EVERYONE, factors.double())
+    torch.testing.assert_close(fast.double(), expected, rtol=1e-5, atol=0)
+
+
+@settings(max_examples=40)
+@given(*[st.integers(1, 4)] * 4, st.integers(1, 2), st.booleans(), st.booleans(), st.sampled_from(list(KINDS)))
+def test_sq_norms_match_for_any_shape(
+    samples: int, steps: int, inputs: int, hidden: int, layers: int, both_ways: bool, batch_first: bool, kind: str
+):
+    torch.manual_seed(0)
+    sizes = {"num_layers": layers, "bidirectional": both_ways, "batch_first": batch_first}
+    layer = KINDS[kind](inputs, hidden + 3, **sizes).double()
+    x = some(samples, steps, inputs)
+
+    def outputs(x: Tensor) -> Tensor:
+        output = layer(x if batch_first else x.transpose(0, 1))[0]
+        return output if batch_first else output.transpose(0, 1)
+
+    with NormMeter(layer, loss_reduction="sum") as meter:
+        outputs(x).square().sum().backward()
+    rows = [torch.autograd.grad(outputs(x[[i]]).square().sum(), trainable(layer)) for i in range(samples)]
+    expected = torch.stack([torch.cat([g.flatten() for g in row]).square().sum() for row in rows])
+    torch.testing.assert_close(meter.per_sample(), expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_counts_only_while_trainable(kind: str):
+    model = Recurring(KINDS[kind], num_layers=2)
+    parts = []
+    for parameter in model.parameters():
+        model.requires_grad_(False)
+        parameter.requires_grad_(True)
+        assert_matches_loop(model)
+        parts.append(metered(model, EVERYONE, factors_for(model)))
+        assert parts[-1].min() > 0
+    model.requires_grad_(True)
+    torch.testing.assert_close(metered(model, EVERYONE, factors_for(model)), sum(parts), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_diversity_meter_and_the_users_gradients(kind: str):
+    model, plain = (Recurring(KINDS[kind], **SHAPES["all of it"]) for _ in range(2))
+    factors = factors_for(model)
+    rows = gradients(plain, loss, EVERYONE, factors)
+    with DiversityMeter(model, loss_reduction="sum") as meter:
+        loss(model(EVERYONE), factors).backward()
+        measured = meter.diversity()
+    loss(plain(EVERYONE), factors).backward()
+    assert measured.sum_of_sq_norms == pytest.approx(diversity_of(rows).sum_of_sq_norms, rel=1e-10)
+    assert measured.sq_norm_of_sum == pytest.approx(diversity_of(rows).sq_norm_of_sum, rel=1e-10)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)
+
+
+def test_a_state_carried_from_one_call_to_the_next():
+    class Carrying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.LSTM(INPUTS, HIDDEN, batch_first=True).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, state = self.layer(x[:, :3])
+            second, (_, cell) = self.layer(x[:, 3:], state)
+            return torch.cat([first.flatten(1), second.flatten(1), cell[0]], 1)
+
+    assert_matches_loop(Carrying(), some(SAMPLES, 5, INPUTS))
+
+
+def test_a_classifier_that_reads_the_last_state():
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.tokens, self.layer = nn.Embedding(6, INPUTS), nn.GRU(INPUTS, HIDDEN, batch_first=True)
+            self.head = nn.Linear(HIDDEN, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(self.tokens(x))[1][0])
+
+    assert_matches_loop(Classifier().double(), torch.randint(0, 6, (SAMPLES, 7)))
+
+
+def test_a_retained_graph_runs_again():
+    layer, x = nn.LSTM(INPUTS, HIDDEN).double(), some(STEPS, SAMPLES, INPUTS)
+    with NormMeter(layer, loss_reduction="sum") as meter:
+        output, (hidden, cell) = layer(x)
+        late = output.sin().sum() + (hidden * cell).sum()
+        late.backward(retain_graph=True)
+        first = meter.per_sample()
+        meter.reset()
+        late.backward()
+    torch.testing.assert_close(meter.per_sample(), first, rtol=1e-12, atol=0)
+
+
+def test_a_result_without_gradient_holds_no_inputs_when_its_graph_is_gone():
+    layer, x = nn.LSTM(INPUTS, HIDDEN), some(STEPS, SAMPLES, INPUTS).float()
+    with NormMeter(layer) as meter:
+        for _ in range(3):
+            output, _ = layer(x)
+            output.sum().backward()
+        del output, _
+        gc.collect()
+        assert [len(family.open_calls) for family in meter._engine._families] == [0]
+
+
+# Sequences of different lengths
+
+
+class Packed(nn.Module):
+    """Sequences (B, T, I) of these lengths, packed; the output: padded results, and the last states."""
+
+    def __init__(self, make: Callable[..., Any], lengths: list[int], how: str = "any order", **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.lengths, self.how = make(INPUTS, HIDDEN, **settings).double(), torch.tensor(lengths), how
+        self.x = some(len(lengths), max(lengths), INPUTS)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        x, lengths = self.x[samples], self.lengths[samples]
+        if self.how == "sorted":
+            packed = pack_sequence([row[:length] for row, length in zip(x, lengths, strict=True)])
+        else:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        output, last = self.layer(packed)
+        padded, _ = pad_packed_sequence(output, batch_first=True, total_length=self.x.shape[1])
+        states = last if isinstance(last, tuple) else (last,)
+        return torch.cat([padded.flatten(1), *(s.transpose(0, 1).flatten(1) for s in states)], 1)
+
+
+@pytest.mark.parametrize(("how", "lengths"), [("any order", [2, 4, 1, 4]), ("sorted", [4, 2, 2]), ("sorted", [3])])
+@pytest.mark.parametrize("shape", ["plain", "batch first", "all of it"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences(kind: str, shape: str, how: str, lengths: list[int]):
+    assert_matches_loop(Packed(KINDS[kind], lengths, how, **SHAPES[shape]), torch.arange(len(lengths)))
+
+
+# Cells
+
+CELLS: dict[str, Callable[..., Any]] = {
+    "RNNCell, tanh": nn.RNNCell,
+    "RNNCell, relu": lambda *sizes, **more: nn.RNNCell(*sizes, nonlinearity="relu", **more),
+    "LSTMCell": nn.LSTMCell,
+    "GRUCell": nn.GRUCell,
+}
+
+
+class Unrolled(nn.Module):
+    """A cell called once a step; the output: all hidden states, and the last cell state."""
+
+    def __init__(self, make: Callable[..., Any], **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = make(INPUTS, HIDDEN, **settings).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = None, []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            found.append(state[0] if isinstance(state, tuple) else state)
+        return torch.cat([*found, *(state[1:] if isinstance(state, tuple) else [])], 1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("kind", CELLS)
+def test_cells(kind: str, steps: int, bias: bool):
+    assert_matches_loop(Unrolled(CELLS[kind], bias=bias), some(SAMPLES, steps, INPUTS))
+
+
+# Refused
+
+
+def test_dropout_between_layers_is_refused_in_train_mode_only():
+    model = Recurring(nn.GRU, num_layers=2, dropout=0.1)
+    with pytest.raises(CoverageError, match=r"GRU\(dropout=0.1\) .*nn\.Dropout between them"):
+        metered(model, EVERYONE, factors_for(model))
+    assert_matches_loop(model.eval())
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.LSTM(INPUTS, HIDDEN), (STEPS, INPUTS)), (nn.GRUCell(2, 3), (2,))])
+def test_a_call_without_batch_dimension_is_refused(layer: nn.Module, shape: tuple[int, ...]):
+    with NormMeter(layer), pytest.raises(CoverageError, match="the batch dimension is missing"):
+        layer(torch.ones(shape))[0].sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_parameters_that_make_up_a_weight_are_named():
+    layer = weight_norm(nn.LSTM(2, 3), "weight_hh_l0")
+    with pytest.raises(CoverageError, match=r"'weight_hh_l0_g' of LSTM; 'weight_hh_l0_v' of LSTM\."):
+        NormMeter(layer)
