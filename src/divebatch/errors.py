@@ -25,6 +25,22 @@ class RecordError(DivebatchError, ValueError):
     """A record file that cannot be written or read."""
 
 
+class DataError(DivebatchError, ValueError):
+    """Data on disk that is missing, damaged or not in the format it should have."""
+
+
+class DivergedError(DivebatchError, ArithmeticError):
+    """A loss that is no longer a finite number."""
+
+
+class BatchTooLargeError(DivebatchError, MemoryError):
+    """A batch, or the part of one that goes through the model at once, that does not fit into memory."""
+
+
+class StoppedError(DivebatchError):
+    """A run that was asked to stop, has saved its state and can be resumed."""
+
+
 class UndefinedDiversityError(DivebatchError, ValueError):
     """A gradient diversity that cannot be formed: zero sum, NaN or infinite gradients."""
 
@@ -34,3 +50,8 @@ class MissingExtraError(DivebatchError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; get it with: pip install 'divebatch[{extra}]'")
+        self.package, self.extra = package, extra
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        """From a worker process to its parent: built again from what it was built from."""
+        return type(self), (self.package, self.extra)

@@ -2,20 +2,25 @@
 
 from typing import Protocol
 
-import torch
-
-from divebatch.experiments.datasets.split import Split
+from divebatch.experiments.datasets.cifar import Cifar10, Cifar100
+from divebatch.experiments.datasets.split import DataPlace, Split
 from divebatch.experiments.datasets.synthetic import Synthetic
+from divebatch.experiments.datasets.tiny_imagenet import TinyImageNet
 
 
 class DatasetSettings(Protocol):
     """A dataclass of settings that can load its data."""
 
-    def load(self, seed: int, device: torch.device) -> Split:
+    def load(self, seed: int, place: DataPlace) -> Split:
         """The data of the trial with this seed."""
         ...
 
 
-DATASETS: dict[str, type[DatasetSettings]] = {"synthetic": Synthetic}
+DATASETS: dict[str, type[DatasetSettings]] = {
+    "synthetic": Synthetic,
+    "cifar10": Cifar10,
+    "cifar100": Cifar100,
+    "tiny-imagenet": TinyImageNet,
+}
 
-__all__ = ["DATASETS", "DatasetSettings", "Split"]
+__all__ = ["DATASETS", "DataPlace", "DatasetSettings", "Split"]

@@ -1,21 +1,50 @@
-"""What every dataset gives an experiment."""
+"""What every dataset gives an experiment, and what it is told about the machine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from torch.utils.data import Dataset
+import torch
 
+from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True)
+class DataPlace:
+    """Where data is read from and where batches must end up."""
+
+    device: torch.device
+    folder: Path | None = None
+    """Holds cifar-10-batches-py, cifar-100-python, tiny-imagenet-200; None for data that is drawn."""
+    channels_last: bool = False
+    """Memory format of image batches."""
+    on_device: bool = True
+    """False: images stay in host memory, or on disk, and come through a DataLoader."""
+    num_workers: int = 0
+    """Processes of that DataLoader."""
+
+
+class MakeLoader(Protocol):
+    """Gives a new loader over the training data."""
+
+    def __call__(self, batch_size: int, *, seed: int) -> AdaptiveLoader:
+        """Order and augmentation follow from `seed`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Training data to batch, and validation data in batches."""
 
-    train: Dataset[Any]
-    validation: Sequence[Any]
-    num_features: int
+    loader: MakeLoader
+    validation: Iterable[Any]
+    """(inputs, targets) on the device; can be iterated again and again."""
+    num_features: int = 0
+    """Of flat data; 0 for images."""
+    num_classes: int = 1
+    """1 for a single logit."""
 
 
 def require_fraction(name: str, value: float) -> None:

@@ -1,12 +1,16 @@
 """The paper's synthetic classification data (its equation for y)."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from divebatch.experiments.datasets.split import Split, require_fraction
+from divebatch.data import AdaptiveLoader
+from divebatch.errors import ArgumentError
+from divebatch.experiments.datasets.split import DataPlace, Split, require_fraction
+from divebatch.policies.bounds import require_count, require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +25,32 @@ class Synthetic:
     noise_variance: float
     train_fraction: float
 
-    def load(self, seed: int, device: torch.device) -> Split:
-        """Drawn on the CPU, so that a seed means the same data on every device."""
+    def __post_init__(self) -> None:
+        require_count("num_samples", self.num_samples)
+        require_count("num_features", self.num_features)
         require_fraction("train_fraction", self.train_fraction)
+        if self.noise_variance != 0:
+            require_positive("noise_variance", self.noise_variance)
+        if not 0 < self._num_train < self.num_samples:
+            raise ArgumentError(
+                f"num_samples={self.num_samples} with train_fraction={self.train_fraction} leaves a part empty"
+            )
+
+    @property
+    def _num_train(self) -> int:
+        return round(self.num_samples * self.train_fraction)
+
+    def load(self, seed: int, place: DataPlace) -> Split:
+        """Drawn on the CPU, so that a seed means the same data on every device."""
         features, labels = self._draw(torch.Generator().manual_seed(seed))
-        num_train = round(self.num_samples * self.train_fraction)
-        features, labels = features.to(device), labels.to(device)
+        num_train = self._num_train
+        features, labels = features.to(place.device), labels.to(place.device)
         train = TensorDataset(features[:num_train], labels[:num_train])
-        return Split(train, [(features[num_train:], labels[num_train:])], num_features=self.num_features)
+        return Split(
+            loader=partial(AdaptiveLoader, train),
+            validation=[(features[num_train:], labels[num_train:])],
+            num_features=self.num_features,
+        )
 
     def _draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         weights = torch.randn(self.num_features, 1, generator=generator)
