@@ -23,6 +23,7 @@ def write_run(
     *,
     config: Mapping[str, Any] | None = None,
     place: str | None = None,
+    hardware: Mapping[str, Any] | None = None,
 ) -> Path:
     """`epochs` holds the fields of epoch 1, 2, ...; `place` is the folder below `folder`, EXPERIMENT/METHOD if None."""
     header = RunHeader(
@@ -31,7 +32,7 @@ def write_run(
         seed=seed,
         config={"epochs": len(epochs)} if config is None else config,
         versions={"python": "3.12.1", "torch": "2.13.0"},
-        hardware={"device": "cpu", "cpus": 2},
+        hardware={"device": "cpu", "cpus": 2} if hardware is None else hardware,
         git_commit="0123abcd",
     )
     path = folder / (place or f"{experiment}/{method}") / f"seed-{seed}.jsonl"
@@ -94,4 +95,81 @@ def _paper_like_rows(method: str, convex: bool, epochs: int, small: int, large: 
         if adaptive:
             grown = 4096 if convex else int(16000 * 0.1 * rows[-1]["diversity"] * 10)
             batch_size = min(cap, max(batch_size, grown))
+    return rows
+
+
+GPU = {"device": "cuda", "name": "A made-up GPU"}
+REAL_METHODS = {
+    # method: first batch size, policy, final accuracy
+    "sgd-small": (128, "fixed", 0.938),
+    "sgd-large": (2048, "fixed", 0.885),
+    "sgd-large-rescaled": (2048, "fixed", 0.905),
+    "sgd-large-warmup": (2048, "fixed", 0.921),
+    "sgd-tuned": (512, "fixed", 0.94),
+    "adabatch": (128, "adabatch", 0.915),
+    "adabatch-rescaled": (128, "adabatch", 0.929),
+    "divebatch": (128, "divebatch", 0.893),
+    "divebatch-rescaled": (128, "divebatch", 0.9345),
+    "divebatch-every-epoch": (128, "divebatch", 0.887),
+}
+
+
+def real_config(epochs: int, policy: str, *, seed: int = 0) -> dict[str, Any]:
+    """As much of a real run's configuration as the report looks at."""
+    return {"epochs": epochs, "data": {"kind": "cifar"}, "method": {"policy": {"kind": policy}}, "seed": seed}
+
+
+def write_real(
+    folder: Path,
+    trials: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    *,
+    policy: str = "fixed",
+    epochs: int | None = None,
+) -> None:
+    """Runs of cifar10 on a GPU with chosen numbers: method -> trials -> fields of each epoch."""
+    for method, runs in trials.items():
+        for seed, rows in enumerate(runs):
+            config = real_config(epochs or len(rows), policy, seed=seed)
+            write_run(folder, "cifar10", method, seed, rows, config=config, hardware=GPU)
+
+
+def write_cifar_like(folder: Path, *, epochs: int = 40, trials: int = 3, experiment: str = "cifar10") -> None:
+    """Curves shaped like those of the ten methods on real data, with a GPU's times and memory."""
+    for method, (batch_size, policy, final) in REAL_METHODS.items():
+        for seed in range(trials):
+            rows = _cifar_like_rows(method, batch_size, final, epochs, seed)
+            config = real_config(epochs, policy, seed=seed)
+            write_run(folder, experiment, method, seed, rows, config=config, hardware=GPU)
+
+
+def _cifar_like_rows(method: str, batch_size: int, final: float, epochs: int, seed: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng([seed, *method.encode()])
+    first, final, rows, steps, seconds = batch_size, final + 0.002 * rng.normal(), [], 0, 0.0
+    for epoch in range(1, epochs + 1):
+        measured = method.startswith("divebatch") and batch_size < 2048 and (epoch % 4 == 0 or "every" in method)
+        steps += -(-50000 // batch_size)
+        seconds += 0.4 + 120 / batch_size + 0.3 * measured + 0.02 * rng.random()
+        lr = 0.05 * (1 + np.cos(np.pi * (epoch - 1) / epochs))
+        progress = epoch / epochs * (1.6 if batch_size > first else 1.0)
+        accuracy = final - 0.55 * np.exp(-5 * progress) - 0.03 * (1 - epoch / epochs) * rng.random()
+        rows.append(
+            {
+                "batch_size": batch_size,
+                "lr": float(lr * (batch_size / 128 if "rescaled" in method or "warmup" in method else 1)),
+                "steps": steps,
+                "samples": 50000 * epoch,
+                "val_loss": float(2.3 * (1 - accuracy)),
+                "val_accuracy": float(accuracy),
+                "train_seconds": seconds,
+                "eval_seconds": 0.2 * epoch,
+                "compile_seconds": 20.0 * len({row["batch_size"] for row in rows} | {batch_size}),
+                "recompiles": len({row["batch_size"] for row in rows} | {batch_size}),
+                "peak_memory_bytes": int((200 + 4.6 * batch_size * (1.3 if measured else 1)) * 2**20),
+                "measured": measured,
+            }
+        )
+        if method.startswith("adabatch") and epoch % 4 == 0:
+            batch_size = min(2048, 2 * batch_size)
+        elif measured:
+            batch_size = 2048
     return rows

@@ -87,3 +87,14 @@ def test_measured_keeps_the_epochs_with_a_value() -> None:
     curve = average_curve(make_runs([[None, 2.0, None, 4.0]]), "val_loss").measured()
     assert curve.epochs.tolist() == [2, 4]
     assert curve.scaled(100.0).mean.tolist() == [200.0, 400.0]
+
+
+def test_a_single_epoch_and_the_rest_from_one_on() -> None:
+    curve = average_curve(make_runs([[1.0, None, 3.0, 4.0], [3.0]]), "val_loss")
+    first = curve.at(1)
+    assert first is not None
+    assert (first.mean, first.num_trials) == (2.0, 2)
+    assert [curve.at(epoch) for epoch in (0, 2, 5)] == [None, None, None]
+    assert average_curve([], "val_loss").at(1) is None
+    assert curve.since(3).epochs.tolist() == [3, 4]
+    assert curve.since(3).mean.tolist() == [3.0, 4.0]

@@ -7,14 +7,15 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
-from made_up_runs import write_accuracies, write_paper_like, write_run
+from made_up_runs import real_config, write_accuracies, write_cifar_like, write_paper_like, write_real, write_run
 
 from divebatch.errors import MissingExtraError
 from divebatch.report import Experiment, load_runs
 from divebatch.report.curves import Curve
-from divebatch.report.figures import Drawing, draw_figures
+from divebatch.report.drawing import Drawing
+from divebatch.report.figures import draw_figures
 from divebatch.report.plot import Line, Panel, band, log_limits
-from divebatch.report.style import LOOKS
+from divebatch.report.style import LOOKS, REAL_LOOKS, SPARE_LOOKS, real_looks
 
 
 def only_experiment(folder: Path) -> Experiment:
@@ -129,6 +130,63 @@ def test_bands_are_cut_at_the_bounds_and_absent_without_a_spread() -> None:
 def test_colours_and_dashes_are_all_different() -> None:
     assert len({look.color for look in LOOKS.values()}) == len(LOOKS)
     assert len({look.dashes for look in LOOKS.values()}) == len(LOOKS)
+
+
+# Real data
+
+
+def test_figures_3_and_4_show_all_methods_over_epochs_over_time_and_at_the_end(tmp_path: Path) -> None:
+    write_cifar_like(tmp_path, epochs=8, trials=2)
+    drawings = draw_figures(only_experiment(tmp_path))
+    assert [drawing.name for drawing in drawings] == ["figure3", "figure4", "course"]
+    labels = {"SGD (128)", "SGD, tuned (512)", "AdaBatch (128 - 256)", "DiveBatch, lr rescaled (128 - 2048)"}
+    for drawing in drawings:
+        assert labels <= set(texts(drawing))
+        assert "means over 2 trials" in drawing.caption
+        assert "standard error of the mean" in drawing.caption
+    accuracy, loss, course = drawings
+    assert {"Validation accuracy (%)", "Validation accuracy (%), last quarter"} <= set(texts(accuracy))
+    assert {"Epoch", "Training time (s)"} <= set(texts(loss))
+    assert {"Batch size (samples), log scale", "Learning rate"} <= set(texts(course))
+
+
+def test_without_times_there_is_no_panel_over_time_and_without_epochs_no_figure(tmp_path: Path) -> None:
+    write_real(tmp_path / "untimed", {"sgd-small": [[{"val_accuracy": 0.5}] * 3]})
+    names = {drawing.name: texts(drawing) for drawing in draw_figures(only_experiment(tmp_path / "untimed"))}
+    assert list(names) == ["figure3", "course"]
+    assert "Training time (s)" not in names["figure3"]
+    write_real(tmp_path / "begun", {"sgd-small": [[]]}, epochs=3)
+    assert draw_figures(only_experiment(tmp_path / "begun")) == []
+
+
+def test_unfinished_trials_are_left_out_where_others_have_finished(tmp_path: Path) -> None:
+    rows = [{"val_accuracy": 0.5, "train_seconds": 1.0 * epoch} for epoch in (1, 2, 3, 4)]
+    write_real(tmp_path, {"sgd-small": [rows, rows, rows[:2]], "divebatch": [rows[:1]]}, epochs=4)
+    caption = draw_figures(only_experiment(tmp_path))[0].caption
+    assert "trials (sgd-small: 2, divebatch: 1)" in caption
+    assert "divebatch: 0 of 1 trials finished." in caption
+
+
+def test_a_users_own_methods_are_drawn_too(tmp_path: Path) -> None:
+    for number in range(8):
+        write_run(tmp_path, "cifar10", f"mine-{number}", 0, [{"val_accuracy": 0.5}], config=real_config(1, "fixed"))
+    drawing = draw_figures(only_experiment(tmp_path))[0]
+    assert {f"mine-{number} (128)" for number in range(8)} <= set(texts(drawing))
+
+
+def test_rescaled_variants_are_dashed_in_the_colour_of_their_base_and_no_two_look_alike() -> None:
+    for method, look in REAL_LOOKS.items():
+        is_rescaled = method.endswith("-rescaled")
+        assert (look.dashes != "solid") == is_rescaled
+        if is_rescaled:
+            assert look.color == REAL_LOOKS[method.removesuffix("-rescaled")].color
+    looks = real_looks([*REAL_LOOKS, *(f"mine-{number}" for number in SPARE_LOOKS)])
+    assert len({(look.color, look.dashes) for look in looks.values()}) == len(looks)
+
+
+def test_bands_show_the_spread_that_was_asked_for() -> None:
+    low, high = band(straight([5.0], std=3.0), (0.0, 100.0), "standard_error")
+    assert (low[0], high[0]) == pytest.approx((5 - 3**0.5, 5 + 3**0.5))
 
 
 def test_without_matplotlib_the_error_names_the_extra(nonconvex: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:

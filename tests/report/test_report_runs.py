@@ -25,6 +25,7 @@ BROKEN = {
     "not UTF-8": b"\xff\xfe\n",
     "an epoch without its keys": HEADER.encode() + b'{"kind": "epoch", "epoch": 1}\n',
     "a loss in words": HEADER.encode() + json.dumps({**EPOCH, "val_loss": "low"}).encode() + b"\n",
+    "a peak memory in words": HEADER.encode() + json.dumps({**EPOCH, "peak_memory_bytes": "much"}).encode() + b"\n",
     "a batch size of null": HEADER.encode() + json.dumps({**EPOCH, "batch_size": None}).encode() + b"\n",
     "a number without end": HEADER.encode() + json.dumps({**EPOCH, "steps": 10**400}).encode() + b"\n",
     "a number of too many digits": HEADER.encode() + b'{"kind": "epoch", "steps": ' + b"9" * 5000 + b"}\n",
@@ -33,14 +34,14 @@ BROKEN = {
 
 
 def test_runs_come_in_the_papers_order_and_by_seed(tmp_path: Path) -> None:
-    methods = ["zeta", "oracle", "alpha", "divebatch", "sgd-large", "adabatch", "sgd-small"]
+    methods = ["zeta", "oracle", "alpha", "divebatch", "sgd-large", "adabatch", "sgd-tuned", "sgd-small"]
     for method in methods:
         for seed in (10, 2):
             write_run(tmp_path, "e2", method, seed, [{}])
     write_run(tmp_path, "e1", "m", 0, [{}])
     runs = load_runs(tmp_path)
     assert [experiment.name for experiment in runs.experiments] == ["e1", "e2"]
-    expected = ["sgd-small", "sgd-large", "adabatch", "divebatch", "oracle", "alpha", "zeta"]
+    expected = ["sgd-small", "sgd-large", "sgd-tuned", "adabatch", "divebatch", "oracle", "alpha", "zeta"]
     assert list(runs.experiments[1].methods) == expected
     assert [run.header.seed for run in runs.experiments[1].methods["alpha"]] == [2, 10]
     assert runs.problems == ()
@@ -121,3 +122,19 @@ def test_a_run_that_has_just_begun_counts_as_a_run(tmp_path: Path) -> None:
     write_accuracies(tmp_path, "e", "n", [[0.5]])
     (experiment,) = load_runs(tmp_path).experiments
     assert len(experiment.methods["m"]) == 1
+
+
+def test_the_length_is_the_highest_asked_for_or_else_the_longest_run(tmp_path: Path) -> None:
+    write_run(tmp_path, "e1", "m", 0, [{}] * 2, config={"epochs": 5})
+    write_run(tmp_path, "e1", "m", 1, [{}] * 3, config={"epochs": 3})
+    write_run(tmp_path, "e2", "m", 0, [{}] * 2, config={})
+    write_run(tmp_path, "e3", "m", 0, [], config={})
+    assert [experiment.length for experiment in load_runs(tmp_path).experiments] == [5, 2, 0]
+
+
+def test_kinds_come_from_the_configuration_and_odd_ones_are_none(tmp_path: Path) -> None:
+    config = {"data": {"kind": "cifar"}, "method": {"policy": {"kind": 3}}, "model": "mlp"}
+    write_run(tmp_path, "e", "m", 0, [{}], config=config)
+    (run,) = load_runs(tmp_path).experiments[0].runs
+    found = [run.kind_of(*place) for place in (("data",), ("method", "policy"), ("model",), ("nothing", "here"))]
+    assert found == ["cifar", None, None, None]

@@ -21,8 +21,10 @@ def report(
     with errors_exit_with(FAILED):
         written = write_report(folder)
     console = Console()
+    for verdict in written.verdicts:
+        console.print(escape(verdict), highlight=False)
     for table in written.tables:
-        console.print(_rich(table))
+        console.print(_rich(table, console.width))
         for note in table.notes:
             console.print(escape(note), style="dim", highlight=False)
     for problem in written.problems:
@@ -31,13 +33,22 @@ def report(
         typer.echo(str(path))
 
 
-def _rich(table: Table) -> RichTable:
+def _rich(table: Table, terminal_width: int) -> RichTable:
     shown = RichTable(title=escape(table.title), title_justify="left", box=None, padding=(0, 1, 0, 0))
     rows = [[cell.replace("± ", "±") for cell in row] for row in table.rows]  # wraps before the error, not within
-    for number, column in enumerate(table.columns):
-        words = [word for cell in (column, *(row[number] for row in rows)) for word in cell.split()]
-        width = max(map(len, words))  # a narrow terminal breaks lines between words only
-        shown.add_column(column, justify="left" if number == 0 else "right", min_width=width)
+    columns = list(zip(table.columns, *rows, strict=True))
+    for number, width in enumerate(_widths(columns, terminal_width)):
+        shown.add_column(table.columns[number], justify="left" if number == 0 else "right", width=width)
     for row in rows:
         shown.add_row(*map(escape, row))
     return shown
+
+
+def _widths(columns: list[tuple[str, ...]], terminal_width: int) -> list[int]:
+    """As wide as the longest word, for lines break between words only; from the left as wide as all, where it fits."""
+    widths = [max(len(word) for cell in cells for word in cell.split()) for cells in columns]
+    for number, cells in enumerate(columns):
+        room = terminal_width - sum(widths) - len(columns)
+        wanted = max(map(len, cells)) - widths[number]
+        widths[number] += wanted if wanted <= room else 0
+    return widths

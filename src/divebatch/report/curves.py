@@ -52,9 +52,14 @@ class Curve:
 
     def final(self) -> Average | None:
         """At the last epoch that any trial reached; None where no trial has a finite value there."""
-        if len(self.epochs) == 0 or self.num_trials[-1] == 0:
+        return self.at(int(self.epochs[-1])) if len(self.epochs) else None
+
+    def at(self, epoch: int) -> Average | None:
+        """At one epoch; None where no trial has a finite value there."""
+        index = int(np.searchsorted(self.epochs, epoch))
+        if index == len(self.epochs) or self.epochs[index] != epoch or self.num_trials[index] == 0:
             return None
-        return Average(float(self.mean[-1]), float(self.std[-1]), int(self.num_trials[-1]))
+        return Average(float(self.mean[index]), float(self.std[index]), int(self.num_trials[index]))
 
     def first_reaching(self, target: float) -> int | None:
         """The first epoch whose mean is at least `target`; None if there is none."""
@@ -63,7 +68,13 @@ class Curve:
 
     def measured(self) -> "Curve":
         """Only the epochs with a finite value: for fields that are measured now and then."""
-        kept = np.isfinite(self.mean)
+        return self._where(np.isfinite(self.mean))
+
+    def since(self, epoch: int) -> "Curve":
+        """From `epoch` on."""
+        return self._where(self.epochs >= epoch)
+
+    def _where(self, kept: NDArray[np.bool_]) -> "Curve":
         return Curve(self.epochs[kept], self.mean[kept], self.std[kept], self.num_trials[kept])
 
     def scaled(self, factor: float) -> "Curve":

@@ -34,7 +34,10 @@ def render_markdown(sections: Sequence[Section], problems: Sequence[str]) -> str
 
 
 def _section_blocks(section: Section) -> list[str]:
-    blocks = [f"## {escape(section.name)}", escape(section.summary), table_to_markdown(section.table)]
+    blocks = [f"## {escape(section.name)}", escape(section.summary), escape(section.verdict)]
+    for table in section.tables:
+        heading = f"### {escape(table.title)}" if len(section.tables) > 1 else ""
+        blocks += [heading, table_to_markdown(table)]
     for drawing in section.drawings:
         link = f"figures/{section.figure_name(drawing, 'svg')}"
         blocks += [f"![{escape(drawing.title)}]({link})", f"**{escape(drawing.title)}.** {escape(drawing.caption)}"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from divebatch.errors import RecordError
-from divebatch.report.figures import require_matplotlib
+from divebatch.report.drawing import require_matplotlib
 from divebatch.report.markdown import render_markdown
 from divebatch.report.runs import load_runs
 from divebatch.report.sections import Section, make_sections
@@ -21,7 +21,9 @@ class Report:
     paths: tuple[Path, ...]
     """All files written, the page first."""
     tables: tuple[Table, ...]
-    """One an experiment."""
+    """Of all experiments, in order."""
+    verdicts: tuple[str, ...]
+    """What the tables of an experiment come to, of those that have something to compare."""
     problems: tuple[str, ...]
     """Record files that were left out, and why."""
 
@@ -41,8 +43,9 @@ def write_report(folder: Path) -> Report:
         **_figure_files(folder / "figures", sections),
     }
     _write(files)
-    tables = tuple(section.table for section in sections)
-    return Report(folder / "report.html", tuple(files), tables, runs.problems)
+    tables = tuple(table for section in sections for table in section.tables)
+    verdicts = tuple(section.verdict for section in sections if section.verdict)
+    return Report(folder / "report.html", tuple(files), tables, verdicts, runs.problems)
 
 
 def _encoded(text: str) -> bytes:

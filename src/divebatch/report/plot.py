@@ -1,8 +1,8 @@
-"""One panel: mean lines with a band of one standard deviation, on an axis that fits the numbers."""
+"""One panel: mean lines with a band of their spread, on axes that fit the numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,15 @@ class Line:
     label: str
     look: Look
     curve: Curve
+    seconds: Floats | None = None
+    """Training time at each epoch of the curve, where that and not the epoch is the horizontal axis."""
+    width: float | None = None
+    """In points; the figures' usual width where None."""
+
+    @property
+    def x(self) -> Floats:
+        """Where each point lies on the horizontal axis."""
+        return self.curve.epochs.astype(np.float64) if self.seconds is None else self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,15 @@ class Panel:
     """Values that the quantity cannot leave; bands are cut there."""
     may_be_log: bool = True
     log_base: int = 10
+    spread: Literal["std", "standard_error"] = "std"
+    """What the bands show."""
+    first_epoch: int = 1
+    """Where the axis of epochs begins."""
+
+    @property
+    def is_over_seconds(self) -> bool:
+        """Whether the horizontal axis is training time."""
+        return any(line.seconds is not None for line in self.lines)
 
     @property
     def is_log(self) -> bool:
@@ -46,34 +64,37 @@ class Panel:
 
 
 def draw(axes: "Axes", panel: Panel, last_epoch: int) -> None:
-    """Draw every line of the panel over epochs 1 to `last_epoch`; each must have a finite value."""
+    """Draw every line of the panel up to `last_epoch`; each must have a finite value."""
     for line in panel.lines:
         _draw_line(axes, line, panel)
-    _set_x_axis(axes, last_epoch)
+    _set_x_axis(axes, panel, last_epoch)
     _set_y_axis(axes, panel)
     axes.set_title(f"{panel.title}, log scale" if panel.is_log else panel.title, loc="left")
 
 
 def _draw_line(axes: "Axes", line: Line, panel: Panel) -> None:
-    epochs, color = line.curve.epochs, line.look.color
-    marker = "o" if len(epochs) <= FEW_POINTS else None
-    axes.plot(epochs, line.curve.mean, color=color, linestyle=line.look.dashes, marker=marker, label=line.label)
-    low, high = band(line.curve, (log_limits(panel)[0], panel.bounds[1]) if panel.is_log else panel.bounds)
-    if len(epochs) == 1:
-        axes.vlines(epochs, low, high, color=color, linewidth=1)
+    x, color = line.x, line.look.color
+    marker = "o" if len(x) <= FEW_POINTS else None
+    style: dict[str, Any] = {"color": color, "linestyle": line.look.dashes, "linewidth": line.width, "marker": marker}
+    axes.plot(x, line.curve.mean, label=line.label, **style)
+    bounds = (log_limits(panel)[0], panel.bounds[1]) if panel.is_log else panel.bounds
+    low, high = band(line.curve, bounds, panel.spread)
+    if len(x) == 1:
+        axes.vlines(x, low, high, color=color, linewidth=1)
     else:
-        axes.fill_between(epochs, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def band(curve: Curve, bounds: tuple[float, float]) -> tuple[Floats, Floats]:
-    """Mean ± one standard deviation, cut at the bounds; NaN, that is no band, where there is no finite spread."""
-    std = np.where(np.isfinite(curve.std), curve.std, np.nan)
-    return np.clip(curve.mean - std, *bounds), np.clip(curve.mean + std, *bounds)
+def band(curve: Curve, bounds: tuple[float, float], spread: str = "std") -> tuple[Floats, Floats]:
+    """Mean ± the spread, cut at the bounds; NaN, that is no band, where there is no finite spread."""
+    width: Floats = getattr(curve, spread)
+    width = np.where(np.isfinite(width), width, np.nan)
+    return np.clip(curve.mean - width, *bounds), np.clip(curve.mean + width, *bounds)
 
 
 def log_limits(panel: Panel) -> tuple[float, float]:
     """Ends of a log axis: room for every mean and upper band, but a lower band that nears zero runs off."""
-    bands = [band(line.curve, panel.bounds) for line in panel.lines]
+    bands = [band(line.curve, panel.bounds, panel.spread) for line in panel.lines]
     means = np.concatenate([line.curve.mean for line in panel.lines])
     lowest = np.nanmin(means)
     low = max(lowest / 1.5, np.nanmin(np.concatenate([low for low, _ in bands] + [[lowest]])))
@@ -82,13 +103,17 @@ def log_limits(panel: Panel) -> tuple[float, float]:
     return float(low / margin), float(high * margin)
 
 
-def _set_x_axis(axes: "Axes", last_epoch: int) -> None:
+def _set_x_axis(axes: "Axes", panel: Panel, last_epoch: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    margin = max(0.5, 0.02 * last_epoch)
-    axes.set_xlim(1 - margin, last_epoch + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.set_xlabel("Epoch")
+    if panel.is_over_seconds:
+        axes.set_xlim(left=0)
+        axes.set_xlabel("Training time (s)")
+    else:
+        margin = max(0.5, 0.02 * (last_epoch - panel.first_epoch + 1))
+        axes.set_xlim(panel.first_epoch - margin, last_epoch + margin)
+        axes.set_xlabel("Epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=not panel.is_over_seconds))
 
 
 def _set_y_axis(axes: "Axes", panel: Panel) -> None:

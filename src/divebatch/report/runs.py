@@ -8,11 +8,17 @@ from pathlib import Path
 from divebatch.errors import RecordError
 from divebatch.records import EpochRecord, RunHeader, read_run
 
-METHOD_ORDER = ("sgd-small", "sgd-large", "adabatch", "divebatch", "oracle")
+METHOD_ORDER = (
+    *("sgd-small", "sgd-large", "sgd-large-rescaled", "sgd-large-warmup", "sgd-tuned"),
+    *("adabatch", "adabatch-rescaled", "divebatch", "divebatch-rescaled", "divebatch-every-epoch", "oracle"),
+)
 """These come first, in this order; other methods follow by name."""
 
 REQUIRED_NUMBERS = ("epoch", "batch_size", "lr", "steps", "samples")
-OPTIONAL_NUMBERS = ("train_loss", "val_loss", "val_accuracy", "diversity", "exact_diversity", "train_seconds")
+OPTIONAL_NUMBERS = (
+    *("train_loss", "val_loss", "val_accuracy", "diversity", "exact_diversity", "train_seconds", "eval_seconds"),
+    *("compile_seconds", "recompiles", "peak_memory_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,18 @@ class Run:
         planned = self.header.config.get("epochs")
         return planned if isinstance(planned, int) else None
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it ran on an NVIDIA or AMD GPU, both of which torch calls cuda."""
+        return str(self.header.hardware.get("device", "")).startswith("cuda")
+
+    def kind_of(self, *place: str) -> str | None:
+        """The `kind` of a configured part, for instance of ("method", "policy"); None where none is named."""
+        part: object = self.header.config
+        for key in (*place, "kind"):
+            part = part.get(key) if isinstance(part, Mapping) else None
+        return part if isinstance(part, str) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
@@ -50,6 +68,17 @@ class Experiment:
     def longest(self) -> int:
         """The highest epoch number that any run reached; 0 where none did."""
         return max((run.last.epoch for run in self.runs if run.last), default=0)
+
+    @property
+    def length(self) -> int:
+        """The number of epochs that the runs ask for: the highest if they differ, the longest run's where none says."""
+        return max((run.planned_epochs or 0 for run in self.runs), default=0) or self.longest
+
+    @property
+    def is_on_real_data(self) -> bool:
+        """Whether its runs name their data, and it is not drawn at random as the paper's synthetic sets are."""
+        kinds = {run.kind_of("data") for run in self.runs}
+        return not kinds & {None, "synthetic"}
 
     def is_finished(self, run: Run) -> bool:
         """Whether `run` reached the end its configuration names, or the longest run's where it names none."""

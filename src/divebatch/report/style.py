@@ -1,6 +1,8 @@
 """How figures look: one colour and one dash pattern a method, the same everywhere."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Literal
 
 from divebatch.report.summary import MethodSummary
@@ -34,13 +36,19 @@ SETTINGS: Any = {
 """Over matplotlib's defaults. Text in SVG stays text; ids follow from the content, so equal figures are equal bytes."""
 
 
+Dashes = tuple[float, tuple[float, ...]] | Literal["solid"]
+"""As matplotlib takes them: (offset, lengths in points)."""
+DASHED: Dashes = (0, (3.0, 1.5))
+DOTTED: Dashes = (0, (1.0, 1.3))
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Name, colour and dashes of a method's line. Dashes as matplotlib takes them: (offset, lengths in points)."""
+    """Name, colour and dashes of a method's line."""
 
     label: str
     color: str
-    dashes: tuple[float, tuple[float, ...]] | Literal["solid"]
+    dashes: Dashes
 
 
 # Colours differ in lightness as well as hue, so they hold under the common colour-vision deficiencies and in grey.
@@ -51,10 +59,37 @@ LOOKS = {
     "divebatch": Look("DiveBatch", "#D55E00", "solid"),
     "oracle": Look("Oracle", "#222222", (0, (7.0, 2.0))),
 }
-EXACT = Look("exact diversity on DiveBatch's path", LOOKS["divebatch"].color, (0, (1.0, 1.3)))
+REAL_LOOKS = {
+    "sgd-small": Look("SGD", LOOKS["sgd-small"].color, "solid"),
+    "sgd-large": Look("SGD", LOOKS["sgd-large"].color, "solid"),
+    "sgd-large-rescaled": Look("SGD, lr rescaled", LOOKS["sgd-large"].color, DASHED),
+    "sgd-large-warmup": Look("SGD, warm-up", "#CC79A7", "solid"),
+    "sgd-tuned": Look("SGD, tuned", "#222222", "solid"),
+    "adabatch": Look("AdaBatch", LOOKS["adabatch"].color, "solid"),
+    "adabatch-rescaled": Look("AdaBatch, lr rescaled", LOOKS["adabatch"].color, DASHED),
+    "divebatch": Look("DiveBatch", LOOKS["divebatch"].color, "solid"),
+    "divebatch-rescaled": Look("DiveBatch, lr rescaled", LOOKS["divebatch"].color, DASHED),
+    "divebatch-every-epoch": Look("DiveBatch, every epoch", "#E69F00", "solid"),
+}
+"""With ten methods in one figure, dashes mean one thing only: the learning rate follows the batch size."""
+SPARE_LOOKS: list[tuple[str, Dashes]] = [
+    ("#56B4E9", "solid"),
+    ("#999999", "solid"),
+    ("#7F5F2A", "solid"),
+    ("#56B4E9", DOTTED),
+    ("#999999", DOTTED),
+    ("#7F5F2A", DOTTED),
+]
+"""For methods of a user's own, in turn."""
+EXACT = Look("exact diversity on DiveBatch's path", LOOKS["divebatch"].color, DOTTED)
 
 
-def legend_label(summary: MethodSummary) -> str:
+def real_looks(methods: Iterable[str]) -> dict[str, Look]:
+    """One for each method: ours where we know it, else its name in a spare look."""
+    spare = cycle(SPARE_LOOKS)
+    return {method: REAL_LOOKS.get(method) or Look(method, *next(spare)) for method in methods}
+
+
+def legend_label(summary: MethodSummary, look: Look) -> str:
     """The method's name with its first batch size and, where it differs, the mean of the final ones."""
-    name = LOOKS[summary.method].label
-    return f"{name} ({batch_size_range(summary.first_batch_size, summary.final_batch_size, ' - ')})"
+    return f"{look.label} ({batch_size_range(summary.first_batch_size, summary.final_batch_size, ' - ')})"

@@ -4,7 +4,7 @@ import base64
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from divebatch.report.figures import Drawing
+from divebatch.report.drawing import Drawing
 from divebatch.report.sections import Section
 from divebatch.report.table import Table
 
@@ -29,6 +29,7 @@ tbody tr { border-top: 1px solid var(--line); }
 tbody th { font-weight: 600; white-space: nowrap; } .settings tbody th { white-space: normal; font-weight: 400; }
 td { white-space: nowrap; } .settings td { white-space: normal; }
 .notes, figcaption { color: var(--quiet); font-size: .9rem; }
+.verdict { border-left: 4px solid #0072b2; padding: .4rem 1rem; background: var(--card); max-width: 60rem; }
 .problems { border-left: 4px solid #c2571a; padding: .2rem 1rem; background: var(--card); }
 figure { margin: 1.5rem 0; }
 figure .scroll { background: #ffffff; padding: .6rem; }
@@ -69,8 +70,13 @@ def _section(section: Section) -> Iterator[str]:
     yield f'<section id="{escape(section.stem)}">\n<h2>{escape(section.name)}</h2>'
     if section.summary:
         yield f"<p>{escape(section.summary)}</p>"
-    yield _table(section.table)
-    yield f'<div class="notes">{_list(section.table.notes)}</div>'
+    if section.verdict:
+        yield f'<p class="verdict">{escape(section.verdict)}</p>'
+    for table in section.tables:
+        if len(section.tables) > 1:
+            yield f"<h3>{escape(table.title)}</h3>"
+        yield _table(table)
+        yield f'<div class="notes">{_list(table.notes)}</div>'
     for drawing in section.drawings:
         yield _figure(drawing)
     if section.settings:
