@@ -64,7 +64,7 @@ def test_no_file_is_over_400_lines() -> None:
 
 
 def test_the_core_needs_torch_and_numpy_alone() -> None:
-    blocked = ["typer", "rich", "matplotlib"]
+    blocked = ["typer", "rich", "matplotlib", "PIL"]
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import divebatch; print(divebatch.__version__)"
     )

@@ -8,6 +8,7 @@ from divebatch.measurement import Decision, Diversity, Measurement
 from divebatch.norms import NormMeter, gradient_diversity, rule_for
 from divebatch.policies import AdaBatch, DiveBatch, Fixed, Policy
 from divebatch.records import EpochRecord
+from divebatch.training.accumulation import micro_batches
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "Oracle",
     "NormMeter",
     "gradient_diversity",
+    "micro_batches",
     "rule_for",
     "Diversity",
     "Measurement",

@@ -69,6 +69,11 @@ class Controller:
         self._begin_epoch()
         return record
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the epoch under way is being measured."""
+        return self._measuring
+
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
         self._is_closed = True

@@ -4,9 +4,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from divebatch.errors import RecordError
 
@@ -42,6 +44,11 @@ class EpochRecord:
     the rate of the first parameter group when the epoch began. What was not measured is None, and so is a number that
     JSON cannot hold (NaN, infinity). `next_batch_size` and `next_lr` are what `reason` led to. `peak_memory_bytes` is
     the device's peak in this epoch on a GPU, the process's peak resident memory so far on a CPU.
+
+    `eval_seconds` (spent evaluating), `compile_seconds` (spent compiling, no part of `train_seconds`) and `recompiles`
+    (distinct shapes compiled) count from the start of training too, and so does `measure_seconds`: the part of
+    `train_seconds` between an epoch's last step and the decision. `micro_batch_size` is the samples of one backward
+    pass. `measured` says whether gradient norms were measured in this epoch.
     """
 
     epoch: int
@@ -57,6 +64,12 @@ class EpochRecord:
     train_seconds: float | None = None
     total_seconds: float | None = None
     peak_memory_bytes: int | None = None
+    eval_seconds: float | None = None
+    compile_seconds: float | None = None
+    measure_seconds: float | None = None
+    recompiles: int | None = None
+    micro_batch_size: int | None = None
+    measured: bool | None = None
     next_batch_size: int | None = None
     next_lr: float | None = None
     reason: str = ""
@@ -102,8 +115,9 @@ class RecordWriter:
             raise RecordError(f"cannot write records to '{self.path}': {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file; nothing is pending."""
-        self._file.close()
+        """Close the file; nothing is pending but what a full disk refused, and that was said already."""
+        with suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -126,17 +140,22 @@ def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
         return header, [EpochRecord.from_dict(value) for value in values[1:] if value.get("kind") == "epoch"]
     except TypeError as error:
         raise RecordError(f"'{path}' lacks a key: {error}") from error
+    except RecordError as error:
+        raise RecordError(f"'{path}': {error}") from error
 
 
 def rewrite_run(path: Path, header: RunHeader, epochs: list[EpochRecord]) -> None:
     """Replace the file in one step, for a resume that goes back to an earlier epoch."""
     scratch = path.with_suffix(".jsonl.tmp")
-    scratch.unlink(missing_ok=True)
-    with RecordWriter(scratch) as writer:
-        writer.write(header)
-        for record in epochs:
-            writer.write(record)
-    scratch.replace(path)
+    try:
+        scratch.unlink(missing_ok=True)
+        with RecordWriter(scratch) as writer:
+            writer.write(header)
+            for record in epochs:
+                writer.write(record)
+        scratch.replace(path)
+    except OSError as error:
+        raise RecordError(f"cannot write records to '{path}': {error.strerror}") from error
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -152,12 +171,17 @@ def _fields(record: RunHeader | EpochRecord) -> dict[str, Any]:
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RecordError(f"'{path}', line {number}: not JSON ({error.msg})") from error
+        value = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets too deep
+        what = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise RecordError(f"'{path}', line {number}: not JSON ({what})") from error
     if not isinstance(value, dict):
         raise RecordError(f"'{path}', line {number}: not a JSON object")
     return value
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant} is no number in JSON")
 
 
 def _line(kind: str, values: Mapping[str, Any]) -> str:
@@ -174,8 +198,20 @@ def _finite(value: Any) -> Any:
 
 
 def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {entry.name for entry in fields(cls)}
-    return {key: value for key, value in values.items() if key in names}
+    kinds = _KINDS[cls]
+    known = {key: value for key, value in values.items() if key in kinds}
+    for key, value in known.items():
+        if not isinstance(value, kinds[key]) or (isinstance(value, bool) and bool not in kinds[key]):
+            names = " or ".join(kind.__name__ for kind in kinds[key])
+            raise RecordError(f"{key} must be {names}, got {repr(value)[:60]}")
+    return known
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    """What JSON may hold for a field; a whole number is a float too."""
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    plain = tuple(get_origin(option) or option for option in options)
+    return (*plain, int) if float in plain else plain
 
 
 def _change(name: str, now: float, after: float | None) -> str:
@@ -185,3 +221,8 @@ def _change(name: str, now: float, after: float | None) -> str:
 
 def _shown(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+_KINDS: dict[type, dict[str, tuple[type, ...]]] = {
+    cls: {name: _kinds(hint) for name, hint in get_type_hints(cls).items()} for cls in (RunHeader, EpochRecord)
+}

@@ -9,13 +9,17 @@ from divebatch.errors import CheckpointError, RecordError
 from divebatch.experiments import Run, execute, execute_all, get_experiment
 from divebatch.experiments.schema import Experiment
 from divebatch.records import read_run
+from divebatch.training.checkpoint import previous
 from reference.per_sample import diversity as diversity_by_loop
 
 KEYS = {
     *("epoch", "batch_size", "lr", "steps", "samples", "train_loss", "val_loss", "val_accuracy", "diversity"),
     *("exact_diversity", "train_seconds", "total_seconds", "peak_memory_bytes"),
 }
-TIMES = {"train_seconds", "total_seconds", "peak_memory_bytes"}
+TIMES = {
+    *("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds"),
+    "peak_memory_bytes",
+}
 
 
 def small(name: str = "synthetic-nonconvex", epochs: int = 4) -> Experiment:
@@ -179,10 +183,11 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
 def test_a_damaged_checkpoint_fails_its_own_run_alone(tmp_path):
     broken, good = (Run(small(epochs=3), "sgd-small", seed, tmp_path) for seed in (0, 1))
     interrupted(broken, 2)
-    broken.checkpoint_path.write_bytes(b"bad")
+    for path in (broken.checkpoint_path, previous(broken.checkpoint_path)):
+        path.write_bytes(b"bad")
     failures = execute_all([broken, good], jobs=1, resume=True, on_epoch=lambda *_: None)
     assert [failure.run for failure in failures] == [broken]
-    assert "Remove it to start again" in str(failures[0].error)
+    assert "Remove the run's files to start it again" in str(failures[0].error)
     assert len(read_run(good.records_path)[1]) == 3
 
 

@@ -1,5 +1,7 @@
 """`divebatch list`."""
 
+from typing import Literal
+
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +21,8 @@ def list_experiments() -> None:
 def _methods(experiment: Experiment) -> Table:
     table = Table(box=None, padding=(0, 2))
     for column in ("method", "policy", "batch size", "lr", "lr coupling"):
-        table.add_column(column, justify="right" if column in ("batch size", "lr") else "left")
+        justify: Literal["left", "right"] = "right" if column in ("batch size", "lr") else "left"
+        table.add_column(column, justify=justify, no_wrap=column == "method")
     for name, method in experiment.methods.items():
         settings = ", ".join(f"{key}={value}" for key, value in method.policy.settings.items())
         policy = f"{method.policy.kind}({settings})" + (f" with {method.estimator}" if method.estimator else "")

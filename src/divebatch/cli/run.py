@@ -8,12 +8,13 @@ import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
 from divebatch.cli.progress import make_display
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, StoppedError
 from divebatch.experiments import (
     Experiment,
     Failure,
     Run,
     check_can_write,
+    check_parts,
     default_jobs,
     execute_all,
     get_experiment,
@@ -26,9 +27,27 @@ def run(
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds to run; the paper's number by default.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Shorten or lengthen, schedules scaled.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="DIVEBATCH_DATA", help="Holds cifar-10-batches-py and its like.")
+    ] = Path("data"),
+    model: Annotated[str | None, typer.Option(help="Another network, such as resnet20.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    precision: Annotated[str | None, typer.Option(help="fp32, tf32 or bf16.")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = None,
+    cuda_graphs: Annotated[
+        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay compiled passes on a GPU.")
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Most samples of one backward pass.")] = None,
+    norms: Annotated[str | None, typer.Option(help="Per-sample norms where measured: exact or sketch.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Keep images off the device; load them with so many processes.")
+    ] = None,
     log_exact: Annotated[bool, typer.Option("--log-exact", help="Log the exact diversity of every epoch.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Parallel processes; one a core by default.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs from checkpoint to checkpoint.")] = 1,
+    checkpoint_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps from checkpoint to checkpoint within an epoch.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the records.")] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue what is there, start what is not.")] = False,
 ) -> None:
@@ -37,7 +56,26 @@ def run(
         _require_device(device)
         planned = get_experiment(experiment)
         planned = planned.scaled(epochs) if epochs is not None else planned
-        runs = _plan(planned, methods, seed, trials or planned.trials, out, device, log_exact)
+        planned = planned.with_model(model) if model is not None else planned
+        planned = planned.with_training(precision=precision, compile=compile, micro_batch_size=micro_batch, norms=norms)
+        check_parts(planned)
+        runs = [
+            Run(
+                planned,
+                name,
+                number,
+                out,
+                device=device,
+                log_exact=log_exact,
+                data_dir=data_dir,
+                on_device=workers is None,
+                num_workers=workers or 0,
+                checkpoint_every=checkpoint_every,
+                checkpoint_steps=checkpoint_steps,
+            )
+            for name in _method_names(planned, methods)
+            for number in range(seed, seed + (trials or planned.trials))
+        ]
         for each in runs:
             check_can_write(each, resume=resume)
     with errors_exit_with(FAILED):
@@ -48,23 +86,19 @@ def run(
     typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
 
 
-def _plan(
-    experiment: Experiment, methods: str | None, seed: int, trials: int, out: Path, device: str, log_exact: bool
-) -> list[Run]:
+def _method_names(experiment: Experiment, methods: str | None) -> list[str]:
     names = [name.strip() for name in methods.split(",")] if methods is not None else list(experiment.methods)
     for name in names:
         experiment.method(name)
-    return [
-        Run(experiment, name, number, out, device, log_exact)
-        for name in dict.fromkeys(names)
-        for number in range(seed, seed + trials)
-    ]
+    return list(dict.fromkeys(names))
 
 
 def _execute(runs: list[Run], jobs: int, resume: bool, out: Path) -> list[Failure]:
     try:
         with make_display(runs) as display:
             return execute_all(runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch)
+    except StoppedError as error:
+        raise leave(f"{error}; the same command with --resume continues the runs in '{out}'", FAILED) from None
     except KeyboardInterrupt:
         raise leave(f"interrupted; the same command with --resume continues the runs in '{out}'", FAILED) from None
 

@@ -1,17 +1,18 @@
 """The estimators by name. A new estimator adds one row."""
 
 from collections.abc import Callable
+from typing import Any
 
 from divebatch.errors import ArgumentError
 from divebatch.estimators.estimator import Estimator
 from divebatch.estimators.oracle import Oracle
 from divebatch.estimators.trajectory import Trajectory
 
-ESTIMATORS: dict[str, Callable[[], Estimator]] = {"trajectory": Trajectory, "oracle": Oracle}
+ESTIMATORS: dict[str, Callable[..., Estimator]] = {"trajectory": Trajectory, "oracle": Oracle}
 
 
-def make_estimator(kind: str) -> Estimator:
-    """Build an estimator from its name."""
+def make_estimator(kind: str, **settings: Any) -> Estimator:
+    """Build an estimator from its name and settings."""
     if kind not in ESTIMATORS:
         raise ArgumentError(f"unknown estimator {kind!r}; known: {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[kind]()
+    return ESTIMATORS[kind](**settings)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -10,8 +11,11 @@ from typing import Any
 
 import torch
 
-from divebatch.experiments.runner import Run, execute
+from divebatch.errors import StoppedError
+from divebatch.experiments.run import Run
+from divebatch.experiments.runner import execute
 from divebatch.records import EpochRecord
+from divebatch.training import StopRequest
 
 OnEpoch = Callable[[int, EpochRecord], None]
 """Called in the parent with the run's index and each finished epoch."""
@@ -31,16 +35,42 @@ def default_jobs(device: str, num_runs: int) -> int:
 
 
 def execute_all(runs: Sequence[Run], *, jobs: int, resume: bool, on_epoch: OnEpoch) -> list[Failure]:
-    """Execute every run; one that fails does not stop the others."""
-    if jobs == 1:
-        return _one_by_one(runs, resume, on_epoch)
+    """Execute every run; one that fails does not stop the others. Asked to stop, all save and `StoppedError` rises."""
+    with StopRequest() as stop:
+        if jobs == 1:
+            return _one_by_one(runs, resume, on_epoch, stop)
+        failures = _in_processes(runs, jobs, resume, on_epoch, stop)
+        if failures and stop.is_set:
+            raise StoppedError(f"stopped; {len(runs) - len(failures)} of {len(runs)} runs are complete")
+        return failures
+
+
+def _one_by_one(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: StopRequest) -> list[Failure]:
+    failures = []
+    for index, run in enumerate(runs):
+        try:
+            _execute_unless_stopped(run, resume, lambda record, index=index: on_epoch(index, record), stop)  # type: ignore[misc]
+        except StoppedError:
+            raise
+        except Exception as error:  # as in a process of its own
+            failures.append(Failure(run, error))
+    return failures
+
+
+def _execute_unless_stopped(run: Run, resume: bool, report: Callable[[EpochRecord], None], stop: StopRequest) -> None:
+    if stop.is_set:
+        raise StoppedError(f"stopped before {run.records_path} was begun")
+    execute(run, resume=resume, on_epoch=report, stop=stop)
+
+
+def _in_processes(runs: Sequence[Run], jobs: int, resume: bool, on_epoch: OnEpoch, stop: StopRequest) -> list[Failure]:
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
     threads = max(1, (os.cpu_count() or 1) // jobs)
     with ProcessPoolExecutor(jobs, context, _start_worker, (events, threads)) as pool:
         futures = [pool.submit(_execute_in_worker, index, run, resume) for index, run in enumerate(runs)]
         try:
-            _relay(futures, events, on_epoch)
+            _relay(futures, events, on_epoch, stop)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -48,36 +78,41 @@ def execute_all(runs: Sequence[Run], *, jobs: int, resume: bool, on_epoch: OnEpo
     return [Failure(run, error) for run, error in zip(runs, errors, strict=True) if error is not None]
 
 
-def _one_by_one(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch) -> list[Failure]:
-    failures = []
-    for index, run in enumerate(runs):
-        try:
-            execute(run, resume=resume, on_epoch=lambda record, index=index: on_epoch(index, record))  # type: ignore[misc]
-        except Exception as error:  # as in a process of its own
-            failures.append(Failure(run, error))
-    return failures
-
-
 _events: Any = None
+_stop = StopRequest()
 
 
 def _start_worker(events: Any, threads: int) -> None:
     global _events
     _events = events
     torch.set_num_threads(threads)
+    _stop.__enter__()  # for as long as the process lives
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """A worker that outlived a killed parent would write into the files of the run that resumes its own."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _execute_in_worker(index: int, run: Run, resume: bool) -> None:
-    execute(run, resume=resume, on_epoch=lambda record: _events.put((index, record)))
+    _execute_unless_stopped(run, resume, lambda record: _events.put((index, record)), _stop)
 
 
-def _relay(futures: Sequence[Future[None]], events: Any, on_epoch: OnEpoch) -> None:
-    """Hand on what the workers say until all are done and nothing is left to say."""
+def _relay(futures: Sequence[Future[None]], events: Any, on_epoch: OnEpoch, stop: StopRequest) -> None:
+    """Hand on what the workers say until all are done and nothing is left to say; hand them a wish to stop."""
+    told = False
     while True:
+        if stop.is_set and not told:
+            told = True
+            for worker in multiprocessing.active_children():
+                worker.terminate()  # SIGTERM, which they take as a wish
         finished = all(future.done() for future in futures)
         try:
-            while True:
-                on_epoch(*events.get(timeout=0.1))
+            on_epoch(*events.get(timeout=0.1))  # one at a time: quick epochs must not drown out a wish to stop
         except queue.Empty:
             if finished:
                 return

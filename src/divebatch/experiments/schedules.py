@@ -1,10 +1,12 @@
 """Learning-rate schedules by kind, stepped once an epoch. A new one is one dataclass and one row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, StepLR
+
+from divebatch.policies.bounds import require_count, require_positive
 
 
 class ScheduleSettings(Protocol):
@@ -31,9 +33,54 @@ class Step:
     factor: float
     every_epochs: int
 
+    def __post_init__(self) -> None:
+        require_positive("factor", self.factor)
+        require_count("every_epochs", self.every_epochs)
+
     def build(self, optimizer: Optimizer) -> LRScheduler | None:
         """torch's StepLR."""
         return StepLR(optimizer, step_size=self.every_epochs, gamma=self.factor)
 
 
-SCHEDULES: dict[str, type[ScheduleSettings]] = {"constant": Constant, "step": Step}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cosine:
+    """Half a cosine from the first rate to zero after `over_epochs` epochs."""
+
+    over_epochs: int
+
+    def __post_init__(self) -> None:
+        require_count("over_epochs", self.over_epochs)
+
+    def build(self, optimizer: Optimizer) -> LRScheduler | None:
+        """torch's CosineAnnealingLR."""
+        return CosineAnnealingLR(optimizer, T_max=self.over_epochs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Milestones:
+    """Times `factor` after each of the epochs in `after_epochs`."""
+
+    factor: float
+    after_epochs: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_positive("factor", self.factor)
+        for epoch in self.after_epochs:
+            require_count("after_epochs", epoch)
+
+    def build(self, optimizer: Optimizer) -> LRScheduler | None:
+        """torch's MultiStepLR."""
+        return MultiStepLR(optimizer, milestones=self.after_epochs, gamma=self.factor)
+
+
+SCHEDULES: dict[str, type[ScheduleSettings]] = {
+    "constant": Constant,
+    "step": Step,
+    "cosine": Cosine,
+    "milestones": Milestones,
+}
+
+
+def warm_up(optimizer: Optimizer, epochs: int) -> LRScheduler | None:
+    """A factor beside any schedule: 1/epochs in the first epoch, 2/epochs in the second, ..., 1 from the last on."""
+    return LinearLR(optimizer, start_factor=1 / epochs, total_iters=epochs - 1) if epochs > 1 else None

@@ -1,5 +1,6 @@
 """What an experiment file says, typed. An unknown key is an error that names it and the known ones."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -12,11 +13,15 @@ from divebatch.estimators import ESTIMATORS
 from divebatch.lr import COUPLINGS
 from divebatch.policies import POLICIES, make_policy
 from divebatch.policies.bounds import require_count, require_positive
+from divebatch.training import Setup
 
 T = TypeVar("T")
 
-EPOCH_COUNTED = frozenset({"every", "every_epochs"})
+EPOCH_COUNTED = frozenset({"every", "every_epochs", "over_epochs", "after_epochs"})
 """Settings that count epochs and shrink with them when a run is shortened."""
+
+COMPILED_MULTIPLE = 64
+"""Samples by which compiled batch sizes differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +33,15 @@ class Part:
 
     def scaled(self, ratio: float) -> "Part":
         """Epoch-counted settings times `ratio`, rounded, at least 1."""
-        scaled = {key: max(1, round(value * ratio)) for key, value in self.settings.items() if key in EPOCH_COUNTED}
+        scaled = {key: _scaled(value, ratio) for key, value in self.settings.items() if key in EPOCH_COUNTED}
         return replace(self, settings={**self.settings, **scaled})
+
+
+def _scaled(epochs: Any, ratio: float) -> Any:
+    """A number of epochs, or a list of them."""
+    if isinstance(epochs, list):
+        return [_scaled(each, ratio) for each in epochs]
+    return max(1, round(epochs * ratio))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +51,18 @@ class OptimizerSettings:
     momentum: float = 0.0
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("momentum", "weight_decay"):
+            if getattr(self, name) != 0:
+                require_positive(name, getattr(self, name))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way of training: its first batch size and rate, and what becomes of them."""
+    """One way of training: its first batch size and rate, and what becomes of them.
+
+    The rate grows linearly over the first `warmup_epochs`, on top of the experiment's schedule.
+    """
 
     label: str
     batch_size: int
@@ -50,6 +70,19 @@ class Method:
     policy: Part
     lr_coupling: str = "none"
     estimator: str | None = None
+    warmup_epochs: int = 0
+
+    def scaled(self, ratio: float) -> "Method":
+        """Epoch-counted settings times `ratio`."""
+        warmup = _scaled(self.warmup_epochs, ratio) if self.warmup_epochs else 0
+        return replace(self, policy=self.policy.scaled(ratio), warmup_epochs=warmup)
+
+    def for_compiler(self) -> "Method":
+        """Sizes that follow a measurement are rounded down: each new one costs the compiler half a minute."""
+        if self.policy.kind != "divebatch" or "multiple_of" in self.policy.settings:
+            return self
+        settings = {**self.policy.settings, "multiple_of": COMPILED_MULTIPLE}
+        return replace(self, policy=replace(self.policy, settings=settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +99,25 @@ class Experiment:
     schedule: Part
     optimizer: OptimizerSettings
     methods: Mapping[str, Method]
+    training: Setup = field(default_factory=Setup)
 
     def scaled(self, epochs: int) -> "Experiment":
         """The same experiment over another number of epochs, every epoch-counted setting with it."""
         if epochs < 1:
             raise ArgumentError(f"epochs must be at least 1, got epochs={epochs}")
         ratio = epochs / self.epochs
-        methods = {name: replace(m, policy=m.policy.scaled(ratio)) for name, m in self.methods.items()}
+        methods = {name: method.scaled(ratio) for name, method in self.methods.items()}
         return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio), methods=methods)
+
+    def with_model(self, kind: str) -> "Experiment":
+        """The same experiment with another network, at its own settings."""
+        return replace(self, model=Part(kind=kind))
+
+    def with_training(self, **changes: Any) -> "Experiment":
+        """Another use of the device; None leaves a setting as it is. Batch sizes are rounded for the compiler."""
+        training = replace(self.training, **{key: value for key, value in changes.items() if value is not None})
+        methods = {name: method.for_compiler() if training.compile else method for name, method in self.methods.items()}
+        return replace(self, training=training, methods=methods)
 
     def method(self, name: str) -> Method:
         """The method called `name`, or an error that lists those there are."""
@@ -86,9 +130,9 @@ def read_experiment(path: Path) -> Experiment:
     """Read and check one file."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, too deep
         raise ArgumentError(f"cannot read experiment '{path}': {error}") from error
-    return parse_experiment(table, path.name)
+    return parse_experiment(table, str(path))
 
 
 def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
@@ -97,6 +141,7 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     for key in ("data", "model", "schedule"):
         values[key] = _part(values.get(key), f"{where}: [{key}]")
     values["optimizer"] = _build(OptimizerSettings, values.get("optimizer", {}), f"{where}: [optimizer]")
+    values["training"] = _build(Setup, values.get("training", {}), f"{where}: [training]")
     methods = values.get("methods")
     if not isinstance(methods, Mapping) or not methods:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
@@ -104,6 +149,9 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     experiment = _build(Experiment, values, where)
     for key in ("trials", "epochs"):
         require_count(f"{where}: {key}", getattr(experiment, key))
+    for name in (experiment.name, *experiment.methods):  # they become folders
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ArgumentError(f"{where}: a name must be letters, digits, '_', '-' and '.', got {name!r}")
     return experiment
 
 
@@ -119,6 +167,8 @@ def _method(table: Any, where: str) -> Method:
     try:
         require_count("batch_size", method.batch_size)
         require_positive("lr", method.lr)
+        if method.warmup_epochs < 0:
+            raise ArgumentError(f"warmup_epochs must not be negative, got {method.warmup_epochs}")
         _require_known("lr_coupling", method.lr_coupling, COUPLINGS)
         _require_known("estimator", method.estimator, {None: None, **ESTIMATORS})
         make_policy(method.policy.kind, **method.policy.settings).check_start(method.batch_size)
@@ -159,7 +209,10 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     for key, value in values.items():
         if not _fits(value, hints[key]):
             raise ArgumentError(f"{where}: {key} must be {_name(hints[key])}, got {value!r}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from error
 
 
 def _is_required(entry: Field[Any]) -> bool:

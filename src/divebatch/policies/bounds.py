@@ -1,6 +1,6 @@
 """Between which sizes a batch may move, and the checks all policies share."""
 
-import math
+import sys
 from dataclasses import dataclass
 
 from divebatch.errors import ArgumentError
@@ -14,7 +14,7 @@ def require_count(name: str, value: int) -> None:
 
 def require_positive(name: str, value: float) -> None:
     """Raise unless `value` is positive and finite; NaN fails too."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ArgumentError(f"{name} must be positive and finite, got {name}={value!r}")
 
 

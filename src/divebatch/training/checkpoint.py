@@ -1,6 +1,15 @@
-"""Checkpoints that are either the old one or the new one, never half of one."""
+"""Checkpoints that are either the old one or the new one, never half of one, and that notice their own damage.
 
+A file is a line that names the format, the SHA-256 of the rest, and what `torch.save` wrote. The checkpoint before
+stays beside it as NAME.previous.
+"""
+
+import hashlib
+import io
+import logging
 import os
+import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +17,97 @@ import torch
 
 from divebatch.errors import CheckpointError
 
+MAGIC = b"divebatch checkpoint 1\n"
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+logger = logging.getLogger(__name__)
+
+
+def previous(path: Path) -> Path:
+    """Where the checkpoint before the last one is."""
+    return path.with_name(path.name + ".previous")
+
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write beside, sync, then rename: a crash at any moment leaves a complete file."""
+    """Write beside, sync, then rename: a crash at any moment leaves a complete file, a full disk no new one."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
     scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
-    _sync_folder(path.parent)
+    try:
+        _write_synced(scratch, buffer.getbuffer())
+        _take_the_place(scratch, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write checkpoint '{path}': {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
-    """Read back tensors and plain containers; nothing in the file is executed."""
+    """Read back tensors and plain containers; nothing in the file is executed, and a damaged one is refused."""
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # a damaged file may fail in any way
-        raise CheckpointError(f"cannot read checkpoint '{path}': {error}. Remove it to start again.") from error
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint '{path}': {error.strerror or error}") from error
+    start = len(MAGIC) + DIGEST_BYTES
+    if not content.startswith(MAGIC):
+        raise CheckpointError(f"'{path}' is not a divebatch checkpoint, or its beginning is damaged")
+    if hashlib.sha256(memoryview(content)[start:]).digest() != content[len(MAGIC) : start]:
+        raise CheckpointError(f"checkpoint '{path}' is damaged or cut short: its checksum does not fit")
+    return _load(path, io.BytesIO(memoryview(content)[start:]), device)
+
+
+def load_newest(path: Path, *, device: torch.device) -> dict[str, Any] | None:
+    """The checkpoint, or the one before it where it is damaged or gone, saying so; None where there was none yet."""
+    candidates = [candidate for candidate in (path, previous(path)) if candidate.exists()]
+    problems = [f"checkpoint '{path}' is gone"] if candidates == [previous(path)] else []
+    for candidate in candidates:
+        try:
+            state = load_checkpoint(candidate, device=device)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            logger.warning("%s; going on from the one before it, '%s'", problems[0], candidate)
+        return state
+    if not problems:
+        return None
+    raise CheckpointError(f"{'; '.join(problems)}. Remove the run's files to start it again.")
+
+
+def _load(path: Path, file: io.BytesIO, device: torch.device) -> dict[str, Any]:
+    try:
+        state = torch.load(file, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:  # whose own message tells how to run it all the same
+        raise CheckpointError(f"'{path}' holds more than tensors and plain data; nothing in it was executed") from error
+    except Exception as error:  # a file made on purpose may fail in any way
+        what = str(error).partition(". ")[0].partition("\n")[0]
+        raise CheckpointError(f"cannot read checkpoint '{path}': {type(error).__name__}: {what}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"'{path}' is not a checkpoint: it holds a {type(state).__name__}")
     return state
+
+
+def _write_synced(path: Path, content: memoryview) -> None:
+    with path.open("wb") as file:
+        file.write(MAGIC + hashlib.sha256(content).digest())
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _take_the_place(scratch: Path, path: Path) -> None:
+    """The old checkpoint becomes the previous one, or stays what it is where the new one cannot follow."""
+    if not path.exists():
+        scratch.replace(path)
+        return
+    path.replace(previous(path))
+    try:
+        scratch.replace(path)
+    except OSError:
+        previous(path).replace(path)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from divebatch.training.loop import LossFn
+from divebatch.training.passes import LossFn, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +19,22 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn) -> Evaluation:
+def evaluate(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, precision: str = "fp32") -> Evaluation:
     """Loss and accuracy in evaluation mode; the mode is put back afterwards."""
     was_training = model.training
     model.eval()
-    loss_sum, num_right, num_samples = 0.0, 0, 0
+    sums, num_samples = [], 0
     for inputs, targets in batches:
-        outputs = model(inputs)
-        loss_sum += float(loss_fn(outputs, targets)) * len(targets)
-        num_right += int(is_right(outputs, targets).sum())
+        sums.append(_judged(predict(model, inputs, precision), targets, loss_fn))
         num_samples += len(targets)
     model.train(was_training)
+    loss_sum, num_right = torch.stack(sums).sum(0).tolist()
     return Evaluation(loss_sum / num_samples, num_right / num_samples)
+
+
+def _judged(outputs: Tensor, targets: Tensor, loss_fn: LossFn) -> Tensor:
+    """(sum of losses, right answers), left on the device: reading each batch's would wait for it."""
+    return torch.stack([loss_fn(outputs, targets).double() * len(targets), is_right(outputs, targets).sum()])
 
 
 def is_right(outputs: Tensor, targets: Tensor) -> Tensor:

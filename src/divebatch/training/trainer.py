@@ -1,7 +1,8 @@
 """The reference trainer: a user's loop with a controller, plus evaluation, timing and state."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,54 +11,103 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.controller import Controller
+from divebatch.errors import DivergedError
 from divebatch.norms import gradient_diversity
+from divebatch.norms.sketch import load_signs_state, signs_state
 from divebatch.records import EpochRecord
-from divebatch.training.clock import Clock, peak_memory_bytes
+from divebatch.training.clock import Clock
 from divebatch.training.evaluation import evaluate
-from divebatch.training.loop import LossFn, train_epoch
+from divebatch.training.loop import Step, Tally, train_epoch
+from divebatch.training.passes import LossFn, Passes
+from divebatch.training.precision import device_settings
+from divebatch.training.setup import Setup
 
 
-@dataclass(slots=True)
+def _go_on() -> None:
+    """After a step nothing is to be done."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Trainer:
     """Everything one run needs; `run_epoch` is the whole story of an epoch."""
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler | None
+    schedulers: Sequence[LRScheduler]
     control: Controller
     loss_fn: LossFn
-    validation: Sequence[Any]
+    validation: Iterable[Any]
     clock: Clock
+    setup: Setup = field(default_factory=Setup)
     log_exact: bool = False
+    passes: Passes = field(init=False)
+    tally: Tally = field(init=False, default_factory=Tally)
 
-    def run_epoch(self) -> EpochRecord:
-        """Train, let the controller decide, evaluate. Measuring counts as training, evaluation does not."""
-        with self.clock.training():
-            train_loss = train_epoch(self.model, self.optimizer, self.control.loader, self.loss_fn)
-            if self.scheduler is not None:
-                self.scheduler.step()
-            record = self.control.step()
-        seen = evaluate(self.model, self.validation, self.loss_fn)
+    def __post_init__(self) -> None:
+        self.passes = Passes(self.model, self.loss_fn, self.setup, self.clock)
+
+    def run_epoch(self, *, after_step: Callable[[], None] = _go_on) -> EpochRecord:
+        """Train, let the controller decide, evaluate.
+
+        Measuring counts as training; evaluation and the compiler's work do not. `after_step` may save or raise.
+        """
+        with device_settings(self.setup.precision, self.clock.device):
+            was_measured = self.control.is_measuring
+            with self.clock.lap("train"):
+                train_loss = self._train(after_step)
+                with self.clock.lap("measure"):
+                    record = self.control.step()
+            peak = self.passes.peak_memory_bytes
+            with self.clock.lap("evaluate"):
+                seen = evaluate(self.model, self.validation, self.loss_fn, precision=self.setup.precision)
+            exact = self._exact_diversity() if self.log_exact else None
         return replace(
             record,
             train_loss=train_loss,
             val_loss=seen.loss,
             val_accuracy=seen.accuracy,
-            exact_diversity=self._exact_diversity() if self.log_exact else None,
-            train_seconds=self.clock.train_seconds,
-            total_seconds=self.clock.total_seconds,
-            peak_memory_bytes=peak_memory_bytes(self.clock.device),
+            exact_diversity=exact,
+            measured=was_measured,
+            peak_memory_bytes=peak,
+            micro_batch_size=self.setup.micro_batch_size,
+            recompiles=self.passes.num_compiled,
+            **self._seconds(),
         )
 
+    def _train(self, after_step: Callable[[], None]) -> float:
+        self.model.train()
+        batch_size = self.control.loader.batch_size
+        self.passes.begin_epoch(min(batch_size, self.setup.micro_batch_size or batch_size))
+        step = Step(self.passes, self.optimizer, lambda: self.control.is_measuring)
+        train_loss = train_epoch(step, self.control.loader, self.tally, after_step)
+        if not math.isfinite(train_loss):
+            raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
+        self.tally = Tally()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return train_loss
+
+    def _seconds(self) -> dict[str, Any]:
+        return {
+            "train_seconds": self.clock.train_seconds,
+            "eval_seconds": self.clock.seconds("evaluate"),
+            "compile_seconds": self.clock.seconds("compile"),
+            "measure_seconds": self.clock.seconds("measure"),
+            "total_seconds": self.clock.total_seconds,
+        }
+
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs."""
+        """All that a resume needs, also in the middle of an epoch."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "control": self.control.state_dict(),
             "clock": self.clock.state_dict(),
+            "tally": (self.tally.loss_sum, self.tally.num_samples),
             "random": torch.get_rng_state(),
+            "signs": signs_state(self.clock.device),
+            "cuda_random": torch.cuda.get_rng_state(self.clock.device) if self._on_cuda else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,10 +115,20 @@ class Trainer:
         self.control.load_state_dict(state["control"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
         self.clock.load_state_dict(state["clock"])
+        self.tally = Tally(*state["tally"])
+        # Steps were made in an earlier life; a scheduler would warn where an epoch has none left.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         torch.set_rng_state(state["random"].cpu())
+        load_signs_state(self.clock.device, state["signs"])
+        if self._on_cuda and state["cuda_random"] is not None:
+            torch.cuda.set_rng_state(state["cuda_random"].cpu(), self.clock.device)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.clock.device.type == "cuda"
 
     def _exact_diversity(self) -> float | None:
         """Of the whole training set at the weights the epoch ended with; None where it is undefined."""

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from torch import nn
 
+from divebatch.experiments.models.image import ResNet18, ResNet18ImageNet, ResNet20
 from divebatch.experiments.models.synthetic import LogisticRegression, Mlp
 from divebatch.training import LossFn
 
@@ -16,11 +17,17 @@ class ModelSettings(Protocol):
         """Mean-reduced loss of (outputs, targets)."""
         ...
 
-    def build(self, num_features: int) -> nn.Module:
+    def build(self, num_features: int, num_classes: int) -> nn.Module:
         """A freshly initialised model; the caller seeds the random state."""
         ...
 
 
-MODELS: dict[str, type[ModelSettings]] = {"logistic-regression": LogisticRegression, "mlp": Mlp}
+MODELS: dict[str, type[ModelSettings]] = {
+    "logistic-regression": LogisticRegression,
+    "mlp": Mlp,
+    "resnet18": ResNet18,
+    "resnet18-imagenet": ResNet18ImageNet,
+    "resnet20": ResNet20,
+}
 
 __all__ = ["MODELS", "ModelSettings"]

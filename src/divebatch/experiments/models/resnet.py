@@ -30,11 +30,11 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A 3x3 stem without pooling, stages of basic blocks that halve the size, mean pooling, one linear layer."""
+    """A stem, stages of basic blocks that halve the size, mean pooling, one linear layer."""
 
-    def __init__(self, widths: Sequence[int], blocks: int, num_classes: int, norm: Norm) -> None:
+    def __init__(self, stem: nn.Module, widths: Sequence[int], blocks: int, num_classes: int, norm: Norm) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, widths[0], 3, padding=1, bias=False), norm(widths[0]))
+        self.stem = stem
         stages, in_channels = [], widths[0]
         for number, channels in enumerate(widths):
             for block in range(blocks):
@@ -46,7 +46,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the classes."""
-        x = self.stages(relu(self.stem(x)))
+        x = self.stages(self.stem(x))
         scores: Tensor = self.head(x.mean((2, 3)))
         return scores
 
@@ -56,11 +56,27 @@ def group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(max(1, channels // 8), channels)
 
 
+def small_stem(channels: int, norm: Norm) -> nn.Module:
+    """For images of 32 x 32: a 3x3 convolution that keeps the size."""
+    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1, bias=False), norm(channels), nn.ReLU())
+
+
+def imagenet_stem(channels: int, norm: Norm) -> nn.Module:
+    """For images of 224 x 224: a 7x7 convolution and a pooling, each of which halves the size."""
+    conv = nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)
+    return nn.Sequential(conv, norm(channels), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
+
+
 def resnet18(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNet:
-    """64-128-256-512 channels, two blocks a stage: 11 173 962 parameters for 10 classes."""
-    return ResNet((64, 128, 256, 512), 2, num_classes, norm)
+    """64-128-256-512 channels, two blocks a stage, for small images: 11 173 962 parameters for 10 classes."""
+    return ResNet(small_stem(64, norm), (64, 128, 256, 512), 2, num_classes, norm)
+
+
+def resnet18_imagenet(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNet:
+    """The same stages behind ImageNet's stem: 11 689 512 parameters for 1000 classes."""
+    return ResNet(imagenet_stem(64, norm), (64, 128, 256, 512), 2, num_classes, norm)
 
 
 def resnet20(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNet:
-    """16-32-64 channels, three blocks a stage."""
-    return ResNet((16, 32, 64), 3, num_classes, norm)
+    """16-32-64 channels, three blocks a stage, for small images: 272 474 parameters for 10 classes."""
+    return ResNet(small_stem(16, norm), (16, 32, 64), 3, num_classes, norm)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from divebatch.policies.bounds import require_count
 from divebatch.training import LossFn
 
 
@@ -17,7 +18,7 @@ class LogisticRegression:
         """Mean binary cross-entropy of the logit."""
         return binary_cross_entropy_with_logits
 
-    def build(self, num_features: int) -> nn.Module:
+    def build(self, num_features: int, num_classes: int) -> nn.Module:
         """A fresh model."""
         return nn.Linear(num_features, 1)
 
@@ -28,11 +29,14 @@ class Mlp:
 
     hidden_width: int = 1
 
+    def __post_init__(self) -> None:
+        require_count("hidden_width", self.hidden_width)
+
     @property
     def loss_fn(self) -> LossFn:
         """Mean binary cross-entropy of the logit."""
         return binary_cross_entropy_with_logits
 
-    def build(self, num_features: int) -> nn.Module:
+    def build(self, num_features: int, num_classes: int) -> nn.Module:
         """A fresh model."""
         return nn.Sequential(nn.Linear(num_features, self.hidden_width), nn.ReLU(), nn.Linear(self.hidden_width, 1))

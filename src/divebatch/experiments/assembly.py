@@ -1,0 +1,106 @@
+"""From a run's configuration to a trainer."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LRScheduler
+
+from divebatch.controller import Controller
+from divebatch.data.order import mixed_seed
+from divebatch.errors import ArgumentError
+from divebatch.estimators import Estimator, make_estimator
+from divebatch.experiments.datasets import DATASETS, DataPlace, Split
+from divebatch.experiments.models import MODELS, ModelSettings
+from divebatch.experiments.run import Run
+from divebatch.experiments.schedules import SCHEDULES, warm_up
+from divebatch.experiments.schema import Experiment, Part, build_settings
+from divebatch.norms.sketch import seed_signs
+from divebatch.policies import make_policy
+from divebatch.training import Clock, Trainer
+
+# Apart from each other and from the epochs' orders, whose purpose is one number.
+DATA, MODEL, SIGNS = (0, 2), (0, 3), (0, 5)
+
+
+def make_trainer(run: Run) -> Trainer:
+    """Data, model, optimizer, schedule and controller as configured; everything random follows from the seed."""
+    experiment, method, device = run.experiment, run.method, torch.device(run.device)
+    seed_signs(device, mixed_seed(run.seed, *SIGNS))
+    split = _load_data(run)
+    settings: ModelSettings = _settings(MODELS, experiment.model, "model")
+    model = _build_model(run, settings, split)
+    optimizer = SGD(
+        model.parameters(), lr=method.lr, **asdict(experiment.optimizer), fused=True if device.type == "cuda" else None
+    )
+    schedulers = _schedulers(run, optimizer)
+    control = Controller(
+        model,
+        optimizer,
+        split.loader(method.batch_size, seed=run.seed),
+        make_policy(method.policy.kind, **method.policy.settings),
+        estimator=_estimator(run),
+        lr_coupling=method.lr_coupling,
+        scheduler=schedulers,
+        loss_fn=settings.loss_fn,
+    )
+    return Trainer(
+        model=model,
+        optimizer=optimizer,
+        schedulers=schedulers,
+        control=control,
+        loss_fn=settings.loss_fn,
+        validation=split.validation,
+        clock=Clock(device),
+        setup=experiment.training,
+        log_exact=run.log_exact,
+    )
+
+
+def check_parts(experiment: Experiment) -> None:
+    """Raise before any work for an unknown kind of data, model or schedule, or a setting that it does not have."""
+    for registry, where in ((DATASETS, "data"), (MODELS, "model"), (SCHEDULES, "schedule")):
+        try:
+            _settings(registry, getattr(experiment, where), where)
+        except ArgumentError as error:
+            raise ArgumentError(f"{experiment.name}: {error}") from error
+
+
+def _load_data(run: Run) -> Split:
+    place = DataPlace(
+        torch.device(run.device),
+        folder=run.data_dir,
+        channels_last=run.experiment.training.channels_last,
+        on_device=run.on_device,
+        num_workers=run.num_workers,
+    )
+    split: Split = _settings(DATASETS, run.experiment.data, "data").load(mixed_seed(run.seed, *DATA), place)
+    return split
+
+
+def _build_model(run: Run, settings: ModelSettings, split: Split) -> nn.Module:
+    torch.manual_seed(mixed_seed(run.seed, *MODEL))
+    model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
+    memory_format = torch.channels_last if run.experiment.training.channels_last else torch.contiguous_format
+    return model.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
+
+
+def _schedulers(run: Run, optimizer: SGD) -> list[LRScheduler]:
+    schedule = _settings(SCHEDULES, run.experiment.schedule, "schedule").build(optimizer)
+    return [each for each in (schedule, warm_up(optimizer, run.method.warmup_epochs)) if each is not None]
+
+
+def _estimator(run: Run) -> str | Estimator | None:
+    """The paper's estimate measures in the way the run trains; others run the model by themselves."""
+    kind, training = run.method.estimator, run.experiment.training
+    if kind not in (None, "trajectory"):
+        return kind
+    return make_estimator("trajectory", mode=training.norms, compiled=training.compile)
+
+
+def _settings(registry: dict[str, type[Any]], part: Part, where: str) -> Any:
+    if part.kind not in registry:
+        raise ArgumentError(f"unknown {where} kind {part.kind!r}; known: {', '.join(registry)}")
+    return build_settings(registry[part.kind], part, where)

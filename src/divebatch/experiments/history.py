@@ -1,0 +1,118 @@
+"""What is on disk of a run, and how far it can be built upon."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from divebatch.errors import CheckpointError, DivebatchError, RecordError
+from divebatch.experiments.run import Run
+from divebatch.records import EpochRecord, RunHeader, read_run, rewrite_run
+from divebatch.training import load_newest
+
+WORDS = {"summary", "paper", "trials"}
+"""What may differ between a run and its resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A run's past: its records up to the checkpoint, and the checkpoint's state."""
+
+    epochs: list[EpochRecord] = field(default_factory=list)
+    state: dict[str, Any] | None = None
+    is_begun: bool = False
+    """Whether the records hold the run's first line already."""
+
+
+def read_history(run: Run, *, resume: bool) -> History:
+    """Records beyond the checkpoint are taken back: a resume writes them again."""
+    check_can_write(run, resume=resume)
+    if not run.records_path.exists():
+        return History()
+    header, epochs = _read_back(run)
+    is_complete = len(epochs) >= run.experiment.epochs
+    state = _load_state(run, is_needed=not is_complete)
+    if state is None and not is_complete:
+        run.records_path.unlink()
+        return History()
+    saved = _epochs_of(state, run, len(epochs)) if state is not None else len(epochs)
+    if saved >= run.experiment.epochs:
+        return History(epochs, is_begun=True)
+    rewrite_run(run.records_path, header, epochs[:saved])
+    return History(epochs[:saved], state, is_begun=True)
+
+
+def _load_state(run: Run, *, is_needed: bool) -> dict[str, Any] | None:
+    """The last checkpoint. A complete run may lack its last one, if it was killed right before: then it is behind."""
+    try:
+        return load_newest(run.checkpoint_path, device=torch.device(run.device))
+    except CheckpointError:
+        if is_needed:
+            raise
+        return None
+
+
+def check_can_write(run: Run, *, resume: bool) -> None:
+    """Raise before any work if the records of this run must not be written or continued."""
+    if not run.records_path.exists():
+        return
+    if resume:
+        _require_same(run, _read_back(run)[0])
+        return
+    raise RecordError(
+        f"'{run.records_path}' already holds a run. Use --resume to continue it, or another --out folder."
+    )
+
+
+def _read_back(run: Run) -> tuple[RunHeader, list[EpochRecord]]:
+    try:
+        is_begun = b"\n" in run.records_path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"cannot read '{run.records_path}': {error.strerror}") from error
+    if not is_begun:  # killed before its first line was complete
+        return run.header(), []
+    header, epochs = read_run(run.records_path)
+    for number, record in enumerate(epochs, 1):
+        if record.epoch != number:
+            raise RecordError(f"'{run.records_path}': epoch {record.epoch} stands where epoch {number} should")
+    return header, epochs
+
+
+def _epochs_of(state: dict[str, Any], run: Run, recorded: int) -> int:
+    """Epochs the checkpoint has behind it; records are written first, so it never knows one they do not."""
+    with reading_state(run):
+        epoch = state["control"]["epoch"]
+        if type(epoch) is not int or epoch < 0:
+            raise CheckpointError(f"its epoch is {epoch!r}")
+    if epoch > recorded:
+        raise CheckpointError(
+            f"'{run.checkpoint_path}' stands at epoch {epoch}, but its records end at {recorded}: "
+            f"the records were changed. Remove both files to start this run again."
+        )
+    return epoch
+
+
+@contextmanager
+def reading_state(run: Run) -> Iterator[None]:
+    """Inside, whatever a state of another make leads to is an error that names the file."""
+    try:
+        yield
+    except Exception as error:  # a file made on purpose may fail in any way
+        what = str(error) if isinstance(error, DivebatchError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"checkpoint '{run.checkpoint_path}' does not fit this run: {what}") from error
+
+
+def _require_same(run: Run, header: RunHeader) -> None:
+    """A resume must continue the same configuration."""
+    wanted = json.loads(json.dumps(run.config))  # as a file holds it: lists for tuples
+    keys = {*wanted, *header.config} - WORDS
+    different = sorted(key for key in keys if wanted.get(key) != header.config.get(key))
+    if different:
+        key = different[0]
+        raise CheckpointError(
+            f"'{run.records_path}' is a run with another configuration: {key} is {header.config.get(key)!r} there "
+            f"and {wanted.get(key)!r} now. Use another --out folder."
+        )

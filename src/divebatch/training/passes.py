@@ -1,0 +1,112 @@
+"""From inputs to gradients: a forward and a backward pass, plain, compiled, or recorded and replayed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from divebatch.training.clock import Clock, forget_peak_memory, peak_memory_bytes
+from divebatch.training.recording import Recording
+from divebatch.training.setup import Setup
+
+LossFn = Callable[[Any, Any], Tensor]
+
+MOST_VARIANTS = 256
+"""Of one function that the compiler may make: batch sizes times measuring or not, over all runs of a process."""
+
+
+def predict(model: nn.Module, inputs: Any, precision: str) -> Any:
+    """The model's outputs; float32 where they were computed in less."""
+    if precision != "bf16":
+        return model(inputs)
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        outputs = model(inputs)
+    return outputs.float()
+
+
+def loss_of(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any, precision: str) -> Tensor:
+    """The mean loss of a batch."""
+    return loss_fn(predict(model, inputs, precision), targets)
+
+
+@cache
+def compiled_loss_of() -> Callable[..., Tensor]:
+    """One for all runs of a process: a second model of the same build takes the code compiled for the first."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+    return torch.compile(loss_of, dynamic=False, fullgraph=True)
+
+
+class Passes:
+    """Runs the passes of a training run in the fastest way its setup allows.
+
+    The compiler makes code for one shape, which takes seconds, so only batches of `full_size` samples go through it;
+    a shorter last one runs uncompiled. On a GPU a compiled pass is recorded the second time it comes and replayed from
+    then on, except while norms are measured: their hooks are Python's, which a recording does not hold.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, setup: Setup, clock: Clock) -> None:
+        self.model, self.loss_fn, self.setup, self.clock = model, loss_fn, setup, clock
+        self.full_size = 0
+        self.variants: set[tuple[int, bool]] = set()
+        """(samples, whether norms are measured) that ran so far."""
+        self._recording: Recording | None = None
+        self._recorded_peak = 0
+
+    def begin_epoch(self, full_size: int) -> None:
+        """Batches have this many samples from now on, but for the last."""
+        if full_size != self.full_size:
+            self._recording = None
+        self.full_size = full_size
+        forget_peak_memory(self.clock.device)
+
+    def __call__(self, inputs: Any, targets: Any, *, share: float, measuring: bool) -> Tensor:
+        """Add the gradients of the mean loss times `share` to the parameters'; that product."""
+        variant = (len(targets), measuring)
+        if share == 1 and variant in self.variants and self._may_record(variant):
+            return self._replay(inputs, targets)
+        with self._first_time(variant):
+            loss = self._loss(inputs, targets)
+            loss = loss if share == 1 else loss * share
+            loss.backward()
+        return loss.detach()
+
+    @property
+    def num_compiled(self) -> int:
+        """Variants the compiler was asked for."""
+        return len(self.variants) if self.setup.compile else 0
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Since the epoch began; what a recording takes was allocated when it was made."""
+        return max(peak_memory_bytes(self.clock.device), self._recorded_peak if self._recording else 0)
+
+    def _loss(self, inputs: Any, targets: Any) -> Tensor:
+        is_compiled = self.setup.compile and len(targets) == self.full_size
+        function = compiled_loss_of() if is_compiled else loss_of
+        return function(self.model, self.loss_fn, inputs, targets, self.setup.precision)
+
+    @contextmanager
+    def _first_time(self, variant: tuple[int, bool]) -> Iterator[None]:
+        """The first pass of its kind is the compiler's time, and the memory it takes to try kernels is no peak."""
+        if variant in self.variants or variant[0] != self.full_size:
+            yield
+            return
+        with self.clock.lap("compile" if self.setup.compile else "train"):
+            yield
+        self.variants.add(variant)
+        forget_peak_memory(self.clock.device)
+
+    def _may_record(self, variant: tuple[int, bool]) -> bool:
+        on_gpu = self.clock.device.type == "cuda"
+        return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant == (self.full_size, False)
+
+    def _replay(self, inputs: Any, targets: Any) -> Tensor:
+        if self._recording is None:
+            with self.clock.lap("compile"):
+                forget_peak_memory(self.clock.device)
+                self._recording = Recording(list(self.model.parameters()), self._loss, inputs, targets)
+                self._recorded_peak = peak_memory_bytes(self.clock.device)
+        return self._recording(inputs, targets)
