@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from divebatch.errors import CheckpointError, RecordError
-from divebatch.experiments import Run, execute, execute_all, get_experiment
+from divebatch.experiments import Run, execute, execute_all, get_experiment, make_trainer
 from divebatch.experiments.schema import Experiment
 from divebatch.records import read_run
 from divebatch.training.checkpoint import previous
@@ -88,8 +88,6 @@ def test_a_seed_gives_all_methods_the_same_data_and_start(tmp_path):
 
 
 def test_exact_diversity_is_the_loop_over_samples_at_the_epochs_last_weights(tmp_path):
-    from divebatch.experiments import make_trainer
-
     trainer = make_trainer(Run(small(epochs=1), "divebatch", 0, tmp_path, log_exact=True))
     record = trainer.run_epoch()
     batches = list(trainer.control.loader.full_pass())
@@ -196,3 +194,18 @@ def test_a_resume_may_change_the_words_of_an_experiment(tmp_path):
     interrupted(run, 2)
     execute(replace(run, experiment=replace(run.experiment, summary="better said", trials=3)), resume=True)
     assert len(read_run(run.records_path)[1]) == 4
+
+
+def test_warm_up_grows_with_every_step_and_multiplies_the_schedule(tmp_path):
+    experiment = small(epochs=4)
+    method = replace(experiment.method("sgd-small"), warmup_epochs=2)
+    run = Run(replace(experiment, methods={"warm": method}), "warm", 0, tmp_path)
+    trainer = make_trainer(run)
+    rates = []
+    for _ in range(4):
+        trainer.run_epoch(after_step=lambda: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    steps = len(trainer.control.loader)
+    expected = [  # after step k: the warm-up of step k + 1 and the schedule of the epoch under way
+        method.lr * 0.75 ** (k // steps) * min(1.0, (k + 2) / (2 * steps)) for k in range(4 * steps)
+    ]
+    assert rates == pytest.approx(expected)

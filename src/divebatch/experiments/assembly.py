@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.controller import Controller
 from divebatch.data.order import mixed_seed
@@ -35,21 +34,24 @@ def make_trainer(run: Run) -> Trainer:
     optimizer = SGD(
         model.parameters(), lr=method.lr, **asdict(experiment.optimizer), fused=True if device.type == "cuda" else None
     )
-    schedulers = _schedulers(run, optimizer)
+    loader = split.loader(method.batch_size, seed=run.seed)
+    schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
+    warming = warm_up(optimizer, method.warmup_epochs * len(loader))
     control = Controller(
         model,
         optimizer,
-        split.loader(method.batch_size, seed=run.seed),
+        loader,
         make_policy(method.policy.kind, **method.policy.settings),
         estimator=_estimator(run),
         lr_coupling=method.lr_coupling,
-        scheduler=schedulers,
+        scheduler=[each for each in (schedule, warming) if each is not None],
         loss_fn=settings.loss_fn,
     )
     return Trainer(
         model=model,
         optimizer=optimizer,
-        schedulers=schedulers,
+        schedulers=[schedule] if schedule is not None else [],
+        warm_up=warming,
         control=control,
         loss_fn=settings.loss_fn,
         validation=split.validation,
@@ -85,11 +87,6 @@ def _build_model(run: Run, settings: ModelSettings, split: Split) -> nn.Module:
     model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
     memory_format = torch.channels_last if run.experiment.training.channels_last else torch.contiguous_format
     return model.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
-
-
-def _schedulers(run: Run, optimizer: SGD) -> list[LRScheduler]:
-    schedule = _settings(SCHEDULES, run.experiment.schedule, "schedule").build(optimizer)
-    return [each for each in (schedule, warm_up(optimizer, run.method.warmup_epochs)) if each is not None]
 
 
 def _estimator(run: Run) -> str | Estimator | None:

@@ -81,6 +81,6 @@ SCHEDULES: dict[str, type[ScheduleSettings]] = {
 }
 
 
-def warm_up(optimizer: Optimizer, epochs: int) -> LRScheduler | None:
-    """A factor beside any schedule: 1/epochs in the first epoch, 2/epochs in the second, ..., 1 from the last on."""
-    return LinearLR(optimizer, start_factor=1 / epochs, total_iters=epochs - 1) if epochs > 1 else None
+def warm_up(optimizer: Optimizer, steps: int) -> LRScheduler | None:
+    """A factor beside any schedule, stepped with every batch: 1/steps at the first, 2/steps, ..., 1 from then on."""
+    return LinearLR(optimizer, start_factor=1 / steps, total_iters=steps - 1) if steps > 1 else None

@@ -61,7 +61,7 @@ class OptimizerSettings:
 class Method:
     """One way of training: its first batch size and rate, and what becomes of them.
 
-    The rate grows linearly over the first `warmup_epochs`, on top of the experiment's schedule.
+    The rate grows linearly, step by step, over the first `warmup_epochs`, on top of the experiment's schedule.
     """
 
     label: str

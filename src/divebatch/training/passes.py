@@ -52,6 +52,8 @@ class Passes:
         self.full_size = 0
         self.variants: set[tuple[int, bool]] = set()
         """(samples, whether norms are measured) that ran so far."""
+        self.compiled_before = 0
+        """Variants of an earlier life of this run."""
         self._recording: Recording | None = None
         self._recorded_peak = 0
 
@@ -75,8 +77,8 @@ class Passes:
 
     @property
     def num_compiled(self) -> int:
-        """Variants the compiler was asked for."""
-        return len(self.variants) if self.setup.compile else 0
+        """Variants the compiler was asked for; a resumed run asks again."""
+        return self.compiled_before + (len(self.variants) if self.setup.compile else 0)
 
     @property
     def peak_memory_bytes(self) -> int:

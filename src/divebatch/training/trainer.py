@@ -34,10 +34,13 @@ class Trainer:
     model: nn.Module
     optimizer: Optimizer
     schedulers: Sequence[LRScheduler]
+    """Stepped after each epoch."""
     control: Controller
     loss_fn: LossFn
     validation: Iterable[Any]
     clock: Clock
+    warm_up: LRScheduler | None = None
+    """Stepped after each optimizer step."""
     setup: Setup = field(default_factory=Setup)
     log_exact: bool = False
     passes: Passes = field(init=False)
@@ -79,13 +82,18 @@ class Trainer:
         batch_size = self.control.loader.batch_size
         self.passes.begin_epoch(min(batch_size, self.setup.micro_batch_size or batch_size))
         step = Step(self.passes, self.optimizer, lambda: self.control.is_measuring)
-        train_loss = train_epoch(step, self.control.loader, self.tally, after_step)
+        train_loss = train_epoch(step, self.control.loader, self.tally, lambda: self._after_step(after_step))
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
         self.tally = Tally()
         for scheduler in self.schedulers:
             scheduler.step()
         return train_loss
+
+    def _after_step(self, then: Callable[[], None]) -> None:
+        if self.warm_up is not None:
+            self.warm_up.step()
+        then()
 
     def _seconds(self) -> dict[str, Any]:
         return {
@@ -101,9 +109,10 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "schedulers": [scheduler.state_dict() for scheduler in self._all_schedulers],
             "control": self.control.state_dict(),
             "clock": self.clock.state_dict(),
+            "compiled": self.passes.num_compiled,
             "tally": (self.tally.loss_sum, self.tally.num_samples),
             "random": torch.get_rng_state(),
             "signs": signs_state(self.clock.device),
@@ -115,9 +124,10 @@ class Trainer:
         self.control.load_state_dict(state["control"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+        for scheduler, saved in zip(self._all_schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self.clock.load_state_dict(state["clock"])
+        self.passes.compiled_before = state["compiled"]
         self.tally = Tally(*state["tally"])
         # Steps were made in an earlier life; a scheduler would warn where an epoch has none left.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -125,6 +135,10 @@ class Trainer:
         load_signs_state(self.clock.device, state["signs"])
         if self._on_cuda and state["cuda_random"] is not None:
             torch.cuda.set_rng_state(state["cuda_random"].cpu(), self.clock.device)
+
+    @property
+    def _all_schedulers(self) -> list[LRScheduler]:
+        return [*self.schedulers, *([self.warm_up] if self.warm_up is not None else [])]
 
     @property
     def _on_cuda(self) -> bool:
