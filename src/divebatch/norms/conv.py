@@ -26,14 +26,25 @@ class Patches:
 
     left: Tensor
     """(B, G * P, *positions)."""
-    right: Tensor
-    """(B, G * channels, *size), padded."""
+    unpadded: Tensor
+    """(B, G * channels, *size)."""
+    padding: Sequence[int]
+    """Zeros around it as `torch.nn.functional.pad` takes them: before and after, last dimension first."""
     kernel_size: Sequence[int]
     stride: Sequence[int]
     dilation: Sequence[int]
     groups: int
     shape: torch.Size
     """Of the weight."""
+
+    _padded: Tensor | None = None
+
+    @property
+    def right(self) -> Tensor:
+        """With its zeros: a copy, made once, which sketches do without."""
+        if self._padded is None:
+            self._padded = pad(self.unpadded, self.padding) if any(self.padding) else self.unpadded
+        return self._padded
 
     def sq_norms(self) -> Tensor:
         """By the kernel that was fastest on this shape, in chunks of samples."""
@@ -89,7 +100,7 @@ class Patches:
 
     def sketch(self) -> Estimate:
         """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
-        left, right = same_dtype(self.left, self.right)
+        left, right = same_dtype(self.left, self.unpadded)
         num_matrices, num_rows = len(left) * self.groups, left.shape[1] // self.groups
         z_NHT = project(left.reshape(num_matrices, num_rows, -1))
         shifts_NXL = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:]))
@@ -98,10 +109,10 @@ class Patches:
 
     def _shifts(self, z: Tensor) -> Tensor:
         """(N, H * kernel, L): z at the input positions it meets through each kernel entry, in any order of entries."""
-        lengths, amounts = self.right.shape[2:], []
+        lengths, amounts = self.unpadded.shape[2:], []
         for dim, (size, stride, dilation) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True)):
-            z = _spread(z, dim + 2, stride)
-            amounts += [((size - 1) * dilation, lengths[dim] - z.shape[dim + 2])]
+            z, zeros = _spread(z, dim + 2, stride), self.padding[-2 * (dim + 1)]
+            amounts += [((size - 1) * dilation - zeros, lengths[dim] + zeros - z.shape[dim + 2])]
         z = pad(z, [amount for ends in reversed(amounts) for amount in ends])
         for dim, (length, dilation) in enumerate(zip(lengths, self.dilation, strict=True)):
             z = z.unfold(dim + 2, length, dilation)  # one window a kernel entry
@@ -157,7 +168,10 @@ def conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     require_batch(layer, x, layer.weight.ndim)
     gradients = _bias(layer, dy)
     if is_trainable(layer, "weight"):
-        gradients["weight"] = _patches(layer, left=dy, right=_padded(layer, x))
+        amounts = list(layer._reversed_padding_repeated_twice)  # also knows "same", with its uneven ends
+        if layer.padding_mode != "zeros":
+            x, amounts = pad(x, amounts, mode=layer.padding_mode), [0] * len(amounts)
+        gradients["weight"] = _patches(layer, left=dy, unpadded=x, padding=amounts)
     return gradients
 
 
@@ -170,7 +184,7 @@ def transposed_conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     gradients = _bias(layer, dy)
     if is_trainable(layer, "weight"):
         both_ends = [amount for amount in reversed(layer.padding) for _ in range(2)]
-        gradients["weight"] = _patches(layer, left=x, right=pad(dy, both_ends))
+        gradients["weight"] = _patches(layer, left=x, unpadded=dy, padding=both_ends)
     return gradients
 
 
@@ -178,12 +192,6 @@ def _bias(layer: nn.Module, dy: Tensor) -> dict[str, Form]:
     return {"bias": Explicit(dy.flatten(2).sum(2, dtype=sum_dtype(dy.dtype)))} if is_trainable(layer, "bias") else {}
 
 
-def _patches(layer: Any, *, left: Tensor, right: Tensor) -> Patches:
-    return Patches(left, right, layer.kernel_size, layer.stride, layer.dilation, layer.groups, layer.weight.shape)
-
-
-def _padded(layer: Any, x: Tensor) -> Tensor:
-    """As the layer itself pads: `_reversed_padding_repeated_twice` also knows "same", with its uneven ends."""
-    amounts = layer._reversed_padding_repeated_twice
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return pad(x, amounts, mode=mode) if any(amounts) else x
+def _patches(layer: Any, *, left: Tensor, unpadded: Tensor, padding: Sequence[int]) -> Patches:
+    sizes = (layer.kernel_size, layer.stride, layer.dilation, layer.groups)
+    return Patches(left, unpadded, padding, *sizes, layer.weight.shape)

@@ -68,8 +68,9 @@ def _batch_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         mean, inverse_std = torch.batch_norm_stats(x, eps)
         return mean, inverse_std
     dims = [dim for dim in range(x.ndim) if dim != 1]
-    var, mean = torch.var_mean(_at_least_float32(x), dims, correction=0)
-    return mean, (var + eps).rsqrt()
+    # To the letter what torch's own batch_norm decomposes into, so that a compiler computes it once for both.
+    var, mean = torch.var_mean(_at_least_float32(x), dims, correction=0, keepdim=True)
+    return mean.flatten(), torch.rsqrt(var + eps).flatten()
 
 
 def _by_statistics(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> dict[str, Form]:
