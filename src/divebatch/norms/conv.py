@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from divebatch.norms import fused
 from divebatch.norms.forms import Explicit, Form, chunk_size, same_dtype, sq_norms_of_products, sq_norms_of_rows
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
@@ -101,6 +102,9 @@ class Patches:
     def sketch(self) -> Estimate:
         """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
         left, right = same_dtype(self.left, self.unpadded)
+        if self.groups == 1 and fused.applies(left, right):
+            before = self.padding[-2::-2]
+            return fused.conv2d(left, right, self.kernel_size, self.stride, before, self.dilation)
         num_matrices, num_rows = len(left) * self.groups, left.shape[1] // self.groups
         z_NHT = project(left.reshape(num_matrices, num_rows, -1))
         shifts_NXL = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:]))

@@ -59,6 +59,12 @@ def _random_signs(num_matrices: int, num_rows: int, like: Tensor) -> Tensor:
     return (((bits & 1) * 2 - 1) * (bits >> 1 == halves)).to(like.dtype)
 
 
+def random_seed(device: torch.device) -> Tensor:
+    """(1,): from which a kernel draws its own signs."""
+    generator = None if torch.compiler.is_compiling() else _generator(device)
+    return torch.randint(0, 2**31 - 1, (1,), device=device, generator=generator)
+
+
 _generators: dict[torch.device, torch.Generator] = {}
 
 

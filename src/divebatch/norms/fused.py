@@ -1,0 +1,67 @@
+"""Sketches by hand-written GPU kernels where they apply; the plain path stays, and is what they are tested against.
+
+Off unless the environment says DIVEBATCH_FUSED=1: the kernels are checked by Triton's interpreter and have not been
+timed on a GPU yet.
+"""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from divebatch.norms.sketch import Estimate, random_seed
+
+ENABLED = os.environ.get("DIVEBATCH_FUSED") == "1"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def applies(left: Tensor, right: Tensor) -> bool:
+    """Whether the kernels can take gradients `left` (B, P, H, W) with inputs `right` (B, C, H, W)."""
+    if not ENABLED or not left.is_cuda or left.ndim != 4 or left.shape[1] == 1:
+        return False
+    return left.dtype == right.dtype and left.dtype in DTYPES and find_spec("triton") is not None
+
+
+def conv2d(
+    left: Tensor,
+    right: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Estimate:
+    """Squared norms of the weight gradients of a convolution without groups, `padding` zeros before each dimension."""
+    sums = _conv2d_sketch(
+        left, right, random_seed(left.device), list(kernel_size), list(stride), list(padding), list(dilation)
+    )
+    return Estimate(sums[:, 0], sums[:, 1].square() * 4)
+
+
+@torch.library.custom_op("divebatch::conv2d_sketch", mutates_args=())
+def _conv2d_sketch(
+    left: Tensor,
+    right: Tensor,
+    seed: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    from divebatch.norms.triton_sketch import conv2d_sketch  # needs triton, which comes with torch for GPUs
+
+    return conv2d_sketch(left, right, seed, kernel_size, stride, padding, dilation)
+
+
+@_conv2d_sketch.register_fake
+def _(
+    left: Tensor,
+    right: Tensor,
+    seed: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    return left.new_empty((left.shape[0], 2), dtype=torch.float32)

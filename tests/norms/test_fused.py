@@ -1,0 +1,62 @@
+"""The hand-written sketch kernels against the weight gradient itself; without a GPU by Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+pytest.importorskip("triton", reason="needs triton")
+
+from divebatch.norms import triton_sketch
+from divebatch.norms.conv import Patches
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = {
+    "3x3": (2, 4, 3, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "many channels": (2, 70, 130, (5, 4), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "stride, dilation, uneven": (2, 5, 17, (7, 8), (3, 2), (2, 1), (1, 0), (1, 2)),
+    "1x1, stride 2": (1, 70, 20, (9, 9), (1, 1), (2, 2), (0, 0), (1, 1)),
+    "7x7, stride 2": (2, 3, 3, (11, 11), (7, 7), (2, 2), (3, 3), (1, 1)),
+    "padding wider than the kernel": (2, 3, 2, (4, 4), (2, 2), (1, 1), (3, 2), (1, 1)),
+    "one row of positions": (3, 6, 4, (1, 20), (1, 1), (1, 1), (0, 0), (1, 1)),
+}
+
+
+def signs(num_samples: int, num_rows: int, seed: torch.Tensor) -> torch.Tensor:
+    """(B, 2, P): those the kernel draws, seen through a projection of unit vectors."""
+    units = torch.eye(num_rows, device=DEVICE).expand(num_samples, num_rows, num_rows).contiguous()
+    z = torch.empty(num_samples, 2, num_rows, device=DEVICE)
+    grid = (num_samples, triton_sketch.triton.cdiv(num_rows, 16))
+    triton_sketch._project[grid](units, z, seed, num_rows, num_rows, *units.stride(), BLOCK_T=16, BLOCK_P=16)
+    return z
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("case", CASES)
+def test_the_sums_are_those_of_the_projected_weight_gradient(case, memory_format):
+    num_samples, rows, channels, size, kernel, stride, padding, dilation = CASES[case]
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(channels, rows, kernel, stride, padding, dilation, bias=False, device=DEVICE)
+    x = torch.randn(num_samples, channels, *size, device=DEVICE).contiguous(memory_format=memory_format)
+    dy = torch.randn_like(layer(x)).contiguous(memory_format=memory_format)
+    seed = torch.tensor([7], device=DEVICE)
+    sums = triton_sketch.conv2d_sketch(dy, x, seed, list(kernel), list(stride), list(padding), list(dilation))
+    drawn = signs(num_samples, rows, seed)
+    ends = [amount for amount in reversed(padding) for _ in range(2)]
+    form = Patches(dy, x, ends, kernel, stride, dilation, 1, layer.weight.shape)
+    u = torch.einsum("bhp,bpckl->bhckl", drawn, form.explicit(slice(None)))
+    expected = torch.stack([u.square().sum((1, 2, 3, 4)), (u[:, 0] * u[:, 1]).sum((1, 2, 3))], 1)
+    torch.testing.assert_close(sums, expected, rtol=1e-4 if DEVICE == "cpu" else 1e-2, atol=1e-4)
+
+
+def test_each_row_has_one_sign_in_one_half_and_both_occur():
+    drawn = signs(40, 50, torch.tensor([3], device=DEVICE))
+    assert ((drawn != 0).sum(1) == 1).all()
+    assert drawn.abs().max() == 1
+    assert abs(drawn.sum().item()) < 4 * 2000**0.5
+    assert abs((drawn[:, 0] != 0).sum().item() - 1000) < 4 * 500**0.5
+    assert not torch.equal(drawn, signs(40, 50, torch.tensor([4], device=DEVICE)))
+    assert not torch.equal(drawn[0], drawn[1])
