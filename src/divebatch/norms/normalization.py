@@ -56,13 +56,13 @@ def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]
 def batch_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Contributions in train mode (see above), per-sample gradients in eval mode."""
     if layer.training or layer.running_mean is None:
-        mean, inverse_std = _batch_statistics(x, layer.eps)
+        mean, inverse_std = batch_statistics(x, layer.eps)
     else:
         mean, inverse_std = layer.running_mean, (layer.running_var + layer.eps).rsqrt()
     return _by_statistics(layer, x, dy, mean, inverse_std)
 
 
-def _batch_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def batch_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Mean and inverse standard deviation of each channel, at least float32."""
     if x.is_cuda and not torch.compiler.is_compiling():  # reads bfloat16 without a float32 copy of it
         mean, inverse_std = torch.batch_norm_stats(x, eps)

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from divebatch.errors import CoverageError, UsageError
 from divebatch.norms.backward import families, measured
+from divebatch.norms.batch_norm_tap import batch_norm, message, uses_batch_statistics
 from divebatch.norms.registry import CoveredLayer, original_type
 
 
@@ -96,10 +97,15 @@ class Taps:
             divebatch_original = kind
 
             def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-                output: Tensor = kind.forward(self, *args, **kwargs)
-                if taps.paused or not torch.is_grad_enabled():
-                    return output
                 x = args[0] if args else next(iter(kwargs.values()))
+                is_on = torch.is_grad_enabled() and not taps.paused
+                if is_on and uses_batch_statistics(self):
+                    with torch.no_grad():
+                        kind.forward(self, x)  # its running statistics; the compiler drops what is not used
+                    return batch_norm(self, x, taps._accumulator)
+                output: Tensor = kind.forward(self, *args, **kwargs)
+                if not is_on:
+                    return output
                 tapped: Tensor = _Tap.apply(output, x, taps._accumulator, layer, taps._mode)  # type: ignore[no-untyped-call]
                 return tapped
 
@@ -142,6 +148,5 @@ class _Tap(torch.autograd.Function):
         estimates = [measured(form, ctx.mode) for _, form in ctx.layer.gradients(x, dy)]
         sq_norms = torch.stack([e.sq_norms.sum(dtype=torch.float64) for e in estimates]).sum()
         variances = [e.variances.sum(dtype=torch.float64) for e in estimates if e.variances is not None]
-        variance = torch.stack(variances).sum() if variances else torch.zeros_like(sq_norms)
-        counts = sq_norms.new_tensor([dy.shape[0], 1.0])
-        return dy, None, torch.cat([torch.stack([sq_norms, variance]), counts]), None, None
+        variance = torch.stack(variances).sum() if variances else None
+        return dy, None, message(sq_norms, variance, dy.shape[0]), None, None
