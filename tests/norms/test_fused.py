@@ -1,4 +1,4 @@
-"""The hand-written sketch kernels against the weight gradient itself; without a GPU by Triton's interpreter."""
+"""The hand-written kernels against the weight gradient itself; without a GPU by Triton's interpreter."""
 
 import os
 
@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton", reason="needs triton")
 
-from divebatch.norms import triton_sketch
+from divebatch.norms import triton_kernels
 from divebatch.norms.conv import Patches
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
@@ -29,24 +29,38 @@ def signs(num_samples: int, num_rows: int, seed: torch.Tensor) -> torch.Tensor:
     """(B, 2, P): those the kernel draws, seen through a projection of unit vectors."""
     units = torch.eye(num_rows, device=DEVICE).expand(num_samples, num_rows, num_rows).contiguous()
     z = torch.empty(num_samples, 2, num_rows, device=DEVICE)
-    grid = (num_samples, triton_sketch.triton.cdiv(num_rows, 16))
-    triton_sketch._project[grid](units, z, seed, num_rows, num_rows, *units.stride(), BLOCK_T=16, BLOCK_P=16)
+    grid = (num_samples, triton_kernels.triton.cdiv(num_rows, 16))
+    triton_kernels._project[grid](units, z, seed, num_rows, num_rows, *units.stride(), BLOCK_T=16, BLOCK_P=16)
     return z
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("case", CASES)
-def test_the_sums_are_those_of_the_projected_weight_gradient(case, memory_format):
+def form_of(case: str, memory_format: torch.memory_format) -> Patches:
     num_samples, rows, channels, size, kernel, stride, padding, dilation = CASES[case]
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(channels, rows, kernel, stride, padding, dilation, bias=False, device=DEVICE)
     x = torch.randn(num_samples, channels, *size, device=DEVICE).contiguous(memory_format=memory_format)
     dy = torch.randn_like(layer(x)).contiguous(memory_format=memory_format)
-    seed = torch.tensor([7], device=DEVICE)
-    sums = triton_sketch.conv2d_sketch(dy, x, seed, list(kernel), list(stride), list(padding), list(dilation))
-    drawn = signs(num_samples, rows, seed)
     ends = [amount for amount in reversed(padding) for _ in range(2)]
-    form = Patches(dy, x, ends, kernel, stride, dilation, 1, layer.weight.shape)
+    return Patches(dy, x, ends, kernel, stride, dilation, 1, layer.weight.shape)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("case", CASES)
+def test_exact_norms_are_those_of_the_weight_gradient(case, memory_format):
+    form = form_of(case, memory_format)
+    geometry = [list(part) for part in form._geometry]
+    sq_norms = triton_kernels.conv2d_sq_norms(form.left, form.unpadded, *geometry)
+    expected = form.explicit(slice(None)).flatten(1).square().sum(1)
+    torch.testing.assert_close(sq_norms, expected, rtol=1e-5 if DEVICE == "cpu" else 1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("case", CASES)
+def test_the_sums_are_those_of_the_projected_weight_gradient(case, memory_format):
+    form, seed = form_of(case, memory_format), torch.tensor([7], device=DEVICE)
+    geometry = [list(part) for part in form._geometry]
+    sums = triton_kernels.conv2d_sketch(form.left, form.unpadded, seed, *geometry)
+    drawn = signs(*form.left.shape[:2], seed)
     u = torch.einsum("bhp,bpckl->bhckl", drawn, form.explicit(slice(None)))
     expected = torch.stack([u.square().sum((1, 2, 3, 4)), (u[:, 0] * u[:, 1]).sum((1, 2, 3))], 1)
     torch.testing.assert_close(sums, expected, rtol=1e-4 if DEVICE == "cpu" else 1e-2, atol=1e-4)

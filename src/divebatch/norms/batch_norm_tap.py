@@ -20,7 +20,7 @@ def uses_batch_statistics(layer: nn.Module) -> bool:
 
 
 def message(sq_norms: Tensor, variance: Tensor | None, num_samples: int) -> Tensor:
-    """What one layer adds to the accumulator: squared norms, their variance, samples, 1. Nothing comes from the host."""
+    """What a layer adds to the accumulator: squared norms, their variance, samples, 1; nothing comes from the host."""
     variance = torch.zeros_like(sq_norms) if variance is None else variance
     return torch.stack([sq_norms, variance, torch.full_like(sq_norms, num_samples), torch.ones_like(sq_norms)])
 

@@ -49,6 +49,8 @@ class Patches:
 
     def sq_norms(self) -> Tensor:
         """By the kernel that was fastest on this shape, in chunks of samples."""
+        if self.groups == 1 and fused.applies_exactly(self.left, self.unpadded):
+            return fused.conv2d_sq_norms(self.left, self.unpadded, *self._geometry)
         kernels = {"patches": self._by_patches, "shifts": self._by_shifts, "grouped": self._by_grouped_convolution}
         chunk = chunk_size(self.right, self._patch_entries)
         first = slice(0, min(chunk, self.num_samples))
@@ -103,8 +105,7 @@ class Patches:
         """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
         left, right = same_dtype(self.left, self.unpadded)
         if self.groups == 1 and fused.applies(left, right):
-            before = self.padding[-2::-2]
-            return fused.conv2d(left, right, self.kernel_size, self.stride, before, self.dilation)
+            return fused.conv2d_sketch(left, right, *self._geometry)
         num_matrices, num_rows = len(left) * self.groups, left.shape[1] // self.groups
         z_NHT = project(left.reshape(num_matrices, num_rows, -1))
         shifts_NXL = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:]))
@@ -131,6 +132,11 @@ class Patches:
     def num_samples(self) -> int:
         """B."""
         return self.left.shape[0]
+
+    @property
+    def _geometry(self) -> tuple[Sequence[int], ...]:
+        """Kernel size, stride, zeros before each dimension, dilation."""
+        return self.kernel_size, self.stride, self.padding[-2::-2], self.dilation
 
     @property
     def _patch_entries(self) -> int:

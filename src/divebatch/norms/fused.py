@@ -1,4 +1,4 @@
-"""Sketches by hand-written GPU kernels where they apply; the plain path stays, and is what they are tested against.
+"""Norms by hand-written GPU kernels where they apply; the plain path stays, and is what they are tested against.
 
 Off unless the environment says DIVEBATCH_FUSED=1: the kernels are checked by Triton's interpreter and have not been
 timed on a GPU yet.
@@ -15,6 +15,13 @@ from divebatch.norms.sketch import Estimate, random_seed
 
 ENABLED = os.environ.get("DIVEBATCH_FUSED") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FEWEST_POSITIONS = 128
+"""With fewer output positions the Gram form of the plain path is less work than the gradient itself."""
+
+
+def applies_exactly(left: Tensor, right: Tensor) -> bool:
+    """The same for exact norms: in float32 tensor cores would round what must be exact."""
+    return applies(left, right) and left.dtype.itemsize == 2 and left.shape[2:].numel() >= FEWEST_POSITIONS
 
 
 def applies(left: Tensor, right: Tensor) -> bool:
@@ -24,7 +31,21 @@ def applies(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and left.dtype in DTYPES and find_spec("triton") is not None
 
 
-def conv2d(
+def conv2d_sq_norms(
+    left: Tensor,
+    right: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """(B,): exact squared norms of the weight gradients of a convolution without groups."""
+    geometry = (list(kernel_size), list(stride), list(padding), list(dilation))
+    sq_norms: Tensor = _conv2d_sq_norms(left, right, *geometry)
+    return sq_norms
+
+
+def conv2d_sketch(
     left: Tensor,
     right: Tensor,
     kernel_size: Sequence[int],
@@ -32,7 +53,7 @@ def conv2d(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Estimate:
-    """Squared norms of the weight gradients of a convolution without groups, `padding` zeros before each dimension."""
+    """Estimates of the same. `padding`: zeros before each dimension."""
     sums = _conv2d_sketch(
         left, right, random_seed(left.device), list(kernel_size), list(stride), list(padding), list(dilation)
     )
@@ -49,7 +70,7 @@ def _conv2d_sketch(
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    from divebatch.norms.triton_sketch import conv2d_sketch  # needs triton, which comes with torch for GPUs
+    from divebatch.norms.triton_kernels import conv2d_sketch  # needs triton, which comes with torch for GPUs
 
     return conv2d_sketch(left, right, seed, kernel_size, stride, padding, dilation)
 
@@ -65,3 +86,19 @@ def _(
     dilation: list[int],
 ) -> Tensor:
     return left.new_empty((left.shape[0], 2), dtype=torch.float32)
+
+
+@torch.library.custom_op("divebatch::conv2d_sq_norms", mutates_args=())
+def _conv2d_sq_norms(
+    left: Tensor, right: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    from divebatch.norms.triton_kernels import conv2d_sq_norms
+
+    return conv2d_sq_norms(left, right, kernel_size, stride, padding, dilation)
+
+
+@_conv2d_sq_norms.register_fake
+def _(
+    left: Tensor, right: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    return left.new_empty((left.shape[0],), dtype=torch.float32)

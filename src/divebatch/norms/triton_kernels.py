@@ -1,8 +1,8 @@
-"""Sketched convolution norms in two Triton kernels: output gradient and input are read once each, nothing is copied.
+"""Convolution norms by Triton kernels that keep in registers what the plain path (`Patches`) writes and reads again.
 
-The plain path (`Patches.sketch`) multiplies matrices of two rows and forms the shifted projections; these kernels add
-up in registers instead. Shapes: B samples, P output channels, T output positions, C input channels, L input positions,
-K kernel entries.
+A sketch takes two of them: output gradient and input are read once each, nothing is copied. The exact norm takes one:
+each tile of a sample's weight gradient is squared where it was added up. Shapes: B samples, P output channels, T output
+positions, C input channels, L input positions, K kernel entries.
 """
 
 from typing import Any
@@ -69,6 +69,54 @@ def _square(
     out = sums + (n * tl.num_programs(1) + tl.program_id(1)) * 2
     tl.store(out, tl.sum(u_first * u_first) + tl.sum(u_second * u_second))
     tl.store(out + 1, tl.sum(u_first * u_second))
+
+
+@triton.jit
+def _square_gradient(
+    left, right, sums, P, T, C, H, W, OW, KW, SH, SW, PH, PW, DH, DW,
+    left_n, left_p, left_t, stride_n, stride_c, stride_h, stride_w,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The squares of one tile of one sample's gradient at one kernel entry, added up."""
+    n, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    blocks_c = tl.cdiv(C, BLOCK_C)
+    p = (tl.program_id(2) // blocks_c) * BLOCK_P + tl.arange(0, BLOCK_P)
+    c = (tl.program_id(2) % blocks_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    down, across = (k // KW) * DH - PH, (k % KW) * DW - PW
+    gradient = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for start in range(0, T, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        dy = tl.load(
+            left + n * left_n + p[:, None] * left_p + t[None, :] * left_t,
+            mask=(p < P)[:, None] & (t < T)[None, :],
+            other=0.0,
+        )
+        row, column = (t // OW) * SH + down, (t % OW) * SW + across
+        inside = (t < T) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+        places = right + n * stride_n + (row * stride_h + column * stride_w)[:, None] + c[None, :] * stride_c
+        x = tl.load(places, mask=inside[:, None] & (c < C)[None, :], other=0.0)
+        gradient = tl.dot(dy, x, gradient)
+    at = (n * tl.num_programs(1) + k) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(sums + at, tl.sum(gradient * gradient))
+
+
+def conv2d_sq_norms(
+    left: Tensor, right: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """(B,): each sample's squared norm of the weight gradient, added up in float32."""
+    num_samples, num_rows, height, width = left.shape
+    _, channels, in_height, in_width = right.shape
+    flat, entries = left.flatten(2), kernel[0] * kernel[1]
+    block_p, block_c = _block(num_rows, 128), _block(channels, 128)
+    tiles = triton.cdiv(num_rows, block_p) * triton.cdiv(channels, block_c)
+    sums = torch.empty(num_samples, entries * tiles, dtype=torch.float32, device=left.device)
+    _square_gradient[(num_samples, entries, tiles)](
+        flat, right, sums, num_rows, height * width, channels, in_height, in_width, width, kernel[1],
+        *stride, *padding, *dilation, *flat.stride(),
+        right.stride(0), right.stride(1), right.stride(2), right.stride(3),
+        BLOCK_P=block_p, BLOCK_C=block_c, BLOCK_T=_block(height * width, 64),
+    )  # fmt: skip
+    return sums.sum(1)
 
 
 def conv2d_sketch(
