@@ -72,6 +72,8 @@ class Hooks:
             else:  # a checkpoint's second forward pass: what it leads to is part of the pass that runs now
                 self._start(task)
             inputs = layer.inputs(args, kwargs)
+            if layer.entry.look is not None:
+                inputs = layer.entry.look(module, inputs, output)
             for index, tensor in observed:  # several outputs of one call are as several calls: their gradients add up
                 seen = Rerun(inputs, index, self._surroundings[layer]) if layer.entry.reruns else inputs
                 call = Call(seen, layer.module)

@@ -8,6 +8,7 @@ gradient exactly, which is all that gradient diversity needs; the same holds for
 whose dy passes through BatchNorm. In eval mode BatchNorm is an ordinary per-sample layer.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,11 +51,30 @@ def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]
     return _by_statistics(layer, x, dy, layer.running_mean, (layer.running_var + layer.eps).rsqrt())
 
 
-@rule_for(nn.BatchNorm1d)
-@rule_for(nn.BatchNorm2d)
-@rule_for(nn.BatchNorm3d)
-def batch_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of a batch, each (C,): mean and inverse standard deviation."""
+
+    mean: Tensor
+    inverse_std: Tensor
+
+
+def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, Statistics] | Tensor:
+    """Train-mode BatchNorm keeps its statistics for its own backward pass: they need not be computed again."""
+    node = output.grad_fn
+    if not (layer.training or layer.running_mean is None) or not hasattr(node, "_saved_result2"):
+        return x
+    return x, Statistics(node._saved_result1, node._saved_result2)  # type: ignore[union-attr]
+
+
+@rule_for(nn.BatchNorm1d, look=_saved_statistics)
+@rule_for(nn.BatchNorm2d, look=_saved_statistics)
+@rule_for(nn.BatchNorm3d, look=_saved_statistics)
+def batch_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
     """Contributions in train mode (see above), per-sample gradients in eval mode."""
+    if isinstance(x, tuple):
+        x, saved = x
+        return _by_statistics(layer, x, dy, saved.mean, saved.inverse_std)
     if layer.training or layer.running_mean is None:
         mean, inverse_std = batch_statistics(x, layer.eps)
     else:

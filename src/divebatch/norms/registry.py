@@ -19,6 +19,9 @@ dimension first. A gradient is a tensor (B, *parameter shape) or a `Form` that s
 parameters is not counted. The rule knows nothing of the loss's reduction: the meter scales.
 """
 
+Look = Callable[[Any, Any, Any], Any]
+"""`(layer, x, output) -> x`: adds what a rule can use of an eager forward pass, beside the input."""
+
 Names = Collection[str] | Callable[[Any], Collection[str]]
 """Of parameters; a function where they depend on the layer."""
 
@@ -32,6 +35,7 @@ class Entry:
     """Those the rule states; None for all there are."""
     all_inputs: bool
     reruns: bool = False
+    look: Look | None = None
     never_for: tuple[type[nn.Module], ...] = ()
 
     def states(self, layer: nn.Module, name: str) -> bool:
@@ -49,6 +53,7 @@ def rule_for(
     parameters: Names = ("weight", "bias"),
     all_inputs: bool = False,
     reruns: bool = False,
+    look: Look | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule for layers of exactly this type.
 
@@ -59,12 +64,14 @@ def rule_for(
     With `reruns` the rule answers for the parameters of the layer's children too (named `child.weight`) and gets a
     `Rerun` in the place of `x`. It is called once for each of the layer's outputs that the loss uses, with that
     output's gradient: both are then as the layer has them, wherever its batch dimension is.
+
+    With `look`, what `look(layer, x, output)` gives takes the place of `x`, except in compiled models.
     """
 
     def register(rule: Rule) -> Rule:
         if kind in RULES:
             raise ArgumentError(f"{kind.__name__} already has a rule: {RULES[kind].rule}")
-        RULES[kind] = Entry(rule, parameters, all_inputs or reruns, reruns)
+        RULES[kind] = Entry(rule, parameters, all_inputs or reruns, reruns, look)
         return rule
 
     return register
