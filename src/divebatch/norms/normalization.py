@@ -19,6 +19,8 @@ from divebatch.norms.forms import Explicit, Form, chunk_size
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import sum_dtype
 
+CACHE_BYTES = 2**20
+
 
 @rule_for(nn.LayerNorm)
 def layer_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
@@ -110,9 +112,16 @@ def _sums_of_products(x: Tensor, dy: Tensor) -> Tensor:
     dtype = sum_dtype(torch.promote_types(x.dtype, dy.dtype))
     if x.ndim == 2:
         return x.to(dtype) * dy
-    chunk = len(x) if torch.compiler.is_compiling() else chunk_size(x, x[0].numel())
+    chunk = len(x) if torch.compiler.is_compiling() else _product_chunk(x)
     pairs = zip(x.split(chunk), dy.split(chunk), strict=True)
     return torch.cat([(a * b).flatten(2).sum(2, dtype=dtype) for a, b in pairs])
+
+
+def _product_chunk(x: Tensor) -> int:
+    """Samples whose products stay in a CPU's cache until they are added up, or within the cap on a GPU."""
+    if x.device.type == "cpu":
+        return max(1, CACHE_BYTES // (x[0].numel() * x.element_size()))
+    return chunk_size(x, x[0].numel())
 
 
 def _over_channels(layer: nn.Module, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:
