@@ -1,4 +1,5 @@
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,3 +210,17 @@ def test_warm_up_grows_with_every_step_and_multiplies_the_schedule(tmp_path):
         method.lr * 0.75 ** (k // steps) * min(1.0, (k + 2) / (2 * steps)) for k in range(4 * steps)
     ]
     assert rates == pytest.approx(expected)
+
+
+def test_a_finished_run_leaves_nothing_behind_in_memory(tmp_path, monkeypatch):
+    alive: list[weakref.ref] = []
+
+    def remembered(run: Run):
+        trainer = make_trainer(run)
+        alive.extend([weakref.ref(trainer.model), weakref.ref(trainer.control.loader)])
+        return trainer
+
+    monkeypatch.setattr("divebatch.experiments.runner.make_trainer", remembered)
+    execute(Run(small(epochs=2), "divebatch", 0, tmp_path))
+    assert len(alive) == 2
+    assert [reference() for reference in alive] == [None, None]
