@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from divebatch.records import EpochRecord, RecordWriter, RunHeader
+from divebatch.records import EpochRecord, RunHeader
 
 
 def epoch_record(epoch: int, **values: Any) -> EpochRecord:
@@ -36,10 +36,10 @@ def write_run(
         git_commit="0123abcd",
     )
     path = folder / (place or f"{experiment}/{method}") / f"seed-{seed}.jsonl"
-    with RecordWriter(path) as writer:
-        writer.write(header)
-        for epoch, values in enumerate(epochs, 1):
-            writer.write(epoch_record(epoch, **values))
+    records = [header, *(epoch_record(epoch, **values) for epoch, values in enumerate(epochs, 1))]
+    # The lines that a RecordWriter writes; it would wait for the disk after each.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{record.to_json()}\n" for record in records), encoding="utf-8")
     return path
 
 

@@ -1,19 +1,24 @@
 """The report on disk: complete, self-contained, safe, the same twice."""
 
+import base64
+import hashlib
+import html
+import json
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from made_up_runs import write_accuracies, write_paper_like, write_run
+from made_up_runs import write_accuracies, write_cifar_like, write_paper_like, write_run
 
 from divebatch.errors import MissingExtraError, RecordError
-from divebatch.report import write_report
+from divebatch.report import Report, load_runs, write_report
 from divebatch.report.sections import file_stems
 
-EVIL = "<script>alert(1)</script>"
-VOID = {"meta", "img", "br"}
+EVIL = "</script><script>alert(1)</script>"
+VOID = {"meta", "img", "br", "input"}
 
 
 class Page(HTMLParser):
@@ -24,6 +29,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.words = ""
+        self.scripts: list[str] = []
         self._open: list[str] = []
         self.feed(text)
         assert self._open == []
@@ -38,29 +44,47 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.words += data
+        if self._open and self._open[-1] == "script":
+            self.scripts.append(data)
+        else:
+            self.words += data
+
+    def data(self) -> dict[str, Any]:
+        """What the page's script draws."""
+        return dict(json.loads(self.scripts[0]))
 
 
-def test_all_files_are_written_and_named(tmp_path: Path) -> None:
-    write_paper_like(tmp_path, convex=True, epochs=3, trials=2)
-    report = write_report(tmp_path)
-    figures = [f"figures/synthetic-convex-figure{n}.{kind}" for n in (1, 2) for kind in ("svg", "png")]
-    assert [path.relative_to(tmp_path).as_posix() for path in report.paths] == ["report.html", "report.md", *figures]
-    assert all(path.stat().st_size > 0 for path in report.paths)
-    assert report.html == tmp_path / "report.html"
-    assert [table.title for table in report.tables] == ["synthetic-convex"]
-    assert report.problems == ()
+@pytest.fixture(scope="module")
+def convex(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("convex")
+    write_paper_like(folder, convex=True, epochs=3, trials=2)
+    return write_report(folder)
 
 
-def test_markdown_has_the_table_the_figures_and_the_settings(tmp_path: Path) -> None:
-    write_paper_like(tmp_path, convex=True, epochs=3, trials=2)
-    report = write_report(tmp_path)
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+def names(report: Report) -> list[str]:
+    return [path.relative_to(report.html.parent).as_posix() for path in report.paths]
+
+
+def test_all_files_are_written_and_named(convex: Report) -> None:
+    both = [f"figures/synthetic-convex-figure{n}.{kind}" for n in (1, 2) for kind in ("svg", "png")]
+    own = ("accuracy", "loss", "batchsize", "lr", "diversity", "target")
+    pictures = [f"figures/synthetic-convex-{name}.{kind}" for name in own for kind in ("svg", "png")]
+    numbers = [f"figures/synthetic-convex-{name}.csv" for name in own]
+    tables = [f"tables/synthetic-convex-table{n}.{kind}" for n in (1, 2, 3, 4) for kind in ("csv", "tex", "md")]
+    assert names(convex) == ["report.html", "report.md", *both, *pictures, *numbers, *tables]
+    assert all(path.stat().st_size > 0 for path in convex.paths)
+    assert [table.title for table in convex.tables] == ["synthetic-convex"]
+    assert convex.problems == ()
+
+
+def test_markdown_has_the_table_the_figures_and_the_settings(convex: Report) -> None:
+    text = convex.html.with_name("report.md").read_text(encoding="utf-8")
     for method in ("sgd-small", "sgd-large", "divebatch", "oracle"):
         assert f"\n| {method} | 2 of 2 |" in text
     links = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
-    assert len(links) == 2
-    assert {tmp_path / link for link in links} <= set(report.paths)
+    assert len(links) == 8
+    assert set(links) <= set(names(convex))
+    assert f"**{convex.answers[0]}**" in text
     assert "A made-up experiment" in text
     assert "| epochs | 3 |" in text
     assert "| method.policy.kind | sgd-small | sgd-large | divebatch | oracle |" in text
@@ -70,18 +94,66 @@ def test_markdown_has_the_table_the_figures_and_the_settings(tmp_path: Path) -> 
     assert "| seeds | 0, 1 |" in text
 
 
+@pytest.mark.usefixtures("quick_figures")
 def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path) -> None:
-    write_paper_like(tmp_path, convex=True, epochs=3, trials=2)
+    write_accuracies(tmp_path, "e", "sgd-small", [[0.5, 0.6]])
     write_accuracies(tmp_path, "other", "mine", [[0.5]])
-    text = write_report(tmp_path).html.read_text(encoding="utf-8")
+    report = write_report(tmp_path)
+    text = report.html.read_text(encoding="utf-8")
     page = Page(text)
-    assert page.tags.count("figure") == 2
-    assert "prefers-color-scheme: dark" in text
-    sources = [value or "" for name, value in page.attributes if name in ("src", "href")]
-    assert all(source.startswith(("data:image/svg+xml;base64,", "#")) for source in sources)
+    assert not [value for name, value in page.attributes if name == "src"]
+    targets = [value or "" for name, value in page.attributes if name == "href"]
     anchors = {f"#{value}" for name, value in page.attributes if name == "id"}
-    assert {source for source in sources if source.startswith("#")} == anchors
-    assert "128 → 4096" in page.words
+    assert {target for target in targets if target.startswith("#")} == {"#main", "#e", "#other"} <= anchors
+    assert {target for target in targets if not target.startswith("#")} == set(names(report)[2:])
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_only_the_pages_own_scripts_may_run_and_nothing_be_fetched(convex: Report) -> None:
+    text = convex.html.read_text(encoding="utf-8")
+    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[0]
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == 2
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert "Permission is hereby granted" in text  # uPlot's licence goes with every copy
+    assert policy.startswith("default-src 'none'; ")
+    assert policy.endswith(f"script-src 'sha256-{hashes[0]}' 'sha256-{hashes[1]}'")
+
+
+def test_the_answer_and_the_table_come_first(convex: Report) -> None:
+    text = convex.html.read_text(encoding="utf-8")
+    words = Page(text).words
+    assert text.index(html.escape(convex.answers[0])) < text.index("<table") < text.index("<figure")
+    assert "128 → 4096" in words
+    assert "2 of 2" in words
+
+
+def test_every_figure_has_its_controls_and_files(convex: Report) -> None:
+    page = Page(convex.html.read_text(encoding="utf-8"))
+    assert page.tags.count("figure") == 6
+    assert [v for n, v in page.attributes if n == "data-chart"] == ["0", "1", "2", "3", "4"]
+    assert page.attributes.count(("type", "radio")) == 4
+    assert page.attributes.count(("data-log", None)) == 5
+    assert [v for n, v in page.attributes if n == "data-axis"] == ["seconds", "epochs", "steps", "samples"]
+    labels = [value or "" for name, value in page.attributes if name == "aria-label"]
+    for kind in ("SVG", "PNG", "CSV"):
+        assert f"Validation loss as {kind}" in labels
+    assert "synthetic-convex as LaTeX" in labels
+
+
+@pytest.mark.usefixtures("quick_figures")
+def test_every_run_has_its_whole_configuration_on_the_page(tmp_path: Path) -> None:
+    config = {"epochs": 2, "deep": {"er": [1, {"x": "<&>"}]}}
+    write_run(tmp_path, "e", "m", 3, [{"val_loss": 1.0}], config=config, hardware={"device": "cpu", "name": "A chip"})
+    page = Page(write_report(tmp_path).html.read_text(encoding="utf-8"))
+    assert "m, seed 3: epoch 1 of 2, not finished" in page.words
+    start = page.words.index('{\n  "config"')
+    shown, _ = json.JSONDecoder().raw_decode(page.words[start:])
+    assert shown["config"] == config
+    assert shown["versions"] == {"python": "3.12.1", "torch": "2.13.0"}
+    assert shown["hardware"] == {"device": "cpu", "name": "A chip"}
+    assert shown["git_commit"] == "0123abcd"
 
 
 def test_names_from_records_appear_as_text(tmp_path: Path) -> None:
@@ -91,20 +163,29 @@ def test_names_from_records_appear_as_text(tmp_path: Path) -> None:
     write_run(tmp_path, EVIL, "sgd-small", 0, [{"val_loss": 1.0}], place="e/s")
     write_run(tmp_path, EVIL, EVIL, 0, [{}], place="e/twice")
     report = write_report(tmp_path)
-    text = report.html.read_text(encoding="utf-8")
-    page = Page(text)
-    assert "script" not in page.tags
+    page = Page(report.html.read_text(encoding="utf-8"))
+    assert page.tags.count("script") == 3
     assert not any(name.startswith("on") for name, _ in page.attributes)
     assert page.words.count(EVIL) >= 5
+    assert page.data()["sections"][0]["methods"][1]["name"] == EVIL
     assert "<script" not in (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert all(path.parent in (tmp_path, tmp_path / "figures") for path in report.paths)
+    assert {path.parent for path in report.paths} == {tmp_path, tmp_path / "figures", tmp_path / "tables"}
 
 
+@pytest.mark.usefixtures("quick_figures")
+def test_the_page_of_50_runs_is_under_one_megabyte(tmp_path: Path) -> None:
+    write_cifar_like(tmp_path, epochs=200, trials=5)
+    assert len(load_runs(tmp_path).experiments[0].runs) == 50
+    assert write_report(tmp_path).html.stat().st_size < 1e6
+
+
+@pytest.mark.usefixtures("quick_figures")
 def test_half_a_character_in_a_setting_is_no_obstacle(tmp_path: Path) -> None:
     write_run(tmp_path, "e", "sgd-small", 0, [{"val_loss": 1.0}], config={"note": "\ud800"})
     assert "| note | ? |" in write_report(tmp_path).html.with_name("report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("quick_figures")
 def test_broken_files_are_named_on_the_page(tmp_path: Path) -> None:
     write_accuracies(tmp_path, "e", "sgd-small", [[0.5]])
     (tmp_path / "e" / "sgd-small" / "seed-7.jsonl").write_text("<b>not json\n")
@@ -115,16 +196,18 @@ def test_broken_files_are_named_on_the_page(tmp_path: Path) -> None:
 
 
 def test_a_second_report_is_the_same_to_the_byte(tmp_path: Path) -> None:
-    write_paper_like(tmp_path, convex=False, epochs=3, trials=2)
+    write_accuracies(tmp_path, "e", "sgd-small", [[0.5, 0.6], [0.4, 0.7]])
     first = {path: path.read_bytes() for path in write_report(tmp_path).paths}
     assert {path: path.read_bytes() for path in write_report(tmp_path).paths} == first
 
 
+@pytest.mark.usefixtures("quick_figures")
 def test_a_single_experiments_folder_gets_its_own_report(tmp_path: Path) -> None:
     write_accuracies(tmp_path, "e", "sgd-small", [[0.5]])
     assert write_report(tmp_path / "e").html == tmp_path / "e" / "report.html"
 
 
+@pytest.mark.usefixtures("quick_figures")
 def test_settings_that_vary_are_listed_and_counted(tmp_path: Path) -> None:
     for seed in range(6):
         write_run(tmp_path, "e", "m", seed, [{"val_loss": 1.0}], config={"epochs": 1, "lr": seed / 10})
@@ -139,6 +222,7 @@ def test_an_empty_folder_is_an_error_and_nothing_is_written(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("quick_figures")
 def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     write_accuracies(tmp_path, "e", "sgd-small", [[0.5]])
     (tmp_path / "report.html").mkdir()

@@ -88,7 +88,27 @@ def test_a_half_written_last_line_costs_that_epoch_only(tmp_path: Path) -> None:
         file.write('{"kind": "epo')
     runs = load_runs(tmp_path)
     assert len(runs.experiments[0].runs[0].epochs) == 2
+    (problem,) = runs.problems
+    assert str(path) in problem
+    assert "half-written" in problem
+
+
+def test_several_folders_are_read_as_one_and_each_file_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "e", "m", 0, [{}])
+    write_run(tmp_path / "b", "e", "m", 1, [{}])
+    write_run(tmp_path / "b", "e", "n", 0, [{}])
+    runs = load_runs(tmp_path / "a", tmp_path / "b", tmp_path / "b" / "e")
+    assert {method: len(group) for method, group in runs.experiments[0].methods.items()} == {"m": 2, "n": 1}
     assert not runs.problems
+
+
+def test_the_same_run_in_a_second_folder_is_named_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "e", "m", 0, [{}])
+    other = write_run(tmp_path / "b", "e", "m", 0, [{}, {}])
+    runs = load_runs(tmp_path / "a", tmp_path / "b")
+    assert len(runs.experiments[0].runs[0].epochs) == 1
+    assert len(runs.problems) == 1
+    assert str(other) in runs.problems[0]
 
 
 @pytest.mark.parametrize("content", [None, b"broken\n"])

@@ -128,12 +128,13 @@ def test_with_nothing_to_compare_nothing_is_said(tmp_path: Path, methods: dict[s
     assert verdict_of(tmp_path) == ""
 
 
-def test_the_verdict_stands_on_the_page_before_the_first_table(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_figures")
+def test_the_answer_stands_before_the_first_table_and_the_verdict_after_it(tmp_path: Path) -> None:
     write(tmp_path, {"sgd-small": [trial(8, 5.0)] * 2}, {"divebatch": [trial(4, 2.0)] * 2})
     report = write_report(tmp_path)
     (text,) = report.verdicts
     page = report.html.read_text(encoding="utf-8")
-    assert 0 < page.index(text) < page.index("<table")
+    assert page.index(report.answers[0]) < page.index("<table") < page.index(text) < page.index("<figure")
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert text in markdown
     assert markdown.index(text) < markdown.index("### cifar10: validation accuracy")

@@ -1,4 +1,4 @@
-"""`divebatch report DIR`."""
+"""`divebatch report DIR...`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,28 +9,38 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
-from divebatch.report import Table, write_report
+from divebatch.report import Report, Table, write_report
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder that `divebatch run --out` wrote.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `divebatch run --out` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write the report; the first folder if not given.")] = None,
 ) -> None:
-    """Print the tables and write figures, report.md and report.html into the folder."""
-    if not folder.is_dir():
-        raise leave(f"'{folder}' is not a folder", WRONG_USE)
+    """Print the tables and write report.html, report.md and every figure and table as files."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise leave(f"'{folder}' is not a folder", WRONG_USE)
     with errors_exit_with(FAILED):
-        written = write_report(folder)
+        written = write_report(*folders, out=out)
+    _print_results(written)
+    for problem in written.problems:
+        typer.echo(f"skipped: {problem}", err=True)
+    pages = [path for path in written.paths if path.parent == written.html.parent]
+    for path in pages:
+        typer.echo(str(path))
+    typer.echo(f"{len(written.paths) - len(pages)} files of figures and tables beside it, in figures and tables")
+
+
+def _print_results(written: Report) -> None:
     console = Console()
+    for answer in written.answers:
+        console.print(escape(answer), style="bold", highlight=False)
     for verdict in written.verdicts:
         console.print(escape(verdict), highlight=False)
     for table in written.tables:
         console.print(_rich(table, console.width))
         for note in table.notes:
             console.print(escape(note), style="dim", highlight=False)
-    for problem in written.problems:
-        typer.echo(f"skipped: {problem}", err=True)
-    for path in written.paths:
-        typer.echo(str(path))
 
 
 def _rich(table: Table, terminal_width: int) -> RichTable:

@@ -52,9 +52,15 @@ def make_drawing(
     panel_size: tuple[float, float] = PANEL_SIZE,
 ) -> Drawing:
     """`title` and `caption` go beside the figure, `heading` into it. Every panel needs a line."""
-    with _settings():
-        figure = _compose(heading, panels, panel_size)
-        return Drawing(name, title, " ".join(caption), _bytes(figure, "svg"), _bytes(figure, "png"))
+    with settings():
+        return finish(name, title, _compose(heading, panels, panel_size), caption)
+
+
+def finish(name: str, title: str, figure: "Figure", caption: Sequence[str]) -> Drawing:
+    """The figure in both formats; call it within `settings`."""
+    svg = _bytes(figure, "svg")
+    figure.set_layout_engine("none")  # all has its place now; the second search for it would find the same
+    return Drawing(name, title, " ".join(caption), svg, _bytes(figure, "png"))
 
 
 def trial_notes(shown: Sequence[MethodSummary], panels: Sequence[Panel]) -> Iterator[str]:
@@ -83,7 +89,7 @@ def _trials(shown: Sequence[MethodSummary]) -> str:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def settings() -> Iterator[None]:
     """Ours over matplotlib's defaults, whatever the user's own are; put back afterwards."""
     import matplotlib
     from matplotlib import style
@@ -99,11 +105,23 @@ def _compose(heading: str, panels: Sequence[Panel], panel_size: tuple[float, flo
     figure = Figure(figsize=(panel_size[0] * len(panels), panel_size[1]), layout="constrained")
     for index, panel in enumerate(panels):
         draw(figure.add_subplot(1, len(panels), index + 1), panel, last_epoch)
-    # Only what every font can draw, and only as much as there is room for.
-    drawable = re.sub(r"[^ -~]", "?", heading)[:60]
-    figure.suptitle(drawable, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    add_heading(figure, heading)
     _add_legend(figure, panels)
     return figure
+
+
+def add_heading(figure: "Figure", heading: str) -> None:
+    """At the top left."""
+    figure.suptitle(drawable(heading, 60), x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
+def drawable(text: str, length: int) -> str:
+    """Only what every font can draw, and only as much as there is room for.
+
+    >>> drawable("naïve", 4)
+    'na?v'
+    """
+    return re.sub(r"[^ -~]", "?", text)[:length]
 
 
 def _add_legend(figure: "Figure", panels: Sequence[Panel]) -> None:

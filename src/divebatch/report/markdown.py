@@ -34,16 +34,20 @@ def render_markdown(sections: Sequence[Section], problems: Sequence[str]) -> str
 
 
 def _section_blocks(section: Section) -> list[str]:
-    blocks = [f"## {escape(section.name)}", escape(section.summary), escape(section.verdict)]
+    blocks = [f"## {escape(section.name)}", escape(section.summary), _answer(section), escape(section.verdict)]
     for table in section.tables:
         heading = f"### {escape(table.title)}" if len(section.tables) > 1 else ""
         blocks += [heading, table_to_markdown(table)]
-    for drawing in section.drawings:
-        link = f"figures/{section.figure_name(drawing, 'svg')}"
+    for drawing in (*section.drawings, *section.chart_drawings):
+        link = f"figures/{section.file_name(drawing.name, 'svg')}"
         blocks += [f"![{escape(drawing.title)}]({link})", f"**{escape(drawing.title)}.** {escape(drawing.caption)}"]
     for table in section.settings:
         blocks += [f"### {escape(table.title)}", table_to_markdown(table)]
     return [block for block in blocks if block]
+
+
+def _answer(section: Section) -> str:
+    return f"**{escape(section.answer)}**"
 
 
 def _problem_blocks(problems: Sequence[str]) -> list[str]:

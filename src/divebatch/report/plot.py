@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 FEW_POINTS = 12
 """Curves with at most so many epochs show each as a dot."""
 
+MOST_DECADES = 1e30
+"""A log axis spans at most this ratio, from the top: a run that diverges can span more than a float holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -99,6 +102,7 @@ def log_limits(panel: Panel) -> tuple[float, float]:
     lowest = np.nanmin(means)
     low = max(lowest / 1.5, np.nanmin(np.concatenate([low for low, _ in bands] + [[lowest]])))
     high = np.nanmax(np.concatenate([high for _, high in bands] + [means]))
+    low = max(low, high / MOST_DECADES)
     margin = (high / low) ** 0.05
     return float(low / margin), float(high * margin)
 
@@ -120,8 +124,8 @@ def _set_y_axis(axes: "Axes", panel: Panel) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     if panel.is_log:
+        axes.set_ylim(*log_limits(panel))  # first, or the log scale looks for limits of its own
         axes.set_yscale("log", base=panel.log_base)
-        axes.set_ylim(*log_limits(panel))
         axes.yaxis.set_major_locator(LogLocator(base=panel.log_base, subs=_log_ticks(panel), numticks=9))
         axes.yaxis.set_minor_locator(NullLocator())
     else:

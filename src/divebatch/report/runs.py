@@ -1,7 +1,8 @@
 """Find and read the runs under a folder, grouped by experiment and method. One bad file never spoils the rest."""
 
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,21 +95,23 @@ class Runs:
     problems: tuple[str, ...]
 
 
-def load_runs(folder: Path) -> Runs:
+def load_runs(folder: Path, *more: Path) -> Runs:
     """Read `folder`/EXPERIMENT/METHOD/seed-K.jsonl; an experiment's or a method's own folder will do as well.
 
-    Names come from the records, not from the folders. Files that cannot be read are named in `problems`; a folder
-    without a single readable run is a `RecordError`.
+    Names come from the records, not from the folders. Files that cannot be read, that a killed run left half-written
+    or that hold a run that was there before are named in `problems`; no readable run at all is a `RecordError`.
     """
+    folders = (folder, *more)
     found: dict[tuple[str, str, int], Run] = {}
     problems: list[str] = []
-    for path in _record_files(folder):
+    for path in _record_files(folders):
         try:
             _add(found, path, _read(path))
+            problems += _torn_line(path)
         except RecordError as error:
             problems.append(str(error))
     if not found:
-        raise RecordError(_nothing_found(folder, problems))
+        raise RecordError(_nothing_found(folders, problems))
     return Runs(_grouped(found.values()), tuple(problems))
 
 
@@ -118,11 +121,16 @@ def method_rank(method: str) -> tuple[int, str]:
     return known, method
 
 
-def _record_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise RecordError(f"'{folder}' is not a folder")
-    patterns = ("seed-*.jsonl", "*/seed-*.jsonl", "*/*/seed-*.jsonl")
-    return sorted(path for pattern in patterns for path in folder.glob(pattern))
+def _record_files(folders: Sequence[Path]) -> list[Path]:
+    """Each file once, also where one folder lies in another."""
+    files: dict[Path, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise RecordError(f"'{folder}' is not a folder")
+        patterns = ("seed-*.jsonl", "*/seed-*.jsonl", "*/*/seed-*.jsonl")
+        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+            files.setdefault(path.resolve(), path)
+    return list(files.values())
 
 
 def _read(path: Path) -> Run:
@@ -136,6 +144,14 @@ def _read(path: Path) -> Run:
     if problem:
         raise RecordError(f"'{path}': {problem}")
     return Run(header, tuple(epochs))
+
+
+def _torn_line(path: Path) -> list[str]:
+    """Whether the last line has no end: `read_run` leaves it out."""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        is_whole = file.read(1) == b"\n"
+    return [] if is_whole else [f"'{path}': the last line is half-written; that line is left out, the rest counts"]
 
 
 def _add(found: dict[tuple[str, str, int], Run], path: Path, run: Run) -> None:
@@ -193,7 +209,8 @@ def _ordered(methods: Mapping[str, list[Run]]) -> dict[str, tuple[Run, ...]]:
     return {name: tuple(sorted(methods[name], key=lambda run: run.header.seed)) for name in names}
 
 
-def _nothing_found(folder: Path, problems: list[str]) -> str:
+def _nothing_found(folders: Sequence[Path], problems: list[str]) -> str:
+    places = ", ".join(f"'{folder}'" for folder in folders)
     if problems:
-        return f"no readable run in '{folder}': " + "; ".join(problems)
-    return f"no run in '{folder}': expected files like {folder}/EXPERIMENT/METHOD/seed-0.jsonl"
+        return f"no readable run in {places}: " + "; ".join(problems)
+    return f"no run in {places}: expected files like {folders[0]}/EXPERIMENT/METHOD/seed-0.jsonl"

@@ -48,9 +48,24 @@ class Look:
 
     label: str
     color: str
+    """On white."""
     dashes: Dashes
 
+    @property
+    def dark_color(self) -> str:
+        """The same on a dark page, where black and deep colours would be lost."""
+        return ON_DARK.get(self.color, self.color)
 
+
+ON_DARK = {
+    "#0072B2": "#4DA8E0",
+    "#882255": "#D96BA0",
+    "#009E73": "#2CC79A",
+    "#D55E00": "#FF8A3D",
+    "#222222": "#EDEDED",
+    "#CC79A7": "#E3A5C7",
+    "#7F5F2A": "#C8A25C",
+}
 # Colours differ in lightness as well as hue, so they hold under the common colour-vision deficiencies and in grey.
 LOOKS = {
     "sgd-small": Look("SGD", "#0072B2", (0, (5.0, 1.6))),
@@ -88,6 +103,12 @@ def real_looks(methods: Iterable[str]) -> dict[str, Look]:
     """One for each method: ours where we know it, else its name in a spare look."""
     spare = cycle(SPARE_LOOKS)
     return {method: REAL_LOOKS.get(method) or Look(method, *next(spare)) for method in methods}
+
+
+def looks_for(methods: Iterable[str], *, real_data: bool) -> dict[str, Look]:
+    """The looks of the experiment's own figures."""
+    known = {} if real_data else {method: LOOKS[method] for method in methods if method in LOOKS}
+    return real_looks(methods) | known
 
 
 def legend_label(summary: MethodSummary, look: Look) -> str:

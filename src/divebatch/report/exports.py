@@ -1,0 +1,106 @@
+"""Tables as CSV and LaTeX, and the numbers behind figures as CSV."""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from divebatch.report.bars import Bar, Bars
+from divebatch.report.charts import AXES, Chart
+from divebatch.report.table import Table
+
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "±": r"$\pm$",
+    "→": r"$\to$",
+}
+
+
+def table_to_csv(table: Table) -> str:
+    """Columns and rows; the notes are left to the other formats."""
+    return _csv([table.columns, *table.rows])
+
+
+def table_to_latex(table: Table) -> str:
+    """A `tabular` that needs the package booktabs, with title and notes as comments."""
+    comments = [f"% {line}" for line in ("Needs \\usepackage{booktabs}.", table.title, *table.notes)]
+    rows = [_latex_row(row) for row in table.rows]
+    columns = "l" + "r" * (len(table.columns) - 1)
+    body = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", _latex_row(table.columns), r"\midrule", *rows]
+    return "\n".join([*map(_one_line, comments), *body, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def escape_latex(text: str) -> str:
+    r"""Text with nothing in force that LaTeX would obey.
+
+    >>> print(escape_latex("50 % of a_b"))
+    50 \% of a\_b
+    """
+    return "".join(LATEX.get(character, character) for character in _one_line(text))
+
+
+def chart_to_csv(chart: Chart) -> str:
+    """One row for each point of each line, with its place on every axis."""
+    columns = ["line", *AXES, "mean", "standard_error", "trials"]
+    return _csv([columns, *_points(chart)])
+
+
+def bars_to_csv(charts: Mapping[str, Bars]) -> str:
+    """One row for each method and axis; empty cells where the target was not reached, or only in part of the draws."""
+    columns = ["method", "unit", "target", "on_mean_accuracy", "low_95", "high_95"]
+    columns += ["fastest_trial", "slowest_trial", "reached", "trials"]
+    rows = [
+        [bar.method, bars.axis, bars.target, bar.value, *_spans(bar), bar.num_reached, len(bar.trials)]
+        for bars in charts.values()
+        for bar in bars.bars
+    ]
+    return _csv([columns, *rows])
+
+
+def _spans(bar: Bar) -> list[float]:
+    return [bar.low, bar.high, bar.fastest, bar.slowest]
+
+
+def _points(chart: Chart) -> Iterator[list[object]]:
+    for number, line in enumerate(chart.panel.lines):
+        places = [chart.positions(number, axis) for axis in AXES]
+        curve = line.curve
+        for index in range(len(curve.epochs)):
+            place = [None if values is None else float(values[index]) for values in places]
+            numbers = [float(curve.mean[index]), float(curve.standard_error[index]), int(curve.num_trials[index])]
+            yield [line.label, *place, *numbers]
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_csv_cell(cell) for cell in row] for row in rows)
+    return text.getvalue()
+
+
+def _csv_cell(cell: object) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.9g}" if math.isfinite(cell) else ""
+    # A spreadsheet would run text that begins like a formula.
+    text = "" if cell is None else str(cell)
+    return f"'{text}" if re.match(r"[=+@\t\r]|-.*[^\d.]", text) else text
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    return " & ".join(map(escape_latex, cells)) + r" \\"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
