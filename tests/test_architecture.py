@@ -21,10 +21,13 @@ MAY_IMPORT = {
     "data": BASE,
     "lr": BASE,
     "controller": BASE | CORE,
+    "integrations": BASE | CORE | {"controller"},
     "training": BASE | CORE | {"controller"},
-    "experiments": BASE | CORE | {"controller", "training"},
+    "loggers": BASE | {"records"},
+    "experiments": BASE | CORE | {"controller", "training", "loggers"},
+    "search": BASE | CORE | {"training", "experiments"},
     "report": BASE | {"records"},
-    "cli": BASE | {"experiments", "report", "records"},
+    "cli": BASE | {"experiments", "report", "records", "search", "loggers"},
 }
 WITHOUT_TORCH = {"errors", "measurement", "records", "policies", "report"}
 
@@ -65,6 +68,7 @@ def test_no_file_is_over_400_lines() -> None:
 
 def test_the_core_needs_torch_and_numpy_alone() -> None:
     blocked = ["typer", "rich", "matplotlib", "PIL"]
+    blocked += ["lightning", "pytorch_lightning", "transformers", "accelerate"]
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import divebatch; print(divebatch.__version__)"
     )

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(path: Path) -> None:
     answer = subprocess.run([sys.executable, "-W", "error", str(path)], capture_output=True, text=True, check=False)
+    if "is not installed; get it with" in answer.stderr or "ModuleNotFoundError" in answer.stderr:
+        pytest.skip(answer.stderr.splitlines()[-1])
     assert answer.returncode == 0, answer.stderr
     assert "epoch 1:" in answer.stdout
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import torch
 
 README = Path(__file__).parents[1] / "README.md"
-TRAINING = README.parent / "docs" / "training.md"
 
 
-def python_blocks(page: Path = README) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 
 
 def test_every_python_block_runs(capsys) -> None:
@@ -19,13 +18,6 @@ def test_every_python_block_runs(capsys) -> None:
     for block in python_blocks():
         exec(compile(block, str(README), "exec"), names)
     assert re.search(r"epoch 1: diversity [\d.e+-]+, batch \d+", capsys.readouterr().out)
-
-
-def test_the_trainers_page_runs() -> None:
-    for block in python_blocks(TRAINING):
-        names: dict[str, object] = {}
-        exec(compile(block, str(TRAINING), "exec"), names)
-        assert names["model"].weight.grad is not None  # type: ignore[attr-defined]
 
 
 def test_code_comes_before_line_40_and_the_end_before_line_120() -> None:

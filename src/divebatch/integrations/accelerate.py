@@ -1,0 +1,105 @@
+"""Accelerate: a controller for what `accelerator.prepare` made, over any number of processes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from divebatch.controller import Controller
+from divebatch.data.loader import AdaptiveLoader
+from divebatch.data.source import Source
+from divebatch.errors import ArgumentError
+from divebatch.estimators import Estimator
+from divebatch.integrations.parts import share_between_processes
+from divebatch.integrations.scaling import under_scaler
+from divebatch.integrations.versions import Requirement
+from divebatch.policies import Policy
+
+REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
+REQUIREMENT.installed()
+_optimizer, _scheduler = import_module("accelerate.optimizer"), import_module("accelerate.scheduler")
+_operations = import_module("accelerate.utils.operations")
+
+
+def make_controller(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    loader: AdaptiveLoader,
+    policy: Policy,
+    *,
+    estimator: str | Estimator | None = None,
+    scheduler: Any = None,
+    **settings: Any,
+) -> Controller:
+    """A `Controller` for prepared parts; its state is saved and loaded with the accelerator's.
+
+    Prepare model, optimizer and scheduler as always, but not the loader: from here on it delivers each process's part
+    of a batch, on the accelerator's device, and its `batch_size` is that of all processes together. `settings` are
+    the `Controller`'s: lr_coupling, loss_reduction, loss_fn.
+
+        model, optimizer = accelerator.prepare(model, optimizer)
+        loader = AdaptiveLoader(dataset, batch_size=128)
+        control = make_controller(accelerator, model, optimizer, loader, DiveBatch(0.1, 4096), lr_coupling="linear")
+    """
+    _check(accelerator, loader)
+    given = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
+    schedulers = [_unwrapped(part, accelerator.num_processes) for part in given]
+    share_between_processes(loader, policy, rank=accelerator.process_index, num_processes=accelerator.num_processes)
+    loader._source = _OnDevice(loader._source, accelerator.device)
+    control = Controller(
+        accelerator.unwrap_model(model),
+        optimizer.optimizer if isinstance(optimizer, _optimizer.AcceleratedOptimizer) else optimizer,
+        loader,
+        policy,
+        estimator=under_scaler(estimator, accelerator.scaler),
+        scheduler=schedulers,
+        **settings,
+    )
+    accelerator.register_for_checkpointing(control)
+    return control
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """Batches where the model is, whatever their nesting."""
+
+    source: Source
+    device: Any
+
+    def batches(
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+    ) -> Iterator[tuple[int, Any]]:
+        """The source's batches, moved."""
+        for num_samples, batch in self.source.batches(order, batch_size, start=start, seed=seed):
+            yield num_samples, _operations.send_to_device(batch, self.device)
+
+
+def _check(accelerator: Any, loader: Any) -> None:
+    if not isinstance(loader, AdaptiveLoader):
+        raise ArgumentError(
+            f"loader must be an AdaptiveLoader, got {type(loader).__name__}: leave the loader out of "
+            f"accelerator.prepare and make it AdaptiveLoader(dataset, batch_size) or AdaptiveLoader.wrap(dataloader)"
+        )
+    if isinstance(loader._source, _OnDevice):
+        raise ArgumentError("this loader belongs to an accelerator already: make one for each")
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ArgumentError(
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} would leave the rest of an epoch "
+            f"to the next one: use 1, and cut large batches with `for part, factor in micro_batches(batch, size)`"
+        )
+
+
+def _unwrapped(scheduler: Any, num_processes: int) -> Any:
+    """The scheduler inside a prepared one, which must step once a step: batches do not grow with the processes."""
+    if not isinstance(scheduler, _scheduler.AcceleratedScheduler):
+        return scheduler
+    if num_processes > 1 and scheduler.step_with_optimizer and not scheduler.split_batches:
+        raise ArgumentError(
+            f"a prepared {type(scheduler.scheduler).__name__} steps {num_processes} times a step on {num_processes} "
+            f"processes: leave it out of prepare and call accelerator.register_for_checkpointing(scheduler), or use "
+            f"Accelerator(step_scheduler_with_optimizer=False)"
+        )
+    return scheduler.scheduler

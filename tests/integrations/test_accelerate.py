@@ -1,0 +1,122 @@
+"""Accelerate with our controller: the plain loop's course, every sample, exact resume; the rest refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from divebatch import AdaptiveBatchSampler, AdaptiveLoader, DiveBatch, Fixed, Policy, gradient_diversity, micro_batches
+from divebatch.errors import ArgumentError
+from integrations.plain_loop import (
+    GROWS_AND_SHRINKS,
+    Course,
+    Kept,
+    Numbered,
+    assert_same_sums,
+    each_once,
+    plain_records,
+    schedule,
+)
+from reference.per_sample import mean_loss, mlp
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+adapter = pytest.importorskip("divebatch.integrations.accelerate")
+
+# Torch counts a fresh optimizer's own steps and cannot know that the epoch's were made before the stop.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+DIVEBATCH = DiveBatch(0.1, 24, monotone=False)
+
+
+class Run:
+    """A loop as Accelerate's users write it."""
+
+    def __init__(self, policy: Policy, *, batch_size: int = 6, lr: float = 0.03, **settings: Any) -> None:
+        estimator = settings.pop("estimator", None)
+        self.accelerator = accelerate.Accelerator(cpu=True, **settings)
+        model = mlp(dtype=torch.float32)
+        optimizer = SGD(model.parameters(), lr=lr)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, schedule(optimizer))
+        self.loader = AdaptiveLoader(Numbered(), batch_size, seed=3)
+        parts = (self.accelerator, self.model, self.optimizer, self.loader, policy)
+        self.control = adapter.make_controller(
+            *parts, scheduler=self.scheduler, lr_coupling="linear", estimator=estimator
+        )
+        self.records: list[Any] = []
+        self.seen: dict[int, list[int]] = {}
+
+    def train(self, *, epochs: int = 5, stop_in_epoch_3: bool = False, part_size: int = 48) -> "Run":
+        while self.loader.epoch < epochs:
+            epoch = self.loader.epoch
+            for batch in self.loader:
+                self.optimizer.zero_grad()
+                for (number, x, y), factor in micro_batches(batch, part_size):
+                    self.seen.setdefault(epoch, []).extend(number.tolist())
+                    self.accelerator.backward(mean_loss(self.model(x), y) * factor)
+                self.optimizer.step()
+                if stop_in_epoch_3 and epoch == 2:
+                    return self
+            self.scheduler.step()
+            self.records.append(self.control.step())
+        return self
+
+
+def test_the_course_is_the_plain_loops():
+    run = Run(DIVEBATCH).train()
+    assert run.records == plain_records(mlp(dtype=torch.float32), DIVEBATCH, epochs=5, lr_coupling="linear")
+    assert each_once(run.seen.values())
+
+
+def test_every_sample_comes_once_an_epoch_on_a_written_course():
+    run = Run(Course(GROWS_AND_SHRINKS)).train()
+    assert tuple(record.batch_size for record in run.records) == GROWS_AND_SHRINKS
+    assert each_once(run.seen.values())
+
+
+@pytest.mark.parametrize("stop_in_epoch_3", [False, True])
+def test_a_resumed_run_is_the_whole_run(stop_in_epoch_3, tmp_path):
+    whole = Run(DIVEBATCH).train()
+    first = Run(DIVEBATCH).train(epochs=3 if stop_in_epoch_3 else 2, stop_in_epoch_3=stop_in_epoch_3)
+    first.accelerator.save_state(str(tmp_path))
+    resumed = Run(DIVEBATCH, batch_size=5)
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.train()
+    assert first.records + resumed.records == whole.records
+    assert first.seen.get(2, []) + resumed.seen[2] == whole.seen[2]
+    for here, there in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("part_size", [48, 5], ids=["whole", "cut"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 0.05)])
+def test_the_measured_sums_are_exact_at_fixed_weights(precision, tolerance, part_size):
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the whole process
+    kept = Kept()
+    run = Run(DIVEBATCH, lr=0.0, mixed_precision=precision, estimator=kept).train(epochs=1, part_size=part_size)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    model = mlp(dtype=torch.float32)
+    exact = gradient_diversity(model, mean_loss, ((x, y) for _, x, y in run.loader.full_pass()))
+    assert_same_sums(kept.sums, exact, rel=tolerance)
+
+
+def test_accelerates_own_shards_lose_samples_when_the_inner_size_shrinks():
+    sampler = AdaptiveBatchSampler(100, 10, shuffle=False)
+    shards = [accelerate.data_loader.BatchSamplerShard(sampler, 2, index, even_batches=False) for index in range(2)]
+    sampler.batch_size = 5
+    sampler.set_epoch(0)
+    lengths = [len(shard) for shard in shards]
+    seen = {number for shard in shards for batch in shard for number in batch}
+    assert lengths == [10, 10]  # as if all were well
+    assert len(seen) < 100
+
+
+def test_what_would_go_wrong_is_refused():
+    with pytest.raises(ArgumentError, match=r"gradient_accumulation_steps=4 .* micro_batches"):
+        Run(Fixed(), gradient_accumulation_steps=4)
+    run = Run(Fixed())
+    parts = (run.accelerator, run.model, run.optimizer)
+    with pytest.raises(ArgumentError, match=r"got DataLoaderShard: leave the loader out of accelerator.prepare"):
+        adapter.make_controller(*parts, run.accelerator.prepare(DataLoader(Numbered())), Fixed())
+    with pytest.raises(ArgumentError, match="belongs to an accelerator already"):
+        adapter.make_controller(*parts, run.loader, Fixed(), scheduler=run.scheduler)

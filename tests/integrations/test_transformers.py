@@ -1,0 +1,251 @@
+"""The Hugging Face Trainer with our subclass: the plain loop's course, every sample, exact norms under its losses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from divebatch import AdaptiveBatchSampler, AdaptiveLoader, Controller, DiveBatch, Fixed, Policy
+from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.integrations.parts import InMultiples
+from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums, each_once
+from reference.per_sample import diversity_of, mean_loss, mlp, num_hooks
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+adapter = pytest.importorskip("divebatch.integrations.transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+DIVEBATCH = DiveBatch(0.1, 24, monotone=False)
+
+
+class Regression(nn.Module):
+    """A model of one's own: its loss is a mean over samples, which the Trainer divides by the passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(dtype=torch.float32)
+        self.seen: list[int] = []
+
+    def forward(self, number: Tensor, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.seen += number.tolist()
+        return {"loss": mean_loss(self.net(x), labels)}
+
+
+NUMBERED = [{"number": number, "x": x, "labels": y} for number, x, y in (Numbered()[i] for i in range(48))]
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "n_positions": 12, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, **tokens))
+
+
+def sentences(count: int = 24) -> list[dict[str, Tensor]]:
+    """Of 4 to 12 tokens, padded."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in torch.randint(4, 13, (count,), generator=generator).tolist():
+        ids, rest = torch.randint(0, 16, (length,), generator=generator), (0, 12 - length)
+        mask = pad(torch.ones_like(ids), rest)
+        rows.append({"input_ids": pad(ids, rest), "attention_mask": mask, "labels": pad(ids, rest, value=-100)})
+    return rows
+
+
+_NOT_ARGUMENTS = ("lr_coupling", "optimizers", "step_schedule", "eval_dataset", "estimator")
+
+
+def trainer(
+    policy: Policy, folder: Path, *, model: nn.Module | None = None, data: Any = NUMBERED, **settings: Any
+) -> Any:
+    """On the numbered samples unless told otherwise; passes of 2 samples, 3 of them a step at first."""
+    ours = {key: settings.pop(key) for key in _NOT_ARGUMENTS if key in settings}
+    usual = {"num_train_epochs": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    usual |= {"learning_rate": 0.03, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "seed": 3}
+    usual |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    usual |= {"logging_strategy": "epoch", "dataloader_pin_memory": False}
+    args = transformers.TrainingArguments(output_dir=str(folder), **(usual | settings))
+    return adapter.BatchSizeTrainer(model=model or Regression(), args=args, train_dataset=data, policy=policy, **ours)
+
+
+def plain_course(policy: Policy, *, epochs: int = 5) -> list[Any]:
+    model = mlp(dtype=torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.03)
+    loader = AdaptiveLoader(Numbered(), 6, seed=3)
+    with Controller(model, optimizer, loader, InMultiples(policy, 2), lr_coupling="linear") as control:
+        for _ in range(epochs):
+            for _, x, y in loader:
+                optimizer.zero_grad()
+                mean_loss(model(x), y).backward()
+                optimizer.step()
+            yield control.step()
+
+
+# The same as the plain loop
+
+
+def test_the_course_is_the_plain_loops(tmp_path):
+    run = trainer(DIVEBATCH, tmp_path, lr_coupling="linear")
+    run.train()
+    expected = list(plain_course(DIVEBATCH))
+    sizes = [record.batch_size for record in expected]
+    assert [record.batch_size for record in run.records] == sizes
+    assert max(sizes) > sizes[0] > min(sizes)  # it grows and it shrinks
+    assert [r.diversity for r in run.records] == pytest.approx([r.diversity for r in expected], rel=1e-3)
+    assert [r.next_lr for r in run.records] == pytest.approx([r.next_lr for r in expected])
+    assert [r.steps for r in run.records] == [r.steps for r in expected]
+    assert num_hooks(run.model) == 0
+
+
+def test_every_sample_comes_once_an_epoch_on_a_written_course(tmp_path):
+    run = trainer(Course(GROWS_AND_SHRINKS), tmp_path)
+    run.train()
+    assert tuple(record.batch_size for record in run.records) == GROWS_AND_SHRINKS
+    assert each_once([run.model.seen[start : start + 48] for start in range(0, 5 * 48, 48)])
+    assert run.state.global_step == run.state.max_steps == sum(48 // size for size in GROWS_AND_SHRINKS)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_norms_are_exact_under_a_token_weighted_loss(passes, tmp_path):
+    """Each sequence alone and unpadded, with the weight its tokens have in its step's loss."""
+    data, size, kept = sentences(23), 2 * passes, Kept()  # the last pass has one sequence, and its step is short
+    settings = {"estimator": kept, "learning_rate": 0.0, "num_train_epochs": 1, "gradient_accumulation_steps": passes}
+    run = trainer(DIVEBATCH, tmp_path, model=gpt2(), data=data, **settings)
+    run.train()
+    rows = []
+    for step in AdaptiveLoader(data, size, seed=3):
+        weight = len(step["labels"]) / int(run._get_num_items_in_batch([step], torch.device("cpu")))
+        rows += [gradient(gpt2(), ids[mask.bool()]) * weight for ids, mask in zip(*two(step), strict=True)]
+    assert_same_sums(kept.sums, diversity_of(torch.stack(rows)), rel=1e-4)
+
+
+def two(step: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return step["input_ids"], step["attention_mask"]
+
+
+def gradient(model: nn.Module, ids: Tensor) -> Tensor:
+    loss = cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+    return torch.cat([part.flatten().double() for part in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+# Checkpoints, schedules, logs
+
+
+def test_a_resumed_run_is_the_whole_run(tmp_path):
+    settings = {"lr_coupling": "linear", "lr_scheduler_type": "cosine", "num_train_epochs": 4}
+    whole = trainer(DIVEBATCH, tmp_path, save_strategy="epoch", **settings)
+    whole.train()
+    checkpoint = tmp_path / f"checkpoint-{whole.records[1].steps}"
+    resumed = trainer(DIVEBATCH, tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.records == whole.records[2:]
+    for here, there in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(here, there)
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path):
+    trainer(Fixed(), tmp_path, save_strategy="epoch", num_train_epochs=1).train()
+    (tmp_path / "checkpoint-8" / adapter.STATE_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"has no divebatch.pt: it was not saved by a BatchSizeTrainer"):
+        trainer(Fixed(), tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+
+
+def test_the_schedule_follows_the_samples_and_logs_show_the_true_rate(tmp_path):
+    """Linear to zero over four epochs: after three, a quarter of the first rate, times the batch size's factor."""
+    settings = {"lr_coupling": "linear", "lr_scheduler_type": "linear", "num_train_epochs": 4}
+    run = trainer(Course((6, 12, 12, 4)), tmp_path, save_strategy="epoch", **settings)
+    run.train()
+    assert [r.next_lr for r in run.records] == pytest.approx([0.03 * 0.75 * 2, 0.03 * 0.5 * 2, 0.03 * 0.25 * 4 / 6, 0])
+    folder = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    logs = [entry for entry in history if "loss" in entry]
+    assert [entry["batch_size"] for entry in logs] == [6, 12, 12, 4]
+    assert logs[1]["learning_rate"] == pytest.approx(0.03 * 0.5625 * 2)  # before the epoch's last step of 12 samples
+
+
+@pytest.mark.parametrize("stop_at", [None, 12], ids=["at-the-end", "in-the-second-epoch"])
+def test_an_epoch_counts_only_when_it_is_complete(stop_at, tmp_path):
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == stop_at
+
+    run = trainer(Fixed(), tmp_path, num_train_epochs=2, dataloader_drop_last=True, data=NUMBERED[:47])
+    run.add_callback(Stop())
+    run.train()
+    assert [record.samples for record in run.records] == ([46, 92] if stop_at is None else [46])
+
+
+def test_after_an_error_no_hook_is_left(tmp_path):
+    run = trainer(DIVEBATCH, tmp_path)
+    run.log = lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    assert num_hooks(run.model) == 0
+
+
+# What would go wrong without a word
+
+
+def test_the_trainer_itself_loses_samples_when_accumulation_shrinks(tmp_path):
+    class Change(transformers.TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.gradient_accumulation_steps = [4, 2][int(state.epoch or 0)]
+
+    args = trainer(Fixed(), tmp_path, num_train_epochs=2, gradient_accumulation_steps=4).args
+    theirs = transformers.Trainer(model=Regression(), args=args, train_dataset=NUMBERED, callbacks=[Change()])
+    theirs.train()
+    assert len(theirs.model.seen) < 2 * 48
+
+
+def test_the_trainer_itself_loses_samples_when_its_loader_changes(tmp_path):
+    class Change(transformers.TrainerCallback):
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            sampler.batch_size = 12
+
+    class Theirs(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(NUMBERED, batch_sampler=sampler)
+
+    sampler = AdaptiveBatchSampler(48, 24)
+    args = trainer(Fixed(), tmp_path, num_train_epochs=2, gradient_accumulation_steps=1).args
+    theirs = Theirs(model=Regression(), args=args, train_dataset=NUMBERED, callbacks=[Change()])
+    theirs.train()
+    assert len(theirs.model.seen) == 48 + 24
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_steps": 10}, "max_steps=10 .*use num_train_epochs"),
+        ({"num_train_epochs": 1.5}, "num_train_epochs=1.5 .*whole epochs"),
+        ({"save_strategy": "steps"}, "save_strategy='steps' .*'epoch' or 'no'"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_that_do_not_work_are_refused(settings, message, tmp_path):
+    with pytest.raises(ArgumentError, match=message):
+        trainer(Fixed(), tmp_path, **settings)
+
+
+def test_schedules_that_count_steps_are_refused(tmp_path):
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "eval_dataset": NUMBERED}
+    with pytest.raises(ArgumentError, match="makes a ReduceLROnPlateau, which cannot be driven by samples"):
+        trainer(Fixed(), tmp_path, **plateau).train()
+    model = Regression()
+    optimizer = SGD(model.parameters(), lr=0.03)
+    mine = (optimizer, LambdaLR(optimizer, lambda step: 0.9**step))
+    with pytest.raises(ArgumentError, match="LambdaLR is stepped once an optimizer step"):
+        trainer(Fixed(), tmp_path, model=model, optimizers=mine)
+    run = trainer(Fixed(), tmp_path, model=model, optimizers=mine, step_schedule=True, num_train_epochs=1)
+    run.train()
+    assert run.records[0].next_lr == pytest.approx(0.03 * 0.9**8)
