@@ -2,9 +2,12 @@
 
 import typer
 
+from divebatch.cli.compare import compare
 from divebatch.cli.list import list_experiments
 from divebatch.cli.report import report
 from divebatch.cli.run import run
+from divebatch.cli.search import search
+from divebatch.cli.watch import watch
 
 app = typer.Typer(
     name="divebatch",
@@ -16,3 +19,6 @@ app = typer.Typer(
 app.command("list")(list_experiments)
 app.command("run")(run)
 app.command("report")(report)
+app.command("compare")(compare)
+app.command("watch")(watch)
+app.command("search")(search)

@@ -1,14 +1,17 @@
 """What a run shows while it runs: live bars on a terminal, a few plain lines elsewhere."""
 
-import sys
+import json
 from collections.abc import Sequence
 from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from divebatch.cli.numbers import duration, rate
+from divebatch.errors import ArgumentError
 from divebatch.experiments import Run
 from divebatch.records import EpochRecord
+from divebatch.report.watch import rate_between, time_left
 
 
 class Display(Protocol):
@@ -23,8 +26,19 @@ class Display(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-def make_display(runs: Sequence[Run]) -> Display:
-    """Bars where somebody watches, lines where a file does."""
+def mode_of(*, quiet: bool, json: bool) -> str:
+    """`show`, `quiet` or `json`."""
+    if quiet and json:
+        raise ArgumentError("--quiet and --json exclude each other: leave one of them out")
+    return "quiet" if quiet else "json" if json else "show"
+
+
+def make_display(runs: Sequence[Run], mode: str = "show") -> Display:
+    """Bars where somebody watches, lines where a file does; JSON or nothing where that was asked for."""
+    if mode == "quiet":
+        return Silence()
+    if mode == "json":
+        return JsonLines(runs)
     console = Console()
     return Bars(runs, console) if console.is_terminal else Lines(runs)
 
@@ -34,11 +48,41 @@ def name_of(run: Run) -> str:
     return f"{run.method_name} seed {run.seed}"
 
 
-def describe(record: EpochRecord) -> str:
-    """The numbers of an epoch that people watch."""
+def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
+    """The numbers of an epoch that people watch; the speed is that since `before`."""
     loss = "diverged" if record.val_loss is None else f"{record.val_loss:.4f}"
     accuracy = 100 * (record.val_accuracy or 0.0)
-    return f"batch {record.batch_size}  lr {record.lr:.4g}  val loss {loss}  accuracy {accuracy:.2f} %"
+    parts = [f"batch {record.batch_size}", f"lr {record.lr:.4g}", f"val loss {loss}", f"accuracy {accuracy:.2f} %"]
+    if record.diversity is not None:
+        parts.insert(2, f"diversity {record.diversity:.3g}")
+    speed = rate(rate_between(before, record))
+    return "  ".join([*parts, f"{speed} samples/s"] if speed else parts)
+
+
+class Silence:
+    """Says nothing."""
+
+    def on_epoch(self, index: int, record: EpochRecord) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class JsonLines(Silence):
+    """The epoch's record with its run's names, one object a line: for programs."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+
+    def on_epoch(self, index: int, record: EpochRecord) -> None:
+        """One line."""
+        run = self._runs[index]
+        names = {"experiment": run.experiment.name, "method": run.method_name, "seed": run.seed}
+        print(json.dumps({**names, **json.loads(record.to_json())}), flush=True)
 
 
 class Bars:
@@ -51,17 +95,20 @@ class Bars:
         total = sum(run.experiment.epochs for run in runs)
         self._all = self._progress.add_task(runs[0].experiment.name, total=total, numbers=f"{len(runs)} runs")
         self._tasks: dict[int, TaskID] = {}
+        self._before: dict[int, EpochRecord] = {}
 
     def on_epoch(self, index: int, record: EpochRecord) -> None:
         """Move both bars; a finished run's bar goes away."""
         run = self._runs[index]
         if index not in self._tasks:
             self._tasks[index] = self._progress.add_task(name_of(run), total=run.experiment.epochs, numbers="")
-        self._progress.update(self._tasks[index], completed=record.epoch, numbers=describe(record))
+        numbers = describe(record, self._before.get(index))
+        self._before[index] = record
+        self._progress.update(self._tasks[index], completed=record.epoch, numbers=numbers)
         self._progress.advance(self._all)
         if record.epoch == run.experiment.epochs:
             self._progress.remove_task(self._tasks[index])
-            self._progress.console.print(f"{name_of(run)}: {describe(record)}", highlight=False)
+            self._progress.console.print(f"{name_of(run)}: {numbers}", highlight=False, markup=False)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -71,22 +118,19 @@ class Bars:
         self._progress.stop()
 
 
-class Lines:
+class Lines(Silence):
     """Four lines a run, without any escape codes."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
+        self._before: dict[int, EpochRecord] = {}
 
     def on_epoch(self, index: int, record: EpochRecord) -> None:
         """At each quarter of the run, one line."""
         run = self._runs[index]
         epochs = run.experiment.epochs
         if (4 * record.epoch) // epochs > (4 * (record.epoch - 1)) // epochs:
-            print(f"{name_of(run)}: epoch {record.epoch}/{epochs}  {describe(record)}")
-            sys.stdout.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
+            left = duration(time_left(record, epochs)) if record.epoch < epochs else ""
+            numbers = describe(record, self._before.get(index)) + (f"  {left} left" if left else "")
+            print(f"{name_of(run)}: epoch {record.epoch}/{epochs}  {numbers}", flush=True)
+        self._before[index] = record

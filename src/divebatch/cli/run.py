@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
+from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
-from divebatch.cli.progress import make_display
+from divebatch.cli.progress import make_display, mode_of
+from divebatch.cli.resume import command_again
 from divebatch.errors import ArgumentError, StoppedError
 from divebatch.experiments import (
     Experiment,
@@ -19,10 +20,11 @@ from divebatch.experiments import (
     execute_all,
     get_experiment,
 )
+from divebatch.loggers import make_logger
 
 
 def run(
-    experiment: Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it.")],
+    experiment: Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")],
     methods: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds to run; the paper's number by default.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Shorten or lengthen, schedules scaled.")] = None,
@@ -50,10 +52,18 @@ def run(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the records.")] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue what is there, start what is not.")] = False,
+    log: Annotated[
+        list[str] | None, typer.Option(help="Show epochs there too: tensorboard or wandb; may be repeated.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line for every epoch.")] = False,
 ) -> None:
     """Run an experiment: all its methods, or some, over several seeds."""
     with errors_exit_with(WRONG_USE):
-        _require_device(device)
+        require_device(device)
+        mode = mode_of(quiet=quiet, json=json)
+        for kind in log or ():
+            make_logger(kind)
         planned = get_experiment(experiment)
         planned = planned.scaled(epochs) if epochs is not None else planned
         planned = planned.with_model(model) if model is not None else planned
@@ -72,6 +82,7 @@ def run(
                 num_workers=workers or 0,
                 checkpoint_every=checkpoint_every,
                 checkpoint_steps=checkpoint_steps,
+                loggers=tuple(dict.fromkeys(log or ())),
             )
             for name in _method_names(planned, methods)
             for number in range(seed, seed + (trials or planned.trials))
@@ -80,10 +91,11 @@ def run(
             check_can_write(each, resume=resume)
     with errors_exit_with(FAILED):
         _make_folder(out)
-    failures = _execute(runs, jobs or default_jobs(device, len(runs)), resume, out)
+    failures = _execute(runs, jobs or default_jobs(device, len(runs)), resume, out, mode)
     if failures:
         raise leave("\n".join(_say(failure) for failure in failures), FAILED)
-    typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
+    if mode == "show":
+        typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
 
 
 def _method_names(experiment: Experiment, methods: str | None) -> list[str]:
@@ -93,21 +105,14 @@ def _method_names(experiment: Experiment, methods: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _execute(runs: list[Run], jobs: int, resume: bool, out: Path) -> list[Failure]:
+def _execute(runs: list[Run], jobs: int, resume: bool, out: Path, mode: str) -> list[Failure]:
     try:
-        with make_display(runs) as display:
+        with make_display(runs, mode) as display:
             return execute_all(runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch)
-    except StoppedError as error:
-        raise leave(f"{error}; the same command with --resume continues the runs in '{out}'", FAILED) from None
-    except KeyboardInterrupt:
-        raise leave(f"interrupted; the same command with --resume continues the runs in '{out}'", FAILED) from None
-
-
-def _require_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise ArgumentError(f"unknown device {device!r}; known: cpu, cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device cuda: torch finds no GPU here; use --device cpu")
+    except (StoppedError, KeyboardInterrupt) as error:
+        what = str(error) or "interrupted"
+        way_on = f"the same command with --resume continues the runs in '{out}':\n  {command_again('--resume')}"
+        raise leave(f"{what}; {way_on}", FAILED) from None
 
 
 def _make_folder(out: Path) -> None:

@@ -14,7 +14,10 @@ def experiment_names() -> list[str]:
 
 
 def get_experiment(name: str) -> Experiment:
-    """The experiment called `name`, or an error that lists those there are."""
+    """The experiment called `name`, or that of a file `name.toml`; an error lists those there are."""
+    if name.endswith(".toml"):
+        return read_experiment(Path(name))
     if name not in experiment_names():
-        raise ArgumentError(f"unknown experiment {name!r}; known: {', '.join(experiment_names())}")
+        known = ", ".join(experiment_names())
+        raise ArgumentError(f"unknown experiment {name!r}; known: {known}, or a path to a .toml file")
     return read_experiment(FOLDER / f"{name}.toml")

@@ -30,6 +30,8 @@ class Run:
     """Epochs from one checkpoint to the next; the last epoch always has one."""
     checkpoint_steps: int | None = None
     """Steps from one checkpoint to the next within an epoch."""
+    loggers: tuple[str, ...] = ()
+    """Kinds, as `divebatch.loggers` knows them: where epochs are shown beside the records."""
 
     @property
     def method(self) -> Method:
@@ -45,6 +47,11 @@ class Run:
     def checkpoint_path(self) -> Path:
         """Beside the records."""
         return self.records_path.with_suffix(".ckpt")
+
+    @property
+    def log_folder(self) -> Path:
+        """For what loggers write: the records' path without its suffix."""
+        return self.records_path.with_suffix("")
 
     @property
     def config(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from divebatch.errors import DivergedError, StoppedError
 from divebatch.experiments.assembly import make_trainer
 from divebatch.experiments.history import History, read_history, reading_state
 from divebatch.experiments.run import Run
+from divebatch.loggers import logging_to
 from divebatch.records import EpochRecord, RecordWriter
 from divebatch.training import StopRequest, Trainer, save_checkpoint
 from divebatch.training.checkpoint import previous
@@ -45,12 +46,18 @@ def _continue(run: Run, history: History, report: Callable[[EpochRecord], None],
     saver = Saver(run, trainer, stop)
     if not history.is_begun:
         _forget_checkpoints(run)  # of a run whose records are gone
-    with trainer.control, RecordWriter(run.records_path) as writer:
+    done, header = len(history.epochs), run.header()
+    with (
+        trainer.control,
+        RecordWriter(run.records_path) as writer,
+        logging_to(run.loggers, header, run.log_folder, epochs_done=done) as log,
+    ):
         if not history.is_begun:
-            writer.write(run.header())
-        for epoch in range(len(history.epochs) + 1, run.experiment.epochs + 1):
+            writer.write(header)
+        for epoch in range(done + 1, run.experiment.epochs + 1):
             record = saver.run_epoch()
             writer.write(record)
+            log(record)
             saver.after_epoch(epoch)
             report(record)
 

@@ -1,0 +1,60 @@
+"""`divebatch compare DIR METHOD_A METHOD_B`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.report import load_runs
+from divebatch.report.compare import Comparison, compare_methods
+from divebatch.report.runs import Experiment
+
+
+def compare(
+    folder: Annotated[Path, typer.Argument(help="Folder that `divebatch run --out` wrote.")],
+    first: Annotated[str, typer.Argument(help="A method, as the records name it.")],
+    second: Annotated[str, typer.Argument(help="Another method.")],
+    experiment: Annotated[str | None, typer.Option(help="One experiment; all that have both by default.")] = None,
+    against: Annotated[Path | None, typer.Option(help="Look for the second method in this folder.")] = None,
+) -> None:
+    """Say whether two methods differ: paired over seeds, with an interval and an effect size."""
+    for each in (folder, against):
+        if each is not None and not each.is_dir():
+            raise leave(f"'{each}' is not a folder", WRONG_USE)
+    with errors_exit_with(FAILED):
+        here = _by_name(folder)
+        there = _by_name(against) if against is not None else here
+    names = _common(here, there, first, second, experiment)
+    label = f"{second} in {against}" if against is not None else second
+    for name in names:
+        runs = here[name].methods[first], there[name].methods[second]
+        _show(compare_methods(name, *runs, (first, label)))
+
+
+def _by_name(folder: Path) -> dict[str, Experiment]:
+    return {experiment.name: experiment for experiment in load_runs(folder).experiments}
+
+
+def _common(
+    here: dict[str, Experiment], there: dict[str, Experiment], first: str, second: str, wanted: str | None
+) -> list[str]:
+    """The experiments that have both methods, or an error that says what there is."""
+    for experiments, method in ((here, first), (there, second)):
+        known = sorted({name for experiment in experiments.values() for name in experiment.methods})
+        if method not in known:
+            raise leave(f"no run of method {method!r}; known: {', '.join(known)}", WRONG_USE)
+    names = [name for name in here if first in here[name].methods and name in there and second in there[name].methods]
+    if wanted is not None and wanted not in names:
+        raise leave(f"experiment {wanted!r} has not both methods; known: {', '.join(names) or 'none'}", WRONG_USE)
+    if not names:
+        raise leave(f"no experiment has both {first} and {second}", FAILED)
+    return names if wanted is None else [wanted]
+
+
+def _show(comparison: Comparison) -> None:
+    typer.echo(f"{comparison.experiment}: {comparison.first} against {comparison.second}")
+    for answer in comparison.answers:
+        typer.echo(f"  {answer.measure}: {answer.text}")
+    for caution in comparison.cautions:
+        typer.echo(f"  {caution}")

@@ -1,0 +1,153 @@
+"""`divebatch search EXPERIMENT`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from divebatch.cli.device import require_device
+from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.cli.resume import command_again
+from divebatch.errors import ArgumentError, StoppedError
+from divebatch.experiments import get_experiment
+from divebatch.search import (
+    SAMPLERS,
+    Plan,
+    Result,
+    Results,
+    Study,
+    collect,
+    make_plan,
+    open_study,
+    parse_space,
+    work,
+    write_results,
+)
+
+ROWS = 10
+"""Of the table."""
+
+
+def search(
+    experiment: Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")],
+    method: Annotated[str, typer.Option(help="Whose settings are searched.")] = "sgd-small",
+    over: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE,VALUE,... or NAME=LOW..HIGH; once for each setting. Default: the paper's grid."),
+    ] = None,
+    sampler: Annotated[str, typer.Option(help=f"{', '.join(SAMPLERS)}.")] = "grid",
+    trials: Annotated[int | None, typer.Option(min=1, help="Points to try; a grid tries all of its own.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Shorten, schedules scaled.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs at each point; their mean counts.")] = 1,
+    held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
+    also: Annotated[str | None, typer.Option(help="Methods that get the best settings too, comma-separated.")] = None,
+    study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,
+    storage: Annotated[str | None, typer.Option(help="Database URL; OUT/STUDY.db by default.")] = None,
+    grace: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a silent process is dead; the same for all.")
+    ] = 60.0,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="DIVEBATCH_DATA", help="Holds cifar-10-batches-py and its like.")
+    ] = Path("data"),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for records and results.")] = Path("runs/search"),
+    results: Annotated[bool, typer.Option("--results", help="Run nothing; show what is there.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+) -> None:
+    """Search for a method's best settings on held-out training data.
+
+    Start the same command several times, on one machine or many with one --storage, and all work on one study.
+    Started again after any interruption it goes on.
+    """
+    with errors_exit_with(WRONG_USE):
+        require_device(device)
+        plan = make_plan(
+            get_experiment(experiment),
+            method,
+            out,
+            space=parse_space(over) if over else None,
+            epochs=epochs,
+            sampler=sampler,
+            num_trials=trials,
+            seed=seed,
+            num_seeds=seeds,
+            held_out=held_out,
+            study_name=study or "",
+            storage=storage or "",
+            run_settings={"device": device, "data_dir": data_dir},
+        )
+        plan.check()
+        others = _others(plan, also)
+        _make_folder(out)
+        opened = open_study(plan, grace=grace)
+    if not results:
+        with errors_exit_with(FAILED):
+            _work(plan, opened, quiet)
+    found = collect(opened)
+    paths = list(write_results(plan, found, also=others))
+    if not quiet:
+        _show(plan, found, paths)
+
+
+def _others(plan: Plan, also: str | None) -> list[str]:
+    names = [name.strip() for name in also.split(",")] if also else []
+    for name in names:
+        plan.experiment.method(name)
+    return names
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"cannot write to '{out}': {error.strerror}. Choose another --out folder.") from error
+
+
+def _work(plan: Plan, study: Study, quiet: bool) -> None:
+    waited: list[int] = []
+
+    def say(text: str) -> None:
+        if not quiet:
+            typer.echo(text)
+
+    def on_wait(running: int) -> None:
+        if not waited:
+            say(f"waiting for {running} trials of other processes")
+        waited.append(running)
+
+    try:
+        work(plan, study, on_result=lambda result: say(_line(result, study)), on_wait=on_wait)
+    except (StoppedError, KeyboardInterrupt) as error:
+        what = str(error) or "interrupted"
+        raise leave(f"{what}; the same command goes on with the search:\n  {command_again()}", FAILED) from None
+
+
+def _line(result: Result, study: Study) -> str:
+    done = len(study.completed()) + len(study.failed())
+    accuracy = "failed" if result.accuracy is None else f"accuracy {100 * result.accuracy:.2f} %"
+    return f"[{done}/{study.total}] {_settings(result)}: {accuracy}" + (f" ({result.note})" if result.note else "")
+
+
+def _settings(result: Result) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in result.point.items())
+
+
+def _show(plan: Plan, found: Results, paths: list[Path]) -> None:
+    console = Console()
+    typer.echo(f"{plan.name}: {len(found.tried)} of {found.total} trials, the best {ROWS}")
+    table = Table(box=None)
+    for name in (*plan.space.names, "accuracy (%)"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for each in found.tried[:ROWS]:
+        accuracy = "failed" if each.accuracy is None else f"{100 * each.accuracy:.2f}"
+        table.add_row(*(f"{each.point[name]:g}" for name in plan.space.names), accuracy, Text(each.note[:60]))
+    console.print(table)
+    for path in paths:
+        typer.echo(str(path))
+    if found.best is not None:
+        typer.echo(f"next: divebatch run {paths[0]} --methods {plan.method_name}")

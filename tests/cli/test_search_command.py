@@ -1,0 +1,89 @@
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from divebatch.cli import app
+from divebatch.errors import StoppedError
+from divebatch.experiments import get_experiment
+from divebatch.search import to_toml
+from search.tiny_search import tiny_experiment
+
+pytestmark = pytest.mark.usefixtures("few_objects")
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(to_toml(tiny_experiment()), encoding="utf-8")
+    return path
+
+
+def call(*words):
+    return CliRunner().invoke(app, ["search", *map(str, words)])
+
+
+def test_a_search_ends_with_a_table_a_picture_and_a_file_to_run(experiment, tmp_path):
+    out = tmp_path / "out"
+    words = (experiment, "--over", "lr=0.001,1", "--over", "batch_size=16", "--epochs", "2", "--out", out)
+    answer = call(*words)
+    assert answer.exit_code == 0, answer.output
+    assert len(re.findall(r"^\[\d/2\] lr", answer.output, re.MULTILINE)) == 2
+    assert "\x1b" not in answer.output
+    name = "synthetic-convex-sgd-small"
+    assert f"{name}: 2 of 2 trials" in answer.output
+    assert {path.suffix for path in out.iterdir() if path.is_file()} == {".db", ".toml", ".png", ".svg"}
+    found = get_experiment(str(out / f"{name}.toml")).method("sgd-small")
+    assert found.lr == 1
+    assert f"next: divebatch run {out / name}.toml --methods sgd-small" in answer.output
+    again = call(*words, "--results")
+    assert again.exit_code == 0
+    assert "[" not in again.output
+    assert "2 of 2 trials" in again.output
+
+
+def test_a_sampler_tries_as_many_points_as_it_is_told(experiment, tmp_path):
+    answer = call(experiment, "--method", "divebatch", "--over", "delta=0.01..1.0", "--over", "lr=0.1,1",
+                  "--sampler", "tpe", "--trials", "2", "--epochs", "1", "--out", tmp_path, "--quiet")  # fmt: skip
+    assert answer.exit_code == 0, answer.output
+    assert answer.output == ""
+    assert "2 of 2 trials" in (tmp_path / "synthetic-convex-divebatch.toml").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "sgd-tiny"], "has no method 'sgd-tiny'"),
+        (["--over", "delta=1"], "nothing to search over called 'delta'"),
+        (["--over", "lr=1..2"], "a grid needs values, not a range"),
+        (["--sampler", "dice"], "unknown sampler 'dice'"),
+        (["--held-out", "1.5"], "fraction must lie between 0 and 1"),
+        (["--also", "sgd-tiny"], "has no method 'sgd-tiny'"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--storage", "nonsense"], "cannot open the study's storage 'nonsense'"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_what_is_wrong(experiment, tmp_path, monkeypatch, words, message):
+    monkeypatch.setattr("divebatch.search.storage.ATTEMPTS", 1)
+    answer = call(experiment, "--out", tmp_path / "out", *words)
+    assert answer.exit_code == 2, answer.output
+    assert message in answer.output
+
+
+def test_a_stopped_search_says_how_to_go_on(experiment, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise StoppedError("stopped after 2 epochs")
+
+    monkeypatch.setattr("divebatch.cli.search.work", stop)
+    monkeypatch.setattr("sys.argv", ["divebatch", "search", "tiny.toml"])
+    answer = call(experiment, "--out", tmp_path)
+    assert answer.exit_code == 1
+    assert "the same command goes on with the search:\n  divebatch search tiny.toml" in answer.output
+
+
+def test_another_search_under_the_same_name_is_refused(experiment, tmp_path):
+    words = (experiment, "--over", "lr=1", "--over", "batch_size=16", "--out", tmp_path, "--quiet")
+    assert call(*words, "--epochs", "1").exit_code == 0
+    answer = call(*words, "--epochs", "2")
+    assert answer.exit_code == 2
+    assert "Use another --study name" in answer.output

@@ -1,0 +1,144 @@
+import io
+import os
+import re
+import time
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from divebatch.cli import app
+from divebatch.cli.watch import watch
+from divebatch.report.watch import Watch, rate_between, time_left
+from report.made_up_runs import epoch_record, write_run
+
+ROWS = [
+    {"val_accuracy": 0.5 + 0.1 * n, "val_loss": 0.5, "train_seconds": 2.0 * n, "total_seconds": 2.5 * n} for n in (1, 2)
+]
+
+
+def write_three(folder) -> None:
+    write_run(folder, "e", "running", 0, [{**row, "diversity": 0.0123} for row in ROWS], config={"epochs": 10})
+    write_run(folder, "e", "finished", 0, ROWS)
+    stopped = write_run(folder, "e", "stopped", 0, ROWS, config={"epochs": 10})
+    long_ago = time.time() - 3600
+    os.utime(stopped, (long_ago, long_ago))
+
+
+def call(*words):
+    return CliRunner().invoke(app, ["watch", *map(str, words)])
+
+
+def test_states_come_from_records_and_their_age(tmp_path):
+    write_three(tmp_path)
+    found = Watch(tmp_path).look()
+    assert [(each.method, each.state) for each in found] == [
+        ("running", "running"),
+        ("stopped", "stopped"),
+        ("finished", "finished"),
+    ]
+    assert found[0].samples_per_second == 500.0  # 1000 samples in 2 s
+    assert found[0].seconds_left == 8 * 2.5
+    assert found[1].seconds_left is None
+
+
+def test_a_run_of_long_epochs_is_not_called_stopped(tmp_path):
+    slow = write_run(tmp_path, "e", "m", 0, [{"total_seconds": 1000.0}], config={"epochs": 3})
+    os.utime(slow, (time.time() - 4000, time.time() - 4000))
+    assert Watch(tmp_path).look()[0].state == "running"
+    os.utime(slow, (time.time() - 6000, time.time() - 6000))
+    assert Watch(tmp_path).look()[0].state == "stopped"
+
+
+def test_speed_and_time_left_need_their_numbers():
+    record = epoch_record(1, train_seconds=2.0)
+    assert rate_between(None, record) == 500.0
+    assert rate_between(epoch_record(1), epoch_record(2, train_seconds=2.0)) is None
+    assert rate_between(None, epoch_record(1)) is None
+    assert time_left(record, 10) is None
+    assert time_left(epoch_record(2, total_seconds=6.0), 10) == 24.0
+    assert time_left(epoch_record(2, total_seconds=6.0), None) is None
+
+
+def test_a_file_is_read_again_when_it_grows(tmp_path, monkeypatch):
+    path = write_run(tmp_path, "e", "m", 0, ROWS, config={"epochs": 10})
+    watch = Watch(tmp_path)
+    assert watch.look()[0].last.epoch == 2
+    monkeypatch.setattr("divebatch.report.watch.read_run", lambda path: pytest.fail("read twice"))
+    watch.look()
+    monkeypatch.undo()
+    with path.open("a") as file:
+        file.write(epoch_record(3).to_json() + "\n")
+    assert watch.look()[0].last.epoch == 3
+
+
+def test_broken_files_are_named_and_the_rest_is_shown(tmp_path):
+    write_run(tmp_path, "e", "m", 0, ROWS)
+    (tmp_path / "e" / "m" / "seed-1.jsonl").write_text("not json\n")
+    answer = call(tmp_path, "--once")
+    assert answer.exit_code == 0
+    assert "e m seed 0" in answer.output
+    assert "not read: " in answer.output
+    assert "seed-1.jsonl" in answer.output
+
+
+def test_once_prints_a_table_without_escape_codes(tmp_path):
+    write_three(tmp_path)
+    answer = call(tmp_path, "--once")
+    assert answer.exit_code == 0, answer.output
+    assert "\x1b" not in answer.output
+    assert "1 running, 1 stopped, 1 finished" in answer.output
+    line = next(line for line in answer.output.splitlines() if line.startswith("e running seed 0"))
+    assert re.split(r"\s{1,}", line.strip())[4:] == [
+        *("running", "2/10", "128", "0.1", "0.0123", "500", "20s", "0.5000", "70.00")
+    ]
+    assert "stopped 1h 00m ago" in answer.output
+
+
+def test_names_in_records_are_text_and_nothing_else(tmp_path):
+    write_run(tmp_path, "[red]e[/red]", "m\x1b[2J", 0, ROWS, place="x/y")
+    answer = call(tmp_path, "--once")
+    assert answer.exit_code == 0
+    assert "[red]e[/red] m?[2J seed 0" in answer.output
+    assert "\x1b" not in answer.output
+
+
+def test_a_folder_without_runs_and_no_folder(tmp_path):
+    assert "no runs yet" in call(tmp_path, "--once").output
+    assert call(tmp_path / "nothing", "--once").exit_code == 2
+
+
+def test_a_terminal_shows_runs_live_until_ctrl_c(tmp_path, monkeypatch):
+    write_three(tmp_path)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=150, height=40)
+    monkeypatch.setattr("divebatch.cli.watch.Console", lambda: console)
+    looks: list[float] = []
+
+    def wait(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+        assert "newcomer" not in screen.getvalue()
+        write_run(tmp_path, "e", "newcomer", 5, ROWS, config={"epochs": 10})
+
+    monkeypatch.setattr("divebatch.cli.watch.sleep", wait)
+    watch(tmp_path, every=0.5)
+    assert looks == [0.5, 0.5]
+    assert "e newcomer seed 5" in screen.getvalue()
+    assert "\x1b[" in screen.getvalue()
+
+
+def test_more_runs_than_lines_are_counted(tmp_path, monkeypatch):
+    for seed in range(12):
+        write_run(tmp_path, "e", "m", seed, ROWS, config={"epochs": 10})
+    console = Console(file=io.StringIO(), force_terminal=True, width=150, height=10)
+    monkeypatch.setattr("divebatch.cli.watch.Console", lambda: console)
+
+    def leave(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("divebatch.cli.watch.sleep", leave)
+    watch(tmp_path)
+    assert "and 8 more" in console.file.getvalue()
+    assert "seed 11" not in console.file.getvalue()
