@@ -1,6 +1,8 @@
 """The one loop a user drives: observe, estimate, decide, apply, record."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from divebatch.data.loader import AdaptiveLoader, Pass
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.lr import LrCoupling
-from divebatch.measurement import Decision, Diversity, Measurement
+from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
 
@@ -23,9 +25,11 @@ class Controller:
     Call `step()` once after each epoch, after the scheduler's own step. What the policy does not need is not
     measured: an epoch without measuring runs without any hook on the model.
 
-    `estimator` is "trajectory" (the paper's, the default), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
+    `estimator` is "trajectory" (the paper's, the default), "split", "moments" or "per-sample" (unbiased, at fixed
+    weights, with an interval), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
     `lr_coupling` is "none", "linear" (SGD) or "sqrt" (Adam-like optimizers). `scheduler` is the one that drives the
-    optimizer, or a list of all that do. `loss_reduction` says how your loss is reduced over the batch.
+    optimizer, or a list of all that do. `loss_reduction` says how your loss is reduced over the batch. `shadows` are
+    policies by name that only watch: after each epoch the record says which size each would have chosen from there.
     """
 
     def __init__(
@@ -40,32 +44,45 @@ class Controller:
         scheduler: Any = None,
         loss_reduction: str = "mean",
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        shadows: Mapping[str, Policy] | None = None,
     ) -> None:
         _require_parts(model, optimizer, loader, policy)
+        _require_coupling(policy, lr_coupling)
         if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
+        self._shadows = dict(shadows or {})
+        self._needs = policy.needs.union(*(shadow.needs for shadow in self._shadows.values()))
         self.epoch = loader.epoch
-        self._estimator = self._bind(estimator, Scene(model, loader.full_pass, loss_reduction, loss_fn))
+        scene = Scene(model, loader.full_pass, loss_reduction, loss_fn, optimizer, lambda: loader.samples_delivered)
+        self._estimator = self._bind(estimator, scene)
         schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
         self._coupling = LrCoupling(optimizer, schedulers, kind=lr_coupling, first_batch_size=loader.batch_size)
         self._measuring, self._is_closed = False, False
         self._diversity: Diversity | None = None
+        self._history = History()
         loader.forget_finished_pass()
         self._forget_listener = loader.on_new_pass(self._on_new_pass)
         self._begin_epoch()
 
-    def step(self) -> EpochRecord:
-        """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next."""
+    def step(self, *, loss: float | None = None) -> EpochRecord:
+        """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next.
+
+        `loss` is the epoch's mean training loss, for policies that need it.
+        """
         self._check_may_step()
-        seen = self._measurement(self.loader.require_finished_pass(), self._measured_diversity())
+        if loss is None and "loss" in self._needs:
+            raise UsageError(f"{self._who_needs('loss')} needs the epoch's mean training loss: control.step(loss=...)")
+        seen = self._measurement(self.loader.require_finished_pass(), self._measured_diversity(), loss)
         decision = self._within_data(self.policy.next(seen), seen)
+        shadows = {name: self._within_data(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
         self._apply(decision)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
         self.loader.forget_finished_pass()
+        self._history = seen.history.with_decision(seen.batch_size, decision)
         self._diversity = None
         self.epoch += 1
-        record = self._record(seen, decision)
+        record = replace(self._record(seen, decision), shadows=shadows or None)
         self._begin_epoch()
         return record
 
@@ -73,6 +90,11 @@ class Controller:
     def is_measuring(self) -> bool:
         """Whether the epoch under way is being measured."""
         return self._measuring
+
+    @property
+    def min_parts(self) -> int:
+        """In how many backward passes a batch must go through at least, for the estimator at work to see anything."""
+        return int(getattr(self._estimator, "min_parts", 1)) if self._measuring else 1
 
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
@@ -94,7 +116,8 @@ class Controller:
         self._lr = self._coupling.rates()[0]
         if self._estimator is None:
             return
-        due = self.policy.measures(self.epoch + 1, self.loader.batch_size)
+        measuring = [p for p in (self.policy, *self._shadows.values()) if "diversity" in p.needs]
+        due = any(policy.measures(self.epoch + 1, self.loader.batch_size) for policy in measuring)
         if due and not self._measuring:
             self._estimator.start()
         elif self._measuring and not due:
@@ -123,10 +146,10 @@ class Controller:
                 f"since the last call. A complete pass for evaluation counts as one: use loader.full_pass() instead"
             )
 
-    def _measurement(self, finished: Pass, diversity: Diversity | None) -> Measurement:
+    def _measurement(self, finished: Pass, diversity: Diversity | None, loss: float | None) -> Measurement:
         dataset_size = self.loader.dataset_size
         assert dataset_size is not None  # known once an epoch has ended
-        return Measurement(
+        seen = Measurement(
             epoch=finished.epoch + 1,
             batch_size=finished.batch_size,
             dataset_size=dataset_size,
@@ -136,7 +159,18 @@ class Controller:
             diversity=diversity,
             lr=self._lr,
             lr_schedule_ratio=self._coupling.schedule_ratio(),
+            loss=loss,
         )
+        return replace(seen, history=self._timed(finished).with_epoch(seen))
+
+    def _who_needs(self, name: str) -> Policy:
+        return next(policy for policy in (self.policy, *self._shadows.values()) if name in policy.needs)
+
+    def _timed(self, finished: Pass) -> History:
+        speed = finished.samples_per_second
+        if speed is None or "throughputs" not in self._needs:
+            return self._history
+        return self._history.with_throughput(finished.batch_size, speed)
 
     @staticmethod
     def _within_data(decision: Decision, seen: Measurement) -> Decision:
@@ -144,7 +178,7 @@ class Controller:
         if decision.batch_size <= seen.dataset_size:
             return decision
         reason = f"{decision.reason}; limited to the {seen.dataset_size} samples there are".lstrip("; ")
-        return Decision(batch_size=seen.dataset_size, lr_factor=decision.lr_factor, reason=reason)
+        return replace(decision, batch_size=seen.dataset_size, reason=reason)
 
     def _apply(self, decision: Decision) -> None:
         self.loader.batch_size = decision.batch_size
@@ -152,6 +186,7 @@ class Controller:
 
     def _record(self, seen: Measurement, decision: Decision) -> EpochRecord:
         diversity = seen.diversity
+        low, high = _diversity_interval(diversity)
         return EpochRecord(
             epoch=seen.epoch,
             batch_size=seen.batch_size,
@@ -159,6 +194,8 @@ class Controller:
             steps=seen.step,
             samples=seen.samples,
             diversity=diversity.value if diversity is not None and diversity.is_defined else None,
+            diversity_low=low,
+            diversity_high=high,
             next_batch_size=decision.batch_size,
             next_lr=self._coupling.rates()[0],
             reason=decision.reason,
@@ -166,7 +203,7 @@ class Controller:
 
     def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:
         bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
-        if "diversity" not in self.policy.needs:
+        if "diversity" not in self._needs:
             return None
         bound.bind(scene)
         return bound
@@ -186,6 +223,7 @@ class Controller:
             "loader": self.loader.state_dict(),
             "estimator": self._estimator.state_dict() if self._estimator else {},
             "coupling": self._coupling.state_dict(),
+            "history": asdict(self._history),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,7 +241,7 @@ class Controller:
         self._coupling.check_state(state["coupling"])
         self.loader.load_state_dict(state["loader"])
         self._coupling.load_state_dict(state["coupling"])
-        self.epoch = state["epoch"]
+        self.epoch, self._history = state["epoch"], History.from_dict(state.get("history", {}))
         if self._estimator is not None:
             self._estimator.close()
             self._measuring = False
@@ -211,6 +249,24 @@ class Controller:
         self._lr = state["lr"]
         if self._measuring and self._estimator is not None:
             self._estimator.load_state_dict(state["estimator"])
+
+
+def _diversity_interval(diversity: Diversity | None) -> tuple[float | None, float | None]:
+    """None for an end that there is not."""
+    if diversity is None or diversity.spread is None:
+        return (None, None)
+    low, high = diversity.noise_scale_interval()
+    highest = (1 + high) / diversity.num_samples
+    return ((1 + low) / diversity.num_samples, highest if math.isfinite(highest) else None)
+
+
+def _require_coupling(policy: Policy, lr_coupling: str) -> None:
+    wanted = getattr(policy, "lr_coupling", None)
+    if wanted not in (None, lr_coupling):
+        raise ArgumentError(
+            f"{type(policy).__name__} moves the learning rate with the batch size: pass lr_coupling={wanted!r}, "
+            f"got lr_coupling={lr_coupling!r}"
+        )
 
 
 def _require_parts(model: nn.Module, optimizer: object, loader: object, policy: Policy) -> None:

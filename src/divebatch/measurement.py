@@ -1,9 +1,42 @@
 """What is measured and what is decided: the only objects that pass between estimators, policies and controller."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import Any, Self
 
 from divebatch.errors import UndefinedDiversityError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How far estimates of tr(Sigma) and ||G||^2 scatter around what they estimate, from the scatter of the steps."""
+
+    trace_variance: float
+    sq_norm_variance: float
+    covariance: float
+    degrees: float
+    """Of freedom: independent estimates that went in, less one."""
+
+    def quantile(self, level: float) -> float:
+        """Of Student's t, two-sided: how many standard errors the interval of this level reaches to each side.
+
+        >>> few, many = (Spread(trace_variance=1, sq_norm_variance=1, covariance=0, degrees=d) for d in (5, 1000))
+        >>> round(few.quantile(0.95), 2), round(many.quantile(0.95), 2)
+        (2.57, 1.96)
+        """
+        if self.degrees < 1:
+            return math.inf
+        tail = (1 + level) / 2
+        if self.degrees < 2:
+            return math.tan(math.pi * (tail - 0.5))
+        if self.degrees < 3:
+            return (2 * tail - 1) * math.sqrt(2 / (4 * tail * (1 - tail)))
+        z, d = NormalDist().inv_cdf(tail), self.degrees
+        first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+        return z + first / d + second / d**2 + third / d**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +53,29 @@ class Diversity:
     sum_of_sq_norms: float
     sq_norm_of_sum: float
     num_samples: int
+    spread: Spread | None = field(default=None, repr=False)
+    """How sure an estimate at fixed weights is; None for what is exact, and for the paper's, whose error is bias."""
+    inner_variance: float | None = field(default=None, repr=False)
+    """Var_i<g_i, g> over samples, g the batch gradient; only from estimators that compare two chunks."""
+
+    @classmethod
+    def from_noise(cls, trace: float, sq_norm: float, num_samples: int, *, spread: Spread | None = None) -> Self:
+        """From tr(Sigma) and ||G||^2, per sample. An unbiased ||G||^2 may come out below zero.
+
+        >>> Diversity.from_noise(300.0, 1.0, 1000).noise_scale
+        300.0
+        """
+        return cls(num_samples * (trace + sq_norm), num_samples**2 * sq_norm, num_samples, spread)
+
+    @property
+    def trace(self) -> float:
+        """tr(Sigma): the squared distance of a sample's gradient from the mean gradient, averaged over samples."""
+        return self.sum_of_sq_norms / self.num_samples - self.sq_norm
+
+    @property
+    def sq_norm(self) -> float:
+        """||G||^2: the squared norm of the mean gradient."""
+        return self.sq_norm_of_sum / self.num_samples**2
 
     @property
     def is_defined(self) -> bool:
@@ -52,6 +108,92 @@ class Diversity:
         """tr(Sigma) / ||G||^2 = n * diversity - 1, in samples; exact where all gradients share the same weights."""
         return self.num_samples * self.value - 1.0
 
+    def noise_scale_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Where the noise scale lies with this confidence (Fieller's interval of a ratio); infinite to above where
+        ||G||^2 cannot be told from zero. A value without spread is an interval of one point.
+
+        >>> sure = Spread(trace_variance=0.01, sq_norm_variance=0.0001, covariance=0.0, degrees=1e6)
+        >>> low, high = Diversity.from_noise(10.0, 1.0, 100, spread=sure).noise_scale_interval()
+        >>> round(low, 2), round(high, 2)
+        (9.73, 10.28)
+        """
+        if self.spread is None:
+            return (self.noise_scale, self.noise_scale)
+        return _ratio_interval(self.trace, self.sq_norm, self.spread, self.spread.quantile(level))
+
+
+def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) -> tuple[float, float]:
+    """All ratios B for which trace - B * sq_norm is within `reach` standard errors of zero, as far as positive."""
+    size = max(abs(trace), abs(sq_norm))
+    unit = size / reach if size < math.inf else 0.0
+    # In units of their size: squares of very large or small numbers would leave the range of floats.
+    errors = [math.sqrt(v) / unit if unit else math.inf for v in (spread.trace_variance, spread.sq_norm_variance)]
+    if not all(error < 1e50 for error in errors):
+        return (0.0, math.inf)
+    trace, sq_norm, most = trace / size, sq_norm / size, errors[0] * errors[1]
+    a = sq_norm**2 - errors[1] ** 2
+    b = trace * sq_norm - min(most, max(-most, spread.covariance / unit / unit))
+    c = trace**2 - errors[0] ** 2
+    root = b + math.sqrt(max(0.0, b**2 - a * c))
+    if root <= 0:
+        return (0.0, math.inf)
+    low = max(0.0, c / root) if trace > 0 else 0.0
+    return (low, max(low, root / a) if a > 0 and sq_norm > 0 else math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What of a training's past a policy may see: policies themselves remember nothing."""
+
+    epochs_at_size: int = 0
+    """Epochs finished at the present batch size, the last one included."""
+    previous_batch_size: int | None = None
+    """The one before the last change; None while there was none."""
+    wanted: float | None = None
+    """What the last decision's rule asked for before floor and cap."""
+    first_loss: float | None = None
+    """Training loss of the first epoch."""
+    best_loss: float | None = None
+    epochs_since_best: int = 0
+    """Epochs finished since the lowest loss; 0 where the last one had it."""
+    first_sq_norm: float | None = None
+    """||G||^2 as first measured."""
+    throughputs: tuple[tuple[int, float], ...] = ()
+    """(batch size, samples a second) of the fastest epoch at each size; only for a policy that needs it."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """As saved with `dataclasses.asdict`, also where that went through a format without tuples."""
+        return cls(**{**values, "throughputs": tuple(map(tuple, values.get("throughputs", ())))})
+
+    def with_throughput(self, batch_size: int, samples_per_second: float) -> Self:
+        """After an epoch at `batch_size` that was timed."""
+        by_size = dict(self.throughputs)
+        by_size[batch_size] = max(samples_per_second, by_size.get(batch_size, 0.0))
+        return replace(self, throughputs=tuple(sorted(by_size.items())))
+
+    def with_epoch(self, seen: "Measurement") -> Self:
+        """After an epoch and before its decision."""
+        loss, diversity = seen.loss, seen.diversity
+        best, since = self.best_loss, self.epochs_since_best + 1
+        if loss is not None and (best is None or loss < best):
+            best, since = loss, 0
+        sq_norm = diversity.sq_norm if diversity is not None and diversity.is_defined else None
+        return replace(
+            self,
+            epochs_at_size=self.epochs_at_size + 1,
+            first_loss=loss if self.first_loss is None else self.first_loss,
+            best_loss=best,
+            epochs_since_best=since,
+            first_sq_norm=sq_norm if self.first_sq_norm is None else self.first_sq_norm,
+        )
+
+    def with_decision(self, batch_size: int, decision: "Decision") -> Self:
+        """After `decision`, made while `batch_size` was in force."""
+        if decision.batch_size == batch_size:
+            return replace(self, wanted=decision.wanted)
+        return replace(self, wanted=decision.wanted, epochs_at_size=0, previous_batch_size=batch_size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
@@ -74,6 +216,14 @@ class Measurement:
     """Learning rate in force, first parameter group."""
     lr_schedule_ratio: float | None = None
     """The schedule's own course relative to its start, without any coupling."""
+    loss: float | None = None
+    """Mean training loss of the epoch, where the loop told it: `Controller.step(loss=...)`."""
+    history: History = History()
+
+    @property
+    def start(self) -> int:
+        """The batch size training started with; the present one where that is not known."""
+        return self.first_batch_size or self.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +233,5 @@ class Decision:
     batch_size: int
     lr_factor: float = 1.0
     reason: str = ""
+    wanted: float | None = field(default=None, repr=False)
+    """What the rule asked for before floor and cap; None where it asked for nothing."""

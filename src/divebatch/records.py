@@ -49,6 +49,9 @@ class EpochRecord:
     (distinct shapes compiled) count from the start of training too, and so does `measure_seconds`: the part of
     `train_seconds` between an epoch's last step and the decision. `micro_batch_size` is the samples of one backward
     pass. `measured` says whether gradient norms were measured in this epoch.
+
+    `diversity_low` and `diversity_high` are the ends of its 95 % interval, where the estimator has one (null above: no
+    upper end). `shadows` are the next batch sizes that policies which only watch would have chosen, by name.
     """
 
     epoch: int
@@ -60,6 +63,8 @@ class EpochRecord:
     val_loss: float | None = None
     val_accuracy: float | None = None
     diversity: float | None = None
+    diversity_low: float | None = None
+    diversity_high: float | None = None
     exact_diversity: float | None = None
     train_seconds: float | None = None
     total_seconds: float | None = None
@@ -73,6 +78,7 @@ class EpochRecord:
     next_batch_size: int | None = None
     next_lr: float | None = None
     reason: str = ""
+    shadows: Mapping[str, int] | None = None
 
     def to_json(self) -> str:
         """One line, without the line end."""

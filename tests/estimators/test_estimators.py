@@ -8,24 +8,34 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset
 
-from divebatch import AdaptiveLoader, Diversity, Oracle, Trajectory, gradient_diversity
-from divebatch.errors import ArgumentError, CoverageError, UsageError
-from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
+from divebatch import AdaptiveLoader, Diversity, Oracle, Trajectory, gradient_diversity, micro_batches
+from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
+from divebatch.estimators import ESTIMATORS, Estimator, Moments, PerSample, Scene, Split, make_estimator
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
-CASES: dict[str, Callable[[], Estimator]] = {"trajectory": Trajectory, "oracle": lambda: Oracle(mean_loss)}
+CASES: dict[str, Callable[[], Estimator]] = {
+    "trajectory": Trajectory,
+    "oracle": lambda: Oracle(mean_loss),
+    "per-sample": PerSample,
+    "split": Split,
+    "moments": Moments,
+}
+OF_ALL_SAMPLES = ["trajectory", "oracle"]
+BY_RULES = ["trajectory", "oracle", "per-sample"]
 DATA = dataset(13)
 
 
-def scene(model: nn.Module, loader: AdaptiveLoader, *, loss_fn=None) -> Scene:
-    return Scene(model, loader.full_pass, "mean", loss_fn)
+def scene(model: nn.Module, loader: AdaptiveLoader, optimizer: Optimizer | None = None, *, loss_fn=None) -> Scene:
+    optimizer = optimizer or sgd(model)
+    return Scene(model, loader.full_pass, "mean", loss_fn, optimizer, lambda: loader.samples_delivered)
 
 
-def train(model: nn.Module, optimizer: Optimizer, batches) -> None:
-    for x, y in batches:
+def train(model: nn.Module, optimizer: Optimizer, batches, *, parts_of: int = 100) -> None:
+    for batch in batches:
         optimizer.zero_grad()
-        mean_loss(model(x), y).backward()
+        for (x, y), share in micro_batches(batch, parts_of):
+            (mean_loss(model(x), y) * share).backward()
         optimizer.step()
 
 
@@ -46,8 +56,8 @@ def test_every_estimator_of_the_catalog_is_in_the_case_table():
     assert CASES.keys() == ESTIMATORS.keys()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_at_weights_that_stand_still_every_estimator_is_exact(case: str):
+@pytest.mark.parametrize("case", OF_ALL_SAMPLES)
+def test_at_weights_that_stand_still_the_sums_are_exact(case: str):
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
     estimator.bind(scene(model, loader))
     estimator.start()
@@ -55,27 +65,36 @@ def test_at_weights_that_stand_still_every_estimator_is_exact(case: str):
     assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [DATA.tensors]))
 
 
+def num_attached(model: nn.Module, optimizer: Optimizer) -> int:
+    accumulated = [parameter._post_accumulate_grad_hooks or {} for parameter in model.parameters()]
+    return num_hooks(model) + sum(map(len, accumulated)) + len(optimizer._optimizer_step_pre_hooks)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_attached_outside_a_measured_epoch(case: str):
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
-    estimator.bind(scene(model, loader))
-    attached = [num_hooks(model)]
+    optimizer = sgd(model)
+    estimator.bind(scene(model, loader, optimizer))
+    attached, within = [num_attached(model, optimizer)], []
     for end in (estimator.finish, estimator.close):
         estimator.start()
-        train(model, sgd(model), loader)
+        within.append(num_attached(model, optimizer))
+        train(model, optimizer, loader, parts_of=2)
         end()
-        attached.append(num_hooks(model))
+        attached.append(num_attached(model, optimizer))
     assert attached == [0, 0, 0]
+    assert all(within) == (case != "oracle")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_the_same_with_and_without(case: str):
     model, plain, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
-    estimator.bind(scene(model, loader))
+    optimizer = sgd(model)
+    estimator.bind(scene(model, loader, optimizer))
     estimator.start()
-    train(model, sgd(model), loader)
+    train(model, optimizer, loader, parts_of=2)
     estimator.finish()
-    train(plain, sgd(plain), AdaptiveLoader(DATA, 4))
+    train(plain, sgd(plain), AdaptiveLoader(DATA, 4), parts_of=2)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -85,18 +104,19 @@ def test_a_state_from_within_an_epoch_carries_on(case: str):
     results = []
     for interrupted in (False, True):
         model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
-        optimizer, batches = sgd(model), list(loader)
-        estimator.bind(scene(model, loader))
+        optimizer = sgd(model)
+        estimator.bind(scene(model, loader, optimizer))
         estimator.start()
-        train(model, optimizer, batches[:2])
-        if interrupted:
-            state = estimator.state_dict()
-            estimator.close()
-            estimator = CASES[case]()
-            estimator.bind(scene(model, loader))
-            estimator.start()
-            estimator.load_state_dict(state)
-        train(model, optimizer, batches[2:])
+        for index, batch in enumerate(loader):
+            train(model, optimizer, [batch], parts_of=2)
+            if interrupted and index == 2:
+                state = estimator.state_dict()
+                estimator.close()
+                estimator = CASES[case]()
+                estimator.bind(scene(model, loader, optimizer))
+                estimator.start()
+                estimator.check_state(state)
+                estimator.load_state_dict(state)
         results.append(estimator.finish())
     assert results[0] == results[1]
 
@@ -104,19 +124,41 @@ def test_a_state_from_within_an_epoch_carries_on(case: str):
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_between_epochs_is_empty(case: str):
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
-    estimator.bind(scene(model, loader))
+    optimizer = sgd(model)
+    estimator.bind(scene(model, loader, optimizer))
     assert estimator.state_dict() == {}
     estimator.start()
-    train(model, sgd(model), loader)
+    train(model, optimizer, loader, parts_of=2)
     estimator.finish()
     assert estimator.state_dict() == {}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["trajectory", "moments"])
+def test_sums_of_another_model_are_refused(case: str):
+    states = []
+    for model in (mlp(), nn.Sequential(nn.Linear(4, 3)).double()):
+        estimator, optimizer, loader = CASES[case](), sgd(model), AdaptiveLoader(DATA, 13)
+        estimator.bind(scene(model, loader, optimizer))
+        estimator.start()
+        train(model, optimizer, loader)
+        states.append(estimator.state_dict())
+    with pytest.raises(CheckpointError, match=r"another model's: parameter '0\.\w+' has shape"):
+        estimator.check_state(states[0])
+
+
+@pytest.mark.parametrize("case", BY_RULES)
 def test_a_model_that_cannot_be_measured_gets_the_error_at_once(case: str):
     model = nn.Sequential(mlp(), nn.PReLU())
     with pytest.raises(CoverageError, match=r"'1\.weight' of PReLU"):
         CASES[case]().bind(scene(model, AdaptiveLoader(DATA, 4)))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "oracle"])
+def test_an_estimator_serves_one_controller(case: str):
+    estimator = CASES[case]()
+    estimator.bind(scene(mlp(), AdaptiveLoader(DATA, 4)))
+    with pytest.raises(UsageError, match="make one for each"):
+        estimator.bind(scene(mlp(), AdaptiveLoader(DATA, 4)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,7 +169,7 @@ def test_an_estimator_without_controller_gets_an_error(case: str):
 
 
 def test_an_unknown_name_gets_an_error_that_lists_the_known_ones():
-    with pytest.raises(ArgumentError, match="'magic'; known: trajectory, oracle"):
+    with pytest.raises(ArgumentError, match="'magic'; known: trajectory, oracle, per-sample, split, moments"):
         make_estimator("magic")
 
 

@@ -8,7 +8,7 @@ import torch
 
 from divebatch.errors import CheckpointError, RecordError
 from divebatch.experiments import Run, execute, execute_all, get_experiment, make_trainer
-from divebatch.experiments.schema import Experiment
+from divebatch.experiments.schema import Experiment, Part
 from divebatch.records import read_run
 from divebatch.training.checkpoint import previous
 from reference.per_sample import diversity as diversity_by_loop
@@ -224,3 +224,31 @@ def test_a_finished_run_leaves_nothing_behind_in_memory(tmp_path, monkeypatch):
     execute(Run(small(epochs=2), "divebatch", 0, tmp_path))
     assert len(alive) == 2
     assert [reference() for reference in alive] == [None, None]
+
+
+@pytest.mark.parametrize("estimator", ["split", "moments", "per-sample"])
+def test_the_trainer_runs_the_honest_estimators(tmp_path, estimator):
+    experiment = small(epochs=3)
+    method = replace(experiment.method("divebatch"), estimator=estimator, batch_size=32)
+    run = Run(replace(experiment, methods={"honest": method}), "honest", 0, tmp_path)
+    execute(run)
+    _, epochs = read_run(run.records_path)
+    assert len(epochs) == 3
+    for record in epochs:
+        assert record.measured
+        assert record.diversity_low is not None
+        if record.diversity is not None:  # None where ||G||^2 came out below zero
+            assert record.diversity_low <= record.diversity
+            assert record.diversity_high is None or record.diversity <= record.diversity_high  # None: infinite
+    assert any(record.diversity is not None for record in epochs)
+
+
+def test_a_policy_that_needs_the_loss_gets_it(tmp_path):
+    experiment = small(epochs=2)
+    policy = Part(kind="adadamp", settings={"max_batch_size": 512})
+    method = replace(experiment.method("sgd-small"), policy=policy, batch_size=32)
+    run = Run(replace(experiment, methods={"damped": method}), "damped", 0, tmp_path)
+    execute(run)
+    _, (first, second) = read_run(run.records_path)
+    assert second.train_loss < first.train_loss
+    assert second.next_batch_size == pytest.approx(32 * first.train_loss / second.train_loss, abs=1)

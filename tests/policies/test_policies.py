@@ -13,7 +13,25 @@ from hypothesis import strategies as st
 import divebatch
 from divebatch import AdaBatch, Decision, DiveBatch, DivebatchError, Diversity, Fixed, Measurement
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.policies import POLICIES, make_policy
+from divebatch.measurement import History, Spread
+from divebatch.policies import (
+    POLICIES,
+    AdaDamp,
+    Cabs,
+    GeoDamp,
+    Goodput,
+    GradientDamp,
+    InnerProductTest,
+    NoiseScale,
+    NormTest,
+    PadaDamp,
+    Plateau,
+    SampleSchedule,
+    Seesaw,
+    SimiGrad,
+    Smith,
+    make_policy,
+)
 
 PACKAGE = Path(divebatch.__file__).parent
 CAP = 2048
@@ -27,24 +45,86 @@ CASES = {
     "divebatch, code": DiveBatch.paper_code(0.1, CAP),
     "divebatch, multiples": DiveBatch(0.1, CAP, min_batch_size=8, multiple_of=64, monotone=False),
     "divebatch, not at the cap": DiveBatch(0.1, CAP, measure_at_cap=False, every=2),
+    "divebatch, without delta": DiveBatch.without_delta(CAP, monotone=False),
+    "noise-scale": NoiseScale(CAP),
+    "noise-scale, priced": NoiseScale(CAP, price=2.5, every=2, monotone=False, multiple_of=8),
+    "norm-test": NormTest(CAP),
+    "inner-product-test": InnerProductTest(CAP, theta=0.7, nu=None),
+    "simigrad": SimiGrad(CAP, target=0.4),
+    "cabs": Cabs(CAP),
+    "smith": Smith(CAP),
+    "seesaw": Seesaw(CAP),
+    "adadamp": AdaDamp(CAP),
+    "gradient-damp": GradientDamp(CAP),
+    "padadamp": PadaDamp(CAP, rate=0.01),
+    "geodamp": GeoDamp(CAP),
+    "goodput": Goodput(CAP),
+    "sample-schedule": SampleSchedule("0:64 1K:128 1.5M:2048"),
+    "plateau": Plateau(CAP),
 }
-MAY_SHRINK = {"divebatch, text", "divebatch, multiples"}
+MAY_SHRINK = {
+    "divebatch, text",
+    "divebatch, multiples",
+    "divebatch, without delta",
+    "noise-scale, priced",
+    "simigrad",
+    "cabs",
+    "smith",
+    "seesaw",
+    "adadamp",
+    "gradient-damp",
+    "padadamp",
+    "geodamp",
+    "goodput",
+    "sample-schedule",
+}
 any_policy = pytest.mark.parametrize("policy", CASES.values(), ids=CASES)
 
 SUMS = st.one_of(st.floats(0, 1e6), st.sampled_from([0.0, 5e-324, 1e308, math.inf, math.nan]))
+SPREADS = st.builds(
+    Spread,
+    trace_variance=SUMS,
+    sq_norm_variance=SUMS,
+    covariance=st.floats(-1e6, 1e6),
+    degrees=st.floats(0, 1e6),
+)
 MEASUREMENTS = st.builds(
     Measurement,
     epoch=st.integers(1, 60),
     batch_size=st.integers(1, CAP),
     dataset_size=st.just(50_000),
-    diversity=st.builds(Diversity, SUMS, SUMS, st.just(50_000)),
+    diversity=st.builds(Diversity, SUMS, SUMS, st.just(50_000), st.none() | SPREADS, SUMS),
+    first_batch_size=st.none() | st.integers(1, CAP),
+    samples=st.integers(0, 10_000_000),
+    step=st.integers(0, 10_000_000),
+    lr=st.floats(0, 10),
+    lr_schedule_ratio=SUMS,
+    loss=SUMS,
+    history=st.builds(
+        History,
+        epochs_at_size=st.integers(1, 60),
+        first_loss=SUMS,
+        best_loss=SUMS,
+        epochs_since_best=st.integers(0, 60),
+        first_sq_norm=SUMS,
+        throughputs=st.just(((64, 100.0), (128, 150.0))),
+    ),
 )
-quickly = settings(max_examples=100, deadline=None)
+quickly = settings(max_examples=40, deadline=None)
 
 
 def seen(*, diversity=0.02, epoch=20, batch_size=128, dataset_size=50_000):
-    measured = None if diversity is None else Diversity(diversity, 1.0, dataset_size)
-    return Measurement(epoch=epoch, batch_size=batch_size, dataset_size=dataset_size, diversity=measured)
+    measured = None if diversity is None else Diversity(diversity, 1.0, dataset_size, inner_variance=1e-10)
+    return Measurement(
+        epoch=epoch,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        diversity=measured,
+        lr=0.1,
+        lr_schedule_ratio=0.5,
+        loss=1.0,
+        history=History(epochs_at_size=5, epochs_since_best=5, first_loss=2.0, throughputs=((batch_size, 100.0),)),
+    )
 
 
 def sizes(policy, diversity, *, batch_size=128, epochs=60):
@@ -82,8 +162,10 @@ def test_a_decision_is_a_whole_size_within_the_bounds(name, policy, measurement)
 @quickly
 @given(measurement=MEASUREMENTS)
 def test_a_decision_rests_on_what_the_policy_says_it_needs(policy, measurement):
-    if not policy.needs or not policy.measures(measurement.epoch, measurement.batch_size):
-        assert policy.next(replace(measurement, diversity=None)) == policy.next(measurement)
+    is_measured = policy.measures(measurement.epoch, measurement.batch_size)
+    for name in ("diversity", "loss"):
+        if name not in policy.needs or not is_measured:
+            assert policy.next(replace(measurement, **{name: None})) == policy.next(measurement)
 
 
 @any_policy
@@ -107,10 +189,10 @@ def test_a_policy_is_frozen_and_its_repr_shows_every_setting(policy):
 
 @any_policy
 def test_a_policy_needs_fields_of_a_measurement(policy):
-    assert policy.needs <= {entry.name for entry in fields(Measurement)}
+    assert policy.needs <= {entry.name for kind in (Measurement, History) for entry in fields(kind)}
 
 
-@pytest.mark.parametrize("policy", [case for case in CASES.values() if case != Fixed()])
+@pytest.mark.parametrize("policy", [case for case in CASES.values() if hasattr(case, "max_batch_size")])
 def test_training_cannot_start_above_the_cap(policy):
     policy.check_start(CAP)
     with pytest.raises(ArgumentError, match="max_batch_size=2048 is below the first batch size 2049"):

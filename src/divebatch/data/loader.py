@@ -1,7 +1,8 @@
 """A DataLoader whose batch size may change, that sees every sample once an epoch and resumes exactly."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
@@ -43,6 +44,15 @@ class Pass:
     samples: int = 0
     is_open: bool = True
     """False once its iterator is used up or was left."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the first request for a batch to the end, where it has ended; a resumed pass counts from its resume."""
+    samples_before: int = field(default=0, compare=False)
+    """Delivered in an earlier life."""
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Loading and training together; None where nothing was timed."""
+        return (self.samples - self.samples_before) / self.seconds if self.seconds > 0 else None
 
 
 class AdaptiveLoader:
@@ -122,7 +132,7 @@ class AdaptiveLoader:
         self._epoch = 0
         self._current: Pass | None = None
         self._finished: Pass | None = None
-        self._resume = False
+        self._resume, self._began = False, time.perf_counter()
         self._batches_before, self._samples_before = 0, 0
         self._listeners: list[Callable[[], None]] = []
 
@@ -203,6 +213,7 @@ class AdaptiveLoader:
             start=current.batches,
             seed=(self.seed, current.epoch),
         )
+        current.samples_before, self._began = current.samples, time.perf_counter()
         try:
             for num_samples, batch in batches:
                 if current is not self._current:
@@ -225,6 +236,7 @@ class AdaptiveLoader:
                 f"epoch {current.epoch + 1} had no batch of {current.batch_size} samples: "
                 f"the stream is empty, or shorter than one batch with drop_last=True"
             )
+        current.seconds = time.perf_counter() - self._began
         self._batches_before += current.batches
         self._samples_before += current.samples
         if self._order is None:

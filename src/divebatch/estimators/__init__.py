@@ -2,7 +2,20 @@
 
 from divebatch.estimators.catalog import ESTIMATORS, make_estimator
 from divebatch.estimators.estimator import Estimator, Scene
+from divebatch.estimators.moments import Moments
 from divebatch.estimators.oracle import Oracle
+from divebatch.estimators.per_sample import PerSample
+from divebatch.estimators.split import Split
 from divebatch.estimators.trajectory import Trajectory
 
-__all__ = ["ESTIMATORS", "Estimator", "Oracle", "Scene", "Trajectory", "make_estimator"]
+__all__ = [
+    "ESTIMATORS",
+    "Estimator",
+    "Moments",
+    "Oracle",
+    "PerSample",
+    "Scene",
+    "Split",
+    "Trajectory",
+    "make_estimator",
+]

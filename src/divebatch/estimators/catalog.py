@@ -5,10 +5,19 @@ from typing import Any
 
 from divebatch.errors import ArgumentError
 from divebatch.estimators.estimator import Estimator
+from divebatch.estimators.moments import Moments
 from divebatch.estimators.oracle import Oracle
+from divebatch.estimators.per_sample import PerSample
+from divebatch.estimators.split import Split
 from divebatch.estimators.trajectory import Trajectory
 
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {"trajectory": Trajectory, "oracle": Oracle}
+ESTIMATORS: dict[str, Callable[..., Estimator]] = {
+    "trajectory": Trajectory,
+    "oracle": Oracle,
+    "per-sample": PerSample,
+    "split": Split,
+    "moments": Moments,
+}
 
 
 def make_estimator(kind: str, **settings: Any) -> Estimator:

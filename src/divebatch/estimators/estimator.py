@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity
 
 
@@ -18,6 +20,16 @@ class Scene:
     """Every sample once, as batches, without moving the training's own position."""
     loss_reduction: str
     loss_fn: Callable[[Any, Any], Tensor] | None
+    optimizer: Optimizer | None = None
+    samples_delivered: Callable[[], int] = lambda: 0
+    """Samples the loader has handed to the loop so far."""
+
+
+def optimizer_of(scene: Scene, name: str) -> Optimizer:
+    """The one that steps, for estimators that must know when weights change."""
+    if scene.optimizer is None:
+        raise ArgumentError(f"{name} must know when the optimizer steps: Scene(..., optimizer=...) has none")
+    return scene.optimizer
 
 
 class Estimator(Protocol):

@@ -90,11 +90,11 @@ def _build_model(run: Run, settings: ModelSettings, split: Split) -> nn.Module:
 
 
 def _estimator(run: Run) -> str | Estimator | None:
-    """The paper's estimate measures in the way the run trains; others run the model by themselves."""
-    kind, training = run.method.estimator, run.experiment.training
-    if kind not in (None, "trajectory"):
+    """Those that measure norms do so in the way the run trains."""
+    kind, training = run.method.estimator or "trajectory", run.experiment.training
+    if kind not in ("trajectory", "per-sample"):
         return kind
-    return make_estimator("trajectory", mode=training.norms, compiled=training.compile)
+    return make_estimator(kind, mode=training.norms, compiled=training.compile)
 
 
 def _settings(registry: dict[str, type[Any]], part: Part, where: str) -> Any:

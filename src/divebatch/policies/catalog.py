@@ -5,14 +5,38 @@ from typing import Any
 
 from divebatch.errors import ArgumentError
 from divebatch.policies.adabatch import AdaBatch
+from divebatch.policies.adadamp import AdaDamp, GeoDamp, GradientDamp, PadaDamp
+from divebatch.policies.cabs import Cabs
 from divebatch.policies.divebatch import DiveBatch
 from divebatch.policies.fixed import Fixed
+from divebatch.policies.goodput import Goodput
+from divebatch.policies.inner_product_test import InnerProductTest
+from divebatch.policies.noise_scale import NoiseScale
+from divebatch.policies.norm_test import NormTest
+from divebatch.policies.plateau import Plateau
 from divebatch.policies.policy import Policy
+from divebatch.policies.sample_schedule import SampleSchedule
+from divebatch.policies.schedule_to_batch import Seesaw, Smith
+from divebatch.policies.simigrad import SimiGrad
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "fixed": Fixed,
     "adabatch": AdaBatch,
     "divebatch": DiveBatch,
+    "noise-scale": NoiseScale,
+    "norm-test": NormTest,
+    "inner-product-test": InnerProductTest,
+    "simigrad": SimiGrad,
+    "cabs": Cabs,
+    "smith": Smith,
+    "seesaw": Seesaw,
+    "adadamp": AdaDamp,
+    "gradient-damp": GradientDamp,
+    "padadamp": PadaDamp,
+    "geodamp": GeoDamp,
+    "goodput": Goodput,
+    "sample-schedule": SampleSchedule,
+    "plateau": Plateau,
 }
 
 

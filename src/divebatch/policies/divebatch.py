@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from divebatch.errors import UsageError
 from divebatch.measurement import Decision, Diversity, Measurement
 from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
+from divebatch.policies.evidence import asked, decided, require_diversity
 from divebatch.policies.policy import Policy
 
 
@@ -14,8 +14,13 @@ from divebatch.policies.policy import Policy
 class DiveBatch(Policy):
     """Set the batch size to delta * n * diversity after each `every`-th epoch, within floor and cap.
 
-    n * diversity is one plus the gradient noise scale, so `delta` says how much of it a batch may be: 1 means a batch
-    whose gradient is as much noise as signal; 0.1 keeps batches ten times smaller.
+    n * diversity is one plus the gradient noise scale, so `delta` says how large a part of it a batch may be. In words
+    to choose by: training takes about 1 + delta times the samples that tiny batches would need, and 1 + 1/delta times
+    the fewest steps that huge ones would. 1 pays twice the samples for twice the fewest steps; 0.1, the choice of
+    `without_delta`, a tenth more samples. This reading holds for estimators at fixed weights ("split", "per-sample",
+    "moments", "oracle"). The paper's, "trajectory", comes out ten to hundreds of times larger, and so does its delta.
+
+    Where an estimate has an interval, the size changes only if the whole interval asks for it.
 
     `monotone` (the default) never lets the size fall: only that fits the paper's figures. A diversity that cannot be
     formed (gradients that sum to zero, NaN, infinity) counts as infinite and gives the cap, as in the authors' code.
@@ -43,6 +48,11 @@ class DiveBatch(Policy):
         self._bounds()
 
     @classmethod
+    def without_delta(cls, max_batch_size: int, *, extra_samples: float = 0.1, **settings: Any) -> Self:
+        """For estimators at fixed weights: batches that cost about `extra_samples` more samples than tiny ones."""
+        return cls(extra_samples, max_batch_size, **settings)
+
+    @classmethod
     def paper_text(cls, delta: float, max_batch_size: int) -> Self:
         """Algorithm 1 to the letter: every epoch, and the size may fall."""
         return cls(delta, max_batch_size, monotone=False)
@@ -62,11 +72,17 @@ class DiveBatch(Policy):
         """delta * n * diversity within the bounds (Algorithm 1, line 11); the same size where nothing is due."""
         if not self.measures(seen.epoch, seen.batch_size):
             return Decision(batch_size=seen.batch_size)
-        if seen.diversity is None:
-            raise UsageError(f"DiveBatch needs the diversity of epoch {seen.epoch}, and none was measured")
-        proposal = self._proposal(seen.diversity, seen.dataset_size)
+        diversity = require_diversity(self, seen)
+        if diversity.spread is not None:
+            return self._on_evidence(diversity, seen)
+        proposal = self._proposal(diversity, seen.dataset_size)
         size = self._bounds().clamp(proposal, at_least=seen.batch_size if self.monotone else 1)
-        return Decision(batch_size=size, reason=self._reason(seen.diversity, proposal))
+        return Decision(batch_size=size, reason=self._reason(diversity, proposal), wanted=proposal)
+
+    def _on_evidence(self, diversity: Diversity, seen: Measurement) -> Decision:
+        wanted, remark = asked(diversity, seen.batch_size, lambda noise_scale: self.delta * (1 + noise_scale))
+        reason = remark if wanted is None else f"delta * (1 + noise scale) = {wanted:.1f}, {remark}"
+        return decided(seen, wanted, self._bounds(), monotone=self.monotone, reason=reason)
 
     def check_start(self, batch_size: int) -> None:
         """Raise if the first batch is above the cap."""

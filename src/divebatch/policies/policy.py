@@ -12,8 +12,13 @@ class Policy(Protocol):
     loaded, so it must show every setting (a frozen dataclass does).
     """
 
-    needs: ClassVar[frozenset[str]]
-    """Names of the `Measurement` fields beyond the counters that `next` reads; nothing else is measured."""
+    lr_coupling: ClassVar[str | None] = None
+    """How the learning rate must follow the batch size for the rule to be what it says; None where any will do."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of `Measurement` and `History` that `next` reads and that cost something: nothing else is measured."""
+        ...
 
     def next(self, seen: Measurement) -> Decision:
         """The batch size to use from the next epoch on."""

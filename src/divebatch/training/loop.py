@@ -1,5 +1,6 @@
 """The central loop: forward, backward, step, in one place."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,8 @@ class Step:
     passes: Passes
     optimizer: Optimizer
     is_measuring: Callable[[], bool] = lambda: False
+    min_parts: Callable[[], int] = lambda: 1
+    """Into how many parts a batch must be cut at least: some estimators compare the parts."""
 
     def __call__(self, batch: Any) -> Tensor:
         """Forward, backward, step. The batch's mean loss, at the weights before the step."""
@@ -47,7 +50,7 @@ class Step:
 
     def _backward(self, batch: Any) -> Tensor:
         try:
-            return self._accumulate(batch, self.micro_batch_size or batch_length(batch))
+            return self._accumulate(batch, self.part_size(batch_length(batch)))
         except torch.OutOfMemoryError:
             pass  # what failed holds memory until here, and the advice needs to try
         raise BatchTooLargeError(self._advice(batch))
@@ -60,6 +63,10 @@ class Step:
         assert loss is not None
         return loss
 
+    def part_size(self, num_samples: int) -> int:
+        """The samples of one backward pass of a batch."""
+        return min(self.micro_batch_size or num_samples, math.ceil(num_samples / self.min_parts()))
+
     @property
     def micro_batch_size(self) -> int | None:
         """The most samples of one backward pass."""
@@ -67,7 +74,7 @@ class Step:
 
     def _advice(self, batch: Any) -> str:
         num_samples = batch_length(batch)
-        tried = min(self.micro_batch_size or num_samples, num_samples)
+        tried = self.part_size(num_samples)
         problem = f"out of memory: batch of {num_samples} samples in micro-batches of {tried}"
         fitting = self._fitting(batch, tried)
         if fitting is None:

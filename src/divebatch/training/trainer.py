@@ -59,7 +59,7 @@ class Trainer:
             with self.clock.lap("train"):
                 train_loss = self._train(after_step)
                 with self.clock.lap("measure"):
-                    record = self.control.step()
+                    record = self.control.step(loss=train_loss)
             peak = self.passes.peak_memory_bytes
             with self.clock.lap("evaluate"):
                 seen = evaluate(self.model, self.validation, self.loss_fn, precision=self.setup.precision)
@@ -80,8 +80,10 @@ class Trainer:
     def _train(self, after_step: Callable[[], None]) -> float:
         self.model.train()
         batch_size = self.control.loader.batch_size
-        self.passes.begin_epoch(min(batch_size, self.setup.micro_batch_size or batch_size))
-        step = Step(self.passes, self.optimizer, lambda: self.control.is_measuring)
+        step = Step(
+            self.passes, self.optimizer, lambda: self.control.is_measuring, min_parts=lambda: self.control.min_parts
+        )
+        self.passes.begin_epoch(step.part_size(batch_size))
         train_loss = train_epoch(step, self.control.loader, self.tally, lambda: self._after_step(after_step))
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")

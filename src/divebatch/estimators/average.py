@@ -1,0 +1,95 @@
+"""Means of many small unbiased estimates, with the spread that belongs to them."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from divebatch.errors import ArgumentError
+from divebatch.measurement import Diversity, Spread
+
+
+def unbiased(weighted_sq_norms: Tensor, sq_norm_of_mean: Tensor, num_chunks: Any, num_samples: Any) -> Tensor:
+    """(tr(Sigma), ||G||^2) from the mean gradients of two or more chunks of samples at the same weights.
+
+    `weighted_sq_norms` is the sum over chunks of s_j ||g_j||^2, s_j samples with the mean gradient g_j, and
+    `sq_norm_of_mean` is ||sum_j s_j g_j / b||^2 over all b = `num_samples`. Chunks may differ in size. Single samples
+    are chunks of one, so per-sample norms give the same formula.
+    """
+    trace = (weighted_sq_norms - num_samples * sq_norm_of_mean) / (num_chunks - 1)
+    return torch.stack([trace, sq_norm_of_mean - trace / num_samples])
+
+
+class PairAverage:
+    """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
+
+    A third number may come with each pair: the variance of <g_i, g>.
+
+    With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
+    weights, so its start does not pull it towards zero. Sums stay on the device until they are read.
+    """
+
+    def __init__(self, *, decay: float = 1.0) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
+            raise ArgumentError(f"decay must be above 0 and at most 1, got decay={decay!r}")
+        self.decay = float(decay)
+        self.num_samples: int | Tensor = 0
+        self._first = torch.zeros((), dtype=torch.float64)
+        """Sum of w * (1, trace, sq_norm, ...)."""
+        self._second = torch.zeros((), dtype=torch.float64)
+        """Sum of w^2 times the outer product of the same with itself."""
+
+    def add(self, pair: Tensor, weight: Any) -> None:
+        """One more estimate. A weight of zero counts for nothing, whatever the pair holds."""
+        weight = torch.as_tensor(weight, dtype=torch.float64, device=pair.device)
+        row = torch.cat([torch.ones_like(pair[:1]), torch.where(weight > 0, pair, 0.0)]) * weight
+        self._first = self._first.to(pair.device) * self.decay + row
+        self._second = self._second.to(pair.device) * self.decay**2 + torch.outer(row, row)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to average; waits for the device."""
+        return not float(self._first.flatten()[0]) > 0
+
+    def diversity(self) -> Diversity:
+        """The means and their spread; waits for the device."""
+        total, *sums = self._first.tolist()
+        trace, sq_norm, *inner = (each / total for each in sums)
+        spread = self._spread(total, trace, sq_norm)
+        diversity = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
+        return replace(diversity, inner_variance=inner[0]) if inner and math.isfinite(inner[0]) else diversity
+
+    def unknown(self) -> Diversity:
+        """What no estimate at all says: any noise scale is possible."""
+        nothing = Spread(trace_variance=math.inf, sq_norm_variance=math.inf, covariance=0.0, degrees=0.0)
+        return Diversity(math.nan, math.nan, int(self.num_samples), nothing)
+
+    def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
+        """From the distance of each estimate to the mean: right also where some are less exact than others."""
+        second = self._second.cpu()[:3, :3]
+        to_mean = torch.tensor([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]], dtype=torch.float64)
+        scatter = to_mean @ second @ to_mean.T
+        share = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
+        covariance = (scatter / total**2 / max(1 - share, 1e-9)).tolist()
+        return Spread(
+            trace_variance=max(0.0, covariance[0][0]),
+            sq_norm_variance=max(0.0, covariance[1][1]),
+            covariance=covariance[0][1],
+            degrees=1 / share - 1,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, as plain numbers."""
+        return {
+            "first": self._first.tolist(),
+            "second": self._second.tolist(),
+            "num_samples": int(self.num_samples),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with saved sums."""
+        self._first = torch.tensor(state["first"], dtype=torch.float64)
+        self._second = torch.tensor(state["second"], dtype=torch.float64)
+        self.num_samples = state["num_samples"]

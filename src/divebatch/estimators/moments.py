@@ -1,0 +1,78 @@
+"""An estimate from the batch gradients alone."""
+
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.estimators.chunks import Chunks
+from divebatch.estimators.estimator import Scene, optimizer_of
+from divebatch.estimators.stepwise import Stepwise
+from divebatch.measurement import Diversity
+
+
+class Moments(Stepwise):
+    """Gradients of `window` successive steps, taken as chunks of one large batch: nothing is attached to the model.
+
+    Bias: the weights move within a window. A step at learning rate lr changes the next gradient by -lr * H g, H the
+    Hessian, so to first order ||G||^2 comes out too small by lr * E[g'Hg] and tr(Sigma) too large by lr * tr(H Sigma),
+    with the smallest window, 2, and plain SGD; momentum and larger windows add to it. It vanishes with the learning
+    rate. Cost: one copy of the trainable parameters and a few passes over it a step; no further backward pass, and no
+    layer needs a rule. Under BatchNorm it is right for the network as it trains, normalised over its whole batches.
+
+    It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler
+    has undone its scale by then. Two batches scatter as two chunks do in `split`, with half as many estimates.
+    """
+
+    def __init__(self, *, window: int = 2, decay: float = 1.0) -> None:
+        super().__init__(decay=decay)
+        if isinstance(window, bool) or not isinstance(window, int) or window < 2:
+            raise ArgumentError(f"window must be an integer of at least 2, got window={window!r}")
+        self._window = window
+        self._chunks: Chunks | None = None
+        self._handle: RemovableHandle | None = None
+
+    def _prepare(self, scene: Scene) -> None:
+        optimizer_of(scene, "moments")
+
+    def _attach(self, scene: Scene) -> None:
+        self._chunks, self._delivered = Chunks(scene.model), scene.samples_delivered()
+        self._handle = optimizer_of(scene, "moments").register_step_pre_hook(self._on_step)
+
+    def _detach(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._chunks, self._handle = None, None
+
+    def _on_step(self, *_: Any) -> None:
+        chunks, scene = self._chunks, self._bound()
+        assert chunks is not None
+        size = scene.samples_delivered() - self._delivered
+        gradients = {name: p.grad for name, p in chunks.parameters.items() if p.grad is not None}
+        if size == 0 or not gradients:
+            return
+        self._delivered += size
+        chunks.add(gradients, size, scale=1.0 if scene.loss_reduction == "mean" else 1 / size)
+        self._average.num_samples = self._average.num_samples + size
+        if chunks.num_chunks == self._window:
+            self._average.add(chunks.pair(), chunks.num_samples)
+            chunks.forget()
+
+    def _when_empty(self) -> Diversity:
+        """Large batches leave an epoch with a step or two: that is no error, and no evidence either."""
+        if not self._average.num_samples:
+            raise UsageError("the epoch has ended, but no optimizer step on a batch of the loader was seen in it")
+        return self._average.unknown()
+
+    def _own_state(self) -> dict[str, Any]:
+        assert self._chunks is not None
+        waiting = self._bound().samples_delivered() - self._delivered
+        return {"chunks": self._chunks.state_dict(), "since_step": waiting}
+
+    def _check_own_state(self, state: dict[str, Any]) -> None:
+        Chunks(self._bound().model).check_state(state["chunks"])
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        assert self._chunks is not None
+        self._chunks.load_state_dict(state["chunks"])
+        self._delivered -= state["since_step"]

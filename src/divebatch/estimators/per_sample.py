@@ -1,0 +1,86 @@
+"""An unbiased estimate from each step's per-sample norms."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from divebatch.errors import CoverageError, UsageError
+from divebatch.estimators.average import unbiased
+from divebatch.estimators.chunks import sq_norm
+from divebatch.estimators.estimator import Scene
+from divebatch.estimators.stepwise import Stepwise
+from divebatch.measurement import Diversity
+from divebatch.norms import DiversityMeter
+from divebatch.norms.backward import Backward
+from divebatch.norms.taps import Tapped
+
+OnPass = Callable[[Tensor, Any, Any], None]
+
+
+class PerSample(Stepwise):
+    """Per-sample norms against the norm of their sum, for each backward pass at its own weights.
+
+    Bias: none; the mean over the epoch is of the weights the epoch passed through. Cost: `trajectory`'s, that is the
+    norms within the normal backward passes and one copy of the trainable parameters. It has the least scatter of all
+    that look at single steps, since a batch of b counts as b chunks.
+
+    Not for BatchNorm in training mode: samples then have no gradients of their own, their contributions cancel within
+    the batch, and ||G||^2 comes out too small, often below zero. That gets an error; use `split` or `moments`.
+
+    `settings` go to `NormMeter`: mode="sketch", compiled=True, fallback="vmap", grad_scaler=...
+    """
+
+    def __init__(self, *, decay: float = 1.0, **settings: Any) -> None:
+        super().__init__(decay=decay)
+        self._settings = settings
+        self._meter: _PassMeter | None = None
+
+    def _prepare(self, scene: Scene) -> None:
+        self._meter = _PassMeter(scene.model, self._take, loss_reduction=scene.loss_reduction, **self._settings)
+
+    def _attach(self, scene: Scene) -> None:
+        assert self._meter is not None
+        self._meter.attach()
+
+    def _detach(self) -> None:
+        assert self._meter is not None
+        self._meter.detach()
+
+    def _take(self, pair: Tensor, num_samples: Any, counts: Any) -> None:
+        self._average.add(pair, num_samples * counts)
+        self._average.num_samples = self._average.num_samples + num_samples
+
+    def _when_empty(self) -> Diversity:
+        raise UsageError("the epoch has ended, but no backward pass of two or more samples was seen in it")
+
+
+class _PassMeter(DiversityMeter):
+    """Tells of each backward pass by itself: (tr(Sigma), ||G||^2), samples, and 1 if it counts or else 0."""
+
+    def __init__(self, model: nn.Module, on_pass: OnPass, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self._on_pass = on_pass
+        self._batch_norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+
+    def _take(self, done: Backward | Tapped) -> None:
+        self._require_own_gradients()
+        super()._take(done)
+        sums = list(self._sums.values())
+        size = done.num_samples
+        sq_norms = done.sq_norms.sum(dtype=torch.float64) * self.norms.gradient_scale(done) ** 2
+        pair = unbiased(sq_norms, sq_norm(sums) / size**2, size, size)
+        torch._foreach_zero_(sums)
+        is_finite = self.norms.last_counts
+        counts = torch.as_tensor(size, device=pair.device) > 1
+        self._on_pass(pair, size, counts if is_finite is None else counts & is_finite)
+
+    def _require_own_gradients(self) -> None:
+        for name, module in self._batch_norms.items():
+            if module.training:
+                raise CoverageError(
+                    f"'{name}' ({type(module).__name__}) is in training mode: samples have no gradients of their own, "
+                    f"and an estimate from their norms would be wrong. Use estimator='split' or 'moments'"
+                )

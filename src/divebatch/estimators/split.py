@@ -1,0 +1,125 @@
+"""An unbiased estimate from the chunks that a batch is cut into."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.estimators.chunks import Chunks
+from divebatch.estimators.estimator import Scene, optimizer_of
+from divebatch.estimators.stepwise import Stepwise
+from divebatch.measurement import Diversity
+from divebatch.norms.share import current_share
+
+HOW_TO_CUT = (
+    "cut each batch into two or more: for (x, y), share in divebatch.micro_batches(batch, size): "
+    "(loss_fn(model(x), y) * share).backward()"
+)
+
+
+class Split(Stepwise):
+    """Chunks of one batch at the same weights: what they share is signal, where they differ is noise.
+
+    It sees the backward passes between two optimizer steps, so gradient accumulation is all it needs: over several
+    batches of the loader, or over parts of one from `divebatch.micro_batches`. The loss must be a mean over samples.
+
+    Bias: none, with chunks of any sizes. Under BatchNorm it is right too, for the network as it trains: normalised
+    over one chunk at a time. Cost: one copy of the trainable parameters; more backward passes only where batches would
+    not have been cut anyway. Two chunks scatter more than `per-sample`; the interval says how much. Works with every
+    model, since no layer needs a rule. Under a GradScaler use `moments`.
+    """
+
+    min_parts = 2
+
+    def __init__(self, *, decay: float = 1.0) -> None:
+        super().__init__(decay=decay)
+        self._chunks: Chunks | None = None
+        self._handles: list[RemovableHandle] = []
+        self._received: dict[str, Tensor] = {}
+        self._task, self._counts = -1, False
+
+    def _prepare(self, scene: Scene) -> None:
+        if scene.loss_reduction != "mean":
+            raise ArgumentError(
+                f"split needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
+                f"'moments' and 'per-sample' take sums"
+            )
+        optimizer_of(scene, "split")
+
+    def _attach(self, scene: Scene) -> None:
+        self._chunks = Chunks(scene.model)
+        self._delivered = self._stepped = scene.samples_delivered()
+        self._batch = 0
+        self._handles = [optimizer_of(scene, "split").register_step_pre_hook(self._end_of_batch)]
+        for name, parameter in self._chunks.parameters.items():
+            self._handles.append(parameter.register_hook(partial(self._receive, name)))
+            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+
+    def _detach(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._chunks, self._received = None, {}
+
+    # One backward pass
+
+    def _receive(self, name: str, gradient: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what an earlier pass left, which died half-way, is dropped
+            self._task, self._received, self._counts = task, {}, False
+        self._received[name] = gradient.detach()
+
+    def _accumulated(self, _: Tensor) -> None:
+        if not self._counts:
+            self._counts = True
+            Variable._execution_engine.queue_callback(self._end_of_pass)
+
+    def _end_of_pass(self) -> None:
+        share = current_share()
+        if self._chunks is not None:
+            self._chunks.add(self._received, round(share * self._batch_length()), scale=1 / share)
+        self._received = {}
+
+    def _batch_length(self) -> int:
+        delivered = self._bound().samples_delivered()
+        if delivered != self._delivered:
+            self._batch, self._delivered = delivered - self._delivered, delivered
+        return self._batch
+
+    # One batch
+
+    def _end_of_batch(self, *_: Any) -> None:
+        chunks, delivered = self._chunks, self._bound().samples_delivered()
+        assert chunks is not None
+        if chunks.num_samples > delivered - self._stepped:
+            raise UsageError(
+                f"the backward passes since the last optimizer step held {chunks.num_samples} samples by the loader's "
+                f"count, and it delivered {delivered - self._stepped}: {HOW_TO_CUT}"
+            )
+        if chunks.num_chunks > 1:
+            self._average.add(chunks.pair(), chunks.num_samples)
+        self._average.num_samples = self._average.num_samples + chunks.num_samples
+        self._stepped = delivered
+        chunks.forget()
+
+    def _when_empty(self) -> Diversity:
+        raise UsageError(
+            f"the epoch has ended, and no batch in it went through in two or more backward passes; {HOW_TO_CUT}"
+        )
+
+    def _own_state(self) -> dict[str, Any]:
+        assert self._chunks is not None
+        waiting = self._bound().samples_delivered() - self._stepped
+        return {"chunks": self._chunks.state_dict(), "since_step": waiting}
+
+    def _check_own_state(self, state: dict[str, Any]) -> None:
+        Chunks(self._bound().model).check_state(state["chunks"])
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        assert self._chunks is not None
+        self._chunks.load_state_dict(state["chunks"])
+        self._stepped -= state["since_step"]

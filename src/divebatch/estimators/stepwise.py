@@ -1,0 +1,97 @@
+"""What the estimates at fixed weights share: one small estimate a step or so, averaged over the epoch."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from divebatch.errors import UsageError
+from divebatch.estimators.average import PairAverage
+from divebatch.estimators.estimator import Scene
+from divebatch.measurement import Diversity
+
+
+class Stepwise(ABC):
+    """Averages pairs (tr(Sigma), ||G||^2) of single steps, each at its own weights, over an epoch.
+
+    `decay` below 1 makes it an exponential mean over steps, debiased: 0.95 looks back some twenty steps. The interval
+    comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so it is rather
+    too wide than too narrow.
+    """
+
+    def __init__(self, *, decay: float = 1.0) -> None:
+        self._decay = PairAverage(decay=decay).decay
+        self._average = PairAverage(decay=self._decay)
+        self._scene: Scene | None = None
+        self._is_on = False
+
+    def bind(self, scene: Scene) -> None:
+        """Look the model over; raise here if it cannot be measured."""
+        if self._scene is not None:
+            raise UsageError("this estimator belongs to another controller already: make one for each")
+        self._prepare(scene)
+        self._scene = scene
+
+    def start(self) -> None:
+        """Attach, with nothing seen."""
+        self._average = PairAverage(decay=self._decay)
+        self._attach(self._bound())
+        self._is_on = True
+
+    def restart(self) -> None:
+        """Forget what was seen."""
+        if self._is_on:
+            self.close()
+            self.start()
+
+    def finish(self) -> Diversity:
+        """The means over the epoch; then detach."""
+        self._bound()
+        diversity = self._when_empty() if self._average.is_empty else self._average.diversity()
+        self.close()
+        return diversity
+
+    def close(self) -> None:
+        """Detach."""
+        if self._is_on:
+            self._detach()
+        self._is_on = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, if an epoch is being measured."""
+        return {"average": self._average.state_dict(), **self._own_state()} if self._is_on else {}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Sums of another model are refused."""
+        if state:
+            self._check_own_state(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with saved sums."""
+        if state:
+            self._load_own_state(state)
+            self._average.load_state_dict(state["average"])
+
+    def _bound(self) -> Scene:
+        if self._scene is None:
+            raise UsageError("this estimator belongs to no controller yet: bind() comes first")
+        return self._scene
+
+    @abstractmethod
+    def _prepare(self, scene: Scene) -> None: ...
+
+    @abstractmethod
+    def _attach(self, scene: Scene) -> None: ...
+
+    @abstractmethod
+    def _detach(self) -> None: ...
+
+    @abstractmethod
+    def _when_empty(self) -> Diversity: ...
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _check_own_state(self, state: dict[str, Any]) -> None:
+        return None
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        return None

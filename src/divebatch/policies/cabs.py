@@ -1,0 +1,42 @@
+"""CABS (Balles et al. 2017): the batch size coupled to the learning rate and the loss."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from divebatch.measurement import Diversity, Measurement
+from divebatch.policies.evidence import ratio, require_diversity, require_loss
+from divebatch.policies.paced import Paced
+
+
+@dataclass(frozen=True, slots=True)
+class Cabs(Paced):
+    """lr * tr(Sigma) / loss, for a loss whose lowest value is near zero. It leaves the learning rate alone.
+
+    The original decides at every step from exponential means that start at fixed values. Here the estimator averages,
+    over the epoch or with its `decay`, debiased. The size stays where the interval of tr(Sigma) allows it. Its floor
+    and cap were 16 and 2048.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"diversity", "loss"})
+
+    monotone: bool = False
+    min_batch_size: int = 16
+
+    def proposal(self, seen: Measurement) -> tuple[float | None, str]:
+        """Rounded to the nearest size."""
+        diversity, loss = require_diversity(self, seen), require_loss(self, seen)
+        low, value, high = (ratio((seen.lr or 0.0) * trace, loss) for trace in traces(diversity))
+        reason = f"lr * tr(Sigma) / loss = {value:.1f}"
+        if low < high and low <= seen.batch_size <= high:
+            return None, f"{reason}, between {low:.0f} and {high:.0f} with 95 % confidence: no change"
+        return (round(value) if math.isfinite(value) else value), reason
+
+
+def traces(diversity: Diversity) -> tuple[float, float, float]:
+    """tr(Sigma) between the ends of its interval."""
+    trace, spread = diversity.trace, diversity.spread
+    if math.isnan(trace):
+        return (math.nan, math.nan, math.nan)
+    reach = 0.0 if spread is None else spread.quantile(0.95) * math.sqrt(spread.trace_variance)
+    return (max(0.0, trace - reach), max(0.0, trace), trace + reach)

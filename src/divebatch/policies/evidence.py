@@ -1,0 +1,61 @@
+"""How far a rule may trust what was measured, and how its wish becomes a decision."""
+
+import math
+from collections.abc import Callable
+
+from divebatch.errors import UsageError
+from divebatch.measurement import Decision, Diversity, Measurement
+from divebatch.policies.bounds import Bounds
+
+
+def require_diversity(policy: object, seen: Measurement) -> Diversity:
+    """The epoch's diversity, or an error where none was measured."""
+    if seen.diversity is None:
+        name = type(policy).__name__
+        raise UsageError(f"{name} needs the diversity of epoch {seen.epoch}, and none was measured")
+    return seen.diversity
+
+
+def require_loss(policy: object, seen: Measurement) -> float:
+    """The epoch's loss, or an error where none was told."""
+    if seen.loss is None:
+        raise UsageError(f"{type(policy).__name__} needs the loss of epoch {seen.epoch}: control.step(loss=...)")
+    return seen.loss
+
+
+def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float]) -> tuple[float | None, str]:
+    """What `rule`, which grows with the noise scale, asks for on this evidence, and a remark on it.
+
+    A noise scale comes with an interval. Where the sizes that the interval allows lie on both sides of the present
+    one, nothing is known that would justify a change: None, for the present size. Without a spread the value is taken
+    as it is, and one that cannot be formed counts as infinite.
+
+    >>> asked(Diversity(0.02, 1.0, 50_000), 128, lambda noise_scale: 0.1 * (1 + noise_scale))
+    (100.0, '')
+    """
+    if diversity.spread is None:
+        return (rule(diversity.noise_scale), "") if diversity.is_defined else (math.inf, diversity.problem)
+    low, high = map(rule, diversity.noise_scale_interval())
+    if low <= batch_size <= high:
+        return None, f"the wanted size is between {low:.0f} and {high:.0f} with 95 % confidence: no change"
+    if diversity.is_defined:
+        return rule(diversity.noise_scale), f"between {low:.0f} and {high:.0f} with 95 % confidence"
+    return low, f"at least {low:.0f} with 95 % confidence"
+
+
+def decided(seen: Measurement, wanted: float | None, bounds: Bounds, *, monotone: bool, reason: str) -> Decision:
+    """`wanted` within the bounds; the present size where nothing is wanted or it is not a number."""
+    if wanted is None:
+        return Decision(batch_size=seen.batch_size, reason=reason)
+    if math.isnan(wanted):
+        return Decision(batch_size=seen.batch_size, reason=f"{reason}: not a number, so no change")
+    size = bounds.clamp(wanted, at_least=seen.batch_size if monotone else 1)
+    capped = f", capped at {bounds.cap}" if wanted > bounds.cap else ""
+    return Decision(batch_size=size, reason=f"{reason}{capped}", wanted=wanted)
+
+
+def ratio(above: float, below: float) -> float:
+    """above / below for what should be positive; infinite where `below` has gone to zero, NaN where nothing is said."""
+    if math.isnan(above) or math.isnan(below) or above < 0 or math.isinf(below) or above == below == 0:
+        return math.nan
+    return above / below if below > 0 and above / below < math.inf else math.inf

@@ -1,0 +1,98 @@
+"""Goodput (Pollux, Qiao et al. 2021): throughput times the worth of a sample."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+from divebatch.errors import ArgumentError
+from divebatch.measurement import Decision, Measurement
+from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
+from divebatch.policies.evidence import require_diversity
+from divebatch.policies.policy import Policy
+
+
+def gain(noise_scale: float, batch_size: int, first_batch_size: int) -> float:
+    """How many steps at the first batch one step at `batch_size` is worth, between 1 and their ratio (AdaScale).
+
+    >>> gain(0.0, 512, 128), gain(float("inf"), 512, 128), gain(128.0, 256, 128)
+    (1.0, 4.0, 1.3333333333333333)
+    """
+    if noise_scale == float("inf"):
+        return batch_size / first_batch_size
+    return (noise_scale / first_batch_size + 1) / (noise_scale / batch_size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput(Policy):
+    """The size with the best product of samples a second, measured on the fly, and the worth of a sample, gain / S.
+
+    Candidates go from the first batch to the cap by factors of 2^(1/2). How the time of a step grows with the batch is
+    a straight line through the sizes that have been run; while only one has been, half of its step's time is taken to
+    be fixed cost, so that a second size gets tried. Changes that promise less than `least_improvement` are not made:
+    they cost recompiling and prove little. Time is measured, so two runs need not decide alike.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"diversity", "throughputs"})
+
+    max_batch_size: int
+    _: KW_ONLY
+    least_improvement: float = 0.05
+    every: int = 1
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive("least_improvement", self.least_improvement)
+        require_count("every", self.every)
+        Bounds(1, self.max_batch_size, self.multiple_of)
+
+    def measures(self, epoch: int, batch_size: int) -> bool:
+        """Every `every`-th epoch."""
+        return epoch % self.every == 0
+
+    def next(self, seen: Measurement) -> Decision:
+        """The best candidate, if it is better enough."""
+        speeds = [(size, speed) for size, speed in seen.history.throughputs if speed > 0]
+        if not self.measures(seen.epoch, seen.batch_size) or not speeds:
+            return Decision(batch_size=seen.batch_size)
+        diversity = require_diversity(self, seen)
+        if not diversity.is_defined:
+            return Decision(batch_size=seen.batch_size, reason=f"no noise scale: {diversity.problem}")
+        noise, line = max(0.0, diversity.noise_scale), step_time(speeds)
+
+        def goodput(size: int) -> float:
+            return size / (line[0] + line[1] * size) * gain(noise, size, seen.start) * seen.start / size
+
+        best = max(self._candidates(seen.start), key=goodput)
+        improvement = goodput(best) / goodput(seen.batch_size) - 1
+        if improvement <= self.least_improvement:
+            return Decision(batch_size=seen.batch_size, reason=f"{best} promises only {improvement:.1%} more")
+        return Decision(batch_size=best, reason=f"{improvement:.0%} more goodput", wanted=best)
+
+    def check_start(self, batch_size: int) -> None:
+        """Raise if the first batch is above the cap."""
+        require_start_under_cap(batch_size, self.max_batch_size)
+
+    def _candidates(self, start: int) -> Sequence[int]:
+        bounds, sizes = Bounds(1, self.max_batch_size, self.multiple_of), [min(start, self.max_batch_size)]
+        while sizes[-1] < self.max_batch_size:
+            wanted = start * 2 ** (len(sizes) / 2)
+            sizes.append(max(bounds.clamp(wanted), sizes[-1] + 1))
+        return sizes
+
+
+def step_time(speeds: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds of a step whatever its size, seconds for each sample), neither below zero, by least squares.
+
+    >>> step_time([(100, 100 / 3), (200, 200 / 5)])  # steps of 3 and 5 seconds
+    (1.0, 0.02)
+    """
+    if not speeds:
+        raise ArgumentError("step_time needs the speed of at least one batch size")
+    sizes, seconds = [size for size, _ in speeds], [size / speed for size, speed in speeds]
+    if len(speeds) == 1:
+        return (seconds[0] / 2, seconds[0] / 2 / sizes[0])
+    size, second = sum(sizes) / len(sizes), sum(seconds) / len(seconds)
+    slope = sum((x - size) * (y - second) for x, y in zip(sizes, seconds, strict=True))
+    slope /= sum((x - size) ** 2 for x in sizes)
+    slope = min(max(slope, 0.0), second / size)
+    return (second - slope * size, slope)

@@ -1,0 +1,64 @@
+"""A timetable in samples or tokens, in the way large language models are trained."""
+
+import re
+from dataclasses import KW_ONLY, dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from divebatch.errors import ArgumentError
+from divebatch.measurement import Decision, Measurement
+from divebatch.policies.bounds import require_count
+from divebatch.policies.policy import Policy
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSchedule(Policy):
+    """Entries "FROM:SIZE": from FROM on the batch size is SIZE, for instance "0:768 250B:1536".
+
+    FROM counts samples, or tokens where `sequence_length` says how many a sample has; K, M, B and T are thousands to
+    millions of millions. What counts is the number of samples seen, so a resumed run goes on exactly.
+
+    >>> SampleSchedule("0:768 250B:1536", sequence_length=2048).entries()
+    [(0, 768), (122070312, 1536)]
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    schedule: str
+    _: KW_ONLY
+    sequence_length: int = 1
+
+    def __post_init__(self) -> None:
+        require_count("sequence_length", self.sequence_length)
+        starts = [start for start, _ in self.entries()]
+        if starts[:1] != [0] or any(later <= earlier for earlier, later in pairwise(starts)):
+            raise ArgumentError(f"entries must begin at 0 and go upwards, got schedule={self.schedule!r}")
+
+    def entries(self) -> list[tuple[int, int]]:
+        """(first sample, batch size), whole samples."""
+        if not isinstance(self.schedule, str):
+            raise ArgumentError(f"entries must look like '0:768 250B:1536', got schedule={self.schedule!r}")
+        return [self._entry(text) for text in self.schedule.split()]
+
+    def _entry(self, text: str) -> tuple[int, int]:
+        match = ENTRY.fullmatch(text)
+        if match is None or int(match[3]) < 1:
+            raise ArgumentError(f"entries must look like '0:768 250B:1536', got {text!r} in schedule={self.schedule!r}")
+        whole, _, fraction = match[1].partition(".")
+        count = int(whole + fraction) * UNITS[match[2]] // 10 ** len(fraction)
+        return count // self.sequence_length, int(match[3])
+
+    def next(self, seen: Measurement) -> Decision:
+        """The entry in force."""
+        start, size = max(entry for entry in self.entries() if entry[0] <= seen.samples)
+        reason = f"from sample {start} on" if size != seen.batch_size else ""
+        return Decision(batch_size=size, reason=reason, wanted=size)
+
+    def check_start(self, batch_size: int) -> None:
+        """Raise if the loader starts with another size than the schedule."""
+        first = self.entries()[0][1]
+        if batch_size != first:
+            raise ArgumentError(f"the schedule starts with batch size {first}, the loader with {batch_size}")

@@ -1,0 +1,50 @@
+"""SimiGrad (Qin et al. 2021): hold the likeness of two half-batch gradients at a target."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from divebatch.errors import ArgumentError
+from divebatch.measurement import Diversity, Measurement
+from divebatch.policies.bounds import require_positive
+from divebatch.policies.evidence import require_diversity
+from divebatch.policies.paced import Paced
+
+
+@dataclass(frozen=True, slots=True)
+class SimiGrad(Paced):
+    """Ten per cent more where the halves of a batch differ too much, ten per cent less where they agree too well.
+
+    The likeness is the cosine between the gradients of two halves. It is taken from the noise scale B, as
+    1 / (1 + 2 B / b) for a batch of b, rather than from single noisy pairs. Where its interval holds `target`, nothing
+    changes. The original changes the size at every step; here at every `every`-th epoch. It is made for a learning rate
+    that follows the square root of the batch size. It comes to rest at 2 * B * target / (1 - target).
+    """
+
+    lr_coupling: ClassVar[str | None] = "sqrt"
+
+    monotone: bool = False
+    target: float = 0.3
+
+    def __post_init__(self) -> None:
+        Paced.__post_init__(self)
+        require_positive("target", self.target)
+        if self.target >= 1:
+            raise ArgumentError(f"target must be below 1, got target={self.target!r}")
+
+    def proposal(self, seen: Measurement) -> tuple[float | None, str]:
+        """A tenth up or down."""
+        low, high = cosines(require_diversity(self, seen), seen.batch_size)
+        b, reason = seen.batch_size, f"likeness of halves {low:.3f} to {high:.3f}, target {self.target:g}"
+        if high < self.target:
+            return max(b + 1, int(1.1 * b)), reason
+        if low > self.target:
+            return max(1, min(b - 1, int(0.9 * b))), reason
+        return None, reason
+
+
+def cosines(diversity: Diversity, batch_size: int) -> tuple[float, float]:
+    """Between which values the cosine of two half-batch gradients lies; 0 where the noise scale cannot be formed."""
+    if diversity.spread is None and not diversity.is_defined:
+        return (0.0, 0.0)
+    low, high = diversity.noise_scale_interval()
+    return (1 / (1 + 2 * max(high, 0.0) / batch_size), 1 / (1 + 2 * max(low, 0.0) / batch_size))

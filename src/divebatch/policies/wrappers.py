@@ -1,0 +1,133 @@
+"""What can be put around any policy: calm, an outlet at the cap, and a gentle start after a jump."""
+
+import math
+from abc import abstractmethod
+from dataclasses import KW_ONLY, dataclass, replace
+
+from divebatch.errors import ArgumentError
+from divebatch.measurement import Decision, Measurement
+from divebatch.policies.bounds import require_count, require_positive
+from divebatch.policies.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class _Around(Policy):
+    """Everything but `next` is the inner policy's."""
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, type) or not callable(getattr(self.policy, "next", None)):
+            raise ArgumentError(f"policy must be a policy object such as NoiseScale(4096), got policy={self.policy!r}")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the inner policy needs."""
+        return self.policy.needs
+
+    @property
+    def lr_coupling(self) -> str | None:  # type: ignore[override]
+        """What the inner policy is made for."""
+        return self.policy.lr_coupling
+
+    @abstractmethod
+    def next(self, seen: Measurement) -> Decision:
+        """The inner decision, changed."""
+
+    def measures(self, epoch: int, batch_size: int) -> bool:
+        """As the inner policy says."""
+        return self.policy.measures(epoch, batch_size)
+
+    def check_start(self, batch_size: int) -> None:
+        """As the inner policy says."""
+        self.policy.check_start(batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Steady(_Around):
+    """No flapping: a size stays for at least `dwell` epochs, and changes by less than `threshold` are not made.
+
+    Each change costs recompiling and unsettles the optimizer. `threshold=1.25` lets through what is at least a quarter
+    more, or as much less.
+    """
+
+    _: KW_ONLY
+    dwell: int = 1
+    threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        _Around.__post_init__(self)
+        require_count("dwell", self.dwell)
+        require_positive("threshold", self.threshold)
+        if self.threshold < 1:
+            raise ArgumentError(f"threshold must be at least 1, got threshold={self.threshold!r}")
+
+    def next(self, seen: Measurement) -> Decision:
+        """The inner decision, or none yet."""
+        decision = self.policy.next(seen)
+        change = max(decision.batch_size / seen.batch_size, seen.batch_size / decision.batch_size)
+        if change == 1 or (seen.history.epochs_at_size >= self.dwell and change >= self.threshold):
+            return decision
+        reason = f"{decision.reason}; kept for now, {decision.batch_size} asked".lstrip("; ")
+        return Decision(batch_size=seen.batch_size, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class SpillOver(_Around):
+    """At the cap what is wanted beyond it goes into the learning rate: lr times size over wanted.
+
+    lr / b then falls as if the batch had grown. When less is wanted again the rate comes back.
+    """
+
+    def next(self, seen: Measurement) -> Decision:
+        """The inner decision, with its spill against the one already in force."""
+        decision = self.policy.next(seen)
+        says_something = decision.wanted is not None and math.isfinite(decision.wanted)
+        wanted = decision.wanted if says_something else seen.history.wanted  # else the spill in force stays
+        spill = _spill(decision.batch_size, wanted)
+        factor = decision.lr_factor * spill / _spill(seen.batch_size, seen.history.wanted)
+        reason = f"{decision.reason}; lr times {spill:g} for what is over the cap" if spill < 1 else decision.reason
+        return replace(decision, lr_factor=factor, reason=reason, wanted=wanted)
+
+
+def _spill(batch_size: int, wanted: float | None) -> float:
+    if wanted is None or wanted < batch_size + 1:  # less than a sample over is rounding
+        return 1.0
+    return batch_size / wanted
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp(_Around):
+    """After a growth the learning rate starts from where it was and follows the coupling over `epochs` epochs.
+
+    For couplings that raise the rate with the batch; `power` is 1 for the linear one, 0.5 for the square root.
+    """
+
+    _: KW_ONLY
+    epochs: int = 3
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        _Around.__post_init__(self)
+        require_count("epochs", self.epochs)
+        require_positive("power", self.power)
+
+    def next(self, seen: Measurement) -> Decision:
+        """The inner decision, with a share of what the last jump still owes, less what this one takes."""
+        decision = self.policy.next(seen)
+        if decision.batch_size == seen.batch_size:
+            return replace(decision, lr_factor=decision.lr_factor * self._owed(seen) ** self._share(seen))
+        jump = max(1.0, decision.batch_size / seen.batch_size) ** self.power
+        return replace(decision, lr_factor=decision.lr_factor * self._owed(seen) / jump)
+
+    def _owed(self, seen: Measurement) -> float:
+        """What the rate lacks after the last growth."""
+        grown = max(1.0, seen.batch_size / (seen.history.previous_batch_size or seen.batch_size))
+        return float(grown ** (self.power * self._left(seen) / self.epochs))
+
+    def _share(self, seen: Measurement) -> float:
+        return 1 / max(1, self._left(seen))
+
+    def _left(self, seen: Measurement) -> int:
+        """Epochs of the warm-up whose raise is still to come."""
+        return max(0, self.epochs - (seen.history.epochs_at_size - 1))

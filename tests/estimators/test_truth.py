@@ -1,0 +1,406 @@
+"""The unbiased estimators against a slow twin, and against the truth where it is known."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from divebatch import AdaptiveLoader, Diversity, gradient_diversity, micro_batches
+from divebatch.errors import ArgumentError, CoverageError, UsageError
+from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
+from divebatch.estimators.average import PairAverage
+from divebatch.measurement import Spread
+from reference import per_sample
+from reference.per_sample import dataset, mean_loss, mlp, samples
+
+CASES: dict[str, Callable[..., Estimator]] = {"per-sample": PerSample, "split": Split, "moments": Moments}
+any_case = pytest.mark.parametrize("case", CASES)
+PART = 3
+
+
+class Loop:
+    """A user's loop whose weights stand still unless `lr` says otherwise."""
+
+    def __init__(self, estimator: Estimator, model: nn.Module, *, lr: float = 0.0, reduction: str = "mean") -> None:
+        self.model, self.estimator, self.delivered = model, estimator, 0
+        self.optimizer = SGD(model.parameters(), lr)
+        self.loss_fn = mean_loss if reduction == "mean" else per_sample.sum_loss
+        self.scene = Scene(model, lambda: [], reduction, None, self.optimizer, lambda: self.delivered)
+        estimator.bind(self.scene)
+
+    def run(self, batches, *, parts_of: int = PART) -> Diversity:
+        self.estimator.start()
+        for batch in batches:
+            self.step(batch, parts_of)
+        return self.estimator.finish()
+
+    def step(self, batch, parts_of: int) -> None:
+        self.delivered += len(batch[0])
+        self.optimizer.zero_grad()
+        for (x, y), share in micro_batches(batch, parts_of):
+            (self.loss_fn(self.model(x), y) * share).backward()
+        self.optimizer.step()
+
+
+# Against the twin: all gradients kept, then the textbook's variances
+
+
+def pair_of(chunks: list[Tensor]) -> tuple[float, float]:
+    """(tr(Sigma), ||G||^2) by the analysis of variance between chunks, each a matrix of per-sample gradients."""
+    means, sizes = torch.stack([chunk.mean(0) for chunk in chunks]), torch.tensor([len(chunk) for chunk in chunks])
+    mean = torch.cat(chunks).mean(0)
+    between = (sizes * (means - mean).square().sum(1)).sum() / (len(chunks) - 1)
+    return float(between), float(mean.square().sum() - between / sizes.sum())
+
+
+def twin(case: str, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """The mean over steps, weighted by samples."""
+    rows = [per_sample.gradients(mlp(), mean_loss, x, y) for x, y in batches]
+    windows = {
+        "per-sample": [list(part.split(1)) for batch in rows for part in batch.split(PART)],
+        "split": [list(batch.split(PART)) for batch in rows],
+        "moments": [[first, second] for first, second in zip(rows[::2], rows[1::2], strict=False)],
+    }[case]
+    kept = [window for window in windows if len(window) > 1]
+    weights = [sum(map(len, window)) for window in kept]
+    pairs = [pair_of(window) for window in kept]
+    mean = [sum(w * pair[i] for w, pair in zip(weights, pairs, strict=True)) / sum(weights) for i in (0, 1)]
+    return mean[0], mean[1]
+
+
+def cut(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    x, y = samples(count)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+@any_case
+@pytest.mark.parametrize("count", [32, 33, 35])  # batches of 8: even, one sample left, a part left
+def test_at_fixed_weights_every_estimate_is_its_twins(case: str, count: int):
+    measured = Loop(CASES[case](), mlp()).run(cut(count, 8))
+    assert (measured.trace, measured.sq_norm) == pytest.approx(twin(case, cut(count, 8)), rel=1e-9)
+    assert measured.num_samples == count
+
+
+@pytest.mark.parametrize("case", ["per-sample", "moments"])
+def test_a_sum_gives_the_same_as_a_mean(case: str):
+    by_sum = Loop(CASES[case](), mlp(), reduction="sum").run(cut(32, 8), parts_of=8)
+    by_mean = Loop(CASES[case](), mlp()).run(cut(32, 8), parts_of=8)
+    assert (by_sum.trace, by_sum.sq_norm) == pytest.approx((by_mean.trace, by_mean.sq_norm), rel=1e-9)
+
+
+def test_one_batch_of_all_data_differs_from_the_exact_diversity_by_the_bias_that_is_known():
+    data = samples(40)
+    measured = Loop(PerSample(), mlp()).run([data], parts_of=40)
+    exact = gradient_diversity(mlp(), mean_loss, [data])
+    assert measured.trace == pytest.approx(exact.trace * 40 / 39, rel=1e-9)
+    assert measured.sq_norm == pytest.approx(exact.sq_norm - exact.trace / 39, rel=1e-9)
+    assert 40 * exact.value - 1 == pytest.approx(exact.trace / exact.sq_norm, rel=1e-9)
+
+
+def test_split_takes_the_loaders_batches_as_chunks_where_they_are_accumulated():
+    loop, batches = Loop(Split(), mlp()), cut(30, 5)
+    loop.estimator.start()
+    for first in range(0, 6, 2):
+        for x, y in batches[first : first + 2]:
+            loop.delivered += 5
+            mean_loss(loop.model(x), y).backward()
+        loop.optimizer.step()
+    assert loop.estimator.finish().trace == pytest.approx(twin("moments", batches)[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("case", ["split", "moments"])
+def test_a_state_between_the_passes_of_a_step_carries_on(case: str):
+    results = []
+    for interrupted in (False, True):
+        loop = Loop(CASES[case](), mlp())
+        loop.estimator.start()
+        for index, (x, y) in enumerate(cut(40, 5)):
+            loop.delivered += 5
+            (mean_loss(loop.model(x), y)).backward()
+            if index % 2:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            if interrupted and index == 4:
+                state, loop.estimator = loop.estimator.state_dict(), CASES[case]()
+                loop.estimator.bind(loop.scene)
+                loop.estimator.start()
+                loop.estimator.load_state_dict(state)
+        results.append(loop.estimator.finish())
+    assert results[0] == results[1]
+
+
+# Against the truth: y = w* x + noise, x standard normal, at weights w* + e
+
+
+DIMENSION, OFFSET, NOISE = 12, 0.5, 1.0
+TRACE = (DIMENSION + 1) * OFFSET**2 + DIMENSION * NOISE**2
+SQ_NORM = OFFSET**2
+DRAWS = 200
+PARTS = {"per-sample": 64, "split": 32, "moments": 64}
+
+
+def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean() / 2
+
+
+def draws(generator: torch.Generator, num_batches: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(num_batches):
+        x = torch.randn(batch_size, DIMENSION, generator=generator, dtype=torch.float64)
+        yield x, NOISE * torch.randn(batch_size, 1, generator=generator, dtype=torch.float64)
+
+
+def linear() -> nn.Linear:
+    model = nn.Linear(DIMENSION, 1, bias=False).double()
+    nn.init.constant_(model.weight, OFFSET / math.sqrt(DIMENSION))  # w* is zero
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES)
+def repeated(request: pytest.FixtureRequest) -> list[Diversity]:
+    """The same epoch of 16 batches of 64, drawn anew again and again."""
+    loop, generator = Loop(CASES[request.param](), linear()), torch.Generator().manual_seed(5)
+    loop.loss_fn = half_squares
+    return [loop.run(draws(generator, 16, 64), parts_of=PARTS[request.param]) for _ in range(DRAWS)]
+
+
+@pytest.mark.parametrize(("name", "truth"), [("trace", TRACE), ("sq_norm", SQ_NORM)])
+def test_the_mean_of_many_estimates_is_the_truth_within_its_error(repeated: list[Diversity], name: str, truth: float):
+    values = torch.tensor([getattr(diversity, name) for diversity in repeated])
+    error = float(values.std() / math.sqrt(DRAWS))
+    assert abs(float(values.mean()) - truth) < 3.5 * error
+    assert error < 0.03 * truth
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says(repeated: list[Diversity]):
+    intervals = [diversity.noise_scale_interval() for diversity in repeated]
+    coverage = sum(low <= TRACE / SQ_NORM <= high for low, high in intervals) / DRAWS
+    assert 0.90 <= coverage <= 0.99
+
+
+def test_the_stated_spread_is_the_one_between_repetitions(repeated: list[Diversity]):
+    for name, variance in (("trace", "trace_variance"), ("sq_norm", "sq_norm_variance")):
+        observed = torch.tensor([getattr(diversity, name) for diversity in repeated]).var()
+        stated = sum(getattr(diversity.spread, variance) for diversity in repeated) / DRAWS
+        assert 0.7 < stated / float(observed) < 1.4
+
+
+def test_a_plug_in_ratio_would_be_far_off():
+    """What the estimators are for: the ratio of the raw sums of one batch cannot exceed the batch."""
+    (x, y), *_ = draws(torch.Generator().manual_seed(0), 1, 32)
+    assert gradient_diversity(linear(), half_squares, [(x, y)]).noise_scale < 32 < TRACE / SQ_NORM
+
+
+def test_moments_are_biased_by_the_learning_rate_as_stated():
+    """The Hessian is the identity here: ||G||^2 falls by lr * E||g||^2."""
+    generator, size, lr = torch.Generator().manual_seed(1), 8, 0.2
+    loop = Loop(Moments(), linear(), lr=lr)
+    loop.loss_fn = half_squares
+    values = []
+    for _ in range(400):
+        nn.init.constant_(loop.model.weight, OFFSET / math.sqrt(DIMENSION))
+        values.append(loop.run(draws(generator, 2, size), parts_of=size).sq_norm)
+    stated = -lr * (SQ_NORM + TRACE / size)
+    error = float(torch.tensor(values).std()) / math.sqrt(len(values))
+    assert sum(values) / len(values) - SQ_NORM == pytest.approx(stated, abs=3.5 * error)
+    assert abs(stated) > 5 * error
+
+
+def test_two_chunks_tell_the_noise_along_the_gradient():
+    """G' Sigma G, and the noise in g adds tr(Sigma^2) / b; Sigma from many samples."""
+    size, generator = 256, torch.Generator().manual_seed(3)
+    loop = Loop(Split(), linear())
+    loop.loss_fn = half_squares
+    measured = loop.run(draws(generator, 300, size), parts_of=size // 2)
+    x, y = next(iter(draws(generator, 1, 40_000)))
+    rows = x * (x @ loop.model.weight.T.detach() - y)
+    covariance, mean = torch.cov(rows.T), loop.model.weight[0].detach()
+    along = float(mean @ covariance @ mean + covariance.square().sum() / size)
+    assert measured.inner_variance == pytest.approx(along, rel=0.3)
+    assert measured.inner_variance < 0.25 * measured.trace * measured.sq_norm
+
+
+def test_uneven_chunks_tell_it_by_definition():
+    (x, y), sizes = samples(5), (3, 2)
+    rows = per_sample.gradients(mlp(), mean_loss, x, y)
+    first, second = rows[:3].mean(0), rows[3:].mean(0)
+    expected = float((first - second) @ rows.mean(0)) ** 2 / (1 / sizes[0] + 1 / sizes[1])
+    assert Loop(Split(), mlp()).run([(x, y)]).inner_variance == pytest.approx(expected, rel=1e-9)
+    assert Loop(Split(), mlp()).run([samples(8)]).inner_variance is None  # three chunks
+
+
+# Averages
+
+
+def average_of(num_samples: int, *, decay: float = 1.0) -> PairAverage:
+    average = PairAverage(decay=decay)
+    average.num_samples = num_samples
+    return average
+
+
+def test_an_exponential_mean_is_not_pulled_to_zero_and_forgets():
+    steady, changed = average_of(10, decay=0.5), average_of(10, decay=0.5)
+    for step in range(20):
+        steady.add(torch.tensor([3.0, 2.0], dtype=torch.float64), 1)
+        changed.add(torch.tensor([3.0, 2.0] if step < 10 else [5.0, 1.0], dtype=torch.float64), 1)
+    assert (steady.diversity().trace, steady.diversity().sq_norm) == pytest.approx((3.0, 2.0))
+    assert (changed.diversity().trace, changed.diversity().sq_norm) == pytest.approx((5.0, 1.0), rel=2e-3)
+
+
+def test_the_first_of_an_exponential_mean_counts_whole():
+    average = average_of(7, decay=0.99)
+    average.add(torch.tensor([3.0, 2.0], dtype=torch.float64), 7)
+    assert average.diversity().trace == pytest.approx(3.0)
+    assert average.diversity().noise_scale_interval() == (0.0, math.inf)  # one estimate tells nothing of its spread
+
+
+def test_an_exponential_mean_by_hand():
+    values, decay, average = [4.0, 1.0, 7.0], 0.8, average_of(3, decay=0.8)
+    for value in values:
+        average.add(torch.tensor([value, 1.0], dtype=torch.float64), 1)
+    weights = [decay**2, decay, 1.0]
+    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    measured = average.diversity()
+    assert measured.trace == pytest.approx(mean)
+    assert measured.spread is not None
+    assert measured.spread.degrees == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) - 1)
+
+
+def test_the_spread_of_equal_weights_is_the_textbooks():
+    pairs, average = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), average_of(7)
+    for pair in pairs:
+        average.add(pair, 5)
+    spread, covariance = average.diversity().spread, (torch.cov(pairs.T) / 7).tolist()
+    assert spread is not None
+    assert (spread.trace_variance, spread.covariance) == pytest.approx((covariance[0][0], covariance[0][1]))
+    assert (spread.sq_norm_variance, spread.degrees) == pytest.approx((covariance[1][1], 6))
+
+
+def test_a_covariance_moves_the_interval_of_the_ratio():
+    """What varies together cancels in a ratio."""
+
+    def width(covariance: float) -> float:
+        spread = Spread(trace_variance=1.0, sq_norm_variance=0.01, covariance=covariance, degrees=50)
+        low, high = Diversity.from_noise(10.0, 1.0, 100, spread=spread).noise_scale_interval()
+        return high - low
+
+    assert width(0.1) < 1e-6 < width(0.05) < width(0.0) < width(-0.05)
+
+
+def test_an_interval_survives_every_number():
+    numbers = [0.0, 5e-324, 1e-200, 1e-30, 1.0, 1e30, 1e99, 1e200, 1e308, math.inf, math.nan]
+    for trace, sq_norm, first, second in product(numbers, [-1.0, *numbers], numbers, numbers):
+        spread = Spread(trace_variance=first, sq_norm_variance=second, covariance=1.0, degrees=1.0)
+        low, high = Diversity(trace, sq_norm, 10, spread).noise_scale_interval()
+        assert 0 <= low <= high
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.5, math.nan, True, "0.9"])
+def test_a_wrong_decay_is_named(value: object):
+    for make in (PairAverage, PerSample, Split, Moments):
+        with pytest.raises(ArgumentError, match=f"decay={value!r}"):
+            make(decay=value)
+
+
+@pytest.mark.parametrize("value", [1, 0, 2.5, True])
+def test_a_wrong_window_is_named(value: object):
+    with pytest.raises(ArgumentError, match=f"window={value!r}"):
+        Moments(window=value)
+
+
+# Wrong use, and BatchNorm
+
+
+def test_uncut_batches_get_an_error_that_says_how_to_cut():
+    with pytest.raises(UsageError, match=r"no batch in it went through in two or more.*divebatch\.micro_batches"):
+        Loop(Split(), mlp()).run(cut(32, 8), parts_of=8)
+
+
+def test_batches_cut_by_hand_get_an_error_that_says_how_to_cut():
+    loop, (x, y) = Loop(Split(), mlp()), samples(8)
+    loop.estimator.start()
+    loop.delivered += 8
+    for part in (slice(0, 4), slice(4, 8)):
+        (mean_loss(loop.model(x[part]), y[part]) / 2).backward()
+    with pytest.raises(UsageError, match=r"held 16 samples .* delivered 8: .*divebatch\.micro_batches"):
+        loop.optimizer.step()
+
+
+def test_too_few_steps_for_moments_are_no_evidence():
+    unknown = Loop(Moments(), mlp()).run(cut(8, 8))
+    assert not unknown.is_defined
+    assert unknown.noise_scale_interval() == (0.0, math.inf)
+    with pytest.raises(UsageError, match="no optimizer step on a batch of the loader"):
+        Loop(Moments(), mlp()).run([])
+
+
+def test_split_needs_a_mean_and_both_need_an_optimizer():
+    with pytest.raises(ArgumentError, match="loss_reduction='sum'"):
+        Loop(Split(), mlp(), reduction="sum")
+    for estimator in (Split(), Moments()):
+        with pytest.raises(ArgumentError, match="must know when the optimizer steps"):
+            estimator.bind(Scene(mlp(), AdaptiveLoader(dataset(4), 2).full_pass, "mean", None))
+
+
+def test_a_look_at_gradients_in_between_is_no_chunk():
+    loop, (x, y) = Loop(Split(), mlp()), samples(8)
+    loop.estimator.start()
+    for batch in cut(16, 8):
+        gradient_diversity(loop.model, mean_loss, [(x, y)])
+        torch.autograd.grad(mean_loss(loop.model(x), y), list(loop.model.parameters()))
+        loop.step(batch, PART)
+    expected = Loop(Split(), mlp()).run(cut(16, 8))
+    assert loop.estimator.finish().trace == pytest.approx(expected.trace, rel=1e-12)
+
+
+def test_a_pass_that_dies_half_way_is_in_no_estimate():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise RuntimeError("broken")
+
+    loop, (x, y) = Loop(Split(), mlp()), samples(8)
+    loop.estimator.start()
+    for batch in cut(16, 8):
+        hidden = Broken.apply(loop.model[1](loop.model[0](x)))
+        with pytest.raises(RuntimeError, match="broken"):
+            mean_loss(loop.model[2](hidden), y).backward()
+        loop.step(batch, PART)
+    expected = Loop(Split(), mlp()).run(cut(16, 8))
+    assert loop.estimator.finish().trace == pytest.approx(expected.trace, rel=1e-12)
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+def test_per_sample_refuses_batch_norm_in_training_and_takes_it_frozen():
+    with pytest.raises(CoverageError, match=r"'1' \(BatchNorm1d\) is in training mode.*'split' or 'moments'"):
+        Loop(PerSample(), normalised()).run(cut(16, 8))
+    frozen = normalised()
+    frozen[1].eval()
+    assert Loop(PerSample(), frozen).run(cut(16, 8)).trace > 0
+
+
+def test_split_is_right_under_batch_norm_for_chunks_as_they_are_normalised():
+    """By definition: the mean over chunks of their inner products and differences, each chunk normalised by itself."""
+    model, batches = normalised(), cut(32, 8)
+    measured = Loop(Split(), normalised()).run(batches, parts_of=4)
+    inner, differing = 0.0, 0.0
+    for x, y in batches:
+        parts = [torch.autograd.grad(mean_loss(model(x[i:j]), y[i:j]), list(model.parameters())) for i, j in HALVES]
+        first, second = (torch.cat([gradient.flatten() for gradient in part]) for part in parts)
+        inner += float(first @ second) / len(batches)
+        differing += float((first - second).square().sum()) * 4 / 2 / len(batches)
+    assert (measured.trace, measured.sq_norm) == pytest.approx((differing, inner), rel=1e-9)
+
+
+HALVES = [(0, 4), (4, 8)]

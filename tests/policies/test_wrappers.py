@@ -1,0 +1,140 @@
+"""What can be put around a policy: calm, an outlet at the cap, a gentle start."""
+
+import math
+
+import pytest
+
+from divebatch import AdaBatch, Decision, Measurement
+from divebatch.errors import ArgumentError
+from divebatch.measurement import History
+from divebatch.policies import DiveBatch, GeoDamp, NoiseScale, SimiGrad, SpillOver, Steady, WarmUp
+
+CAP, N = 1000, 50_000
+
+
+class Asks:
+    """Wants one size after the other, up to the cap."""
+
+    needs = frozenset({"diversity"})
+    lr_coupling = None
+
+    def __init__(self, *wanted: float | None) -> None:
+        self.wanted = wanted
+
+    def next(self, seen: Measurement) -> Decision:
+        wanted = self.wanted[seen.epoch - 1]
+        if wanted is None:
+            return Decision(batch_size=seen.batch_size)
+        return Decision(batch_size=int(min(CAP, wanted)), wanted=wanted, reason="asked")
+
+    def measures(self, epoch: int, batch_size: int) -> bool:
+        return epoch % 2 == 0
+
+    def check_start(self, batch_size: int) -> None:
+        if batch_size > CAP:
+            raise ArgumentError("above the cap")
+
+
+def run(policy, epochs: int, *, batch_size: int = 100) -> tuple[list[int], list[float]]:
+    """Sizes and the product of the learning rate factors after each epoch, as a controller keeps them."""
+    history, sizes, factors, factor = History(), [], [], 1.0
+    for epoch in range(1, epochs + 1):
+        seen = Measurement(epoch=epoch, batch_size=batch_size, first_batch_size=100, dataset_size=N)
+        history = history.with_epoch(seen)
+        seen = Measurement(epoch=epoch, batch_size=batch_size, first_batch_size=100, dataset_size=N, history=history)
+        decision = policy.next(seen)
+        history = history.with_decision(batch_size, decision)
+        batch_size, factor = decision.batch_size, factor * decision.lr_factor
+        sizes.append(batch_size)
+        factors.append(factor)
+    return sizes, factors
+
+
+def test_steady_keeps_a_size_for_its_time():
+    asks = Asks(200, 300, 400, 500, 600, 700)
+    assert run(Steady(asks, dwell=3), 6)[0] == [100, 100, 400, 400, 400, 700]
+    assert run(Steady(asks), 6)[0] == [200, 300, 400, 500, 600, 700]
+
+
+def test_steady_makes_no_small_change():
+    asks = Asks(124, 125, 101, 100, 156, 1000)
+    assert run(Steady(asks, threshold=1.25), 6)[0] == [100, 125, 125, 100, 156, 1000]
+
+
+def test_what_was_kept_back_says_so():
+    seen = Measurement(epoch=1, batch_size=100, dataset_size=N, history=History(epochs_at_size=1))
+    decision = Steady(Asks(110), threshold=2.0).next(seen)
+    assert decision == Decision(batch_size=100, reason="asked; kept for now, 110 asked")
+
+
+def test_spill_over_lowers_the_rate_by_what_is_over_the_cap_and_gives_it_back():
+    sizes, factors = run(SpillOver(Asks(500, 2000, 4000, None, math.inf, 4000, 1000, 2000)), 8)
+    assert sizes == [500, CAP, CAP, CAP, CAP, CAP, CAP, CAP]
+    assert factors == pytest.approx([1, 0.5, 0.25, 0.25, 0.25, 0.25, 1, 0.5])
+
+
+def test_geodamp_with_spill_over_halves_the_rate_at_the_cap():
+    sizes, factors = run(SpillOver(GeoDamp(400, every=1)), 5)
+    assert sizes == [200, 400, 400, 400, 400]
+    assert factors == pytest.approx([1, 1, 1 / 2, 1 / 4, 1 / 8])
+
+
+def test_warm_up_takes_the_jump_back_and_pays_it_out():
+    _, factors = run(WarmUp(Asks(400, None, None, None, None), epochs=3), 5)
+    assert factors == pytest.approx([1 / 4, 4 ** (1 / 3) / 4, 4 ** (2 / 3) / 4, 1, 1])
+    _, roots = run(WarmUp(Asks(400, None, None), epochs=2, power=0.5), 3)
+    assert roots == pytest.approx([1 / 2, math.sqrt(2) / 2, 1])
+
+
+def test_a_second_jump_pays_out_what_the_first_still_owes():
+    sizes, factors = run(WarmUp(Asks(200, None, 800, None, None, None), epochs=2), 6)
+    assert sizes[2] == 800
+    assert factors == pytest.approx([1 / 2, math.sqrt(1 / 2), 1 / 4, 1 / 2, 1, 1])
+
+
+def test_a_smaller_batch_needs_no_warm_up():
+    _, factors = run(WarmUp(Asks(50, None, None), epochs=2), 3)
+    assert factors == [1, 1, 1]
+
+
+def test_they_can_be_put_around_each_other():
+    asks = Asks(2000, 4000, None, None, None, None)
+    _, factors = run(WarmUp(SpillOver(asks), epochs=2), 6)
+    grown = CAP / 100
+    assert factors == pytest.approx([0.5 / grown, 0.25 * math.sqrt(grown) / grown, 0.25, 0.25, 0.25, 0.25])
+
+
+@pytest.mark.parametrize("wrap", [Steady, SpillOver, WarmUp])
+def test_the_rest_is_the_inner_policys(wrap):
+    wrapped = wrap(Asks(100))
+    assert wrapped.needs == {"diversity"}
+    assert [wrapped.measures(epoch, 100) for epoch in (1, 2)] == [False, True]
+    with pytest.raises(ArgumentError, match="above the cap"):
+        wrapped.check_start(CAP + 1)
+    assert wrap(SimiGrad(CAP)).lr_coupling == "sqrt"
+    assert wrap(AdaBatch(CAP)).needs == frozenset()
+
+
+@pytest.mark.parametrize("wrap", [Steady, SpillOver, WarmUp])
+def test_its_repr_shows_every_setting(wrap):
+    inner = NoiseScale(CAP, price=3.0)
+    assert repr(inner) in repr(wrap(inner))
+    assert wrap(inner) == wrap(NoiseScale(CAP, price=3.0)) != wrap(DiveBatch(0.1, CAP))
+    assert hash(wrap(inner)) == hash(wrap(NoiseScale(CAP, price=3.0)))
+
+
+WRONG = {
+    "dwell": (lambda value: Steady(Asks(), dwell=value), [0, 1.5, True]),
+    "threshold": (lambda value: Steady(Asks(), threshold=value), [0.5, 0, math.nan, math.inf]),
+    "epochs": (lambda value: WarmUp(Asks(), epochs=value), [0, 1.5]),
+    "power": (lambda value: WarmUp(Asks(), power=value), [0, math.nan]),
+    "policy": (SpillOver, [None, 5]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "value"), [(name, make, value) for name, (make, values) in WRONG.items() for value in values]
+)
+def test_a_wrong_setting_is_named_with_its_value(name: str, make, value: object):
+    with pytest.raises(ArgumentError, match=f"{name}={value!r}"):
+        make(value)
