@@ -20,7 +20,7 @@ from divebatch.experiments.models import MODELS
 from divebatch.experiments.schema import Experiment, Method, Part
 from divebatch.training import StopRequest, load_checkpoint
 from divebatch.training.checkpoint import previous
-from experiments.datasets.image_files import write_cifar10
+from experiments.dataset_tests.image_files import write_cifar10
 from experiments.same_end import CPU, assert_same_end, records
 
 pytestmark = pytest.mark.usefixtures("few_objects")

@@ -10,7 +10,7 @@ from divebatch.experiments.datasets import DataPlace
 from divebatch.experiments.datasets.synthetic import Synthetic
 from divebatch.experiments.schema import Part
 from divebatch.search.held_out import HeldOut, with_held_out
-from experiments.datasets.image_files import write_cifar10, write_cifar100, write_tiny_imagenet
+from experiments.dataset_tests.image_files import write_cifar10, write_cifar100, write_tiny_imagenet
 from search.tiny_search import tiny_experiment
 
 SYNTHETIC = {"num_samples": 250, "num_features": 4, "noise_variance": 0.1, "train_fraction": 0.8}
