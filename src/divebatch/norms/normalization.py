@@ -36,10 +36,33 @@ def rms_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     return _over_last_dims(layer, rms_norm(_at_least_float32(x), layer.normalized_shape, eps=eps), dy)
 
 
-@rule_for(nn.GroupNorm)
-def group_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Mean and inverse standard deviation as a layer keeps them: (C,) of a batch, (B, groups) of samples' groups."""
+
+    mean: Tensor
+    inverse_std: Tensor
+
+
+def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, Statistics] | Tensor:
+    """A layer keeps its statistics for its own backward pass: they need not be computed again."""
+    node: Any = output.grad_fn
+    mean = getattr(node, "_saved_result1", None)
+    by_running = getattr(layer, "running_mean", None) is not None and not layer.training
+    if by_running or mean is None or mean.numel() == 0 or mean.dtype.itemsize < 4:
+        return x
+    return x, Statistics(mean, node._saved_result2)
+
+
+@rule_for(nn.GroupNorm, look=_saved_statistics)
+def group_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
     """Each sample's groups of channels are normalised over their positions."""
-    return _over_channels(layer, group_norm(_at_least_float32(x), layer.num_groups, eps=layer.eps), dy)
+    if not isinstance(x, tuple):
+        return _over_channels(layer, group_norm(_at_least_float32(x), layer.num_groups, eps=layer.eps), dy)
+    x, saved = x
+    size = layer.num_channels // layer.num_groups
+    mean, inverse_std = (part.view(len(x), -1).repeat_interleave(size, 1) for part in (saved.mean, saved.inverse_std))
+    return _by_statistics(layer, x, dy, mean, inverse_std)
 
 
 @rule_for(nn.InstanceNorm1d)
@@ -51,22 +74,6 @@ def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]
     if layer.training or layer.running_mean is None:
         return _over_channels(layer, group_norm(_at_least_float32(x), x.shape[1], eps=layer.eps), dy)
     return _by_statistics(layer, x, dy, layer.running_mean, (layer.running_var + layer.eps).rsqrt())
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Of a batch, each (C,): mean and inverse standard deviation."""
-
-    mean: Tensor
-    inverse_std: Tensor
-
-
-def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, Statistics] | Tensor:
-    """Train-mode BatchNorm keeps its statistics for its own backward pass: they need not be computed again."""
-    node = output.grad_fn
-    if not (layer.training or layer.running_mean is None) or not hasattr(node, "_saved_result2"):
-        return x
-    return x, Statistics(node._saved_result1, node._saved_result2)  # type: ignore[union-attr]
 
 
 @rule_for(nn.BatchNorm1d, look=_saved_statistics)
