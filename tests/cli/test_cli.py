@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import subprocess
@@ -110,3 +111,19 @@ def test_python_dash_m_works(tmp_path: Path):
     answer = subprocess.run([sys.executable, "-m", "divebatch", "list"], capture_output=True, text=True, check=False)
     assert answer.returncode == 0
     assert "synthetic-convex" in answer.stdout
+
+
+def test_every_option_on_the_use_of_the_device_arrives_in_the_run(tmp_path):
+    options = ["--precision", "tf32", "--no-compile", "--no-cuda-graphs", "--micro-batch", "50", "--norms", "sketch"]
+    answer = call(*RUN, *options, "--methods", "sgd-small", "--out", str(tmp_path))
+    assert answer.exit_code == 0, answer.output
+    (path,) = tmp_path.rglob("*.jsonl")
+    training = json.loads(path.read_text().splitlines()[0])["config"]["training"]
+    assert training == {
+        "precision": "tf32",
+        "channels_last": False,
+        "compile": False,
+        "cuda_graphs": False,
+        "norms": "sketch",
+        "micro_batch_size": 50,
+    }

@@ -394,13 +394,10 @@ def test_split_is_right_under_batch_norm_for_chunks_as_they_are_normalised():
     """By definition: the mean over chunks of their inner products and differences, each chunk normalised by itself."""
     model, batches = normalised(), cut(32, 8)
     measured = Loop(Split(), normalised()).run(batches, parts_of=4)
-    inner, differing = 0.0, 0.0
+    inner, differing, halves = 0.0, 0.0, (slice(4), slice(4, 8))
     for x, y in batches:
-        parts = [torch.autograd.grad(mean_loss(model(x[i:j]), y[i:j]), list(model.parameters())) for i, j in HALVES]
+        parts = [torch.autograd.grad(mean_loss(model(x[h]), y[h]), list(model.parameters())) for h in halves]
         first, second = (torch.cat([gradient.flatten() for gradient in part]) for part in parts)
         inner += float(first @ second) / len(batches)
         differing += float((first - second).square().sum()) * 4 / 2 / len(batches)
     assert (measured.trace, measured.sq_norm) == pytest.approx((differing, inner), rel=1e-9)
-
-
-HALVES = [(0, 4), (4, 8)]

@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import tarfile
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ import pytest
 import torch
 
 from divebatch.errors import CheckpointError
-from divebatch.experiments import Run, execute, get_experiment
-from divebatch.experiments.schema import Experiment
-from divebatch.records import EpochRecord
+from divebatch.experiments import execute
 from divebatch.training import load_checkpoint, save_checkpoint
 from divebatch.training.checkpoint import MAGIC
 
@@ -171,30 +168,6 @@ def test_the_same_would_do_harm_elsewhere(tmp_path, monkeypatch, name):
 
 
 # States of plain data that fit nothing
-
-
-def small() -> Experiment:
-    experiment = get_experiment("synthetic-nonconvex").scaled(4)
-    settings = {**experiment.data.settings, "num_samples": 100, "num_features": 4}
-    return replace(experiment, data=replace(experiment.data, settings=settings))
-
-
-class StopHereError(Exception):
-    pass
-
-
-@pytest.fixture
-def begun(tmp_path) -> Run:
-    """A run after its second of four epochs."""
-    run = Run(small(), "divebatch", 0, tmp_path)
-
-    def stop(record: EpochRecord) -> None:
-        if record.epoch == 2:
-            raise StopHereError
-
-    with pytest.raises(StopHereError):
-        execute(run, on_epoch=stop)
-    return run
 
 
 def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:

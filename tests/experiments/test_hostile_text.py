@@ -14,36 +14,13 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.errors import ArgumentError, DivebatchError, MissingExtraError, RecordError
-from divebatch.experiments import Run, check_parts, execute, execute_all, get_experiment
+from divebatch.experiments import Run, check_parts, execute, execute_all
 from divebatch.experiments.catalog import FOLDER
-from divebatch.experiments.schema import Experiment, read_experiment
+from divebatch.experiments.schema import read_experiment
 from divebatch.records import EpochRecord, RunHeader, read_run
+from experiments.begun import small
 
 pytestmark = pytest.mark.usefixtures("few_objects")
-
-
-def small() -> Experiment:
-    experiment = get_experiment("synthetic-nonconvex").scaled(4)
-    settings = {**experiment.data.settings, "num_samples": 100, "num_features": 4}
-    return replace(experiment, data=replace(experiment.data, settings=settings))
-
-
-class StopHereError(Exception):
-    pass
-
-
-@pytest.fixture
-def begun(tmp_path) -> Run:
-    """A run after its second of four epochs."""
-    run = Run(small(), "divebatch", 0, tmp_path)
-
-    def stop(record: EpochRecord) -> None:
-        if record.epoch == 2:
-            raise StopHereError
-
-    with pytest.raises(StopHereError):
-        execute(run, on_epoch=stop)
-    return run
 
 
 # Records

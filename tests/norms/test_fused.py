@@ -4,12 +4,13 @@ import os
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton", reason="needs triton")
 
-from divebatch.norms import triton_kernels
+from divebatch.norms import fused, triton_kernels
 from divebatch.norms.conv import Patches
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
@@ -74,3 +75,27 @@ def test_each_row_has_one_sign_in_one_half_and_both_occur():
     assert abs((drawn[:, 0] != 0).sum().item() - 1000) < 4 * 500**0.5
     assert not torch.equal(drawn, signs(40, 50, torch.tensor([4], device=DEVICE)))
     assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_the_operators_give_what_the_form_asks_for():
+    form = form_of("stride, dilation, uneven", torch.channels_last)
+    expected = form.explicit(slice(None)).flatten(1).square().sum(1)
+    sq_norms = fused.conv2d_sq_norms(form.left, form.unpadded, *form._geometry)
+    torch.testing.assert_close(sq_norms, expected, rtol=1e-5 if DEVICE == "cpu" else 1e-2, atol=1e-5)
+    draws = [fused.conv2d_sketch(form.left, form.unpadded, *form._geometry) for _ in range(60)]
+    sketches = torch.stack([draw.sq_norms for draw in draws])
+    errors = torch.stack([draw.variances for draw in draws]).mean(0).sqrt() / 60**0.5
+    assert ((sketches.mean(0) - expected).abs() < 5 * errors).all()
+    assert sketches.std(0).min() > 0
+
+
+def test_the_compiler_is_told_the_right_shapes():
+    form = form_of("3x3", torch.channels_last)
+    geometry = [list(part) for part in form._geometry]
+    seed = torch.tensor([7], device=DEVICE)
+    for operator, inputs in ((fused._conv2d_sq_norms, ()), (fused._conv2d_sketch, (seed,))):
+        real = operator(form.left, form.unpadded, *inputs, *geometry)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = [mode.from_tensor(tensor) for tensor in (form.left, form.unpadded, *inputs)]
+            fake = operator(*fakes, *geometry)
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divebatch.errors import ArgumentError
+from divebatch.policies import DiveBatch
 from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
 
 quickly = settings(max_examples=200, deadline=None)
@@ -86,3 +87,8 @@ def test_the_first_batch_may_be_the_cap_but_not_more():
     require_start_under_cap(64, 64)
     with pytest.raises(ArgumentError, match="max_batch_size=63 is below the first batch size 64"):
         require_start_under_cap(64, 63)
+
+
+def test_a_policys_cap_must_not_be_below_its_floor():
+    with pytest.raises(ValueError, match="max_batch_size=4 is below min_batch_size=8"):
+        DiveBatch(0.1, 4, min_batch_size=8)

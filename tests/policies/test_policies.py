@@ -375,11 +375,6 @@ def test_divebatch_keeps_floor_and_multiple():
     assert DiveBatch(0.1, CAP, multiple_of=32).next(seen(diversity=0.02, batch_size=100)).batch_size == 100
 
 
-def test_the_cap_must_not_be_below_the_floor():
-    with pytest.raises(ValueError, match="max_batch_size=4 is below min_batch_size=8"):
-        DiveBatch(0.1, 4, min_batch_size=8)
-
-
 UNDEFINED = {
     "zero sum": (Diversity(3.0, 0.0, 50_000), "sum to zero"),
     "all zero": (Diversity(0.0, 0.0, 50_000), "sum to zero"),

@@ -1,5 +1,6 @@
 """`divebatch run EXPERIMENT`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -64,29 +65,17 @@ def run(
         mode = mode_of(quiet=quiet, json=json)
         for kind in log or ():
             make_logger(kind)
-        planned = get_experiment(experiment)
-        planned = planned.scaled(epochs) if epochs is not None else planned
-        planned = planned.with_model(model) if model is not None else planned
-        planned = planned.with_training(precision=precision, compile=compile, micro_batch_size=micro_batch, norms=norms)
+        planned = _prepared(experiment, epochs, model).with_training(
+            precision=precision, compile=compile, cuda_graphs=cuda_graphs, micro_batch_size=micro_batch, norms=norms
+        )
         check_parts(planned)
-        runs = [
-            Run(
-                planned,
-                name,
-                number,
-                out,
-                device=device,
-                log_exact=log_exact,
-                data_dir=data_dir,
-                on_device=workers is None,
-                num_workers=workers or 0,
-                checkpoint_every=checkpoint_every,
-                checkpoint_steps=checkpoint_steps,
-                loggers=tuple(dict.fromkeys(log or ())),
-            )
-            for name in _method_names(planned, methods)
-            for number in range(seed, seed + (trials or planned.trials))
-        ]
+        first = Run(
+            planned, "", seed, out, device=device, log_exact=log_exact,
+            data_dir=data_dir, on_device=workers is None, num_workers=workers or 0,
+            checkpoint_every=checkpoint_every, checkpoint_steps=checkpoint_steps,
+            loggers=tuple(dict.fromkeys(log or ())),
+        )  # fmt: skip
+        runs = _all_runs(first, _method_names(planned, methods), trials or planned.trials)
         for each in runs:
             check_can_write(each, resume=resume)
     with errors_exit_with(FAILED):
@@ -96,6 +85,17 @@ def run(
         raise leave("\n".join(_say(failure) for failure in failures), FAILED)
     if mode == "show":
         typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
+
+
+def _prepared(name: str, epochs: int | None, model: str | None) -> Experiment:
+    experiment = get_experiment(name)
+    experiment = experiment.scaled(epochs) if epochs is not None else experiment
+    return experiment.with_model(model) if model is not None else experiment
+
+
+def _all_runs(first: Run, methods: list[str], trials: int) -> list[Run]:
+    seeds = range(first.seed, first.seed + trials)
+    return [replace(first, method_name=name, seed=seed) for name in methods for seed in seeds]
 
 
 def _method_names(experiment: Experiment, methods: str | None) -> list[str]:

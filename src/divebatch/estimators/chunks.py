@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from divebatch.errors import CheckpointError
 from divebatch.estimators.average import unbiased
+from divebatch.estimators.stepwise import Stepwise
 from divebatch.norms.sketch import sum_dtype
 
 
@@ -79,6 +80,29 @@ class Chunks:
         self._sq_norms = [torch.tensor(each, dtype=torch.float64) for each in state["sq_norms"]]
         for name, total in state["sums"].items():
             self._sums[name].copy_(total)
+
+
+class ChunkWise(Stepwise):
+    """An estimate from chunks; one may be half-way through them when a state is taken."""
+
+    def __init__(self, *, decay: float = 1.0) -> None:
+        super().__init__(decay=decay)
+        self._chunks: Chunks | None = None
+        self._stepped = 0
+        """Samples the loader had delivered at the last optimizer step."""
+
+    def _own_state(self) -> dict[str, Any]:
+        assert self._chunks is not None
+        waiting = self._bound().samples_delivered() - self._stepped
+        return {"chunks": self._chunks.state_dict(), "since_step": waiting}
+
+    def _check_own_state(self, state: dict[str, Any]) -> None:
+        Chunks(self._bound().model).check_state(state["chunks"])
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        assert self._chunks is not None
+        self._chunks.load_state_dict(state["chunks"])
+        self._stepped -= state["since_step"]
 
 
 def inner_variance(sq_norms: Tensor, sizes: Tensor, sq_norm_of_mean: Tensor) -> Tensor:

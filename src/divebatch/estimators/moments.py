@@ -5,13 +5,12 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.chunks import Chunks
+from divebatch.estimators.chunks import Chunks, ChunkWise
 from divebatch.estimators.estimator import Scene, optimizer_of
-from divebatch.estimators.stepwise import Stepwise
 from divebatch.measurement import Diversity
 
 
-class Moments(Stepwise):
+class Moments(ChunkWise):
     """Gradients of `window` successive steps, taken as chunks of one large batch: nothing is attached to the model.
 
     Bias: the weights move within a window. A step at learning rate lr changes the next gradient by -lr * H g, H the
@@ -29,14 +28,13 @@ class Moments(Stepwise):
         if isinstance(window, bool) or not isinstance(window, int) or window < 2:
             raise ArgumentError(f"window must be an integer of at least 2, got window={window!r}")
         self._window = window
-        self._chunks: Chunks | None = None
         self._handle: RemovableHandle | None = None
 
     def _prepare(self, scene: Scene) -> None:
         optimizer_of(scene, "moments")
 
     def _attach(self, scene: Scene) -> None:
-        self._chunks, self._delivered = Chunks(scene.model), scene.samples_delivered()
+        self._chunks, self._stepped = Chunks(scene.model), scene.samples_delivered()
         self._handle = optimizer_of(scene, "moments").register_step_pre_hook(self._on_step)
 
     def _detach(self) -> None:
@@ -47,11 +45,11 @@ class Moments(Stepwise):
     def _on_step(self, *_: Any) -> None:
         chunks, scene = self._chunks, self._bound()
         assert chunks is not None
-        size = scene.samples_delivered() - self._delivered
+        size = scene.samples_delivered() - self._stepped
         gradients = {name: p.grad for name, p in chunks.parameters.items() if p.grad is not None}
         if size == 0 or not gradients:
             return
-        self._delivered += size
+        self._stepped += size
         chunks.add(gradients, size, scale=1.0 if scene.loss_reduction == "mean" else 1 / size)
         self._average.num_samples = self._average.num_samples + size
         if chunks.num_chunks == self._window:
@@ -63,16 +61,3 @@ class Moments(Stepwise):
         if not self._average.num_samples:
             raise UsageError("the epoch has ended, but no optimizer step on a batch of the loader was seen in it")
         return self._average.unknown()
-
-    def _own_state(self) -> dict[str, Any]:
-        assert self._chunks is not None
-        waiting = self._bound().samples_delivered() - self._delivered
-        return {"chunks": self._chunks.state_dict(), "since_step": waiting}
-
-    def _check_own_state(self, state: dict[str, Any]) -> None:
-        Chunks(self._bound().model).check_state(state["chunks"])
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        assert self._chunks is not None
-        self._chunks.load_state_dict(state["chunks"])
-        self._delivered -= state["since_step"]

@@ -9,9 +9,8 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.chunks import Chunks
+from divebatch.estimators.chunks import Chunks, ChunkWise
 from divebatch.estimators.estimator import Scene, optimizer_of
-from divebatch.estimators.stepwise import Stepwise
 from divebatch.measurement import Diversity
 from divebatch.norms.share import current_share
 
@@ -21,7 +20,7 @@ HOW_TO_CUT = (
 )
 
 
-class Split(Stepwise):
+class Split(ChunkWise):
     """Chunks of one batch at the same weights: what they share is signal, where they differ is noise.
 
     It sees the backward passes between two optimizer steps, so gradient accumulation is all it needs: over several
@@ -37,7 +36,6 @@ class Split(Stepwise):
 
     def __init__(self, *, decay: float = 1.0) -> None:
         super().__init__(decay=decay)
-        self._chunks: Chunks | None = None
         self._handles: list[RemovableHandle] = []
         self._received: dict[str, Tensor] = {}
         self._task, self._counts = -1, False
@@ -110,16 +108,3 @@ class Split(Stepwise):
         raise UsageError(
             f"the epoch has ended, and no batch in it went through in two or more backward passes; {HOW_TO_CUT}"
         )
-
-    def _own_state(self) -> dict[str, Any]:
-        assert self._chunks is not None
-        waiting = self._bound().samples_delivered() - self._stepped
-        return {"chunks": self._chunks.state_dict(), "since_step": waiting}
-
-    def _check_own_state(self, state: dict[str, Any]) -> None:
-        Chunks(self._bound().model).check_state(state["chunks"])
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        assert self._chunks is not None
-        self._chunks.load_state_dict(state["chunks"])
-        self._stepped -= state["since_step"]

@@ -11,6 +11,7 @@ from divebatch.data.source import Source
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Policy
+from divebatch.policies.wrappers import Around
 
 
 def share_between_processes(loader: AdaptiveLoader, policy: Policy, *, rank: int, num_processes: int) -> None:
@@ -68,22 +69,13 @@ class _ShareOfSource:
 
 
 @dataclass(frozen=True)
-class OverPasses(Policy):
+class OverPasses(Around):
     """`policy` for a loader whose batches are only a part of the optimizer's: `num_passes` of them make one step.
 
     The policy sees and chooses whole batches; the loader gets whole ones over `num_passes`, rounded down.
     """
 
-    policy: Policy
     num_passes: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr_coupling", self.policy.lr_coupling)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """As the policy says."""
-        return self.policy.needs
 
     def next(self, seen: Measurement) -> Decision:
         """The loader's next batch size."""
@@ -114,29 +106,12 @@ class OverPasses(Policy):
 
 
 @dataclass(frozen=True)
-class InMultiples(Policy):
+class InMultiples(Around):
     """`policy`, with every size it chooses rounded down to a multiple of `unit`, the samples of one backward pass."""
 
-    policy: Policy
     unit: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr_coupling", self.policy.lr_coupling)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """As the policy says."""
-        return self.policy.needs
 
     def next(self, seen: Measurement) -> Decision:
         """The policy's choice, rounded."""
         decision = self.policy.next(seen)
         return replace(decision, batch_size=max(1, decision.batch_size // self.unit) * self.unit)
-
-    def measures(self, epoch: int, batch_size: int) -> bool:
-        """As the policy says."""
-        return self.policy.measures(epoch, batch_size)
-
-    def check_start(self, batch_size: int) -> None:
-        """As the policy says."""
-        self.policy.check_start(batch_size)

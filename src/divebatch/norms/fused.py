@@ -7,13 +7,14 @@ timed on a GPU yet.
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from divebatch.norms.sketch import Estimate, random_seed
 
-ENABLED = os.environ.get("DIVEBATCH_FUSED") == "1"
+ENABLED = os.environ.get("DIVEBATCH_FUSED") == "1" and find_spec("triton") is not None
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FEWEST_POSITIONS = 128
 """With fewer output positions the Gram form of the plain path is less work than the gradient itself."""
@@ -28,35 +29,21 @@ def applies(left: Tensor, right: Tensor) -> bool:
     """Whether the kernels can take gradients `left` (B, P, H, W) with inputs `right` (B, C, H, W)."""
     if not ENABLED or not left.is_cuda or left.ndim != 4 or left.shape[1] == 1:
         return False
-    return left.dtype == right.dtype and left.dtype in DTYPES and find_spec("triton") is not None
+    return left.dtype == right.dtype and left.dtype in DTYPES
 
 
-def conv2d_sq_norms(
-    left: Tensor,
-    right: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    """(B,): exact squared norms of the weight gradients of a convolution without groups."""
-    geometry = (list(kernel_size), list(stride), list(padding), list(dilation))
-    sq_norms: Tensor = _conv2d_sq_norms(left, right, *geometry)
+def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int]) -> Tensor:
+    """(B,): exact squared norms of the weight gradients of a convolution without groups.
+
+    `geometry`: kernel size, stride, zeros before each dimension, dilation.
+    """
+    sq_norms: Tensor = _conv2d_sq_norms(left, right, *map(list, geometry))
     return sq_norms
 
 
-def conv2d_sketch(
-    left: Tensor,
-    right: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Estimate:
-    """Estimates of the same. `padding`: zeros before each dimension."""
-    sums = _conv2d_sketch(
-        left, right, random_seed(left.device), list(kernel_size), list(stride), list(padding), list(dilation)
-    )
+def conv2d_sketch(left: Tensor, right: Tensor, *geometry: Sequence[int]) -> Estimate:
+    """Estimates of the same."""
+    sums = _conv2d_sketch(left, right, random_seed(left.device), *map(list, geometry))
     return Estimate(sums[:, 0], sums[:, 1].square() * 4)
 
 
@@ -76,15 +63,7 @@ def _conv2d_sketch(
 
 
 @_conv2d_sketch.register_fake
-def _(
-    left: Tensor,
-    right: Tensor,
-    seed: Tensor,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-) -> Tensor:
+def _(left: Tensor, *_: Any) -> Tensor:
     return left.new_empty((left.shape[0], 2), dtype=torch.float32)
 
 
@@ -98,7 +77,5 @@ def _conv2d_sq_norms(
 
 
 @_conv2d_sq_norms.register_fake
-def _(
-    left: Tensor, right: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
+def _(left: Tensor, *_: Any) -> Tensor:
     return left.new_empty((left.shape[0],), dtype=torch.float32)

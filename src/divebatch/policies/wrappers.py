@@ -11,7 +11,7 @@ from divebatch.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
-class _Around(Policy):
+class Around(Policy):
     """Everything but `next` is the inner policy's."""
 
     policy: Policy
@@ -44,7 +44,7 @@ class _Around(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class Steady(_Around):
+class Steady(Around):
     """No flapping: a size stays for at least `dwell` epochs, and changes by less than `threshold` are not made.
 
     Each change costs recompiling and unsettles the optimizer. `threshold=1.25` lets through what is at least a quarter
@@ -56,7 +56,7 @@ class Steady(_Around):
     threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        _Around.__post_init__(self)
+        Around.__post_init__(self)
         require_count("dwell", self.dwell)
         require_positive("threshold", self.threshold)
         if self.threshold < 1:
@@ -73,7 +73,7 @@ class Steady(_Around):
 
 
 @dataclass(frozen=True, slots=True)
-class SpillOver(_Around):
+class SpillOver(Around):
     """At the cap what is wanted beyond it goes into the learning rate: lr times size over wanted.
 
     lr / b then falls as if the batch had grown. When less is wanted again the rate comes back.
@@ -97,7 +97,7 @@ def _spill(batch_size: int, wanted: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmUp(_Around):
+class WarmUp(Around):
     """After a growth the learning rate starts from where it was and follows the coupling over `epochs` epochs.
 
     For couplings that raise the rate with the batch; `power` is 1 for the linear one, 0.5 for the square root.
@@ -108,7 +108,7 @@ class WarmUp(_Around):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        _Around.__post_init__(self)
+        Around.__post_init__(self)
         require_count("epochs", self.epochs)
         require_positive("power", self.power)
 
