@@ -4,7 +4,8 @@
 
 Prints one JSON line a row. The bare loop has the training images on the device, normalised, and draws batches by one
 `index_select`: no augmentation, no controller, no records. Epochs of both alternate; ratios are of medians. `measuring`
-is the trainer with gradient norms measured in every epoch.
+is the trainer with gradient norms measured in every epoch, `bare-graphs` the bare loop compiled with
+mode="reduce-overhead", which records CUDA graphs as the trainer does.
 """
 
 import argparse
@@ -53,12 +54,14 @@ def trainer_epochs(options: argparse.Namespace, name: str, batch_size: int) -> I
             before = record.train_seconds
 
 
-def bare_epochs(options: argparse.Namespace, batch_size: int) -> Iterator[tuple[float, int]]:
+def bare_epochs(
+    options: argparse.Namespace, batch_size: int, *, mode: str | None = None
+) -> Iterator[tuple[float, int]]:
     device = torch.device(options.device)
     images, labels = images_on_device(options)
     torch.manual_seed(0)
     model = MODELS[options.model]().build(0, 10).to(device, memory_format=torch.channels_last)
-    forward = torch.compile(model, dynamic=False) if options.compile else model
+    forward = torch.compile(model, dynamic=False, mode=mode) if options.compile else model
     fused = True if device.type == "cuda" else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, fused=fused)
     while True:
@@ -105,9 +108,14 @@ def timed(work: Callable[[], None], device: torch.device) -> tuple[float, int]:
     return time.perf_counter() - started, peak
 
 
+def course_of(options: argparse.Namespace, name: str, batch_size: int) -> Iterator[tuple[float, int]]:
+    if name in METHODS:
+        return trainer_epochs(options, name, batch_size)
+    return bare_epochs(options, batch_size, mode="reduce-overhead" if name == "bare-graphs" else None)
+
+
 def measure(options: argparse.Namespace, batch_size: int) -> Iterator[dict[str, Any]]:
-    courses = {"bare": bare_epochs(options, batch_size)}
-    courses |= {name: trainer_epochs(options, name, batch_size) for name in options.rows}
+    courses = {name: course_of(options, name, batch_size) for name in ("bare", *options.rows)}
     seen: dict[str, list[tuple[float, int]]] = {name: [] for name in courses}
     for _ in range(options.warmup + options.epochs):
         for name, course in courses.items():
@@ -133,7 +141,7 @@ def main() -> None:
     parser.add_argument("--norms", default="sketch")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048])
-    parser.add_argument("--rows", nargs="+", default=["trainer", "measuring"], choices=list(METHODS))
+    parser.add_argument("--rows", nargs="+", default=["trainer", "measuring"], choices=[*METHODS, "bare-graphs"])
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()

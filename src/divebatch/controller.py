@@ -17,6 +17,7 @@ from divebatch.policies import Policy
 from divebatch.records import EpochRecord
 
 STATE_VERSION = 1
+_NOT_MEASURED = object()
 
 
 class Controller:
@@ -95,6 +96,11 @@ class Controller:
     def min_parts(self) -> int:
         """In how many backward passes a batch must go through at least, for the estimator at work to see anything."""
         return int(getattr(self._estimator, "min_parts", 1)) if self._measuring else 1
+
+    @property
+    def replay_token(self) -> object:
+        """A recorded backward pass may be replayed while this is the same; None: what is measured needs Python."""
+        return getattr(self._estimator, "replay_token", None) if self._measuring else _NOT_MEASURED
 
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from divebatch.norms import DiversityMeter
 from divebatch.training import Clock, Passes, Setup, Step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -12,7 +13,7 @@ SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
 """A first pass, a recorded one, replays, a short last batch; then another size."""
 
 
-def trained(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float], Passes]:
+def make_parts(*, cuda_graphs: bool) -> tuple[nn.Module, torch.optim.Optimizer, Passes]:
     torch.manual_seed(0)
     device = torch.device("cuda")
     layers = nn.Sequential(
@@ -20,14 +21,65 @@ def trained(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float],
     )
     model = layers.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
-    passes = Passes(model, cross_entropy, Setup(compile=True, cuda_graphs=cuda_graphs), Clock(device))
-    step, losses = Step(passes, optimizer), []
-    for size in SIZES:
+    return model, optimizer, Passes(model, cross_entropy, Setup(compile=True, cuda_graphs=cuda_graphs), Clock(device))
+
+
+def run_steps(step: Step, sizes: list[int]) -> list[float]:
+    losses = []
+    for size in sizes:
         if size in (32, 64):
-            passes.begin_epoch(size)
-        inputs = torch.randn(size, 3, 12, 12, device=device).contiguous(memory_format=torch.channels_last)
-        losses.append(step((inputs, torch.randint(4, (size,), device=device))).item())
+            step.passes.begin_epoch(size)
+        inputs = torch.randn(size, 3, 12, 12, device="cuda").contiguous(memory_format=torch.channels_last)
+        losses.append(step((inputs, torch.randint(4, (size,), device="cuda"))).item())
+    return losses
+
+
+def trained(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float], Passes]:
+    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs)
+    losses = run_steps(Step(passes, optimizer), SIZES)
     return model.state_dict(), losses, passes
+
+
+def measured(*, cuda_graphs: bool, mode: str) -> list[tuple[float, float, int]]:
+    """Both sums of two measured epochs, with plain steps in between."""
+    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs)
+    meter, found = DiversityMeter(model, compiled=True, mode=mode), []
+    plain = Step(passes, optimizer)
+    watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
+    for _ in range(2):
+        run_steps(plain, SIZES)
+        with meter:
+            run_steps(watched, SIZES)
+            seen = meter.diversity()
+        found.append((seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples))
+    assert (passes._recording is not None) == cuda_graphs
+    return found
+
+
+@pytest.mark.parametrize(("mode", "tolerance"), [("exact", 2e-3), ("sketch", 0.2)])
+def test_replayed_passes_measure_what_plain_ones_do(mode, tolerance):
+    plain, replayed = (measured(cuda_graphs=graphs, mode=mode) for graphs in (False, True))
+    for expected, found in zip(plain, replayed, strict=True):
+        assert found[0] == pytest.approx(expected[0], rel=tolerance)
+        assert found[1] == pytest.approx(expected[1], rel=2e-3)
+        assert found[2] == expected[2] == sum(SIZES)
+
+
+def test_sums_that_begin_anew_are_recorded_anew_and_no_token_means_no_recording():
+    model, optimizer, passes = make_parts(cuda_graphs=True)
+    with DiversityMeter(model, compiled=True) as meter:
+        watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
+        run_steps(watched, [32, 32, 32])
+        first = passes._recording
+        meter.reset()
+        run_steps(watched, [32, 32, 32])
+        assert passes._recording is not first
+        assert meter.diversity().num_samples == 96
+        watched.replay_token = lambda: None
+        passes._forget_recording()
+        run_steps(watched, [32, 32, 32])
+        assert passes._recording is None
+        assert meter.diversity().num_samples == 192
 
 
 def test_replayed_passes_train_the_same_weights_statistics_and_losses():

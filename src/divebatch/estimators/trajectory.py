@@ -28,6 +28,11 @@ class Trajectory:
             raise UsageError("this estimator belongs to another controller already: make one for each")
         self._meter = DiversityMeter(scene.model, loss_reduction=scene.loss_reduction, **self._settings)
 
+    @property
+    def replay_token(self) -> object:
+        """A recorded backward pass adds to the right sums for as long as this is the same."""
+        return self._bound().token
+
     def start(self) -> None:
         """Attach, with both sums at zero."""
         self._bound().attach()

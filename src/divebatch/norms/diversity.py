@@ -37,6 +37,8 @@ class DiversityMeter:
         self._model, self._settings = model, settings
         self._cover()
         self._handles: list[RemovableHandle] = []
+        self.token = object()
+        """Another one whenever the sums begin anew: what added to the old ones is of no use then."""
         self._sums: dict[str, Tensor] = {}
         self._pending: dict[int, dict[str, Tensor]] = {}
 
@@ -69,6 +71,7 @@ class DiversityMeter:
     def reset(self) -> None:
         """Back to zero without touching the hooks."""
         self.norms.reset()
+        self.token = object()
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in self._parameters.items()}
         self._pending = {}
         self._coverage_is_checked = False

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -28,13 +29,13 @@ class Sums:
 
     def add(self, sq_norms: Tensor, variance: Tensor | None, num_samples: int | Tensor) -> None:
         """One measured pass: its sum of squared norms and the variance of that, in float64."""
-        self._total = self._total + sq_norms
+        self._total = _plus(self._total, sq_norms)
         if self.extrapolates:
-            self._squares = self._squares + sq_norms.square()
+            self._squares = _plus(self._squares, sq_norms.square())
         if variance is not None:
-            self._variance = self._variance + variance
+            self._variance = _plus(self._variance, variance)
         self.num_measured += 1
-        self.num_samples = self.num_samples + num_samples
+        self.num_samples = _plus(self.num_samples, num_samples)
 
     def load(self, total: float, num_samples: int) -> None:
         """Begin with the sum of an earlier life; where nothing is extrapolated, added to as if it had not ended."""
@@ -64,3 +65,8 @@ class Sums:
             return math.inf
         between = max(0.0, float(self._squares) - float(self._total) ** 2 / measured) / (measured - 1)
         return steps**2 * (1 - measured / steps) * between / measured
+
+
+def _plus(total: Any, more: Any) -> Any:
+    """In place once it is a tensor: a recorded pass that is replayed must find the sum where it was."""
+    return total.add_(more) if isinstance(total, Tensor) else total + more

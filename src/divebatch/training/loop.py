@@ -38,6 +38,7 @@ class Step:
     passes: Passes
     optimizer: Optimizer
     is_measuring: Callable[[], bool] = lambda: False
+    replay_token: Callable[[], object] = lambda: True
     min_parts: Callable[[], int] = lambda: 1
     """Into how many parts a batch must be cut at least: some estimators compare the parts."""
 
@@ -58,7 +59,7 @@ class Step:
     def _accumulate(self, batch: Any, size: int) -> Tensor:
         loss: Tensor | None = None
         for (inputs, targets), share in micro_batches(batch, size):
-            part = self.passes(inputs, targets, share=share, measuring=self.is_measuring())
+            part = self.passes(inputs, targets, share=share, measuring=self.is_measuring(), token=self.replay_token())
             loss = part if loss is None else loss + part
         assert loss is not None
         return loss

@@ -14,6 +14,9 @@ from divebatch.training.setup import Setup
 
 LossFn = Callable[[Any, Any], Tensor]
 
+Key = tuple[int, bool, object]
+"""Samples, whether norms are measured, and the token for which a recording is valid."""
+
 MOST_VARIANTS = 256
 """Of one function that the compiler may make: batch sizes times measuring or not, over all runs of a process."""
 
@@ -44,7 +47,7 @@ class Passes:
 
     The compiler makes code for one shape, which takes seconds, so only batches of `full_size` samples go through it;
     a shorter last one runs uncompiled. On a GPU a compiled pass is recorded the second time it comes and replayed from
-    then on, except while norms are measured: their hooks are Python's, which a recording does not hold.
+    then on. A recording that measures adds to the sums it was made with, so it is made anew whenever those are.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, setup: Setup, clock: Clock) -> None:
@@ -55,24 +58,32 @@ class Passes:
         self.compiled_before = 0
         """Variants of an earlier life of this run."""
         self._recording: Recording | None = None
+        self._recorded_key: Key | None = None
         self._recorded_peak = 0
+        self._ran_last: Key | None = None
+        """What ran last of those that may be recorded, kernel by kernel: nothing is left to compile or to choose."""
 
     def begin_epoch(self, full_size: int) -> None:
         """Batches have this many samples from now on, but for the last."""
         if full_size != self.full_size:
-            self._recording = None
+            self._forget_recording()
         self.full_size = full_size
         forget_peak_memory(self.clock.device)
 
-    def __call__(self, inputs: Any, targets: Any, *, share: float, measuring: bool) -> Tensor:
-        """Add the gradients of the mean loss times `share` to the parameters'; that product."""
+    def __call__(self, inputs: Any, targets: Any, *, share: float, measuring: bool, token: object = True) -> Tensor:
+        """Add the gradients of the mean loss times `share` to the parameters'; that product.
+
+        Passes may be recorded once and replayed while `token` is the same and not None.
+        """
         variant = (len(targets), measuring)
-        if share == 1 and variant in self.variants and self._may_record(variant):
-            return self._replay(inputs, targets)
+        key = (*variant, token) if share == 1 and token is not None and self._may_record(variant) else None
+        if key is not None and key in (self._recorded_key, self._ran_last):
+            return self._replay(key, inputs, targets)
         with self._first_time(variant):
             loss = self._loss(inputs, targets)
             loss = loss if share == 1 else loss * share
             loss.backward()
+        self._ran_last = key or self._ran_last
         return loss.detach()
 
     @property
@@ -103,12 +114,16 @@ class Passes:
 
     def _may_record(self, variant: tuple[int, bool]) -> bool:
         on_gpu = self.clock.device.type == "cuda"
-        return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant == (self.full_size, False)
+        return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant[0] == self.full_size
 
-    def _replay(self, inputs: Any, targets: Any) -> Tensor:
-        if self._recording is None:
+    def _replay(self, key: Key, inputs: Any, targets: Any) -> Tensor:
+        if self._recording is None or key != self._recorded_key:
+            self._forget_recording()  # first, so that there is never memory for two
             with self.clock.lap("compile"):
                 forget_peak_memory(self.clock.device)
                 self._recording = Recording(list(self.model.parameters()), self._loss, inputs, targets)
-                self._recorded_peak = peak_memory_bytes(self.clock.device)
+                self._recorded_key, self._recorded_peak = key, peak_memory_bytes(self.clock.device)
         return self._recording(inputs, targets)
+
+    def _forget_recording(self) -> None:
+        self._recording = self._recorded_key = None

@@ -81,7 +81,11 @@ class Trainer:
         self.model.train()
         batch_size = self.control.loader.batch_size
         step = Step(
-            self.passes, self.optimizer, lambda: self.control.is_measuring, min_parts=lambda: self.control.min_parts
+            self.passes,
+            self.optimizer,
+            is_measuring=lambda: self.control.is_measuring,
+            replay_token=lambda: self.control.replay_token,
+            min_parts=lambda: self.control.min_parts,
         )
         self.passes.begin_epoch(step.part_size(batch_size))
         train_loss = train_epoch(step, self.control.loader, self.tally, lambda: self._after_step(after_step))
