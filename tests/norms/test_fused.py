@@ -64,7 +64,8 @@ def test_the_sums_are_those_of_the_projected_weight_gradient(case, memory_format
     drawn = signs(*form.left.shape[:2], seed)
     u = torch.einsum("bhp,bpckl->bhckl", drawn, form.explicit(slice(None)))
     expected = torch.stack([u.square().sum((1, 2, 3, 4)), (u[:, 0] * u[:, 1]).sum((1, 2, 3))], 1)
-    torch.testing.assert_close(sums, expected, rtol=1e-4 if DEVICE == "cpu" else 1e-2, atol=1e-4)
+    error = (sums - expected).abs() / expected[:, :1]  # products of both halves cancel: their size is the norms'
+    assert error.max() < (1e-4 if DEVICE == "cpu" else 1e-2)
 
 
 def test_each_row_has_one_sign_in_one_half_and_both_occur():

@@ -72,6 +72,7 @@ class Taps:
         self._is_on = on
         for module, kind, tapped in self._kinds:
             module.__class__ = tapped if on else kind
+            _touch(vars(module))
         for module in self._in_place:
             module.inplace = not on
 
@@ -121,6 +122,12 @@ class Taps:
         self._most_calls = layers if self._most_calls is None else torch.maximum(self._most_calls, layers)
         variances = variance if self._mode == "sketch" else None
         self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
+
+
+def _touch(attributes: dict[str, Any]) -> None:
+    """Change them and change them back: some torch versions look at a module's class again only after that."""
+    attributes["divebatch_touch"] = True
+    del attributes["divebatch_touch"]
 
 
 def _require_simple(layers: Sequence[CoveredLayer]) -> None:
