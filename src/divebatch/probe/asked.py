@@ -61,12 +61,12 @@ def policies_for(estimator: str, method: Method, dataset_size: int) -> dict[str,
     divebatch = {f"DiveBatch, delta {delta:g}": DiveBatch(delta, dataset_size, monotone=False)}
     if estimator == "trajectory":
         return dict(divebatch)
-    inner = {"inner product test": InnerProductTest(dataset_size, monotone=False)} if estimator == "split" else {}
+    inner = {"InnerProductTest": InnerProductTest(dataset_size, monotone=False)} if estimator == "split" else {}
     return {
-        "noise scale": NoiseScale(dataset_size, monotone=False),
-        "norm test, eta 0.5": NormTest(dataset_size, monotone=False),
+        "NoiseScale": NoiseScale(dataset_size, monotone=False),
+        "NormTest, eta 0.5": NormTest(dataset_size, monotone=False),
         **inner,
-        "CABS": Cabs(dataset_size),
+        "Cabs": Cabs(dataset_size),
         **divebatch,
     }
 

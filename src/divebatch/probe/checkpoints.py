@@ -49,8 +49,8 @@ def find_start(place: Path, experiment: str, *, method: str | None, seed: int | 
         raise ArgumentError(f"no checkpoint (seed-K.ckpt) at '{place}'; `divebatch run` leaves one beside its records")
     fitting = [each for each in runs if each.header.experiment == experiment]
     if not fitting:
-        names = ", ".join(sorted({each.header.experiment for each in runs}))
-        raise ArgumentError(f"'{place}' holds no checkpoint of experiment {experiment!r}, but of: {names}")
+        others = ", ".join(sorted({each.header.experiment for each in runs}))
+        raise ArgumentError(f"'{place}' holds no checkpoint of experiment {experiment!r}, but of: {others}")
     fitting = [each for each in fitting if method in (None, each.header.method) and seed in (None, each.header.seed)]
     names = sorted({each.name for each in fitting})
     if len(names) != 1:

@@ -60,6 +60,8 @@ def _clip(percent: float) -> float:
 
 
 def _draw_asked(axes: "Axes", probe: Probe, rows: list[tuple[str, float, tuple[float, float] | None]]) -> None:
+    from matplotlib.ticker import FuncFormatter
+
     critical = probe.critical
     most = max([size for _, size, _ in rows] + [probe.gaps[-1].batch_size])
     axes.axvspan(critical.low, critical.high or 2 * most, color=LIMIT, alpha=0.15, linewidth=0)
@@ -72,6 +74,7 @@ def _draw_asked(axes: "Axes", probe: Probe, rows: list[tuple[str, float, tuple[f
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log", base=10)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
     axes.set_xlim(right=2 * most)
     axes.set(xlabel="Batch size (samples); dashed: the present one")
     axes.set_title("Critical batch and what is asked for", loc="left")
@@ -84,6 +87,6 @@ def _rows(asked: Sequence[Asked]) -> list[tuple[str, float, tuple[float, float] 
         if each.noise_scale is not None and each.estimator != "trajectory":
             low, high = each.low or 1.0, each.high
             ends = (max(1.0, low), high if high is not None and math.isfinite(high) else 10 * each.noise_scale)
-            rows.append((f"noise scale itself ({each.estimator})", max(1.0, each.noise_scale), ends))
+            rows.append((f"noise scale ({each.estimator})", max(1.0, each.noise_scale), ends))
         rows += [(f"{policy} ({each.estimator})", float(size), None) for policy, size in each.sizes.items()]
     return rows
