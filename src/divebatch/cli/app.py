@@ -2,6 +2,7 @@
 
 import typer
 
+from divebatch.cli.advise import advise
 from divebatch.cli.compare import compare
 from divebatch.cli.list import list_experiments
 from divebatch.cli.probe import probe
@@ -24,3 +25,4 @@ app.command("compare")(compare)
 app.command("watch")(watch)
 app.command("search")(search)
 app.command("probe")(probe)
+app.command("advise")(advise)

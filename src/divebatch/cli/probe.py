@@ -92,6 +92,11 @@ def probe(
 
 
 def _window(branches: BranchTrainer, epochs: float) -> int:
+    if branches.lr == 0:
+        raise ArgumentError(
+            f"'{branches.start.path}' stands at learning rate 0, the end of its schedule: no branch would learn. "
+            f"Choose an earlier checkpoint with --epoch"
+        )
     dataset_size = branches.loader.dataset_size or 0
     window = int(epochs * dataset_size)
     if window < branches.start.batch_size:

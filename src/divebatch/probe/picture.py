@@ -72,7 +72,7 @@ def _draw_asked(axes: "Axes", probe: Probe, rows: list[tuple[str, float, tuple[f
             axes.plot(ends, [place, place], color=ASKED, linewidth=1.2)
         axes.plot([size], [place], color=ASKED, marker="o")
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     axes.set_xscale("log", base=10)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
     axes.set_xlim(right=2 * most)
