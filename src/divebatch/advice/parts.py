@@ -65,7 +65,8 @@ def endless(loader: AdaptiveLoader, device: torch.device) -> Iterator[Any]:
 def batch_pair(batch: Any) -> Any:
     """The batch, if it is a pair."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
-        raise ArgumentError(f"batches must be pairs (inputs, targets), got {type(batch).__name__}")
+        length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise ArgumentError(f"batches must be pairs (inputs, targets), got {type(batch).__name__}{length}")
     return tuple(batch)
 
 

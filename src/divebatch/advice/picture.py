@@ -27,13 +27,13 @@ def draw_advice(name: str, advice: Advice) -> Drawing:
         _draw_progress(progress, advice)
         heading = f"Start with batch {advice.batch_size}" if advice.is_clear else "Too noisy to advise"
         add_heading(figure, f"{heading}; growth stops paying at {advice.max_batch_size}")
-        return finish(name, heading, figure, (_caption(advice),))
+        return finish(name, heading, figure, (_caption(),))
 
 
-def _caption(advice: Advice) -> str:
+def _caption() -> str:
     return (
         "Left: the noise scale over the short run with 95 % intervals. Middle: samples a second as timed (dots) and by "
-        "the straight line t(b) = fixed + b * per_sample (line). Right: time to the same progress, the best batch as 1; "
+        "the straight line t(b) = fixed + b * per_sample (line). Right: time to the same progress, the best as 1; "
         "the band is the noise scale's interval."
     )
 
