@@ -23,6 +23,7 @@ def probe_of(losses, *, tolerance=0.02):
 def test_the_critical_batch_is_the_last_that_keeps_up():
     found = probe_of({1: [1.0, 2.0], 2: [1.0, 2.0], 4: [1.015, 2.03], 8: [1.2, 2.4], 16: [1.0, 2.0]})
     assert found.critical == Critical(size=40, low=40, high=40, is_open=False)  # 16 keeps up by chance: 8 did not
+    assert str(found.critical) == "40 (surely 40, surely no more)"
     assert [gap.verdict for gap in found.gaps[1:]] == ["keeps up", "keeps up", "falls behind", "keeps up"]
     assert [gap.mean for gap in found.gaps] == pytest.approx([0, 0, 0.015, 0.2, 0])
 

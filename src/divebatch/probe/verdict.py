@@ -65,7 +65,8 @@ class Critical:
     def __str__(self) -> str:
         """For instance `512 (surely 256, perhaps up to 1024)`."""
         least = "at least " if self.is_open else ""
-        most = "no upper end found" if self.high is None else f"perhaps up to {self.high}"
+        most = "surely no more" if self.high == self.size else f"perhaps up to {self.high}"
+        most = "no upper end found" if self.high is None else most
         return f"{least}{self.size} (surely {self.low}, {most})"
 
 
