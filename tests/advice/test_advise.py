@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import divebatch
 from advice.known_problem import DIM, Shift, dataset, loss_fn, true_noise_scale
-from divebatch import AdaptiveLoader, Fixed, advise, gradient_diversity
-from divebatch.advice.noise import pooled
-from divebatch.advice.tradeoff import SLACK
+from divebatch import AdaptiveLoader, Advice, Fixed, advise, gradient_diversity
+from divebatch.advice.noise import NoiseCourse, pooled
+from divebatch.advice.noise import NoiseScale as Noise
+from divebatch.advice.tradeoff import SLACK, StepTimes, good_size
 from divebatch.errors import ArgumentError, CoverageError, DivergedError
 from divebatch.measurement import Diversity, Spread
 from divebatch.policies import Goodput, NoiseScale
@@ -90,6 +91,8 @@ def test_noise_that_grows_along_the_run_is_seen_to_grow():
     assert "It grows" in str(advice)
     values = [each.value for each in advice.noise.stretches[:4]]
     assert values == sorted(values)
+    assert advice.noise.now.first == 151
+    assert advice.noise.now.value > advice.noise.stretches[2].value  # where it stands, not where it came from
 
 
 def test_too_much_noise_is_said_and_nothing_advised():
@@ -101,11 +104,29 @@ def test_too_much_noise_is_said_and_nothing_advised():
     assert advice.draw().png.startswith(b"\x89PNG")
 
 
+def test_an_interval_that_leads_to_very_different_batches_is_too_noisy():
+    times = StepTimes(tuple((2**power, device_with(100)(2**power)) for power in range(3, 12)))
+
+    def advice(low, high):
+        now = Noise(1, 100, 200.0, low, high)
+        return Advice(
+            noise=NoiseCourse((now,), now), times=times, reference_batch_size=16, reference_lr=0.1, adaptive=False
+        )
+
+    assert advice(150.0, 300.0).batch_size == good_size(times, 200.0)
+    assert advice(1.0, 40_000.0).batch_size is None
+    assert "as well as to batch" in str(advice(1.0, 40_000.0))
+
+
 def test_where_a_step_takes_as_long_as_its_samples_small_batches_stay():
     advice = ask(step_seconds=lambda size: 0.001 * size, steps=200)
     assert advice.batch_size == 8
     assert advice.policy == Fixed()
     assert "would gain nothing on this device" in str(advice)
+    assert "takes 1 ms a sample, which fits within 0%." in str(advice)  # no fixed cost to speak of
+    assert "Your batch 16 would take about as long" in str(
+        ask(data=dataset(distance=0.3), step_seconds=lambda size: 0.001 * size, batch_sizes=[15])
+    )
 
 
 def test_where_times_are_on_no_line_the_policy_measures_them_itself():

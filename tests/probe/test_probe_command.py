@@ -11,6 +11,7 @@ from divebatch.probe import Branch
 from divebatch.probe.asked import ask_policies, has_batch_norm, policies_for
 from divebatch.probe.checkpoints import find_start, run_of
 from divebatch.probe.trainer import BranchTrainer
+from divebatch.training import load_checkpoint
 from probe.tiny_run import NAME, run_it, tiny_experiment
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -106,6 +107,27 @@ def test_policies_are_asked_from_the_checkpoint_and_leave_it(place):
     assert split.low <= split.noise_scale <= split.high
     assert split.sizes["NoiseScale"] in (16, min(1000, int(split.noise_scale)))
     assert not branches.trainer.model._forward_hooks
+
+
+def test_every_estimator_begins_at_the_checkpoint(place, monkeypatch):
+    seen = []
+
+    def ask(branches, kind):
+        seen.append(branches.trainer.model.weight.clone())
+        with torch.no_grad():
+            branches.trainer.model.weight += 1.0
+
+    monkeypatch.setattr("divebatch.probe.asked._ask", ask)
+    ask_policies(branches_of(place))
+    assert len(seen) == 3
+    assert all(torch.equal(weight, seen[0]) for weight in seen)
+
+
+def test_a_branch_begins_with_the_checkpoints_weights_and_rate(place):
+    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+    state, branches = load_checkpoint(path, device=torch.device("cpu")), branches_of(place)
+    assert torch.equal(branches.trainer.model.weight, state["model"]["weight"])
+    assert branches.lr == state["optimizer"]["param_groups"][0]["lr"]
 
 
 def test_the_delta_asked_about_is_the_runs_own(place):

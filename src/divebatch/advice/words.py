@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from divebatch.advice.noise import NoiseScale
 from divebatch.advice.result import MOST_MISFIT, Advice
-from divebatch.advice.tradeoff import good_size, time_to_progress
+from divebatch.advice.tradeoff import SLACK, good_size, time_to_progress
 from divebatch.policies import Fixed
 from divebatch.policies import NoiseScale as NoisePolicy
 
@@ -39,9 +39,14 @@ def _shown(noise: NoiseScale) -> str:
 def _time(advice: Advice) -> str:
     times = advice.times
     fixed, per_sample = times.line()
-    fit = f"within {times.misfit:.0%}" if times.misfit <= MOST_MISFIT else f"badly, off by up to {times.misfit:.0%}"
-    line = f"{_seconds(fixed)} and {_seconds(per_sample)} a sample, which fits {fit}"
-    balance = f"; batch {times.balance:.0f} is half fixed cost" if times.balance < math.inf else ""
+    fit = (
+        f"within {times.misfit:.0%}"
+        if times.misfit <= MOST_MISFIT
+        else f"badly, off by up to {times.misfit:.0%} (was the device busy?)"
+    )
+    constant = f"{_seconds(fixed)} and " if fixed else ""
+    line = f"{constant}{_seconds(per_sample)} a sample, which fits {fit}"
+    balance = f"; half of batch {times.balance:.0f}'s time is fixed cost" if 0 < times.balance < math.inf else ""
     sizes = f"batch {times.sizes[0]} to {times.sizes[-1]}"
     where = f" on {advice.device}" if advice.device else ""
     return f"A step{where} takes {line}{balance}. Timed: {sizes}; {times.stopped or 'as given'}."
@@ -73,7 +78,8 @@ def _start(advice: Advice) -> str:
     gain = ""
     if advice.reference_batch_size in took and advice.reference_batch_size != size:
         ratio = took[advice.reference_batch_size] / took[size]
-        gain = f" Your batch {advice.reference_batch_size} would take {ratio:.2g} times as long."
+        much = "about as long" if ratio < 1 + SLACK else f"{ratio:.2g} times as long"
+        gain = f" Your batch {advice.reference_batch_size} would take {much}."
     return (
         f"Start with batch {size}{range_}: with this noise it takes {1 + noise / size:.2g} times the fewest possible "
         f"steps, and no other batch that was timed gets more than 5 % faster to the same progress.{gain}"
