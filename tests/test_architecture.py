@@ -25,9 +25,11 @@ MAY_IMPORT = {
     "training": BASE | CORE | {"controller"},
     "loggers": BASE | {"records"},
     "experiments": BASE | CORE | {"controller", "training", "loggers"},
+    "advice": BASE | CORE | {"training", "report"},
+    "probe": BASE | CORE | {"controller", "training", "experiments", "report"},
     "search": BASE | CORE | {"training", "experiments"},
     "report": BASE | {"records"},
-    "cli": BASE | {"experiments", "report", "records", "search", "loggers"},
+    "cli": BASE | {"experiments", "report", "records", "search", "loggers", "probe", "advice"},
 }
 WITHOUT_TORCH = {"errors", "measurement", "records", "policies", "report"}
 

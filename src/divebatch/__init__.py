@@ -1,5 +1,6 @@
 """Train PyTorch models with the batch size their gradients ask for."""
 
+from divebatch.advice import Advice, advise
 from divebatch.controller import Controller
 from divebatch.data import AdaptiveBatchSampler, AdaptiveLoader
 from divebatch.errors import DivebatchError
@@ -26,6 +27,8 @@ __all__ = [
     "gradient_diversity",
     "micro_batches",
     "rule_for",
+    "advise",
+    "Advice",
     "Diversity",
     "Measurement",
     "Decision",

@@ -2,8 +2,10 @@
 
 import typer
 
+from divebatch.cli.advise import advise
 from divebatch.cli.compare import compare
 from divebatch.cli.list import list_experiments
+from divebatch.cli.probe import probe
 from divebatch.cli.report import report
 from divebatch.cli.run import run
 from divebatch.cli.search import search
@@ -22,3 +24,5 @@ app.command("report")(report)
 app.command("compare")(compare)
 app.command("watch")(watch)
 app.command("search")(search)
+app.command("probe")(probe)
+app.command("advise")(advise)

@@ -1,0 +1,126 @@
+"""What `advise` found and makes of it."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from divebatch.advice.noise import NoiseCourse
+from divebatch.advice.tradeoff import StepTimes, good_size, lr_factor, time_to_progress
+from divebatch.policies import Fixed, Goodput, NoiseScale, Policy
+
+if TYPE_CHECKING:
+    from divebatch.report.drawing import Drawing
+
+MOST_APART = 4
+"""By what factor the batch sizes for both ends of the noise scale's interval may differ for an advice to be one."""
+MOST_MISFIT = 0.25
+"""Part by which a step's time may be off a straight line for the line to be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A batch size and learning rate to start with, a cap, a policy, and the measurements they follow from.
+
+    `str(advice)` says it in words; `advice.draw()` is the picture.
+    """
+
+    noise: NoiseCourse
+    times: StepTimes
+    reference_batch_size: int
+    """The one your learning rate belongs to, and at which noise was measured."""
+    reference_lr: float | None
+    """None where no optimizer was given."""
+    adaptive: bool
+    """Whether the optimizer is Adam-like."""
+    dataset_size: int | None = None
+    device: str = ""
+
+    @property
+    def batch_size_range(self) -> tuple[int, int]:
+        """The good batch sizes for both ends of the noise scale's interval."""
+        return good_size(self.times, self.noise.now.low), good_size(self.times, self.noise.now.high)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the measurement is sure enough for an advice."""
+        low, high = self.batch_size_range
+        return self.noise.now.value is not None and high <= MOST_APART * low
+
+    @property
+    def batch_size(self) -> int | None:
+        """To start with: the smallest that reaches the same progress about as fast as any. None: not clear."""
+        value = self.noise.now.value
+        return good_size(self.times, value) if self.is_clear and value is not None else None
+
+    @property
+    def lr(self) -> float | None:
+        """To start with; None where that is not clear or no optimizer was given."""
+        factor = self.lr_factor
+        return None if factor is None or self.reference_lr is None else self.reference_lr * factor
+
+    @property
+    def lr_factor(self) -> float | None:
+        """By what your learning rate is multiplied."""
+        size, value = self.batch_size, self.noise.now.value
+        if size is None or value is None:
+            return None
+        return lr_factor(size, self.reference_batch_size, value, adaptive=self.adaptive)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Where growth stops paying however large the noise gets: the device handles no more samples a second."""
+        return max(good_size(self.times, math.inf), self.batch_size or 1)
+
+    @property
+    def lr_coupling(self) -> str:
+        """How the learning rate should follow the batch size from there on."""
+        return "sqrt" if self.adaptive else "linear"
+
+    @property
+    def policy(self) -> Policy | None:
+        """One that grows with the noise up to the cap; `Fixed` where nothing is gained by growth, None: not clear."""
+        if self.batch_size is None:
+            return None
+        if self.max_batch_size <= self.batch_size:
+            return Fixed()
+        balance = self.times.balance
+        if self.times.misfit > MOST_MISFIT or not 0 < balance < math.inf:
+            return Goodput(self.max_batch_size)
+        return NoiseScale(self.max_batch_size, price=float(f"{balance:.3g}"))
+
+    def __str__(self) -> str:
+        """In words."""
+        from divebatch.advice.words import in_words
+
+        return in_words(self)
+
+    def draw(self, name: str = "advice") -> "Drawing":
+        """The picture, as SVG and PNG. Needs the extra `report`."""
+        from divebatch.advice.picture import draw_advice
+
+        return draw_advice(name, self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        value = self.noise.now.value
+        return {
+            "batch_size": self.batch_size,
+            "batch_size_range": self.batch_size_range,
+            "lr": self.lr,
+            "lr_factor": self.lr_factor,
+            "lr_coupling": self.lr_coupling,
+            "max_batch_size": self.max_batch_size,
+            "policy": None if self.policy is None else repr(self.policy),
+            "is_clear": self.is_clear,
+            "reference_batch_size": self.reference_batch_size,
+            "reference_lr": self.reference_lr,
+            "device": self.device,
+            "dataset_size": self.dataset_size,
+            "noise_scale": asdict(self.noise),
+            "step_seconds": [{"batch_size": size, "seconds": seconds} for size, seconds in self.times.measured],
+            "step_line": dict(zip(("fixed", "per_sample"), self.times.line(), strict=True)),
+            "step_line_misfit": self.times.misfit,
+            "timing_stopped": self.times.stopped,
+            "relative_time": None if value is None else dict(time_to_progress(self.times, value)),
+            "words": str(self),
+        }

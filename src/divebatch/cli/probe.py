@@ -1,0 +1,187 @@
+"""`divebatch probe EXPERIMENT --checkpoint PLACE`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from divebatch.cli.device import require_device
+from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
+from divebatch.cli.out import make_folder, to_json, write_results
+from divebatch.errors import ArgumentError
+from divebatch.experiments import get_experiment
+from divebatch.probe import Outcome, Probe, probe_critical_batch
+from divebatch.probe.asked import Asked, ask_policies
+from divebatch.probe.branching import LEAST_STEPS, default_factors
+from divebatch.probe.checkpoints import Start, find_start, run_of
+from divebatch.probe.picture import draw_probe
+from divebatch.probe.trainer import BranchTrainer
+from divebatch.report.drawing import require_matplotlib
+
+JUDGES = ("train", "validation")
+FILE_WIDTH = 120
+
+
+def probe(
+    experiment: Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")],
+    checkpoint: Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that `divebatch run` wrote.")] = Path(
+        "runs"
+    ),
+    method: Annotated[str | None, typer.Option(help="Whose checkpoint, where the folder holds several.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the run, where the folder holds several.")] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help="Epochs behind the checkpoint; the last by default.")] = None,
+    factors: Annotated[str | None, typer.Option(help="Times the batch size: 1,2,4,8; by default up to --cap.")] = None,
+    cap: Annotated[int | None, typer.Option(min=1, help="Largest batch size; a quarter of the window.")] = None,
+    window_epochs: Annotated[float, typer.Option(help="How long each branch trains.")] = 1.0,
+    coupling: Annotated[str, typer.Option(help="Learning rate of k times the batch: sqrt, linear, none.")] = "sqrt",
+    repeats: Annotated[int, typer.Option(min=1, help="Orders of the data that each branch is trained on.")] = 3,
+    tolerance: Annotated[float, typer.Option(help="By what part the loss may lie above factor 1's.")] = 0.02,
+    judge: Annotated[str, typer.Option(help="Loss to compare: train (smoothed) or validation (at the end).")] = "train",
+    policies: Annotated[bool, typer.Option("--policies/--no-policies", help="Ask the policies too.")] = True,
+    data_dir: Annotated[
+        Path, typer.Option(envvar="DIVEBATCH_DATA", help="Holds cifar-10-batches-py and its like.")
+    ] = Path("data"),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    precision: Annotated[str | None, typer.Option(help="fp32, tf32 or bf16; the run's by default.")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Most samples of one backward pass.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/probe"),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Measure the critical batch size: branches from a checkpoint at k times the batch, and what policies ask for."""
+    with errors_exit_with(WRONG_USE):
+        require_device(device)
+        require_matplotlib()
+        if judge not in JUDGES:
+            raise ArgumentError(f"unknown judge {judge!r}; known: {', '.join(JUDGES)}")
+        planned = get_experiment(experiment)
+        start = find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
+        training = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
+        run = run_of(start, planned, device=device, data_dir=data_dir, training=training)
+        make_folder(out)
+        branches = BranchTrainer(run, start)
+        window = _window(branches, window_epochs)
+        chosen = _factors(factors, cap, window, branches)
+    with errors_exit_with(FAILED):
+        found = probe_critical_batch(
+            start.batch_size,
+            branches.train,
+            save=branches.save,
+            restore=branches.restore,
+            window=window,
+            factors=chosen,
+            coupling=coupling,
+            repeats=repeats,
+            tolerance=tolerance,
+            evaluate=branches.evaluate if judge == "validation" else None,
+            on_outcome=None if json else _say,
+        )
+        asked = ask_policies(branches) if policies else []
+        name = f"{planned.name}-{start.header.method}-seed-{start.header.seed}-epoch-{start.epoch}"
+        heading = f"{planned.name}, {start.header.method}, after epoch {start.epoch}"
+        values = _values(start, branches, found, asked, judge)
+        paths = write_results(out, name, values, draw_probe(name, heading, found, asked))
+    if json:
+        typer.echo(to_json(values))
+        return
+    _show(heading, found, asked)
+    for path in paths:
+        typer.echo(str(path))
+
+
+def _window(branches: BranchTrainer, epochs: float) -> int:
+    if branches.lr == 0:
+        raise ArgumentError(
+            f"'{branches.start.path}' stands at learning rate 0, the end of its schedule: no branch would learn. "
+            f"Choose an earlier checkpoint with --epoch"
+        )
+    dataset_size = branches.loader.dataset_size or 0
+    window = int(epochs * dataset_size)
+    if window < branches.start.batch_size:
+        raise ArgumentError(
+            f"--window-epochs {epochs:g} is {window} samples, shorter than one step of {branches.start.batch_size}"
+        )
+    return window
+
+
+def _factors(text: str | None, cap: int | None, window: int, branches: BranchTrainer) -> list[int]:
+    batch_size, dataset_size = branches.start.batch_size, branches.loader.dataset_size or 0
+    if cap is not None and cap < 2 * batch_size:
+        raise ArgumentError(f"--cap {cap} leaves nothing to compare: twice the batch size {batch_size} is above it")
+    if text is None:
+        return default_factors(batch_size, min(cap or window // LEAST_STEPS, window, dataset_size))
+    try:
+        factors = [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise ArgumentError(f"--factors must be whole numbers such as 1,2,4, got {text!r}") from error
+    largest = max(factors) * batch_size
+    if largest > (cap or dataset_size):
+        limit = f"--cap {cap}" if cap is not None else f"the {dataset_size} samples there are"
+        raise ArgumentError(f"factor {max(factors)} makes batches of {largest} samples, above {limit}")
+    return factors
+
+
+def _values(start: Start, branches: BranchTrainer, found: Probe, asked: list[Asked], judge: str) -> dict[str, Any]:
+    return {
+        "experiment": start.header.experiment,
+        "method": start.header.method,
+        "seed": start.header.seed,
+        "epoch": start.epoch,
+        "lr": branches.lr,
+        "judge": judge,
+        **found.to_dict(),
+        "asked": [each.to_dict() for each in asked],
+    }
+
+
+def _say(outcome: Outcome) -> None:
+    typer.echo(
+        f"batch {outcome.batch_size}, repeat {outcome.repeat + 1}: {outcome.steps} steps, loss {outcome.loss:.4f}"
+    )
+
+
+def _show(heading: str, found: Probe, asked: list[Asked]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(f"{heading}: branches of {found.window} samples, learning rate by {found.coupling}", highlight=False)
+    console.print(_gap_table(found))
+    if found.problem:
+        console.print(found.problem, highlight=False, markup=False)
+    console.print(f"critical batch size: {found.critical}", highlight=False, style="bold")
+    if asked:
+        console.print(_asked_table(asked))
+
+
+def _gap_table(found: Probe) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("batch", "steps", "loss", "above batch " + str(found.batch_size), "95 % interval"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for gap in found.gaps:
+        ends = f"{100 * gap.low:+.1f} .. {100 * gap.high:+.1f} %" if gap.factor > 1 else ""
+        above = f"{100 * gap.mean:+.1f} %" if gap.factor > 1 else ""
+        words = gap.verdict if gap.factor > 1 else ""
+        table.add_row(str(gap.batch_size), str(gap.steps), f"{gap.loss:.4f}", above, ends, words)
+    return table
+
+
+def _asked_table(asked: list[Asked]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("estimator")
+    table.add_column("asks for")
+    table.add_column("batch", justify="right")
+    for each in asked:
+        if each.estimator != "trajectory":
+            table.add_row(each.estimator, "(noise scale, 95 % interval)", _noise(each))
+        for policy, size in each.sizes.items():
+            table.add_row(each.estimator, policy, str(size))
+    return table
+
+
+def _noise(each: Asked) -> str:
+    middle = "?" if each.noise_scale is None else f"{each.noise_scale:.0f}"
+    low, high = (f"{end:.0f}" if end is not None else "" for end in (each.low, each.high))
+    return f"{middle} ({low or '0'} .. {high or 'no end'})"

@@ -1,0 +1,153 @@
+"""Which branches keep up with the smallest batch, how surely, and what the critical batch is. No torch in here."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from statistics import fmean, stdev
+from typing import Any
+
+from divebatch.measurement import Spread
+
+LEVEL = 0.95
+"""Of the intervals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one branch ended. `course` is the smoothed training loss after each step."""
+
+    factor: int
+    batch_size: int
+    repeat: int
+    steps: int
+    loss: float
+    course: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """By what part a factor's loss lies above that of factor 1, over repeats on the same data; its 95 % interval."""
+
+    factor: int
+    batch_size: int
+    steps: int
+    loss: float
+    """Mean over repeats."""
+    mean: float
+    low: float
+    high: float
+    tolerance: float
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the mean is within the tolerance."""
+        return self.mean <= self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """`keeps up`, `falls behind`, or the same with `perhaps` where the interval reaches over the tolerance."""
+        word = "keeps up" if self.keeps_up else "falls behind"
+        return word if self.high <= self.tolerance or self.low > self.tolerance else f"perhaps {word}"
+
+
+@dataclass(frozen=True, slots=True)
+class Critical:
+    """The critical batch size in samples, and between which tried sizes it lies with confidence."""
+
+    size: int
+    low: int
+    high: int | None
+    """None: no size that was tried surely falls behind."""
+    is_open: bool
+    """Whether even the largest size that was tried keeps up."""
+
+    def __str__(self) -> str:
+        """For instance `512 (surely 256, perhaps up to 1024)`."""
+        least = "at least " if self.is_open else ""
+        most = "surely no more" if self.high == self.size else f"perhaps up to {self.high}"
+        most = "no upper end found" if self.high is None else most
+        return f"{least}{self.size} (surely {self.low}, {most})"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the branches showed. `window` is the samples of each, `problem` why the largest factors are missing."""
+
+    batch_size: int
+    window: int
+    coupling: str
+    tolerance: float
+    outcomes: tuple[Outcome, ...]
+    problem: str = ""
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """One for each factor, smallest first."""
+        return [self._gap(factor) for factor in sorted({outcome.factor for outcome in self.outcomes})]
+
+    @property
+    def critical(self) -> Critical:
+        """The largest size that keeps up with all smaller ones keeping up too."""
+        gaps = self.gaps
+        size = _last_while(gaps, lambda gap: gap.keeps_up)
+        sure = _last_while(gaps, lambda gap: gap.high <= self.tolerance)
+        possible = _last_while(gaps, lambda gap: gap.low <= self.tolerance)
+        largest = gaps[-1].batch_size
+        return Critical(size, sure, None if possible == largest else possible, is_open=size == largest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: settings, gaps, the critical batch and every branch."""
+        return {
+            "batch_size": self.batch_size,
+            "window_samples": self.window,
+            "coupling": self.coupling,
+            "tolerance": self.tolerance,
+            "critical": asdict(self.critical),
+            "gaps": [{**asdict(gap), "verdict": gap.verdict} for gap in self.gaps],
+            "branches": [asdict(outcome) for outcome in self.outcomes],
+            "problem": self.problem,
+        }
+
+    def _gap(self, factor: int) -> Gap:
+        first = {outcome.repeat: outcome.loss for outcome in self.outcomes if outcome.factor == 1}
+        mine = [outcome for outcome in self.outcomes if outcome.factor == factor]
+        parts = [_part_above(outcome.loss, first[outcome.repeat]) for outcome in mine]
+        mean, low, high = interval(parts) if factor > 1 else (0.0, 0.0, 0.0)
+        return Gap(
+            factor=factor,
+            batch_size=mine[0].batch_size,
+            steps=mine[0].steps,
+            loss=fmean(outcome.loss for outcome in mine),
+            mean=mean,
+            low=low,
+            high=high,
+            tolerance=self.tolerance,
+        )
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """(mean, low, high): Student's 95 % interval of the mean; without end for a single value.
+
+    >>> interval([0.1])
+    (0.1, -inf, inf)
+    """
+    mean = fmean(values)
+    if not math.isfinite(mean):
+        return (math.inf, math.inf, math.inf)  # a branch diverged: no tolerance forgives that
+    if len(values) < 2:
+        return (mean, -math.inf, math.inf)
+    student = Spread(trace_variance=0.0, sq_norm_variance=0.0, covariance=0.0, degrees=len(values) - 1)
+    reach = student.quantile(LEVEL) * stdev(values) / math.sqrt(len(values))
+    return (mean, mean - reach, mean + reach)
+
+
+def _part_above(loss: float, reference: float) -> float:
+    if not math.isfinite(loss) or reference == 0:
+        return 0.0 if loss == reference else math.inf
+    return (loss - reference) / abs(reference)
+
+
+def _last_while(gaps: list[Gap], holds: Callable[[Gap], bool]) -> int:
+    """The largest size up to which it holds throughout; factor 1 is its own measure."""
+    return [gaps[0], *takewhile(holds, gaps[1:])][-1].batch_size

@@ -1,0 +1,86 @@
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from divebatch.cli import app
+from probe.tiny_run import tiny_experiment
+
+OWN = """
+import torch
+from torch.utils.data import TensorDataset
+
+def parts():
+    torch.manual_seed(0)
+    x = torch.randn(512, 4)
+    model = torch.nn.Linear(4, 1)
+    data = TensorDataset(x, x.sum(1, keepdim=True) + 3 * torch.randn(512, 1))
+    return model, torch.nn.functional.mse_loss, data, torch.optim.SGD(model.parameters(), lr=0.01)
+
+def few():
+    return parts()[:2]
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "my_training_code.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_training_code", raising=False)
+    return tmp_path
+
+
+def call(*words):
+    return CliRunner().invoke(app, ["advise", *map(str, words)])
+
+
+def test_an_experiment_gets_words_a_file_and_a_picture(tmp_path):
+    out = tmp_path / "out"
+    words = ("--steps", 60, "--batch-sizes", "16,64,256", "--out", out)
+    answer = call(tiny_experiment(tmp_path), *words)
+    assert answer.exit_code == 0, answer.output
+    assert "Noise scale:" in answer.output
+    assert "over steps 31 to 60 at batch 16" in answer.output
+    assert "Growth stops paying at batch" in answer.output
+    assert sorted(path.name for path in out.iterdir()) == ["tiny.json", "tiny.png", "tiny.svg"]
+    found = json.loads((out / "tiny.json").read_text())
+    assert [each["batch_size"] for each in found["step_seconds"]] == [16, 64, 256]
+    assert found["reference_lr"] == 0.1
+
+
+def test_batch_size_and_rate_can_be_ones_own(tmp_path):
+    words = ("--steps", 24, "--batch-sizes", "8,16", "--batch-size", 8, "--lr", 0.25, "--json", "--out", tmp_path)
+    found = json.loads(call(tiny_experiment(tmp_path), *words).output)
+    assert (found["reference_batch_size"], found["reference_lr"]) == (8, 0.25)
+
+
+def test_a_function_of_ones_own_by_its_import_path(own):
+    answer = call("my_training_code:parts", "--batch-size", 16, "--steps", 100, "--batch-sizes", "16,64", "--json")
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.output)
+    assert found["target"] == "my_training_code:parts"
+    assert found["reference_lr"] == 0.01
+    assert (own / "runs" / "advice" / "my_training_code-parts.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["my_training_code:nothing"], "cannot import 'my_training_code:nothing'"),
+        (["no_such_module:parts"], "cannot import 'no_such_module:parts'"),
+        (["my_training_code:few"], "or (model, loss_fn, dataset, optimizer), got 2 objects"),
+        (["my_training_code:parts"], "batch_size is missing"),
+        (["my_training_code:parts", "--lr", "1"], "--lr is for experiments"),
+        (["cifar-11"], "unknown experiment 'cifar-11'"),
+        (["synthetic-convex", "--method", "sgd-tiny"], "has no method 'sgd-tiny'"),
+        (["synthetic-convex", "--batch-sizes", "8,x"], "--batch-sizes must be whole numbers"),
+        (["synthetic-convex", "--steps", "5"], "steps must be at least 24"),
+        (["synthetic-convex", "--device", "tpu"], "unknown device 'tpu'"),
+    ],
+)  # fmt: skip
+def test_wrong_use_exits_with_2_and_says_what_is_wrong(own, words, message):
+    answer = call(*words)
+    assert answer.exit_code == 2, answer.output
+    assert message in answer.output
