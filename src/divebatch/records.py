@@ -52,6 +52,10 @@ class EpochRecord:
 
     `diversity_low` and `diversity_high` are the ends of its 95 % interval, where the estimator has one (null above: no
     upper end). `shadows` are the next batch sizes that policies which only watch would have chosen, by name.
+
+    `changes` are those made within the epoch, [step, batch size, learning rate] each, None where there were none: from
+    that many steps since the start of training on, these were in force. `batch_size` and `lr` are then those of the
+    last one, and the diversity is that of the steps since.
     """
 
     epoch: int
@@ -79,6 +83,7 @@ class EpochRecord:
     next_lr: float | None = None
     reason: str = ""
     shadows: Mapping[str, int] | None = None
+    changes: list[list[float]] | None = None
 
     def to_json(self) -> str:
         """One line, without the line end."""

@@ -44,6 +44,8 @@ def make_trainer(run: Run) -> Trainer:
         make_policy(method.policy.kind, **method.policy.settings),
         estimator=_estimator(run),
         lr_coupling=method.lr_coupling,
+        base_batch_size=method.base_batch_size,
+        every_steps=method.every_steps,
         scheduler=[each for each in (schedule, warming) if each is not None],
         loss_fn=settings.loss_fn,
     )

@@ -62,6 +62,7 @@ class Method:
     """One way of training: its first batch size and rate, and what becomes of them.
 
     The rate grows linearly, step by step, over the first `warmup_epochs`, on top of the experiment's schedule.
+    `every_steps` and `base_batch_size` are the controller's.
     """
 
     label: str
@@ -71,6 +72,8 @@ class Method:
     lr_coupling: str = "none"
     estimator: str | None = None
     warmup_epochs: int = 0
+    every_steps: int | None = None
+    base_batch_size: int | None = None
 
     def scaled(self, ratio: float) -> "Method":
         """Epoch-counted settings times `ratio`."""
@@ -169,6 +172,9 @@ def _method(table: Any, where: str) -> Method:
         require_positive("lr", method.lr)
         if method.warmup_epochs < 0:
             raise ArgumentError(f"warmup_epochs must not be negative, got {method.warmup_epochs}")
+        for name in ("every_steps", "base_batch_size"):
+            if getattr(method, name) is not None:
+                require_count(name, getattr(method, name))
         _require_known("lr_coupling", method.lr_coupling, COUPLINGS)
         _require_known("estimator", method.estimator, {None: None, **ESTIMATORS})
         make_policy(method.policy.kind, **method.policy.settings).check_start(method.batch_size)
