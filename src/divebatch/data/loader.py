@@ -205,6 +205,8 @@ class AdaptiveLoader:
 
     def _run(self, current: Pass) -> Iterator[Any]:
         current.samples_before, self._began = current.samples, time.perf_counter()
+        if current.batches:  # resumed: the state was taken before the loop came back for more
+            self._tell_of_step(current)
         size, batches = current.batch_size, self._rest(current)
         try:
             while (counted := next(batches, None)) is not None:
