@@ -2,6 +2,7 @@
 
 from divebatch.policies.adabatch import AdaBatch
 from divebatch.policies.adadamp import AdaDamp, GeoDamp, GradientDamp, PadaDamp
+from divebatch.policies.auto import Auto
 from divebatch.policies.bounds import Bounds
 from divebatch.policies.cabs import Cabs
 from divebatch.policies.catalog import POLICIES, make_policy
@@ -22,6 +23,7 @@ __all__ = [
     "POLICIES",
     "AdaBatch",
     "AdaDamp",
+    "Auto",
     "Bounds",
     "Cabs",
     "DiveBatch",
