@@ -17,7 +17,7 @@ from divebatch.policies.policy import Policy
 from divebatch.policies.sample_schedule import SampleSchedule
 from divebatch.policies.schedule_to_batch import Seesaw, Smith
 from divebatch.policies.simigrad import SimiGrad
-from divebatch.policies.wrappers import SpillOver, Steady, WarmUp
+from divebatch.policies.wrappers import Rounded, SpillOver, Steady, WarmUp
 
 __all__ = [
     "POLICIES",
@@ -37,6 +37,7 @@ __all__ = [
     "PadaDamp",
     "Plateau",
     "Policy",
+    "Rounded",
     "SampleSchedule",
     "Seesaw",
     "SimiGrad",

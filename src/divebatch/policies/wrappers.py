@@ -84,6 +84,28 @@ class Steady(Around):
 
 
 @dataclass(frozen=True, slots=True)
+class Rounded(Around):
+    """Sizes are rounded down to multiples, for compilers: each new one costs them half a minute.
+
+    For rules that say where to be. One that goes by small steps from where it is would not move.
+    """
+
+    multiple_of: int
+
+    def __post_init__(self) -> None:
+        Around.__post_init__(self)
+        require_count("multiple_of", self.multiple_of)
+
+    def next(self, seen: Measurement) -> Decision:
+        """The inner decision, rounded; the present size where rounding would lead past it."""
+        decision, now = self.policy.next(seen), seen.batch_size
+        rounded = decision.batch_size // self.multiple_of * self.multiple_of
+        if (rounded - now) * (decision.batch_size - now) <= 0 or rounded == 0:
+            rounded = now
+        return replace(decision, batch_size=rounded)
+
+
+@dataclass(frozen=True, slots=True)
 class SpillOver(Around):
     """At the cap what is wanted beyond it goes into the learning rate: lr times size over wanted.
 
