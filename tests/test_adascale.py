@@ -180,11 +180,12 @@ def test_the_sum_survives_a_resume():
     run = Training(Fixed(), base_batch_size=2, estimator=Says((2.0, 1.0), (2.0, 1.0)))
     run.epoch(), run.epoch()
     handed = run.control.scheduler_steps()
-    fresh = Training(Fixed(), estimator=Says((0.0, 1.0)))
+    fresh = Training(Fixed(), estimator=Says((math.nan, math.nan), (0.0, 1.0)))
     fresh.control.load_state_dict(run.control.state_dict())
     assert handed == 13
     assert fresh.control.gain_sum == run.control.gain_sum == pytest.approx(13.0)
     assert fresh.control.scheduler_steps() == 0
+    assert fresh.epoch().next_lr == pytest.approx(0.016)  # what was measured before is remembered
     assert fresh.epoch().lr == pytest.approx(0.016)
     assert fresh.lr == pytest.approx(0.01)
 

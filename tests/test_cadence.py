@@ -303,6 +303,19 @@ def test_a_state_taken_after_any_step_continues_to_the_same_bits(case: str):
             assert torch.equal(mine, theirs)
 
 
+def test_a_resumed_epoch_knows_that_earlier_steps_were_measured():
+    def make() -> Training:
+        return still(Watching(((3, 9),)), estimator="per-sample", every_steps=3)  # 4 4 4, 9 9 9, 1
+
+    run, fresh = make(), make()
+    batches = run.batches()
+    for _ in range(7):
+        next(batches)
+    fresh.control.load_state_dict(through_a_file(run.control.state_dict()))
+    assert list(fresh.batches()) == []
+    assert fresh.control.step().diversity is None
+
+
 def test_a_state_of_another_cadence_is_refused_and_one_from_before_is_not():
     state = Training(Fixed(), every_steps=3).control.state_dict()
     with pytest.raises(CheckpointError, match="every_steps=3, this run None"):
