@@ -1,10 +1,12 @@
 """The experiments that compare every policy: each of their methods trains, records and can be resumed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from divebatch.errors import CheckpointError
 from divebatch.experiments import Experiment, Run, execute, get_experiment
 from divebatch.records import read_run
 
@@ -49,3 +51,18 @@ def test_sizes_rounded_for_a_compiler_stay_rounded(tmp_path: Path):
     execute(run)
     sizes = [record.batch_size for record in read_run(run.records_path)[1]]
     assert sizes == [128, 128, 192]  # 170.7 and 227.6 rounded down
+
+
+def test_a_run_from_before_these_settings_can_be_resumed(tmp_path: Path):
+    run = Run(small(), "padadamp", 0, tmp_path)
+    execute(run)
+    first, *rest = run.records_path.read_text().splitlines()
+    header = json.loads(first)
+    for key in ("every_steps", "base_batch_size", "multiple_of"):
+        del header["config"]["method"][key]
+    run.records_path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+    execute(run, resume=True)
+    header["config"]["method"]["multiple_of"] = 2
+    run.records_path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+    with pytest.raises(CheckpointError, match="another configuration: method is"):
+        execute(run, resume=True)
