@@ -146,6 +146,15 @@ def test_fixed_changes_nothing_and_records_no_change():
         assert torch.equal(mine, theirs)
 
 
+def test_a_schedule_of_its_own_is_no_change():
+    """The record's rate is that of the epoch's beginning, as without decisions in between."""
+    run = Training(Fixed(), every_steps=2, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.9))
+    for _ in run.batches():
+        run.scheduler.step()
+    record = run.control.step()
+    assert (record.lr, record.changes, record.next_lr) == (0.01, None, pytest.approx(0.01 * 0.9**10))
+
+
 def test_padadamp_and_a_sample_schedule_change_where_they_say():
     run = Training(PadaDamp(16, rate=1.0), every_steps=1)
     assert list(run.batches()) == [4, 5, 6, 7, 8, 9, 1]

@@ -33,9 +33,9 @@ class Controller:
     weights, with an interval), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
     `lr_coupling` is "none", "linear" or "adascale" (SGD), "sqrt" or "adascale-sqrt" (Adam-like optimizers); left out it
     is the policy's own, else "none". `base_batch_size` is the batch size your learning rate was chosen for, where it is
-    not the loader's first. `scheduler` is the one that drives the
-    optimizer, or a list of all that do. `loss_reduction` says how your loss is reduced over the batch. `shadows` are
-    policies by name that only watch: after each epoch the record says which size each would have chosen from there.
+    not the loader's first. `scheduler` is the one that drives the optimizer, or a list of all that do. `loss_reduction`
+    says how your loss is reduced over the batch. `shadows` are policies by name that only watch: after each epoch the
+    record says which size each would have chosen from there.
 
     With `every_steps=k` the policy also decides within epochs, after each k-th batch of one, and the rest of the epoch
     follows at once. Your loop stays as it is: the loader asks when the loop comes for its next batch.
@@ -177,7 +177,7 @@ class Controller:
         """Between two batches of an epoch. What is decided here is in force for the rest of it."""
         if self._every_steps is None or current.batches % self._every_steps:
             return
-        lr = self._coupling.rates()[0]
+        lr, at_record = self._coupling.rates()[0], self._lr
         seen = self._measurement(current, self._window(), lr=lr)
         seen = replace(seen, history=self._history.with_steps(seen))
         decision = self._within_data(self.policy.next(seen), seen)
@@ -185,8 +185,10 @@ class Controller:
         self._follow(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._begin_epoch()  # whether to measure on may depend on the size
-        if (decision.batch_size, self._lr) != (seen.batch_size, lr):
+        if decision.batch_size != seen.batch_size or not math.isclose(self._lr, lr):
             self._changes.append([seen.step, decision.batch_size, self._lr])
+        else:
+            self._lr = at_record
 
     def _window(self) -> Diversity | None:
         return self._estimator.window() if self._measuring and isinstance(self._estimator, Windowed) else None
