@@ -25,6 +25,9 @@ class Moments(ChunkWise):
     `preconditioned=True` is `split`'s; a window is divided by what its first step was.
     """
 
+    replay_token = True
+    """Nothing is attached to the backward pass, so one that was recorded without may be replayed."""
+
     def __init__(self, *, window: int = 2, decay: float = 1.0, preconditioned: bool = False) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned)
         if isinstance(window, bool) or not isinstance(window, int) or window < 2:
