@@ -92,7 +92,10 @@ class EpochRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read back; keys of later versions are ignored."""
-        return cls(**_known(cls, values))
+        known = _known(cls, values)
+        if not all(map(_is_change, known.get("changes") or ())):
+            raise RecordError(f"changes must be [step, batch size, lr] each, got {repr(known['changes'])[:60]}")
+        return cls(**known)
 
     def __str__(self) -> str:
         """For instance: `epoch 3: diversity 0.0132, batch 128 -> 256, lr 0.1 -> 0.2`."""
@@ -216,6 +219,11 @@ def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             names = " or ".join(kind.__name__ for kind in kinds[key])
             raise RecordError(f"{key} must be {names}, got {repr(value)[:60]}")
     return known
+
+
+def _is_change(value: Any) -> bool:
+    is_three = isinstance(value, list) and len(value) == 3
+    return is_three and all(isinstance(number, int | float) and not isinstance(number, bool) for number in value)
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
