@@ -7,7 +7,7 @@ from divebatch.errors import DivebatchError
 from divebatch.estimators import Oracle, Trajectory
 from divebatch.measurement import Decision, Diversity, Measurement
 from divebatch.norms import NormMeter, gradient_diversity, rule_for
-from divebatch.policies import AdaBatch, DiveBatch, Fixed, Policy
+from divebatch.policies import AdaBatch, Auto, DiveBatch, Fixed, Policy
 from divebatch.records import EpochRecord
 from divebatch.training.accumulation import micro_batches
 
@@ -19,6 +19,7 @@ __all__ = [
     "Controller",
     "DiveBatch",
     "AdaBatch",
+    "Auto",
     "Fixed",
     "Policy",
     "Trajectory",

@@ -8,12 +8,16 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.data.loader import AdaptiveLoader, Pass
-from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.data.loader import AdaptiveLoader
+from divebatch.data.one_pass import Pass
+from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene, make_estimator
-from divebatch.lr import LrCoupling
+from divebatch.estimators.estimator import Windowed
+from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.policies import Policy
+from divebatch.policies.bounds import require_count
+from divebatch.preconditions import require_coupling, require_parts, require_step_cadence
 from divebatch.records import EpochRecord
 
 STATE_VERSION = 1
@@ -28,9 +32,14 @@ class Controller:
 
     `estimator` is "trajectory" (the paper's, the default), "split", "moments" or "per-sample" (unbiased, at fixed
     weights, with an interval), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
-    `lr_coupling` is "none", "linear" (SGD) or "sqrt" (Adam-like optimizers). `scheduler` is the one that drives the
-    optimizer, or a list of all that do. `loss_reduction` says how your loss is reduced over the batch. `shadows` are
-    policies by name that only watch: after each epoch the record says which size each would have chosen from there.
+    `lr_coupling` is "none", "linear" or "adascale" (SGD), "sqrt" or "adascale-sqrt" (Adam-like optimizers); left out it
+    is the policy's own, else "none". `base_batch_size` is the batch size your learning rate was chosen for, where it is
+    not the loader's first. `scheduler` is the one that drives the optimizer, or a list of all that do. `loss_reduction`
+    says how your loss is reduced over the batch. `shadows` are policies by name that only watch: after each epoch the
+    record says which size each would have chosen from there.
+
+    With `every_steps=k` the policy also decides within epochs, after each k-th batch of one, and the rest of the epoch
+    follows at once. Your loop stays as it is: the loader asks when the loop comes for its next batch.
     """
 
     def __init__(
@@ -41,29 +50,45 @@ class Controller:
         policy: Policy,
         *,
         estimator: str | Estimator | None = None,
-        lr_coupling: str = "none",
+        lr_coupling: str | None = None,
+        base_batch_size: int | None = None,
         scheduler: Any = None,
         loss_reduction: str = "mean",
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         shadows: Mapping[str, Policy] | None = None,
+        every_steps: int | None = None,
     ) -> None:
-        _require_parts(model, optimizer, loader, policy)
-        _require_coupling(policy, lr_coupling)
+        require_parts(model, optimizer, loader, policy)
+        lr_coupling = lr_coupling or getattr(policy, "lr_coupling", None) or "none"
+        require_coupling(policy, lr_coupling)
+        if base_batch_size is not None:
+            require_count("base_batch_size", base_batch_size)
         if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
         self._shadows = dict(shadows or {})
         self._needs = policy.needs.union(*(shadow.needs for shadow in self._shadows.values()))
+        self._rate_needs_noise = lr_coupling in BY_NOISE
         self.epoch = loader.epoch
         scene = Scene(model, loader.full_pass, loss_reduction, loss_fn, optimizer, lambda: loader.samples_delivered)
-        self._estimator = self._bind(estimator, scene)
+        self._estimator = self._bind(estimator or getattr(policy, "estimator", None), scene)
+        self._every_steps = every_steps
+        if every_steps is not None:
+            require_step_cadence(every_steps, policy, loader, self._estimator)
         schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
-        self._coupling = LrCoupling(optimizer, schedulers, kind=lr_coupling, first_batch_size=loader.batch_size)
+        self._coupling = LrCoupling(
+            optimizer,
+            schedulers,
+            kind=lr_coupling,
+            first_batch_size=loader.batch_size,
+            base_batch_size=base_batch_size,
+        )
         self._measuring, self._is_closed = False, False
         self._diversity: Diversity | None = None
+        self._changes: list[list[float]] = []
         self._history = History()
         loader.forget_finished_pass()
-        self._forget_listener = loader.on_new_pass(self._on_new_pass)
+        self._forget_listeners = [loader.on_new_pass(self._on_new_pass), loader.on_step(self._on_step)]
         self._begin_epoch()
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
@@ -74,18 +99,34 @@ class Controller:
         self._check_may_step()
         if loss is None and "loss" in self._needs:
             raise UsageError(f"{self._who_needs('loss')} needs the epoch's mean training loss: control.step(loss=...)")
-        seen = self._measurement(self.loader.require_finished_pass(), self._measured_diversity(), loss)
+        finished = self.loader.require_finished_pass()
+        seen = self._measurement(finished, self._measured_diversity(), lr=self._lr, loss=loss)
+        seen = replace(seen, history=self._timed(finished).with_epoch(seen))
         decision = self._within_data(self.policy.next(seen), seen)
         shadows = {name: self._within_data(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
-        self._apply(decision)
+        self.loader.batch_size = decision.batch_size
+        self._follow(decision, seen)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
         self.loader.forget_finished_pass()
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._diversity = None
         self.epoch += 1
-        record = replace(self._record(seen, decision), shadows=shadows or None)
+        record = replace(self._record(seen, decision), shadows=shadows or None, changes=self._changes or None)
+        self._changes = []
         self._begin_epoch()
         return record
+
+    @property
+    def gain_sum(self) -> float:
+        """How many steps at the base batch size the steps so far were worth: the sum of AdaScale's gains.
+
+        With any other coupling each step counts as one.
+        """
+        return self._coupling.gains.at(self.loader.batches_delivered)
+
+    def scheduler_steps(self) -> int:
+        """How often to step a scheduler now that is stepped with every batch, for its course to go by `gain_sum`."""
+        return self._coupling.gains.due(self.loader.batches_delivered)
 
     @property
     def is_measuring(self) -> bool:
@@ -106,7 +147,8 @@ class Controller:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
         self._is_closed = True
         self._coupling.close()
-        self._forget_listener()
+        for forget in self._forget_listeners:
+            forget()
         if self._estimator is not None:
             self._estimator.close()
 
@@ -123,7 +165,7 @@ class Controller:
         if self._estimator is None:
             return
         measuring = [p for p in (self.policy, *self._shadows.values()) if "diversity" in p.needs]
-        due = any(policy.measures(self.epoch + 1, self.loader.batch_size) for policy in measuring)
+        due = self._rate_needs_noise or any(p.measures(self.epoch + 1, self.loader.batch_size) for p in measuring)
         if due and not self._measuring:
             self._estimator.start()
         elif self._measuring and not due:
@@ -132,9 +174,30 @@ class Controller:
 
     def _on_new_pass(self) -> None:
         """Whatever was seen before the epoch's first batch (a trial pass, one broken off) does not count."""
+        self._changes = []
         self._begin_epoch()  # anew: the batch size may have been set by hand since
         if self._measuring and self._estimator is not None:
             self._estimator.restart()
+
+    def _on_step(self, current: Pass) -> None:
+        """Between two batches of an epoch. What is decided here is in force for the rest of it."""
+        if self._every_steps is None or current.batches % self._every_steps:
+            return
+        lr, at_record = self._coupling.rates()[0], self._lr
+        seen = self._measurement(current, self._window(), lr=lr)
+        seen = replace(seen, history=self._history.with_steps(seen))
+        decision = self._within_data(self.policy.next(seen), seen)
+        self.loader.recut(decision.batch_size)
+        self._follow(decision, seen)
+        self._history = seen.history.with_decision(seen.batch_size, decision)
+        self._begin_epoch()  # whether to measure on may depend on the size
+        if decision.batch_size != seen.batch_size or not math.isclose(self._lr, lr):
+            self._changes.append([seen.step, decision.batch_size, self._lr])
+        else:
+            self._lr = at_record
+
+    def _window(self) -> Diversity | None:
+        return self._estimator.window() if self._measuring and isinstance(self._estimator, Windowed) else None
 
     def _measured_diversity(self) -> Diversity | None:
         if self._measuring and self._estimator is not None:
@@ -152,22 +215,23 @@ class Controller:
                 f"since the last call. A complete pass for evaluation counts as one: use loader.full_pass() instead"
             )
 
-    def _measurement(self, finished: Pass, diversity: Diversity | None, loss: float | None) -> Measurement:
+    def _measurement(
+        self, done: Pass, diversity: Diversity | None, *, lr: float, loss: float | None = None
+    ) -> Measurement:
         dataset_size = self.loader.dataset_size
-        assert dataset_size is not None  # known once an epoch has ended
-        seen = Measurement(
-            epoch=finished.epoch + 1,
-            batch_size=finished.batch_size,
+        assert dataset_size is not None  # known once an epoch has ended, and within one where it may be recut
+        return Measurement(
+            epoch=done.epoch + 1,
+            batch_size=done.batch_size,
             dataset_size=dataset_size,
             first_batch_size=self._coupling.first_batch_size,
             step=self.loader.batches_delivered,
             samples=self.loader.samples_delivered,
             diversity=diversity,
-            lr=self._lr,
+            lr=lr,
             lr_schedule_ratio=self._coupling.schedule_ratio(),
             loss=loss,
         )
-        return replace(seen, history=self._timed(finished).with_epoch(seen))
 
     def _who_needs(self, name: str) -> Policy:
         return next(policy for policy in (self.policy, *self._shadows.values()) if name in policy.needs)
@@ -186,9 +250,12 @@ class Controller:
         reason = f"{decision.reason}; limited to the {seen.dataset_size} samples there are".lstrip("; ")
         return replace(decision, batch_size=seen.dataset_size, reason=reason)
 
-    def _apply(self, decision: Decision) -> None:
-        self.loader.batch_size = decision.batch_size
-        self._coupling.follow(decision.batch_size, lr_factor=decision.lr_factor)
+    def _follow(self, decision: Decision, seen: Measurement) -> None:
+        """Put the learning rate where the decision, and for some couplings the noise, wants it."""
+        noise_scale = _usable_noise_scale(seen.diversity) if self._rate_needs_noise else None
+        self._coupling.follow(
+            decision.batch_size, lr_factor=decision.lr_factor, noise_scale=noise_scale, step=seen.step
+        )
 
     def _record(self, seen: Measurement, decision: Decision) -> EpochRecord:
         diversity = seen.diversity
@@ -209,7 +276,7 @@ class Controller:
 
     def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:
         bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
-        if "diversity" not in self._needs:
+        if "diversity" not in self._needs and not self._rate_needs_noise:
             return None
         bound.bind(scene)
         return bound
@@ -230,6 +297,8 @@ class Controller:
             "estimator": self._estimator.state_dict() if self._estimator else {},
             "coupling": self._coupling.state_dict(),
             "history": asdict(self._history),
+            "every_steps": self._every_steps,
+            "changes": [list(change) for change in self._changes],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -241,6 +310,9 @@ class Controller:
         if state["estimator_kind"] != type(self._estimator).__name__:
             here = type(self._estimator).__name__
             raise CheckpointError(f"the checkpoint's estimator is {state['estimator_kind']}, this one {here}")
+        every_steps = state.get("every_steps", self._every_steps)  # not in states of before
+        if every_steps != self._every_steps:
+            raise CheckpointError(f"the checkpoint has every_steps={every_steps}, this run {self._every_steps}")
         if self._estimator is not None:
             self._estimator.check_state(state["estimator"])
         self.loader.check_state(state["loader"])
@@ -252,7 +324,7 @@ class Controller:
             self._estimator.close()
             self._measuring = False
         self._begin_epoch()
-        self._lr = state["lr"]
+        self._lr, self._changes = state["lr"], [list(change) for change in state.get("changes", [])]
         if self._measuring and self._estimator is not None:
             self._estimator.load_state_dict(state["estimator"])
 
@@ -266,25 +338,11 @@ def _diversity_interval(diversity: Diversity | None) -> tuple[float | None, floa
     return ((1 + low) / diversity.num_samples, highest if math.isfinite(highest) else None)
 
 
-def _require_coupling(policy: Policy, lr_coupling: str) -> None:
-    wanted = getattr(policy, "lr_coupling", None)
-    if wanted not in (None, lr_coupling):
-        raise ArgumentError(
-            f"{type(policy).__name__} moves the learning rate with the batch size: pass lr_coupling={wanted!r}, "
-            f"got lr_coupling={lr_coupling!r}"
-        )
-
-
-def _require_parts(model: nn.Module, optimizer: object, loader: object, policy: Policy) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    if isinstance(policy, type) or not callable(getattr(policy, "next", None)):
-        raise ArgumentError(f"policy must be a policy object such as DiveBatch(0.1, 4096), got {policy!r}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
-    if not isinstance(loader, AdaptiveLoader):
-        raise ArgumentError(
-            f"loader must be an AdaptiveLoader, got {type(loader).__name__}; "
-            f"for a DataLoader: AdaptiveLoader.wrap(dataloader)"
-        )
-    policy.check_start(loader.batch_size)
+def _usable_noise_scale(diversity: Diversity | None) -> float | None:
+    """At least 0, infinite where there is noise and no signal; None where nothing is known."""
+    if diversity is None or math.isnan(diversity.trace) or math.isnan(diversity.sq_norm):
+        return None
+    trace, sq_norm = max(0.0, diversity.trace), max(0.0, diversity.sq_norm)
+    if trace == 0.0:
+        return 0.0
+    return trace / sq_norm if sq_norm > 0 else math.inf

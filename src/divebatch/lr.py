@@ -1,6 +1,7 @@
 """How the learning rate follows the batch size, for every torch scheduler and for none.
 
-The rate in force is always: the schedule's own course x f(batch_size / first batch_size) x the decisions' factors.
+The rate in force is always: the schedule's own course x f(batch_size / base batch_size) x the decisions' factors.
+The base is the first batch size, or the one that the rate was chosen for where that is another.
 A scheduler computes its next rate from the present one (StepLR), from its own base rates (LambdaLR), or from both
 (CosineAnnealingLR with eta_min). So a scheduler is only ever shown its own course: its `step` first finds the own
 rates in the parameter groups, and the factor is put back on when it is done.
@@ -10,6 +11,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,28 +20,63 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.errors import ArgumentError, CheckpointError
 
-COUPLINGS: dict[str, Callable[[float], float]] = {
-    "none": lambda ratio: 1.0,
-    "linear": lambda ratio: ratio,
-    "sqrt": math.sqrt,
+
+def gain(ratio: float, noise: float | None) -> float:
+    """AdaScale's (Johnson et al. 2020): how many steps at the base batch one at `ratio` times its size is worth.
+
+    `noise` is the variance of the base batch's gradient over the squared norm of the mean gradient: the noise scale
+    over the base batch size. Without noise a larger batch gains nothing, with nothing else as much as it is larger.
+    Where it is not known the gain is 1.
+
+    >>> gain(8.0, 0.0), gain(8.0, math.inf), gain(8.0, 8.0), gain(8.0, None)
+    (1.0, 8.0, 4.5, 1.0)
+    """
+    if noise is None:
+        return 1.0
+    return ratio if noise == math.inf else (noise + 1) / (noise / ratio + 1)
+
+
+COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
+    "none": lambda ratio, noise: 1.0,
+    "linear": lambda ratio, noise: ratio,
+    "sqrt": lambda ratio, noise: math.sqrt(ratio),
+    "adascale": gain,
+    "adascale-sqrt": lambda ratio, noise: math.sqrt(gain(ratio, noise)),
 }
-"""f(batch_size / first batch_size): `linear` keeps lr / batch_size (SGD, Goyal 2017), `sqrt` suits Adam-like rules."""
+"""f(batch_size / base, noise): `linear` keeps lr / batch_size (SGD, Goyal 2017), `sqrt` suits Adam-like rules.
+
+`adascale` follows what was measured, `adascale-sqrt` is the same for Adam-like rules.
+"""
+BY_NOISE = frozenset({"adascale", "adascale-sqrt"})
+"""Those that must know the noise scale."""
 
 
 class LrCoupling:
     """Keeps `param_groups[i]["lr"]` at the scheduler's own course times the batch size's factor."""
 
-    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], *, kind: str, first_batch_size: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedulers: Sequence[Any],
+        *,
+        kind: str,
+        first_batch_size: int,
+        base_batch_size: int | None = None,
+    ) -> None:
         if kind not in COUPLINGS:
             raise ArgumentError(f"unknown lr_coupling {kind!r}; known: {', '.join(COUPLINGS)}")
         _require_all_schedulers(optimizer, schedulers)
         self._schedulers = schedulers
         self.optimizer, self.kind, self.first_batch_size = optimizer, kind, first_batch_size
-        self._batch_factor, self._decided_factor = 1.0, 1.0
+        self.base_batch_size = base_batch_size or first_batch_size
+        self._noise_scale: float | None = None
+        self._gains = GainSum(self._gain(first_batch_size))
+        self._batch_factor, self._decided_factor = self._batch_factor_at(first_batch_size), 1.0
         self._own = self.rates()
         self._applied = list(self._own)
         self._first_own = self._own[0]
         self._depth = 0
+        self._write(self.factor)
         self._released = [self._adopt(scheduler) for scheduler in schedulers]
 
     @property
@@ -56,14 +93,36 @@ class LrCoupling:
         self._notice_foreign_changes()
         return self._own[0] / self._first_own if self._first_own else math.nan
 
-    def follow(self, batch_size: int, *, lr_factor: float = 1.0) -> None:
-        """Put the rates where `batch_size` wants them; `lr_factor` stays in effect from now on."""
+    @property
+    def gains(self) -> "GainSum":
+        """What the steps so far were worth."""
+        return self._gains
+
+    def follow(
+        self, batch_size: int, *, lr_factor: float = 1.0, noise_scale: float | None = None, step: int = 0
+    ) -> None:
+        """Put the rates where `batch_size` wants them; `lr_factor` stays in effect from now on.
+
+        `noise_scale`, in samples, is what was measured last, where something was; `step` counts steps made so far.
+        """
         if not 0 < lr_factor < math.inf:
             raise ArgumentError(f"lr_factor must be positive and finite, got lr_factor={lr_factor!r}")
         self._notice_foreign_changes()
-        self._batch_factor = COUPLINGS[self.kind](batch_size / self.first_batch_size)
+        self._noise_scale = self._noise_scale if noise_scale is None else max(0.0, noise_scale)
+        self._gains.change(self._gain(batch_size), step)
+        self._batch_factor = self._batch_factor_at(batch_size)
         self._decided_factor *= lr_factor
         self._write(self.factor)
+
+    def _batch_factor_at(self, batch_size: int) -> float:
+        return COUPLINGS[self.kind](batch_size / self.base_batch_size, self._noise)
+
+    def _gain(self, batch_size: int) -> float:
+        return gain(batch_size / self.base_batch_size, self._noise) if self.kind in BY_NOISE else 1.0
+
+    @property
+    def _noise(self) -> float | None:
+        return None if self._noise_scale is None else self._noise_scale / self.base_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """The own course and the factors; the rates in force are their product."""
@@ -75,6 +134,9 @@ class LrCoupling:
             "decided_factor": self._decided_factor,
             "own": list(self._own),
             "first_own": self._first_own,
+            "base_batch_size": self.base_batch_size,
+            "noise_scale": self._noise_scale,
+            "gains": self._gains.state_dict(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -93,6 +155,9 @@ class LrCoupling:
         self.first_batch_size, self._first_own = state["first_batch_size"], state["first_own"]
         self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
         self._own = list(state["own"])
+        self.base_batch_size = state.get("base_batch_size", self.first_batch_size)  # not in states of before
+        self._noise_scale = state.get("noise_scale")
+        self._gains = GainSum(**state.get("gains", {"gain": 1.0}))
         self._write(self.factor)
 
     def close(self) -> None:
@@ -152,6 +217,37 @@ class LrCoupling:
             scheduler.__class__ = kind
 
         return release
+
+
+@dataclass(slots=True)
+class GainSum:
+    """The sum over steps of the gain in force: how many steps at the base batch they were worth."""
+
+    gain: float
+    """In force."""
+    before: float = 0.0
+    """The sum over the first `steps` steps."""
+    steps: int = 0
+    handed_out: int = 0
+    """Steps that schedulers were told to make."""
+
+    def at(self, step: int) -> float:
+        """After `step` steps."""
+        return self.before + (step - self.steps) * self.gain
+
+    def change(self, gain: float, step: int) -> None:
+        """Another gain from `step` on."""
+        self.before, self.steps, self.gain = self.at(step), step, gain
+
+    def due(self, step: int) -> int:
+        """Whole ones since the last call."""
+        due = max(0, math.floor(self.at(step) + 1e-9) - self.handed_out)
+        self.handed_out += due
+        return due
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return asdict(self)
 
 
 def _require_all_schedulers(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:

@@ -146,7 +146,7 @@ class History:
     """What of a training's past a policy may see: policies themselves remember nothing."""
 
     epochs_at_size: int = 0
-    """Epochs finished at the present batch size, the last one included."""
+    """Decisions due at the present batch size, this one included: epochs, or as many steps as lie between decisions."""
     previous_batch_size: int | None = None
     """The one before the last change; None while there was none."""
     wanted: float | None = None
@@ -172,20 +172,27 @@ class History:
         by_size[batch_size] = max(samples_per_second, by_size.get(batch_size, 0.0))
         return replace(self, throughputs=tuple(sorted(by_size.items())))
 
-    def with_epoch(self, seen: "Measurement") -> Self:
-        """After an epoch and before its decision."""
-        loss, diversity = seen.loss, seen.diversity
-        best, since = self.best_loss, self.epochs_since_best + 1
-        if loss is not None and (best is None or loss < best):
-            best, since = loss, 0
+    def with_steps(self, seen: "Measurement") -> Self:
+        """Within an epoch, before a decision."""
+        diversity = seen.diversity
         sq_norm = diversity.sq_norm if diversity is not None and diversity.is_defined else None
         return replace(
             self,
             epochs_at_size=self.epochs_at_size + 1,
+            first_sq_norm=sq_norm if self.first_sq_norm is None else self.first_sq_norm,
+        )
+
+    def with_epoch(self, seen: "Measurement") -> Self:
+        """After an epoch and before its decision."""
+        loss = seen.loss
+        best, since = self.best_loss, self.epochs_since_best + 1
+        if loss is not None and (best is None or loss < best):
+            best, since = loss, 0
+        return replace(
+            self.with_steps(seen),
             first_loss=loss if self.first_loss is None else self.first_loss,
             best_loss=best,
             epochs_since_best=since,
-            first_sq_norm=sq_norm if self.first_sq_norm is None else self.first_sq_norm,
         )
 
     def with_decision(self, batch_size: int, decision: "Decision") -> Self:
@@ -200,7 +207,7 @@ class Measurement:
     """All that a policy may see. Counters are as of now; `batch_size` is the one that was in force."""
 
     epoch: int
-    """Finished epochs, so 1 at the first decision."""
+    """Finished epochs, so 1 at the first decision; within an epoch, for what decides there, that epoch's number."""
     batch_size: int
     dataset_size: int
     """Samples in one epoch: the paper's n."""

@@ -52,6 +52,10 @@ class EpochRecord:
 
     `diversity_low` and `diversity_high` are the ends of its 95 % interval, where the estimator has one (null above: no
     upper end). `shadows` are the next batch sizes that policies which only watch would have chosen, by name.
+
+    `changes` are those made within the epoch, [step, batch size, learning rate] each, None where there were none: from
+    that many steps since the start of training on, these were in force. `batch_size` and `lr` are then those of the
+    last one, and the diversity is that of the steps since.
     """
 
     epoch: int
@@ -79,6 +83,7 @@ class EpochRecord:
     next_lr: float | None = None
     reason: str = ""
     shadows: Mapping[str, int] | None = None
+    changes: list[list[float]] | None = None
 
     def to_json(self) -> str:
         """One line, without the line end."""
@@ -87,7 +92,10 @@ class EpochRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read back; keys of later versions are ignored."""
-        return cls(**_known(cls, values))
+        known = _known(cls, values)
+        if not all(map(_is_change, known.get("changes") or ())):
+            raise RecordError(f"changes must be [step, batch size, lr] each, got {repr(known['changes'])[:60]}")
+        return cls(**known)
 
     def __str__(self) -> str:
         """For instance: `epoch 3: diversity 0.0132, batch 128 -> 256, lr 0.1 -> 0.2`."""
@@ -211,6 +219,11 @@ def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             names = " or ".join(kind.__name__ for kind in kinds[key])
             raise RecordError(f"{key} must be {names}, got {repr(value)[:60]}")
     return known
+
+
+def _is_change(value: Any) -> bool:
+    is_three = isinstance(value, list) and len(value) == 3
+    return is_three and all(isinstance(number, int | float) and not isinstance(number, bool) for number in value)
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:

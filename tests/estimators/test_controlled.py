@@ -168,10 +168,12 @@ def test_a_policy_that_needs_the_loss_must_get_it_and_can_have_it_then():
 @pytest.mark.parametrize(("policy", "coupling"), [(Smith, "linear"), (Seesaw, "sqrt"), (SimiGrad, "sqrt")])
 def test_a_policy_with_a_coupling_of_its_own_gets_it_or_an_error(policy: type, coupling: str):
     with pytest.raises(ArgumentError, match=f"{policy.__name__} moves the learning rate.*lr_coupling='{coupling}'"):
-        Training(policy(CAP), estimator="split")
+        Training(policy(CAP), estimator="split", lr_coupling="none")
     with pytest.raises(ArgumentError, match="lr_coupling"):
-        Training(SpillOver(policy(CAP)), estimator="split")
-    Training(policy(CAP), estimator="split", lr_coupling=coupling)
+        Training(SpillOver(policy(CAP)), estimator="split", lr_coupling="none")
+    for given in (coupling, None):
+        training = Training(SpillOver(policy(CAP)), estimator="split", lr_coupling=given)
+        assert training.control.state_dict()["coupling"]["kind"] == coupling
 
 
 def test_smith_keeps_the_learning_rate_until_the_cap_and_the_ratio_always():

@@ -32,7 +32,7 @@ WRONG: list[Any] = [[], {}, "<script>alert(1)</script>", True, [[1]], {"a": 1}]
 
 def wrong_for(cls: type[Any], good: dict[str, Any]) -> list[Any]:
     """(key, value) of every field with values of every kind that it cannot have."""
-    fitting = {"str": str, "Mapping": dict, "bool": bool}
+    fitting = {"str": str, "Mapping": dict, "bool": bool, "list": list}
     pairs = []
     for entry in fields(cls):
         kinds = tuple(kind for word, kind in fitting.items() if word in str(entry.type))
@@ -56,6 +56,11 @@ def records_path(tmp_path) -> Path:
 @pytest.mark.parametrize(("key", "value"), wrong_for(RunHeader, HEADER))
 def test_a_first_line_with_a_value_of_the_wrong_kind_is_refused(records_path, key, value):
     refuse(records_path, json.dumps({**HEADER, key: value}))
+
+
+@pytest.mark.parametrize("changes", [[1], [[1]], [[1, 2, 0.1], None], [[1, "2", 0.1]], [[1, 2, True]], [{}], ["123"]])
+def test_changes_that_are_none_are_refused(records_path, changes):
+    refuse(records_path, json.dumps(HEADER), json.dumps({**EPOCH, "changes": changes}))
 
 
 @pytest.mark.parametrize(("key", "value"), wrong_for(EpochRecord, EPOCH))

@@ -6,6 +6,7 @@ import pytest
 from divebatch.errors import ArgumentError
 from divebatch.experiments import experiment_names, get_experiment, parse_experiment
 from divebatch.experiments.catalog import FOLDER
+from divebatch.policies import POLICIES
 
 
 def table() -> dict:
@@ -25,6 +26,23 @@ def test_the_papers_hyperparameters():
     assert convex.methods["divebatch"].policy.settings == {"delta": 1.0, "max_batch_size": 4096}
     assert nonconvex.methods["oracle"].policy.settings == {"delta": 0.1, "max_batch_size": 8192}
     assert (convex.epochs, convex.trials, nonconvex.epochs, nonconvex.trials) == (100, 10, 100, 10)
+
+
+@pytest.mark.parametrize("name", ["policies-cifar10", "policies-synthetic", "policies-synthetic-nonconvex"])
+def test_the_experiments_with_every_policy_have_every_policy(name):
+    methods = get_experiment(name).methods
+    assert {method.policy.kind for method in methods.values()} == set(POLICIES)
+    assert {"sgd-small", "sgd-tuned", "sgd-large-warmup", "adabatch", "divebatch-split", "adascale"} <= set(methods)
+    assert {method.lr_coupling for method in methods.values()} == {"none", "linear", "sqrt", "adascale"}
+
+
+def test_for_a_compiler_every_policy_keeps_to_few_sizes():
+    """Those that go by doublings or a table need no rounding; SimiGrad goes by tenths and would not move with it."""
+    methods = get_experiment("policies-cifar10").with_training(compile=True).methods
+    coarse = {"fixed", "adabatch", "auto", "geodamp", "sample-schedule", "plateau", "simigrad"}
+    for method in methods.values():
+        rounded = method.multiple_of == 64 or method.policy.settings.get("multiple_of") == 64
+        assert rounded == (method.policy.kind not in coarse)
 
 
 def change(path: str, value: object) -> dict:
@@ -62,6 +80,9 @@ def change(path: str, value: object) -> dict:
             r"\[methods.oracle\]: unknown lr_coupling 'cubic'; known: none, linear",
         ),
         ("methods/oracle/estimator", "orcle", r"unknown estimator 'orcle'; known: None, trajectory, oracle"),
+        ("methods/oracle/every_steps", 0, r"\[methods.oracle\]: every_steps must be an integer of at least 1"),
+        ("methods/oracle/base_batch_size", 0, r"base_batch_size must be an integer of at least 1"),
+        ("methods/oracle/multiple_of", 0, r"multiple_of must be an integer of at least 1"),
         ("methods", None, r"needs at least one \[methods.NAME\]"),
         ("data", 3, r"\[data\]: must be a table, got 3"),
     ],

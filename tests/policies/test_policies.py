@@ -17,6 +17,7 @@ from divebatch.measurement import History, Spread
 from divebatch.policies import (
     POLICIES,
     AdaDamp,
+    Auto,
     Cabs,
     GeoDamp,
     Goodput,
@@ -46,6 +47,8 @@ CASES = {
     "divebatch, multiples": DiveBatch(0.1, CAP, min_batch_size=8, multiple_of=64, monotone=False),
     "divebatch, not at the cap": DiveBatch(0.1, CAP, measure_at_cap=False, every=2),
     "divebatch, without delta": DiveBatch.without_delta(CAP, monotone=False),
+    "auto": Auto(CAP),
+    "auto, for Adam": Auto(CAP, warm_up=3, lr_coupling="sqrt"),
     "noise-scale": NoiseScale(CAP),
     "noise-scale, priced": NoiseScale(CAP, price=2.5, every=2, monotone=False, multiple_of=8),
     "norm-test": NormTest(CAP),

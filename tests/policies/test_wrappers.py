@@ -7,7 +7,7 @@ import pytest
 from divebatch import AdaBatch, Decision, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History
-from divebatch.policies import DiveBatch, GeoDamp, NoiseScale, SimiGrad, SpillOver, Steady, WarmUp
+from divebatch.policies import DiveBatch, GeoDamp, NoiseScale, Rounded, SimiGrad, SpillOver, Steady, WarmUp
 
 CAP, N = 1000, 50_000
 
@@ -54,6 +54,15 @@ def test_steady_keeps_a_size_for_its_time():
     asks = Asks(200, 300, 400, 500, 600, 700)
     assert run(Steady(asks, dwell=3), 6)[0] == [100, 100, 400, 400, 400, 700]
     assert run(Steady(asks), 6)[0] == [200, 300, 400, 500, 600, 700]
+
+
+def test_rounded_goes_by_multiples_and_never_past_the_present_size():
+    asks = Asks(140, 200, 255, 256, 70, 63, None)
+    assert run(Rounded(asks, 64), 7)[0] == [128, 192, 192, 256, 64, 64, 64]
+    assert run(Rounded(Asks(120, 90, 30), 64), 3)[0] == [100, 64, 64]  # 120 would lead down, 90 to 64, 30 to none
+    assert Rounded(SimiGrad(CAP), 64).lr_coupling == "sqrt"
+    with pytest.raises(ArgumentError, match="multiple_of must be an integer of at least 1"):
+        Rounded(asks, 0)
 
 
 def test_steady_makes_no_small_change():

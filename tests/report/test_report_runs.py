@@ -29,6 +29,8 @@ BROKEN = {
     "a batch size of null": HEADER.encode() + json.dumps({**EPOCH, "batch_size": None}).encode() + b"\n",
     "a number without end": HEADER.encode() + json.dumps({**EPOCH, "steps": 10**400}).encode() + b"\n",
     "a number of too many digits": HEADER.encode() + b'{"kind": "epoch", "steps": ' + b"9" * 5000 + b"}\n",
+    "changes that are none": HEADER.encode() + json.dumps({**EPOCH, "changes": [[1, 2]]}).encode() + b"\n",
+    "a change in words": HEADER.encode() + json.dumps({**EPOCH, "changes": [[1, "more", 0.1]]}).encode() + b"\n",
     "the same epoch twice": HEADER.encode() + 2 * (json.dumps(EPOCH).encode() + b"\n"),
 }
 

@@ -58,6 +58,13 @@ def test_final_values_are_means_with_standard_errors(tmp_path: Path) -> None:
     assert cells["sgd-small"]["final val loss"] == f"{0.04:.4f} ± {error:.4f}"
 
 
+def test_sizes_within_epochs_count_too(tmp_path: Path) -> None:
+    rows = [{"batch_size": 512, "changes": [[3, 4096, 0.2], [7, 512, 0.1]]}, {"batch_size": 1024}]
+    write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 2, "method": {"batch_size": 128}})
+    summary = summaries_of(tmp_path)["auto"]
+    assert (summary.first_batch_size, summary.largest_batch_size, summary.final_batch_size) == (128, 4096, 1024)
+
+
 def test_batch_sizes_steps_and_seconds_are_means_over_trials(tmp_path: Path) -> None:
     for seed, sizes in enumerate([[128, 4096, 2000], [128, 512, 1024]]):
         rows = [{"batch_size": b, "steps": 7 * (seed + 1), "train_seconds": 1.5 + seed, "val_loss": 1.0} for b in sizes]

@@ -17,6 +17,7 @@ from divebatch import AdaBatch, AdaptiveLoader, Controller, DiveBatch, Fixed
 from divebatch.errors import CheckpointError, DivergedError
 from divebatch.estimators import make_estimator
 from divebatch.norms.sums import Sums
+from divebatch.policies import GradientDamp, SampleSchedule
 from divebatch.training import Clock, Setup, Trainer
 
 CPU = torch.device("cpu")
@@ -60,6 +61,7 @@ class Case:
     setup: Setup = field(default_factory=Setup)
     log_exact: bool = False
     wrap: Callable[[TensorDataset], Any] = lambda data: data
+    every_steps: int | None = None
 
 
 CASES = {
@@ -74,6 +76,9 @@ CASES = {
         dropout=0.5, estimator=lambda: make_estimator("trajectory", mode="sketch"), wrap=OneByOne
     ),
     "micro-batches": Case(setup=Setup(micro_batch_size=3)),
+    "within epochs": Case(
+        policy=GradientDamp(20), estimator=lambda: make_estimator("split"), every_steps=2, coupling="adascale"
+    ),
 }
 
 
@@ -100,6 +105,7 @@ def build(case: Case, *, lr: float = 0.5) -> Trainer:
         estimator=case.estimator(),
         lr_coupling=case.coupling,
         scheduler=schedulers,
+        every_steps=case.every_steps,
         loss_fn=binary_cross_entropy_with_logits,
     )
     return Trainer(
@@ -152,6 +158,16 @@ def test_a_state_taken_after_any_step_continues_to_the_same_bits(case):
         done = state["control"]["epoch"]
         assert run_on(resumed) == records[done:]
         assert all(map(torch.equal, weights(resumed), final))
+
+
+def test_a_size_that_changes_within_an_epoch_is_the_full_size_from_then_on():
+    trainer = build(Case(policy=SampleSchedule("0:8 16:5 26:9"), every_steps=1, setup=Setup(micro_batch_size=7)))
+    full_sizes: list[int] = []
+    with trainer.control:
+        record = trainer.run_epoch(after_step=lambda: full_sizes.append(trainer.passes.full_size))
+    assert full_sizes == [7, 7, 5, 5, 7, 7]  # parts of 8, 8, 5, 5, 9, 9
+    assert [change[:2] for change in record.changes or []] == [[2, 5], [4, 9]]
+    assert {size for size, _ in trainer.passes.variants} == {7, 5}
 
 
 def test_sums_that_were_saved_and_loaded_end_in_the_same_bits():

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed
+from divebatch.data.one_pass import Pass
+from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed, order_of, size_of
 from divebatch.data.sampler import checked_batch_size, num_batches
 from divebatch.data.source import make_source
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
@@ -29,34 +29,9 @@ _PASSED_ON = (
 """What `wrap` takes over from a DataLoader; its generator too, where it has one of its own."""
 
 
-@dataclass(slots=True)
-class Pass:
-    """One trip through the data at one batch size, and how far it has come."""
-
-    epoch: int
-    """From 0."""
-    batch_size: int
-    order: Tensor | Sequence[Any] | None
-    num_batches: int | None
-    """None for a stream."""
-    batches: int = 0
-    """Delivered to the loop, not merely prefetched."""
-    samples: int = 0
-    is_open: bool = True
-    """False once its iterator is used up or was left."""
-    seconds: float = field(default=0.0, compare=False)
-    """From the first request for a batch to the end, where it has ended; a resumed pass counts from its resume."""
-    samples_before: int = field(default=0, compare=False)
-    """Delivered in an earlier life."""
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Loading and training together; None where nothing was timed."""
-        return (self.samples - self.samples_before) / self.seconds if self.seconds > 0 else None
-
-
 class AdaptiveLoader:
     """Drop-in for a DataLoader. Set `batch_size` at any time: it reads back at once and is in force next epoch.
+    `recut` changes the rest of the epoch under way too.
 
     The order of an epoch depends on (seed, epoch) alone, so runs repeat and resume whatever the sizes were. Leaving a
     pass early (`break`, `next(iter(loader))`) does not count: the epoch starts again from its beginning. To evaluate on
@@ -89,7 +64,7 @@ class AdaptiveLoader:
             raise ArgumentError(f"{', '.join(clash)} cannot be passed on; use AdaptiveLoader.wrap(DataLoader(...))")
         order: Order | None = None
         if not isinstance(dataset, IterableDataset):
-            size = _size_of(dataset)
+            size = size_of(dataset)
             order = Shuffled(size, seed) if shuffle else Sequential(size)
         self._setup(dataset, batch_size, order, seed, drop_last, dataloader_kwargs)
 
@@ -106,7 +81,7 @@ class AdaptiveLoader:
             kind = "none (batch_size=None)" if batch_sampler is None else type(batch_sampler).__name__
             raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")
         loader = cls.__new__(cls)
-        order = None if isinstance(dataloader.dataset, IterableDataset) else _order_of(batch_sampler.sampler, seed)
+        order = None if isinstance(dataloader.dataset, IterableDataset) else order_of(batch_sampler.sampler, seed)
         settings = {name: getattr(dataloader, name) for name in _PASSED_ON}
         if dataloader.generator is not None:
             settings["generator"] = dataloader.generator
@@ -135,6 +110,7 @@ class AdaptiveLoader:
         self._resume, self._began = False, time.perf_counter()
         self._batches_before, self._samples_before = 0, 0
         self._listeners: list[Callable[[], None]] = []
+        self._step_listeners: list[Callable[[Pass], None]] = []
 
     # What a user reads and sets
 
@@ -146,6 +122,27 @@ class AdaptiveLoader:
     @batch_size.setter
     def batch_size(self, value: int) -> None:
         self._batch_size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
+
+    def recut(self, batch_size: int) -> None:
+        """Set `batch_size` and cut with it what the epoch under way has not delivered yet: still each sample once.
+
+        Batches that workers prefetched are thrown away and fetched anew. With `drop_last` the epoch ends where what is
+        left fills no batch of the new size.
+        """
+        if not self.can_recut:
+            raise UsageError(
+                "the batch size of a stream cannot change within an epoch: what its workers hold cannot be cut anew"
+            )
+        self.batch_size = batch_size
+        current = self._current
+        if current is not None and (current.is_open or self._resume):
+            current.batch_size = batch_size
+            current.num_batches = self._total_batches(current)
+
+    @property
+    def can_recut(self) -> bool:
+        """False for a stream."""
+        return self._order is not None
 
     @property
     def dataset_size(self) -> int | None:
@@ -183,11 +180,11 @@ class AdaptiveLoader:
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:
-        if self._current is not None and not self._resume and self._is_used_up(self._current):
+        if self._current is not None and not self._resume and self._current.is_used_up:
             self._close(self._current)
         if not self._resume or self._current is None:
             self._current = self._new_pass()
-            for listener in self._listeners:
+            for listener in list(self._listeners):
                 listener()
         self._resume = False
         return self._run(self._current)
@@ -207,27 +204,46 @@ class AdaptiveLoader:
         return self._settings.get("num_workers") or 0
 
     def _run(self, current: Pass) -> Iterator[Any]:
-        batches = self._source.batches(
-            current.order,
-            current.batch_size,
-            start=current.batches,
-            seed=(self.seed, current.epoch),
-        )
         current.samples_before, self._began = current.samples, time.perf_counter()
+        if current.batches:  # resumed: the state was taken before the loop came back for more
+            self._tell_of_step(current)
+        size, batches = current.batch_size, self._rest(current)
         try:
-            for num_samples, batch in batches:
+            while (counted := next(batches, None)) is not None:
                 if current is not self._current:
                     raise UsageError(
                         "another pass over this loader began while this one ran: to look at the data in between use "
                         "loader.full_pass() or a loader of its own"
                     )
                 current.batches += 1
-                current.samples += num_samples
-                yield batch
+                current.samples += counted[0]
+                yield counted[1]
+                self._tell_of_step(current)
+                if current.batch_size != size:
+                    size, batches = current.batch_size, self._rest(current)
         finally:
             current.is_open = False
         if current is self._current:
             self._close(current)
+
+    def _rest(self, current: Pass) -> Iterator[tuple[int, Any]]:
+        """What is still to be delivered, cut with the size in force, each batch with its number of samples."""
+        seed, size = (self.seed, current.epoch), current.batch_size
+        if current.order is None:
+            return self._source.batches(None, size, start=current.batches, seed=seed)
+        left = current.left
+        return self._source.batches(left, size, start=0, seed=seed) if left is not None and len(left) else iter(())
+
+    def _total_batches(self, current: Pass) -> int | None:
+        if current.order is None:
+            return self._num_batches(None, current.batch_size)
+        return current.batches + (self._num_batches(current.left, current.batch_size) or 0)
+
+    def _tell_of_step(self, current: Pass) -> None:
+        """The loop has come back for more, so the step on the last batch is made; after the last one nobody asks."""
+        if current is self._current and not current.is_used_up:
+            for listener in list(self._step_listeners):
+                listener(current)
 
     def _close(self, current: Pass) -> None:
         """The pass is over: its counts become final."""
@@ -243,11 +259,6 @@ class AdaptiveLoader:
             self._stream_size = _stream_size(self.dataset) or current.samples
         self._epoch, self._current, self._finished = current.epoch + 1, None, current
 
-    @staticmethod
-    def _is_used_up(current: Pass) -> bool:
-        """All batches delivered, even if the loop stopped before the iterator could say so."""
-        return current.batches == current.num_batches
-
     # What a controller uses
 
     @property
@@ -257,7 +268,7 @@ class AdaptiveLoader:
 
     def require_finished_pass(self) -> Pass:
         """The same, also where the loop stopped at the last batch; an error says how far it came if there is none."""
-        if self._current is not None and self._is_used_up(self._current):
+        if self._current is not None and self._current.is_used_up:
             self._close(self._current)
         if self._finished is None:
             raise UsageError(self._why_not_finished())
@@ -287,12 +298,11 @@ class AdaptiveLoader:
 
     def on_new_pass(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` whenever a pass starts from its beginning; returns what takes it off again."""
-        self._listeners.append(listener)
+        return _listening(self._listeners, listener)
 
-        def forget() -> None:
-            self._listeners = [other for other in self._listeners if other is not listener]
-
-        return forget
+    def on_step(self, listener: Callable[[Pass], None]) -> Callable[[], None]:
+        """Call `listener` with the pass under way between two of its batches; returns what takes it off again."""
+        return _listening(self._step_listeners, listener)
 
     # State
 
@@ -355,8 +365,9 @@ class AdaptiveLoader:
             order = self._order.draw(self._epoch)
         elif isinstance(self._order, FromSampler):
             self._order.last_drawn = order
-        size = state["batch_size"]
-        return Pass(self._epoch, size, order, self._num_batches(order, size), state["batches"], state["samples"])
+        restored = Pass(self._epoch, state["batch_size"], order, None, state["batches"], state["samples"])
+        restored.num_batches = self._total_batches(restored)
+        return restored
 
     def _why_not_finished(self) -> str:
         if self._current is None or self._current.batches == 0:
@@ -365,26 +376,15 @@ class AdaptiveLoader:
         return f"epoch {self._epoch + 1} has not ended: {done} of {total} batches were delivered"
 
 
-def _size_of(dataset: Any) -> int:
-    try:
-        size = len(dataset)
-    except TypeError as error:
-        raise ArgumentError(f"{type(dataset).__name__} has no length; make it an IterableDataset") from error
-    if size == 0:
-        raise ArgumentError(f"the dataset is empty: len({type(dataset).__name__}) is 0")
-    return size
+def _listening(listeners: list[Any], listener: Any) -> Callable[[], None]:
+    """Put `listener` on the list; what is returned takes it off, the second time without effect."""
+    listeners.append(listener)
+
+    def forget() -> None:
+        listeners[:] = [other for other in listeners if other is not listener]
+
+    return forget
 
 
 def _stream_size(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
-
-
-def _order_of(sampler: Any, seed: int) -> Order:
-    """Ours for torch's two plain samplers, so that epochs repeat and resume; else the sampler itself."""
-    if type(sampler) is SequentialSampler:
-        return Sequential(_size_of(sampler.data_source))
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        size = _size_of(sampler.data_source)
-        if sampler.num_samples == size:
-            return Shuffled(size, seed)
-    return FromSampler(sampler)

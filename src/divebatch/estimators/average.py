@@ -64,7 +64,7 @@ class PairAverage:
     def unknown(self) -> Diversity:
         """What no estimate at all says: any noise scale is possible."""
         nothing = Spread(trace_variance=math.inf, sq_norm_variance=math.inf, covariance=0.0, degrees=0.0)
-        return Diversity(math.nan, math.nan, int(self.num_samples), nothing)
+        return Diversity(math.nan, math.nan, max(1, int(self.num_samples)), nothing)
 
     def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
         """From the distance of each estimate to the mean: right also where some are less exact than others."""

@@ -5,18 +5,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from divebatch.errors import CheckpointError
 from divebatch.estimators.average import unbiased
+from divebatch.estimators.estimator import Scene, optimizer_of
+from divebatch.estimators.precondition import Preconditioner, require_second_moment
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.norms.sketch import sum_dtype
 
 
 class Chunks:
-    """Adds up chunk gradients; costs one copy of the trainable parameters."""
+    """Adds up chunk gradients; costs one copy of the trainable parameters.
 
-    def __init__(self, model: nn.Module) -> None:
+    With an `optimizer` gradients are first divided by the root of its second moment, as it stood at the first of the
+    chunks that belong together; that costs a second copy.
+    """
+
+    def __init__(self, model: nn.Module, *, optimizer: Optimizer | None = None) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._preconditioner = Preconditioner(optimizer, self.parameters) if optimizer is not None else None
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in self.parameters.items()}
         self.forget()
 
@@ -24,10 +32,19 @@ class Chunks:
         """Back to no chunk."""
         self._sizes: list[int] = []
         self._sq_norms: list[Tensor] = []
+        self._scales: dict[str, Tensor] | None = None
         torch._foreach_zero_(list(self._sums.values()))
 
     def add(self, gradients: Mapping[str, Tensor], num_samples: int, *, scale: float = 1.0) -> None:
-        """A chunk of `num_samples` samples whose mean gradient is `scale` times `gradients`."""
+        """A chunk of `num_samples` samples whose mean gradient is `scale` times `gradients`.
+
+        Before an optimizer's first step there is nothing to divide by, and the chunk is left out.
+        """
+        if self._preconditioner is not None:
+            self._scales = self._scales or self._preconditioner.scales()
+            if self._scales is None:
+                return
+            gradients = _rescaled(gradients, self._scales)
         sums = [self._sums[name] for name in gradients]
         plain = [_like(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
         self._sizes.append(num_samples)
@@ -59,6 +76,7 @@ class Chunks:
             "sizes": list(self._sizes),
             "sq_norms": [float(each) for each in self._sq_norms],
             "sums": {name: total.clone() for name, total in self._sums.items()} if self.num_chunks else {},
+            "scales": {name: scale.clone() for name, scale in self._scales.items()} if self._scales else None,
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -80,16 +98,26 @@ class Chunks:
         self._sq_norms = [torch.tensor(each, dtype=torch.float64) for each in state["sq_norms"]]
         for name, total in state["sums"].items():
             self._sums[name].copy_(total)
+        self._scales = state.get("scales")
 
 
 class ChunkWise(Stepwise):
     """An estimate from chunks; one may be half-way through them when a state is taken."""
 
-    def __init__(self, *, decay: float = 1.0) -> None:
+    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False) -> None:
         super().__init__(decay=decay)
+        self._preconditioned = preconditioned
         self._chunks: Chunks | None = None
         self._stepped = 0
         """Samples the loader had delivered at the last optimizer step."""
+
+    def _require_optimizer(self, scene: Scene, name: str) -> None:
+        optimizer = optimizer_of(scene, name)
+        if self._preconditioned:
+            require_second_moment(optimizer)
+
+    def _new_chunks(self, scene: Scene) -> Chunks:
+        return Chunks(scene.model, optimizer=scene.optimizer if self._preconditioned else None)
 
     def _own_state(self) -> dict[str, Any]:
         assert self._chunks is not None
@@ -121,6 +149,11 @@ def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
+
+
+def _rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Coordinate by coordinate. A parameter that the optimizer has not moved yet has no scale and is left out."""
+    return {name: _like(g, scales[name]) * scales[name] for name, g in gradients.items() if name in scales}
 
 
 def _like(gradient: Tensor, total: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,8 +36,9 @@ class Estimator(Protocol):
     """Turns what an epoch's backward passes show into a `Diversity`.
 
     The controller calls `bind` once, then for each epoch that is to be measured `start`, `restart` if the epoch begins
-    anew, and `finish`. Between `finish` and `start` nothing may be attached to the model. A new estimator is one file
-    in this folder and one row in `catalog.py`.
+    anew, and `finish`. Between `finish` and `start` nothing may be attached to the model. One that may be asked within
+    an epoch also has `window`: what was seen since the last call or the start, while measuring goes on. A new estimator
+    is one file in this folder and one row in `catalog.py`.
     """
 
     def bind(self, scene: Scene) -> None:
@@ -70,4 +71,13 @@ class Estimator(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue an epoch; called after `start`."""
+        ...
+
+
+@runtime_checkable
+class Windowed(Protocol):
+    """An estimator that may be asked within an epoch."""
+
+    def window(self) -> Diversity:
+        """What was seen since the last call, or since `start`; measuring goes on."""
         ...

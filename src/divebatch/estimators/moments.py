@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.chunks import Chunks, ChunkWise
+from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.measurement import Diversity
 
@@ -21,20 +21,25 @@ class Moments(ChunkWise):
 
     It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler
     has undone its scale by then. Two batches scatter as two chunks do in `split`, with half as many estimates.
+
+    `preconditioned=True` is `split`'s; a window is divided by what its first step was.
     """
 
-    def __init__(self, *, window: int = 2, decay: float = 1.0) -> None:
-        super().__init__(decay=decay)
+    replay_token = True
+    """Nothing is attached to the backward pass, so one that was recorded without may be replayed."""
+
+    def __init__(self, *, window: int = 2, decay: float = 1.0, preconditioned: bool = False) -> None:
+        super().__init__(decay=decay, preconditioned=preconditioned)
         if isinstance(window, bool) or not isinstance(window, int) or window < 2:
             raise ArgumentError(f"window must be an integer of at least 2, got window={window!r}")
-        self._window = window
+        self._num_steps = window
         self._handle: RemovableHandle | None = None
 
     def _prepare(self, scene: Scene) -> None:
-        optimizer_of(scene, "moments")
+        self._require_optimizer(scene, "moments")
 
     def _attach(self, scene: Scene) -> None:
-        self._chunks, self._stepped = Chunks(scene.model), scene.samples_delivered()
+        self._chunks, self._stepped = self._new_chunks(scene), scene.samples_delivered()
         self._handle = optimizer_of(scene, "moments").register_step_pre_hook(self._on_step)
 
     def _detach(self) -> None:
@@ -52,7 +57,7 @@ class Moments(ChunkWise):
         self._stepped += size
         chunks.add(gradients, size, scale=1.0 if scene.loss_reduction == "mean" else 1 / size)
         self._average.num_samples = self._average.num_samples + size
-        if chunks.num_chunks == self._window:
+        if chunks.num_chunks == self._num_steps:
             self._average.add(chunks.pair(), chunks.num_samples)
             chunks.forget()
 

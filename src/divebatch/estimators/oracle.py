@@ -39,6 +39,10 @@ class Oracle:
     def restart(self) -> None:
         """Nothing to forget."""
 
+    def window(self) -> Diversity:
+        """At the present weights, like `finish`: nothing is attached."""
+        return self.finish()
+
     def finish(self) -> Diversity:
         """One exact pass at the present weights."""
         if self._scene is None:

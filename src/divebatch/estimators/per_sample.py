@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from divebatch.errors import CoverageError, UsageError
+from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators.average import unbiased
 from divebatch.estimators.chunks import sq_norm
 from divebatch.estimators.estimator import Scene
@@ -33,8 +33,13 @@ class PerSample(Stepwise):
     `settings` go to `NormMeter`: mode="sketch", compiled=True, fallback="vmap", grad_scaler=...
     """
 
-    def __init__(self, *, decay: float = 1.0, **settings: Any) -> None:
+    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, **settings: Any) -> None:
         super().__init__(decay=decay)
+        if preconditioned:
+            raise ArgumentError(
+                "per-sample norms come from factors of each layer's gradient, which cannot be divided coordinate by "
+                "coordinate: use Split(preconditioned=True) or Moments(preconditioned=True)"
+            )
         self._settings = settings
         self._meter: _PassMeter | None = None
 

@@ -9,7 +9,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.chunks import Chunks, ChunkWise
+from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.measurement import Diversity
 from divebatch.norms.share import current_share
@@ -30,12 +30,15 @@ class Split(ChunkWise):
     over one chunk at a time. Cost: one copy of the trainable parameters; more backward passes only where batches would
     not have been cut anyway. Two chunks scatter more than `per-sample`; the interval says how much. Works with every
     model, since no layer needs a rule. Under a GradScaler use `moments`.
+
+    `preconditioned=True` measures gradients as an Adam-like optimizer sees them, each coordinate over the root of its
+    running second moment. Exact: all chunks of a batch are divided by the same.
     """
 
     min_parts = 2
 
-    def __init__(self, *, decay: float = 1.0) -> None:
-        super().__init__(decay=decay)
+    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False) -> None:
+        super().__init__(decay=decay, preconditioned=preconditioned)
         self._handles: list[RemovableHandle] = []
         self._received: dict[str, Tensor] = {}
         self._task, self._counts = -1, False
@@ -46,10 +49,10 @@ class Split(ChunkWise):
                 f"split needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
                 f"'moments' and 'per-sample' take sums"
             )
-        optimizer_of(scene, "split")
+        self._require_optimizer(scene, "split")
 
     def _attach(self, scene: Scene) -> None:
-        self._chunks = Chunks(scene.model)
+        self._chunks = self._new_chunks(scene)
         self._delivered = self._stepped = scene.samples_delivered()
         self._batch = 0
         self._handles = [optimizer_of(scene, "split").register_step_pre_hook(self._end_of_batch)]

@@ -15,13 +15,16 @@ class Stepwise(ABC):
     `decay` below 1 makes it an exponential mean over steps, debiased: 0.95 looks back some twenty steps. The interval
     comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so it is rather
     too wide than too narrow.
+
+    Where decisions come every so many steps, each sees the steps since the last one. An exponential mean goes on
+    through the decisions of an epoch instead: it forgets by itself.
     """
 
     def __init__(self, *, decay: float = 1.0) -> None:
         self._decay = PairAverage(decay=decay).decay
         self._average = PairAverage(decay=self._decay)
         self._scene: Scene | None = None
-        self._is_on = False
+        self._is_on, self._was_read = False, False
 
     def bind(self, scene: Scene) -> None:
         """Look the model over; raise here if it cannot be measured."""
@@ -32,7 +35,7 @@ class Stepwise(ABC):
 
     def start(self) -> None:
         """Attach, with nothing seen."""
-        self._average = PairAverage(decay=self._decay)
+        self._average, self._was_read = PairAverage(decay=self._decay), False
         self._attach(self._bound())
         self._is_on = True
 
@@ -42,12 +45,26 @@ class Stepwise(ABC):
             self.close()
             self.start()
 
+    def window(self) -> Diversity:
+        """The means since the last call, or since the start; go on measuring."""
+        self._was_read = True
+        seen = self._seen()
+        if self._decay == 1:
+            self._average = PairAverage()
+        return seen
+
     def finish(self) -> Diversity:
-        """The means over the epoch; then detach."""
+        """The means over the epoch, or since the last window; then detach."""
         self._bound()
-        diversity = self._when_empty() if self._average.is_empty else self._average.diversity()
+        diversity = self._seen()
         self.close()
         return diversity
+
+    def _seen(self) -> Diversity:
+        if not self._average.is_empty:
+            return self._average.diversity()
+        # A few steps may show nothing, a last batch of one sample for instance; a whole epoch should have.
+        return self._average.unknown() if self._was_read else self._when_empty()
 
     def close(self) -> None:
         """Detach."""
@@ -57,7 +74,9 @@ class Stepwise(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, if an epoch is being measured."""
-        return {"average": self._average.state_dict(), **self._own_state()} if self._is_on else {}
+        if not self._is_on:
+            return {}
+        return {"average": self._average.state_dict(), "was_read": self._was_read, **self._own_state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Sums of another model are refused."""
@@ -69,6 +88,7 @@ class Stepwise(ABC):
         if state:
             self._load_own_state(state)
             self._average.load_state_dict(state["average"])
+            self._was_read = state.get("was_read", False)
 
     def _bound(self) -> Scene:
         if self._scene is None:

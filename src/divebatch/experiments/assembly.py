@@ -15,9 +15,9 @@ from divebatch.experiments.datasets import DATASETS, DataPlace, Split
 from divebatch.experiments.models import MODELS, ModelSettings
 from divebatch.experiments.run import Run
 from divebatch.experiments.schedules import SCHEDULES, warm_up
-from divebatch.experiments.schema import Experiment, Part, build_settings
+from divebatch.experiments.schema import Experiment, Method, Part, build_settings
 from divebatch.norms.sketch import seed_signs
-from divebatch.policies import make_policy
+from divebatch.policies import Policy, Rounded, make_policy
 from divebatch.training import Clock, Trainer
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
@@ -41,9 +41,11 @@ def make_trainer(run: Run) -> Trainer:
         model,
         optimizer,
         loader,
-        make_policy(method.policy.kind, **method.policy.settings),
+        _policy(method),
         estimator=_estimator(run),
         lr_coupling=method.lr_coupling,
+        base_batch_size=method.base_batch_size,
+        every_steps=method.every_steps,
         scheduler=[each for each in (schedule, warming) if each is not None],
         loss_fn=settings.loss_fn,
     )
@@ -87,6 +89,11 @@ def _build_model(run: Run, settings: ModelSettings, split: Split) -> nn.Module:
     model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
     memory_format = torch.channels_last if run.experiment.training.channels_last else torch.contiguous_format
     return model.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
+
+
+def _policy(method: Method) -> Policy:
+    policy = make_policy(method.policy.kind, **method.policy.settings)
+    return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
 def _estimator(run: Run) -> str | Estimator | None:

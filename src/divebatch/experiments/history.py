@@ -1,15 +1,16 @@
 """What is on disk of a run, and how far it can be built upon."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from divebatch.errors import CheckpointError, DivebatchError, RecordError
 from divebatch.experiments.run import Run
+from divebatch.experiments.schema import Method
 from divebatch.records import EpochRecord, RunHeader, read_run, rewrite_run
 from divebatch.training import load_newest
 
@@ -105,14 +106,22 @@ def reading_state(run: Run) -> Iterator[None]:
         raise CheckpointError(f"checkpoint '{run.checkpoint_path}' does not fit this run: {what}") from error
 
 
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A method from before it had all its settings had them at their defaults."""
+    method = config.get("method")
+    defaults = {entry.name: entry.default for entry in fields(Method) if entry.default is not MISSING}
+    return {**config, "method": {**defaults, **method}} if isinstance(method, Mapping) else dict(config)
+
+
 def _require_same(run: Run, header: RunHeader) -> None:
     """A resume must continue the same configuration."""
     wanted = json.loads(json.dumps(run.config))  # as a file holds it: lists for tuples
-    keys = {*wanted, *header.config} - WORDS
-    different = sorted(key for key in keys if wanted.get(key) != header.config.get(key))
+    there = _with_defaults(header.config)
+    keys = {*wanted, *there} - WORDS
+    different = sorted(key for key in keys if wanted.get(key) != there.get(key))
     if different:
         key = different[0]
         raise CheckpointError(
-            f"'{run.records_path}' is a run with another configuration: {key} is {header.config.get(key)!r} there "
+            f"'{run.records_path}' is a run with another configuration: {key} is {there.get(key)!r} there "
             f"and {wanted.get(key)!r} now. Use another --out folder."
         )

@@ -22,6 +22,10 @@ EPOCH_COUNTED = frozenset({"every", "every_epochs", "over_epochs", "after_epochs
 
 COMPILED_MULTIPLE = 64
 """Samples by which compiled batch sizes differ."""
+ROUNDING = frozenset({"divebatch", "noise-scale", "norm-test", "inner-product-test", "cabs", "goodput"})
+"""Policies with any number of sizes that have a setting for it. SimiGrad goes by tenths and would not move."""
+FINE_GRAINED = frozenset({"smith", "seesaw", "adadamp", "gradient-damp", "padadamp"})
+"""The same without a setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,7 @@ class Method:
     """One way of training: its first batch size and rate, and what becomes of them.
 
     The rate grows linearly, step by step, over the first `warmup_epochs`, on top of the experiment's schedule.
+    `every_steps` and `base_batch_size` are the controller's.
     """
 
     label: str
@@ -71,6 +76,10 @@ class Method:
     lr_coupling: str = "none"
     estimator: str | None = None
     warmup_epochs: int = 0
+    every_steps: int | None = None
+    base_batch_size: int | None = None
+    multiple_of: int = 1
+    """What the policy's sizes are rounded down to."""
 
     def scaled(self, ratio: float) -> "Method":
         """Epoch-counted settings times `ratio`."""
@@ -79,7 +88,11 @@ class Method:
 
     def for_compiler(self) -> "Method":
         """Sizes that follow a measurement are rounded down: each new one costs the compiler half a minute."""
-        if self.policy.kind != "divebatch" or "multiple_of" in self.policy.settings:
+        if self.multiple_of > 1 or "multiple_of" in self.policy.settings:
+            return self
+        if self.policy.kind in FINE_GRAINED:
+            return replace(self, multiple_of=COMPILED_MULTIPLE)
+        if self.policy.kind not in ROUNDING:
             return self
         settings = {**self.policy.settings, "multiple_of": COMPILED_MULTIPLE}
         return replace(self, policy=replace(self.policy, settings=settings))
@@ -169,6 +182,9 @@ def _method(table: Any, where: str) -> Method:
         require_positive("lr", method.lr)
         if method.warmup_epochs < 0:
             raise ArgumentError(f"warmup_epochs must not be negative, got {method.warmup_epochs}")
+        for name in ("every_steps", "base_batch_size", "multiple_of"):
+            if getattr(method, name) is not None:
+                require_count(name, getattr(method, name))
         _require_known("lr_coupling", method.lr_coupling, COUPLINGS)
         _require_known("estimator", method.estimator, {None: None, **ESTIMATORS})
         make_policy(method.policy.kind, **method.policy.settings).check_start(method.batch_size)

@@ -54,7 +54,7 @@ def make_controller(
         optimizer.optimizer if isinstance(optimizer, _optimizer.AcceleratedOptimizer) else optimizer,
         loader,
         policy,
-        estimator=under_scaler(estimator, accelerator.scaler),
+        estimator=under_scaler(estimator or policy.estimator, accelerator.scaler),
         scheduler=schedulers,
         **settings,
     )

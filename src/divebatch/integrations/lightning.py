@@ -101,7 +101,9 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
             trainer.optimizers[0],
             self.loader,
             self.policy if self._num_passes == 1 else OverPasses(self.policy, self._num_passes),
-            estimator=under_scaler(self._estimator, getattr(trainer.precision_plugin, "scaler", None)),
+            estimator=under_scaler(
+                self._estimator or self.policy.estimator, getattr(trainer.precision_plugin, "scaler", None)
+            ),
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
             **self._settings,
         )

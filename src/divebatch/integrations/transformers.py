@@ -203,7 +203,7 @@ class _Follow(_TrainerCallback):  # type: ignore[misc]
             getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             trainer.train_loader,
             InMultiples(trainer.policy, trainer._train_batch_size),
-            estimator=under_scaler(trainer._estimator, trainer.accelerator.scaler),
+            estimator=under_scaler(trainer._estimator or trainer.policy.estimator, trainer.accelerator.scaler),
             lr_coupling=trainer.lr_coupling,
             scheduler=trainer.lr_scheduler,
         )

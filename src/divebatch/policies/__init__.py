@@ -2,6 +2,7 @@
 
 from divebatch.policies.adabatch import AdaBatch
 from divebatch.policies.adadamp import AdaDamp, GeoDamp, GradientDamp, PadaDamp
+from divebatch.policies.auto import Auto
 from divebatch.policies.bounds import Bounds
 from divebatch.policies.cabs import Cabs
 from divebatch.policies.catalog import POLICIES, make_policy
@@ -16,12 +17,13 @@ from divebatch.policies.policy import Policy
 from divebatch.policies.sample_schedule import SampleSchedule
 from divebatch.policies.schedule_to_batch import Seesaw, Smith
 from divebatch.policies.simigrad import SimiGrad
-from divebatch.policies.wrappers import SpillOver, Steady, WarmUp
+from divebatch.policies.wrappers import Rounded, SpillOver, Steady, WarmUp
 
 __all__ = [
     "POLICIES",
     "AdaBatch",
     "AdaDamp",
+    "Auto",
     "Bounds",
     "Cabs",
     "DiveBatch",
@@ -35,6 +37,7 @@ __all__ = [
     "PadaDamp",
     "Plateau",
     "Policy",
+    "Rounded",
     "SampleSchedule",
     "Seesaw",
     "SimiGrad",

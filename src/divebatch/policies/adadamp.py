@@ -56,6 +56,7 @@ class GradientDamp(_Damping):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
+    decides_within_epochs: ClassVar[bool] = True
 
     def next(self, seen: Measurement) -> Decision:
         """By the gradient."""
@@ -68,6 +69,8 @@ class GradientDamp(_Damping):
 @dataclass(frozen=True, slots=True)
 class PadaDamp(_Damping):
     """b0 + rate * step: AdaDamp's growth on a straight line, with nothing to measure. `rate` in samples a step."""
+
+    decides_within_epochs: ClassVar[bool] = True
 
     _: KW_ONLY
     rate: float = 0.1

@@ -19,6 +19,7 @@ class Cabs(Paced):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"diversity", "loss"})
+    decides_within_epochs: ClassVar[bool] = False
 
     monotone: bool = False
     min_batch_size: int = 16

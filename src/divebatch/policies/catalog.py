@@ -6,6 +6,7 @@ from typing import Any
 from divebatch.errors import ArgumentError
 from divebatch.policies.adabatch import AdaBatch
 from divebatch.policies.adadamp import AdaDamp, GeoDamp, GradientDamp, PadaDamp
+from divebatch.policies.auto import Auto
 from divebatch.policies.cabs import Cabs
 from divebatch.policies.divebatch import DiveBatch
 from divebatch.policies.fixed import Fixed
@@ -23,6 +24,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "fixed": Fixed,
     "adabatch": AdaBatch,
     "divebatch": DiveBatch,
+    "auto": Auto,
     "noise-scale": NoiseScale,
     "norm-test": NormTest,
     "inner-product-test": InnerProductTest,

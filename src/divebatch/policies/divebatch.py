@@ -32,6 +32,7 @@ class DiveBatch(Policy):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
+    decides_within_epochs: ClassVar[bool] = True
 
     delta: float
     max_batch_size: int

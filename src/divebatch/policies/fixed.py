@@ -16,6 +16,7 @@ class Fixed(Policy):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    decides_within_epochs: ClassVar[bool] = True
 
     def next(self, seen: Measurement) -> Decision:
         """The same batch size again."""

@@ -15,6 +15,7 @@ class Paced(Policy):
     """After each `every`-th epoch what `proposal` says, within floor and cap; `monotone` never lets the size fall."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
+    decides_within_epochs: ClassVar[bool] = True
 
     max_batch_size: int
     _: KW_ONLY

@@ -14,6 +14,10 @@ class Policy(Protocol):
 
     lr_coupling: ClassVar[str | None] = None
     """How the learning rate must follow the batch size for the rule to be what it says; None where any will do."""
+    estimator: ClassVar[str | None] = None
+    """Which one the controller takes where it is given none; None for its own default."""
+    decides_within_epochs: ClassVar[bool] = False
+    """Whether `next` makes sense every so many steps. Not where it counts epochs, or reads an epoch's loss or speed."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -21,7 +25,7 @@ class Policy(Protocol):
         ...
 
     def next(self, seen: Measurement) -> Decision:
-        """The batch size to use from the next epoch on."""
+        """The batch size to use from now on."""
         ...
 
     def measures(self, epoch: int, batch_size: int) -> bool:

@@ -26,6 +26,7 @@ class SampleSchedule(Policy):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    decides_within_epochs: ClassVar[bool] = True
 
     schedule: str
     _: KW_ONLY

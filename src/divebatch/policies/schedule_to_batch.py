@@ -20,6 +20,7 @@ class ScheduleToBatch(Policy):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    decides_within_epochs: ClassVar[bool] = True
 
     max_batch_size: int
 

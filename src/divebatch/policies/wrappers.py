@@ -30,6 +30,16 @@ class Around(Policy):
         """What the inner policy is made for."""
         return self.policy.lr_coupling
 
+    @property
+    def estimator(self) -> str | None:  # type: ignore[override]
+        """What the inner policy takes."""
+        return self.policy.estimator
+
+    @property
+    def decides_within_epochs(self) -> bool:  # type: ignore[override]
+        """As the inner policy."""
+        return self.policy.decides_within_epochs
+
     @abstractmethod
     def next(self, seen: Measurement) -> Decision:
         """The inner decision, changed."""
@@ -47,6 +57,7 @@ class Around(Policy):
 class Steady(Around):
     """No flapping: a size stays for at least `dwell` epochs, and changes by less than `threshold` are not made.
 
+    Where the policy decides every so many steps, `dwell` counts those decisions.
     Each change costs recompiling and unsettles the optimizer. `threshold=1.25` lets through what is at least a quarter
     more, or as much less.
     """
@@ -70,6 +81,28 @@ class Steady(Around):
             return decision
         reason = f"{decision.reason}; kept for now, {decision.batch_size} asked".lstrip("; ")
         return Decision(batch_size=seen.batch_size, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded(Around):
+    """Sizes are rounded down to multiples, for compilers: each new one costs them half a minute.
+
+    For rules that say where to be. One that goes by small steps from where it is would not move.
+    """
+
+    multiple_of: int
+
+    def __post_init__(self) -> None:
+        Around.__post_init__(self)
+        require_count("multiple_of", self.multiple_of)
+
+    def next(self, seen: Measurement) -> Decision:
+        """The inner decision, rounded; the present size where rounding would lead past it."""
+        decision, now = self.policy.next(seen), seen.batch_size
+        rounded = decision.batch_size // self.multiple_of * self.multiple_of
+        if (rounded - now) * (decision.batch_size - now) <= 0 or rounded == 0:
+            rounded = now
+        return replace(decision, batch_size=rounded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +133,7 @@ def _spill(batch_size: int, wanted: float | None) -> float:
 class WarmUp(Around):
     """After a growth the learning rate starts from where it was and follows the coupling over `epochs` epochs.
 
+    Where the policy decides every so many steps, `epochs` counts those decisions.
     For couplings that raise the rate with the batch; `power` is 1 for the linear one, 0.5 for the square root.
     """
 

@@ -48,7 +48,13 @@ QUANTITIES = (
     Quantity("loss", "Validation loss", (("val_loss", ""),)),
     Quantity("trainloss", "Training loss", (("train_loss", ""),)),
     Quantity(
-        "batchsize", "Batch size (samples)", (("batch_size", ""),), bounds=(1, np.inf), log_base=2, is_course=True
+        "batchsize",
+        "Batch size (samples)",
+        (("batch_size", ""),),
+        bounds=(1, np.inf),
+        log_base=2,
+        is_course=True,
+        note="Where it changed within an epoch: the size that the epoch ended with.",
     ),
     Quantity("lr", "Learning rate", (("lr", ""),), bounds=(0.0, np.inf), may_be_log=False, is_course=True),
     Quantity(

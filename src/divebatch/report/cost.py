@@ -39,7 +39,7 @@ def samples_per_second(runs: Sequence[Run]) -> float | None:
 
 
 def _sizes(runs: Sequence[Run]) -> str:
-    begun = [[record.batch_size for record in run.epochs] for run in runs if run.epochs]
+    begun = [run.batch_sizes for run in runs if run.epochs]
     if not begun:
         return MISSING
     return batch_size_range(fmean(sizes[0] for sizes in begun), fmean(map(max, begun)), " → ")

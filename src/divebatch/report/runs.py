@@ -45,6 +45,18 @@ class Run:
         """Whether it ran on an NVIDIA or AMD GPU, both of which torch calls cuda."""
         return str(self.header.hardware.get("device", "")).startswith("cuda")
 
+    @property
+    def batch_sizes(self) -> list[float]:
+        """All that were in force, in order, those within epochs too; an epoch's record only has its last."""
+        sizes: list[float] = []
+        for record in self.epochs:
+            if record.changes and not sizes:
+                method = self.header.config.get("method")
+                first = method.get("batch_size") if isinstance(method, Mapping) else None
+                sizes += [first] if isinstance(first, int) else []
+            sizes += [size for _, size, _ in record.changes or []] or [record.batch_size]
+        return sizes
+
     def kind_of(self, *place: str) -> str | None:
         """The `kind` of a configured part, for instance of ("method", "policy"); None where none is named."""
         part: object = self.header.config
@@ -182,10 +194,16 @@ def _epochs_problem(epochs: Iterable[EpochRecord]) -> str:
         wrong += [name for name in OPTIONAL_NUMBERS if not _is_number_or_none(getattr(record, name))]
         if wrong:
             return f"{wrong[0]} must be a number, got {getattr(record, wrong[0])!r} after epoch {before}"
+        if not all(_is_change(change) for change in record.changes or ()):
+            return f"changes must be [step, batch size, lr] each, got {record.changes!r} after epoch {before}"
         if record.epoch <= before or record.epoch != int(record.epoch):
             return f"epoch {record.epoch} follows epoch {before}"
         before = record.epoch
     return ""
+
+
+def _is_change(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
 
 
 def _is_number(value: object) -> bool:

@@ -65,10 +65,14 @@ class Passes:
 
     def begin_epoch(self, full_size: int) -> None:
         """Batches have this many samples from now on, but for the last."""
+        self.expect(full_size)
+        forget_peak_memory(self.clock.device)
+
+    def expect(self, full_size: int) -> None:
+        """The same, also within an epoch: what was recorded for another size is dropped."""
         if full_size != self.full_size:
             self._forget_recording()
         self.full_size = full_size
-        forget_peak_memory(self.clock.device)
 
     def __call__(self, inputs: Any, targets: Any, *, share: float, measuring: bool, token: object = True) -> Tensor:
         """Add the gradients of the mean loss times `share` to the parameters'; that product.

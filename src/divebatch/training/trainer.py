@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -79,7 +79,7 @@ class Trainer:
 
     def _train(self, after_step: Callable[[], None]) -> float:
         self.model.train()
-        batch_size = self.control.loader.batch_size
+        loader = self.control.loader
         step = Step(
             self.passes,
             self.optimizer,
@@ -87,8 +87,13 @@ class Trainer:
             replay_token=lambda: self.control.replay_token,
             min_parts=lambda: self.control.min_parts,
         )
-        self.passes.begin_epoch(step.part_size(batch_size))
-        train_loss = train_epoch(step, self.control.loader, self.tally, lambda: self._after_step(after_step))
+        self.passes.begin_epoch(step.part_size(loader.batch_size))
+
+        def one_step(batch: Any) -> Tensor:
+            self.passes.expect(step.part_size(loader.batch_size))  # the controller may have changed it since
+            return step(batch)
+
+        train_loss = train_epoch(one_step, loader, self.tally, lambda: self._after_step(after_step))
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
         self.tally = Tally()

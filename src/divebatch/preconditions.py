@@ -1,0 +1,56 @@
+"""What must hold of the parts that a controller is given."""
+
+from torch import nn
+from torch.optim import Optimizer
+
+from divebatch.data.loader import AdaptiveLoader
+from divebatch.errors import ArgumentError
+from divebatch.estimators import Estimator
+from divebatch.estimators.estimator import Windowed
+from divebatch.policies import Policy
+from divebatch.policies.bounds import require_count
+
+
+def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoader, estimator: Estimator | None) -> None:
+    """Raise unless policy, loader and estimator can do with a part of an epoch."""
+    require_count("every_steps", every_steps)
+    if not getattr(policy, "decides_within_epochs", False):
+        raise ArgumentError(
+            f"{type(policy).__name__} decides after whole epochs, by their number, loss or speed: leave "
+            f"every_steps={every_steps} out. A policy of your own may say decides_within_epochs = True"
+        )
+    if not loader.can_recut:
+        raise ArgumentError(
+            f"every_steps={every_steps} needs data whose order is known: a stream keeps its batch size for an epoch"
+        )
+    if estimator is not None and not isinstance(estimator, Windowed):
+        raise ArgumentError(
+            f"{type(estimator).__name__} sums over whole epochs and cannot serve every_steps={every_steps}: "
+            f"use estimator='split', 'moments', 'per-sample' or 'oracle'"
+        )
+
+
+def require_coupling(policy: Policy, lr_coupling: str) -> None:
+    """Raise if the policy is made for another one."""
+    wanted = getattr(policy, "lr_coupling", None)
+    if wanted not in (None, lr_coupling):
+        raise ArgumentError(
+            f"{type(policy).__name__} moves the learning rate with the batch size: pass lr_coupling={wanted!r}, "
+            f"got lr_coupling={lr_coupling!r}"
+        )
+
+
+def require_parts(model: nn.Module, optimizer: object, loader: object, policy: Policy) -> None:
+    """Raise for what is no optimizer, loader or policy, and where there is nothing to train."""
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    if isinstance(policy, type) or not callable(getattr(policy, "next", None)):
+        raise ArgumentError(f"policy must be a policy object such as DiveBatch(0.1, 4096), got {policy!r}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
+    if not isinstance(loader, AdaptiveLoader):
+        raise ArgumentError(
+            f"loader must be an AdaptiveLoader, got {type(loader).__name__}; "
+            f"for a DataLoader: AdaptiveLoader.wrap(dataloader)"
+        )
+    policy.check_start(loader.batch_size)

@@ -1,0 +1,228 @@
+"""A batch size that changes within an epoch: still every sample once, and every position can be resumed."""
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+
+from divebatch import AdaptiveLoader
+from divebatch.data.order import Shuffled
+from divebatch.errors import ArgumentError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+N = 23
+MAKE = {
+    "tensors": lambda size=4, **more: AdaptiveLoader(TensorDataset(torch.arange(N)), size, seed=5, **more),
+    "map": lambda size=4, **more: AdaptiveLoader(range(N), size, seed=5, **more),
+    "own sampler": lambda size=4: AdaptiveLoader.wrap(
+        DataLoader(range(N), batch_size=size, sampler=SubsetRandomSampler(range(N)))
+    ),
+}
+WORKERS = [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}]
+any_kind = pytest.mark.parametrize("kind", MAKE)
+quickly = settings(max_examples=30, deadline=None)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(N))
+
+    def __len__(self):
+        return N
+
+
+def numbers(batch):
+    return (batch[0] if isinstance(batch, list) else batch).tolist()
+
+
+def epoch(loader, changes: dict[int, int]) -> list[list[int]]:
+    """An epoch whose size is set to `changes[i]` in the body of batch i; checks the length as it goes."""
+    batches: list[list[int]] = []
+    lengths = []
+    for index, batch in enumerate(loader):
+        batches.append(numbers(batch))
+        if index in changes:
+            loader.recut(changes[index])
+        lengths.append(len(loader))
+    assert lengths[-1] == len(batches)
+    return batches
+
+
+# Coverage
+
+
+@any_kind
+@quickly
+@given(
+    changes=st.dictionaries(st.integers(0, 8), st.integers(1, 30), max_size=4),
+    more=st.dictionaries(st.integers(0, 8), st.integers(1, 30), max_size=2),
+)
+def test_every_sample_comes_once_whatever_the_changes(kind, changes, more):
+    loader = MAKE[kind]()
+    for asked in (changes, more):
+        size = loader.batch_size
+        batches = epoch(loader, asked)
+        assert sorted(chain(*batches)) == list(range(N))
+        for index, batch in enumerate(batches[:-1]):
+            assert len(batch) == size
+            size = asked.get(index, size)
+        assert 1 <= len(batches[-1]) <= size
+
+
+@pytest.mark.parametrize("workers", [{}, *WORKERS], ids=["none", "two", "two persistent"])
+def test_the_order_is_the_epochs_own_and_prefetched_batches_are_cut_anew(workers):
+    loader = AdaptiveLoader(range(N), 2, seed=5, **workers)
+    for number in range(2):
+        loader.batch_size = 2
+        batches = epoch(loader, {1: 5, 2: 1, 4: 6})
+        assert [len(batch) for batch in batches] == [2, 2, 5, 1, 1, 6, 6]
+        assert list(chain(*batches)) == Shuffled(N, 5).draw(number).tolist()
+
+
+@quickly
+@given(changes=st.dictionaries(st.integers(0, 8), st.integers(1, N), max_size=4))
+def test_dropping_the_rest_leaves_whole_batches(changes):
+    loader = MAKE["tensors"](4, drop_last=True)
+    batches, size = epoch(loader, changes), 4
+    for index, batch in enumerate(batches):
+        assert len(batch) == size
+        size = changes.get(index, size)
+    assert N - sum(map(len, batches)) < size
+    assert len(set(chain(*batches))) == sum(map(len, batches))
+    assert loader.epoch == 1
+
+
+# The size
+
+
+@any_kind
+def test_the_length_is_right_after_a_change_and_the_next_epoch_has_the_new_size(kind):
+    loader = MAKE[kind](4)
+    batches = iter(loader)
+    next(batches), next(batches)
+    loader.recut(5)
+    assert (loader.batch_size, len(loader)) == (5, 2 + 3)
+    assert [len(numbers(batch)) for batch in batches] == [5, 5, 5]
+    assert (len(loader), loader.batches_delivered, loader.samples_delivered) == (5, 5, N)
+    assert [len(numbers(batch)) for batch in loader] == [5, 5, 5, 5, 3]
+
+
+def test_outside_a_pass_it_is_the_size_of_the_next():
+    loader = MAKE["tensors"](4)
+    loader.recut(10)
+    assert [len(numbers(batch)) for batch in loader] == [10, 10, 3]
+    next(iter(loader))  # left at once
+    loader.recut(12)
+    assert [len(numbers(batch)) for batch in loader] == [12, 11]
+
+
+def test_a_size_that_cannot_be_is_refused_and_changes_nothing():
+    loader = MAKE["tensors"](4, drop_last=True)
+    for _ in loader:
+        with pytest.raises(ArgumentError, match="batch_size"):
+            loader.recut(N + 1)
+    assert loader.batches_delivered == 5
+
+
+def test_a_stream_refuses_and_goes_on():
+    loader = AdaptiveLoader(Stream(), 4)
+    assert not loader.can_recut
+    for _ in loader:
+        with pytest.raises(UsageError, match="batch size of a stream cannot change within an epoch"):
+            loader.recut(8)
+    assert (loader.epoch, loader.batch_size) == (1, 4)
+
+
+# Listening
+
+
+def test_a_listener_hears_of_each_step_but_the_last():
+    loader, heard = MAKE["tensors"](10), []
+    forget = loader.on_step(lambda current: heard.append((current.batches, current.samples)))
+    for _ in loader:
+        heard.append("body")  # noqa: PERF401
+    assert heard == ["body", (1, 10), "body", (2, 20), "body"]
+    forget()
+    forget()
+    assert len(list(loader)) == 3
+    assert len(heard) == 5
+
+
+def test_looking_at_one_batch_is_no_step():
+    loader, heard = MAKE["tensors"](10), []
+    loader.on_step(heard.append)
+    next(iter(loader))
+    assert heard == []
+
+
+def test_a_resumed_loop_first_hears_of_the_step_before():
+    loader, heard = MAKE["tensors"](10), []
+    batches = iter(loader)
+    next(batches)
+    resumed = MAKE["tensors"](10)
+    resumed.on_step(lambda current: heard.append(current.batches))
+    resumed.load_state_dict(loader.state_dict())
+    batches = iter(resumed)
+    assert heard == []  # not before the loop begins: there is more to load than the loader
+    next(batches)
+    assert heard == [1]
+
+
+# Resuming
+
+
+@any_kind
+@pytest.mark.parametrize("stop", range(6))
+def test_a_state_after_changes_continues_with_the_very_next_sample(kind, stop):
+    loader, changes = MAKE[kind](2), {0: 3, 2: 1, 3: 7}
+    seen = []
+    for index, batch in enumerate(loader):
+        seen.append(numbers(batch))
+        if index in changes:
+            loader.recut(changes[index])
+        if index == stop:
+            state = loader.state_dict()
+    assert len(seen) == 6
+    resumed = MAKE[kind](4)
+    resumed.load_state_dict(state)
+    later = {index - stop - 1: size for index, size in changes.items()}
+    assert epoch_of_rest(resumed, later) == seen[stop + 1 :]
+    assert (resumed.batches_delivered, resumed.samples_delivered, resumed.epoch) == (6, N, 1)
+
+
+def epoch_of_rest(loader, changes):
+    batches = []
+    for index, batch in enumerate(loader):
+        batches.append(numbers(batch))
+        if index in changes:
+            loader.recut(changes[index])
+    return batches
+
+
+def test_a_resumed_pass_may_be_recut_before_its_first_batch():
+    loader = MAKE["tensors"](4)
+    batches = iter(loader)
+    next(batches)
+    resumed = MAKE["tensors"](4)
+    resumed.load_state_dict(loader.state_dict())
+    resumed.recut(10)
+    assert len(resumed) == 3
+    assert [len(numbers(batch)) for batch in resumed] == [10, 9]
+
+
+def test_a_state_from_before_sizes_could_change_within_an_epoch_loads():
+    """Its position was counted in batches of one size, which is the same place in samples."""
+    state = {
+        **{"version": 1, "dataset_size": N, "drop_last": False, "order": "Shuffled", "num_workers": None},
+        **{"seed": 5, "batch_size": 9, "epoch": 1, "batches_before": 6, "samples_before": N},
+        "pass": {"batch_size": 4, "batches": 2, "samples": 8, "order": None},
+    }
+    loader = MAKE["map"](3)
+    loader.load_state_dict(state)
+    assert len(loader) == 6
+    assert epoch_of_rest(loader, {}) == [part.tolist() for part in Shuffled(N, 5).draw(1)[8:].split(4)]
+    assert [len(numbers(batch)) for batch in loader] == [9, 9, 5]

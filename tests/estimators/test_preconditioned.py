@@ -1,0 +1,165 @@
+"""Estimates for Adam-like optimizers against all gradients kept, each coordinate divided by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
+
+from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
+from divebatch.errors import ArgumentError
+from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
+from divebatch.policies import GradientDamp
+from reference import per_sample
+from reference.per_sample import mean_loss, mlp, samples
+
+EPS, BETA = 1e-3, 0.9
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "Adam": lambda p: Adam(p, lr=0.0, betas=(0.5, BETA), eps=EPS),
+    "AdamW": lambda p: AdamW(p, lr=0.0, betas=(0.5, BETA), eps=EPS, weight_decay=0.1),
+    "AMSGrad": lambda p: Adam(p, lr=0.0, betas=(0.5, BETA), eps=EPS, amsgrad=True),
+    "NAdam": lambda p: NAdam(p, lr=0.0, betas=(0.5, BETA), eps=EPS),
+    "RMSprop": lambda p: RMSprop(p, lr=0.0, alpha=BETA, eps=EPS),
+}
+any_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+def batches(count: int = 32, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    x, y = samples(count)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+class Loop:
+    """Steps at weights that stand still; only the optimizer's moments move."""
+
+    def __init__(self, estimator: Estimator, optimizer: Callable[[Any], Optimizer]) -> None:
+        self.model, self.estimator, self.delivered = mlp(), estimator, 0
+        self.optimizer = optimizer(self.model.parameters())
+        estimator.bind(Scene(self.model, lambda: [], "mean", None, self.optimizer, lambda: self.delivered))
+        estimator.start()
+
+    def step(self, batch: Any) -> None:
+        self.delivered += len(batch[0])
+        self.optimizer.zero_grad()
+        for (x, y), share in micro_batches(batch, 3):
+            (mean_loss(self.model(x), y) * share).backward()
+        self.optimizer.step()
+
+
+def divided_rows(kind: str) -> list[tuple[Tensor, Tensor]]:
+    """For each batch its per-sample gradients, and what divides them: the moments by their definition, before it."""
+    moment, largest, result = torch.zeros(()), torch.zeros(()), []
+    for step, (x, y) in enumerate(batches()):
+        rows = per_sample.gradients(mlp(), mean_loss, x, y)
+        correction = 1.0 if kind == "RMSprop" else 1 - BETA**step
+        held = largest if kind == "AMSGrad" else moment
+        result.append((rows, (held / correction).sqrt() + EPS if step else torch.tensor(torch.nan)))
+        moment = BETA * moment + (1 - BETA) * rows.mean(0).square()
+        largest = torch.maximum(largest, moment)
+    return result
+
+
+def pair_of(chunks: list[Tensor]) -> tuple[float, float]:
+    means, sizes = torch.stack([chunk.mean(0) for chunk in chunks]), torch.tensor([len(chunk) for chunk in chunks])
+    mean = torch.cat(chunks).mean(0)
+    between = (sizes * (means - mean).square().sum(1)).sum() / (len(chunks) - 1)
+    return float(between), float(mean.square().sum() - between / sizes.sum())
+
+
+def assert_means(measured: Diversity, pairs: list[tuple[float, float]]) -> None:
+    """Of equal weights."""
+    expected = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]
+    assert (measured.trace, measured.sq_norm) == pytest.approx(expected, rel=1e-9)
+
+
+@any_optimizer
+def test_split_equals_the_plain_estimate_of_the_divided_gradients(kind: str):
+    loop = Loop(Split(preconditioned=True), OPTIMIZERS[kind])
+    for batch in batches():
+        loop.step(batch)
+    pairs = [pair_of(list((rows / by).split(3))) for rows, by in divided_rows(kind)[1:]]
+    measured = loop.estimator.finish()
+    assert_means(measured, pairs)
+    assert measured.num_samples == 24  # nothing divides the first batch yet
+
+
+@any_optimizer
+def test_moments_divide_a_window_by_what_its_first_step_was(kind: str):
+    loop = Loop(Moments(window=3, preconditioned=True), OPTIMIZERS[kind])
+    for batch in batches():
+        loop.step(batch)
+    rows = divided_rows(kind)
+    assert_means(loop.estimator.finish(), [pair_of([each / rows[1][1] for each, _ in rows[1:]])])
+
+
+@pytest.mark.parametrize("make", [Split, lambda **k: Moments(window=3, **k)], ids=["split", "moments"])
+def test_a_state_within_a_window_carries_on(make: Callable[..., Estimator]):
+    results = []
+    for interrupted in (False, True):
+        loop = Loop(make(preconditioned=True), OPTIMIZERS["AdamW"])
+        for index, batch in enumerate(batches()):
+            loop.step(batch)
+            if interrupted and index == 2:
+                state = loop.estimator.state_dict()
+                loop.estimator.close()
+                loop.estimator = make(preconditioned=True)
+                loop.estimator.bind(
+                    Scene(loop.model, lambda: [], "mean", None, loop.optimizer, lambda: loop.delivered)  # noqa: B023
+                )
+                loop.estimator.start()
+                loop.estimator.load_state_dict(state)
+        results.append(loop.estimator.finish())
+    assert results[0] == results[1]
+
+
+def test_a_uniform_division_changes_both_sums_alike():
+    def constant(parameters: Any) -> Optimizer:
+        optimizer = RMSprop(parameters, lr=0.0, alpha=1.0, eps=0.0)  # alpha 1: the moment stays what it is
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter] = {"step": torch.tensor(1.0), "square_avg": torch.full_like(parameter, 4.0)}
+        return optimizer
+
+    measured, plain = Loop(Split(preconditioned=True), constant), Loop(Split(), constant)
+    for batch in batches():
+        measured.step(batch), plain.step(batch)
+    divided, whole = measured.estimator.finish(), plain.estimator.finish()
+    assert (divided.trace, divided.sq_norm) == pytest.approx((whole.trace / 4, whole.sq_norm / 4), rel=1e-12)
+
+
+def test_it_works_in_a_controller():
+    model = mlp()
+    optimizer, loader = AdamW(model.parameters(), lr=0.01), AdaptiveLoader(per_sample.dataset(40), 4)
+    control = Controller(model, optimizer, loader, GradientDamp(16), estimator=Moments(preconditioned=True))
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            mean_loss(model(x), y).backward()
+            optimizer.step()
+        record = control.step()
+    assert record.diversity is not None
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "optimizer", [lambda p: SGD(p, 0.1), lambda p: RMSprop(p, centered=True)], ids=["SGD", "centered RMSprop"]
+)
+@pytest.mark.parametrize("make", [Split, Moments])
+def test_an_optimizer_that_divides_by_nothing_we_know_is_refused_at_once(make: type, optimizer: Any):
+    with pytest.raises(ArgumentError, match=r"preconditioned=True is for optimizers that divide.*got (SGD|RMSprop)"):
+        Loop(make(preconditioned=True), optimizer)
+
+
+@pytest.mark.parametrize(("optimizer", "key"), [(Adamax, "exp_inf"), (Adagrad, "sum")])
+def test_one_with_another_kind_of_moment_is_refused_where_it_shows(optimizer: Any, key: str):
+    loop = Loop(Moments(preconditioned=True), optimizer)
+    with pytest.raises(ArgumentError, match=f"keeps no running second moment.*{key}"):
+        [loop.step(batch) for batch in batches()]
+
+
+def test_per_sample_norms_cannot_be_divided_and_say_so():
+    with pytest.raises(ArgumentError, match=r"coordinate by coordinate: use Split\(preconditioned=True\)"):
+        PerSample(preconditioned=True)

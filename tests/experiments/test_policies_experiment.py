@@ -1,0 +1,68 @@
+"""The experiments that compare every policy: each of their methods trains, records and can be resumed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from divebatch.errors import CheckpointError
+from divebatch.experiments import Experiment, Run, execute, get_experiment
+from divebatch.records import read_run
+
+
+def small(name: str = "policies-synthetic", epochs: int = 3) -> Experiment:
+    experiment = get_experiment(name).scaled(epochs)
+    settings = {**experiment.data.settings, "num_samples": 1_500, "num_features": 16}
+    methods = {
+        key: replace(method, every_steps=2 if method.every_steps else None)
+        for key, method in experiment.methods.items()
+    }
+    return replace(experiment, data=replace(experiment.data, settings=settings), methods=methods)
+
+
+@pytest.mark.parametrize("method", get_experiment("policies-synthetic").methods)
+def test_every_method_runs_and_says_what_it_did(tmp_path: Path, method: str):
+    run = Run(small(), method, 0, tmp_path)
+    execute(run)
+    header, epochs = read_run(run.records_path)
+    assert header.config["method"]["every_steps"] == (2 if method == "auto-steps" else None)
+    assert [record.epoch for record in epochs] == [1, 2, 3]
+    assert all(record.val_accuracy is not None for record in epochs)
+    measures = header.config["method"]["estimator"] is not None
+    assert any(record.measured for record in epochs) == (measures or method == "divebatch")
+
+
+def test_a_method_that_decides_within_epochs_records_where(tmp_path: Path):
+    experiment = small()
+    slowly = replace(experiment.method("padadamp"), every_steps=4)
+    run = Run(replace(experiment, methods={"padadamp": slowly}), "padadamp", 0, tmp_path)
+    execute(run)
+    _, epochs = read_run(run.records_path)
+    # A tenth of a sample a step, ten steps an epoch, and a rate that falls to three quarters with each.
+    assert [record.changes for record in epochs] == [[[4, 129, 16.0]], [[14, 130, 12.0]], [[24, 131, 9.0]]]
+    assert [record.batch_size for record in epochs] == [129, 130, 131]
+
+
+def test_sizes_rounded_for_a_compiler_stay_rounded(tmp_path: Path):
+    experiment = small()
+    methods = {name: replace(method, multiple_of=64) for name, method in experiment.methods.items()}
+    run = Run(replace(experiment, methods=methods), "smith", 0, tmp_path)
+    execute(run)
+    sizes = [record.batch_size for record in read_run(run.records_path)[1]]
+    assert sizes == [128, 128, 192]  # 170.7 and 227.6 rounded down
+
+
+def test_a_run_from_before_these_settings_can_be_resumed(tmp_path: Path):
+    run = Run(small(), "padadamp", 0, tmp_path)
+    execute(run)
+    first, *rest = run.records_path.read_text().splitlines()
+    header = json.loads(first)
+    for key in ("every_steps", "base_batch_size", "multiple_of"):
+        del header["config"]["method"][key]
+    run.records_path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+    execute(run, resume=True)
+    header["config"]["method"]["multiple_of"] = 2
+    run.records_path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+    with pytest.raises(CheckpointError, match="another configuration: method is"):
+        execute(run, resume=True)

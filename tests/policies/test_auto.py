@@ -1,0 +1,96 @@
+"""The default policy: what it asks for, in which steps, with which rate."""
+
+import math
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from divebatch import AdaptiveLoader, Auto, Controller, Diversity, Measurement
+from divebatch.errors import ArgumentError
+from divebatch.measurement import History, Spread
+from reference.per_sample import dataset, mean_loss, mlp
+
+
+def seen(noise_scale: float, batch_size: int = 128, *, error: float = 0.0, **more) -> Measurement:
+    """The noise scale with a relative error of its trace."""
+    spread = Spread(trace_variance=(error * noise_scale) ** 2, sq_norm_variance=0.0, covariance=0.0, degrees=1e6)
+    diversity = Diversity.from_noise(noise_scale, 1.0, 50_000, spread=spread)
+    return Measurement(
+        epoch=1, batch_size=batch_size, first_batch_size=128, dataset_size=50_000, diversity=diversity, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("noise_scale", "size"),
+    [
+        (50.0, 128),  # below the first batch: never down
+        (128.0 * 1.9, 128),  # the root of 1.9 is nearer to no doubling
+        (128.0 * 2.1, 256),
+        (128.0 * 7.9, 256),
+        (128.0 * 8.1, 512),
+        (128.0 * 120, 1024),
+        (128.0 * 1e4, 2000),  # the cap itself, though no doubling
+    ],
+)
+def test_the_geometric_mean_to_the_nearest_doubling(noise_scale: float, size: int):
+    assert Auto(2000).next(seen(noise_scale)).batch_size == size
+
+
+def test_noise_without_signal_asks_for_the_cap_and_nothing_known_for_nothing():
+    known = [Diversity.from_noise(1.0, 0.0, 50_000), Diversity(math.nan, math.nan, 50_000, seen(1.0).diversity.spread)]
+    measured = [Measurement(epoch=1, batch_size=128, dataset_size=50_000, diversity=each) for each in known]
+    assert [Auto(2000).next(each).batch_size for each in measured] == [2000, 128]
+
+
+def test_it_never_goes_down_and_says_why_it_moves():
+    assert Auto(4096).next(seen(1000.0, 1024)).batch_size == 1024
+    decision = Auto(4096).next(seen(128.0 * 16))
+    assert (decision.batch_size, decision.wanted) == (512, pytest.approx(512.0))
+    assert decision.reason.startswith("sqrt(first batch * noise scale) = 512, between 512 and 512")
+
+
+def test_it_waits_until_the_whole_interval_is_above_the_present_size():
+    assert Auto(4096).next(seen(128.0 * 16, error=0.4)).batch_size == 512
+    unsure = Auto(4096).next(seen(128.0 * 16, error=0.6))
+    assert unsure.batch_size == 128
+    assert unsure.reason.endswith("no change")
+
+
+@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_comes_one_decision_after_the_size(coupling: str, jump: float):
+    policy = Auto(4096, lr_coupling=coupling)
+    grown = policy.next(seen(128.0 * 16))
+    assert grown.lr_factor == pytest.approx(1 / jump)
+    history = History(epochs_at_size=1, previous_batch_size=128)
+    after = policy.next(seen(128.0 * 16, 512, history=history))
+    assert (after.batch_size, after.lr_factor) == (512, pytest.approx(jump))
+
+
+def test_one_line_is_enough():
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer, loader = SGD(model.parameters(), 0.001), AdaptiveLoader(dataset(400), batch_size=4)
+    control = Controller(model, optimizer, loader, Auto(64))
+    records = []
+    for _ in range(4):
+        for x, y in loader:
+            optimizer.zero_grad()
+            mean_loss(model(x), y).backward()
+            optimizer.step()
+        records.append(control.step())
+    assert control.state_dict()["estimator_kind"] == "Moments"
+    sizes = [record.next_batch_size for record in records]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 4
+    last = records[-1]
+    if last.next_batch_size == last.batch_size:
+        assert last.next_lr == pytest.approx(0.001 * last.batch_size / 4)
+
+
+def test_a_coupling_that_would_change_the_noise_is_refused():
+    with pytest.raises(ArgumentError, match="lr_coupling must be one of linear, sqrt, got 'none'"):
+        Auto(4096, lr_coupling="none")
+    model = mlp()
+    with pytest.raises(ArgumentError, match=r"Auto moves the learning rate.*pass lr_coupling='linear', got.*'sqrt'"):
+        Controller(model, SGD(model.parameters(), 0.1), AdaptiveLoader(dataset(8), 4), Auto(8), lr_coupling="sqrt")

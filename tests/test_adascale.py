@@ -1,0 +1,217 @@
+"""AdaScale's coupling: the gain by definition, measured on the way, summed over steps."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, gradient_diversity
+from divebatch.errors import ArgumentError
+from divebatch.lr import GainSum, gain
+from divebatch.policies import PadaDamp, Policy
+from reference.per_sample import dataset, mean_loss, mlp
+
+DATA = dataset(40)
+
+
+class Says:
+    """An estimator that has one answer after the other."""
+
+    def __init__(self, *answers: tuple[float, float]) -> None:
+        self.answers = list(answers)
+
+    def bind(self, scene: Any) -> None: ...
+    def start(self) -> None: ...
+    def restart(self) -> None: ...
+    def close(self) -> None: ...
+    def check_state(self, state: Any) -> None: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def finish(self) -> Diversity:
+        return Diversity.from_noise(*self.answers.pop(0), 40)
+
+    window = finish
+
+
+class Training:
+    def __init__(self, policy: Policy, *, kind: str = "adascale", scheduler: Any = None, **settings: Any) -> None:
+        self.model = mlp()
+        self.optimizer = SGD(self.model.parameters(), 0.01)
+        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        self.loader = AdaptiveLoader(DATA, batch_size=8)
+        self.control = Controller(
+            self.model, self.optimizer, self.loader, policy, lr_coupling=kind, scheduler=self.scheduler, **settings
+        )
+
+    def epoch(self) -> Any:
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            mean_loss(self.model(x), y).backward()
+            self.optimizer.step()
+        return self.control.step()
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+# The gain
+
+
+@given(trace=st.floats(0, 1e6), sq_norm=st.floats(1e-6, 1e6), ratio=st.floats(1, 1e4), base=st.integers(1, 1000))
+def test_the_gain_is_the_papers_and_between_one_and_the_ratio(trace: float, sq_norm: float, ratio: float, base: int):
+    var = trace / base  # of the base batch's gradient
+    by_definition = (var + sq_norm) / (var / ratio + sq_norm)
+    assert gain(ratio, trace / sq_norm / base) == pytest.approx(by_definition, rel=1e-9)
+    assert 1 - 1e-12 <= by_definition <= ratio * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("trace", "sq_norm", "expected"),
+    [
+        (0.0, 1.0, 1.0),  # no noise: a larger batch gains nothing
+        (1.0, 0.0, 4.0),  # nothing but noise: all of it
+        (1.0, -0.1, 4.0),  # an unbiased estimate of no signal
+        (-0.1, 1.0, 1.0),  # and of no noise
+        (2.0, 1.0, (1 + 1) / (1 / 4 + 1)),
+        (math.nan, math.nan, 1.0),  # nothing known: the base batch's rate
+    ],
+)
+def test_the_rate_is_the_gain_of_what_was_measured(trace: float, sq_norm: float, expected: float):
+    run = Training(Fixed(), base_batch_size=2, estimator=Says((trace, sq_norm)))
+    assert (run.lr, run.control.is_measuring) == (0.01, True)
+    assert run.epoch().next_lr == pytest.approx(0.01 * expected)
+    root = Training(Fixed(), kind="adascale-sqrt", base_batch_size=2, estimator=Says((trace, sq_norm)))
+    assert root.epoch().next_lr == pytest.approx(0.01 * math.sqrt(expected))
+
+
+def test_an_estimate_that_says_nothing_leaves_the_last_one_in_force():
+    run = Training(Fixed(), base_batch_size=2, estimator=Says((1.0, 0.0), (math.nan, math.nan), (0.0, 1.0)))
+    assert [run.epoch().next_lr for _ in range(3)] == pytest.approx([0.04, 0.04, 0.01])
+
+
+def test_it_follows_the_size_and_the_measured_noise_together():
+    run = Training(DiveBatch(0.5, 32), estimator="oracle", loss_fn=mean_loss)
+    for _ in range(3):
+        list(run.loader)
+        noise = gradient_diversity(run.model, mean_loss, [DATA.tensors]).noise_scale
+        record = run.control.step()
+        assert record.next_lr == pytest.approx(0.01 * gain(record.next_batch_size / 8, noise / 8), rel=1e-9)
+    assert record.next_batch_size > 8
+
+
+def test_samples_that_agree_gain_nothing():
+    model, data = mlp(), torch.utils.data.TensorDataset(*(t[:1].expand(40, -1) for t in DATA.tensors))
+    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(data, 8)
+    control = Controller(
+        model, optimizer, loader, Fixed(), lr_coupling="adascale", base_batch_size=2, estimator="per-sample"
+    )
+    for x, y in loader:
+        mean_loss(model(x), y).backward()
+    assert control.step().next_lr == pytest.approx(0.01, rel=1e-6)
+
+
+# The base batch
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0), ("adascale", 1.0)])
+def test_a_rate_chosen_for_another_batch_is_scaled_from_the_start(kind: str, factor: float):
+    run = Training(PadaDamp(16, rate=1e-9), kind=kind, base_batch_size=2, estimator="moments")
+    assert run.lr == pytest.approx(0.01 * factor)
+    assert run.epoch().lr == pytest.approx(0.01 * factor)
+
+
+def test_the_policy_still_counts_from_the_batch_that_training_started_with():
+    run = Training(PadaDamp(16, rate=0.2), kind="linear", base_batch_size=2)
+    assert run.epoch().next_batch_size == 9  # 8 + 5 steps * 0.2
+
+
+@pytest.mark.parametrize("base", [0, -2, 1.5, True])
+def test_a_base_batch_that_cannot_be_is_refused(base: Any):
+    with pytest.raises(ArgumentError, match="base_batch_size must be an integer of at least 1"):
+        Training(Fixed(), base_batch_size=base)
+
+
+# Scale-invariant steps
+
+
+def test_the_sum_of_gains_counts_steps_at_the_base_batch():
+    run = Training(Fixed(), base_batch_size=2, estimator=Says((1.0, 0.0), (2.0, 1.0)))
+    sums = [run.control.gain_sum]
+    for _ in range(3):
+        run.epoch() if run.control.epoch < 2 else list(run.loader)
+        sums.append(run.control.gain_sum)
+    assert sums == pytest.approx([0, 5, 5 + 5 * 4, 5 + 20 + 5 * 1.6])
+
+
+def test_with_other_couplings_each_step_counts_as_one():
+    run = Training(PadaDamp(16), kind="linear")
+    run.epoch()
+    assert run.control.gain_sum == run.loader.batches_delivered == 5
+
+
+def test_a_scheduler_stepped_as_often_as_said_goes_by_the_sum_of_gains():
+    def course(optimizer: SGD) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    run = Training(Fixed(), base_batch_size=2, estimator=Says(*[(2.0, 1.0)] * 9), scheduler=course, every_steps=2)
+    places = []
+    for x, y in run.loader:
+        run.optimizer.zero_grad()
+        mean_loss(run.model(x), y).backward()
+        run.optimizer.step()
+        for _ in range(run.control.scheduler_steps()):
+            run.scheduler.step()
+        places.append(run.scheduler.last_epoch)
+        assert places[-1] == math.floor(run.control.gain_sum + 1e-9)
+        assert run.scheduler.get_last_lr()[0] == pytest.approx(0.01 / (1 + places[-1]))
+    assert places == [1, 2, 3, 5, 6]  # gains of 1, 1, then 1.6 each
+
+
+def test_the_sum_survives_a_resume():
+    run = Training(Fixed(), base_batch_size=2, estimator=Says((2.0, 1.0), (2.0, 1.0)))
+    run.epoch(), run.epoch()
+    handed = run.control.scheduler_steps()
+    fresh = Training(Fixed(), estimator=Says((math.nan, math.nan), (0.0, 1.0)))
+    fresh.control.load_state_dict(run.control.state_dict())
+    assert handed == 13
+    assert fresh.control.gain_sum == run.control.gain_sum == pytest.approx(13.0)
+    assert fresh.control.scheduler_steps() == 0
+    assert fresh.epoch().next_lr == pytest.approx(0.016)  # what was measured before is remembered
+    assert fresh.epoch().lr == pytest.approx(0.016)
+    assert fresh.lr == pytest.approx(0.01)
+
+
+def test_no_step_is_lost_to_rounding():
+    gains, due = GainSum(0.1), []
+    for step in range(1, 11):
+        gains.change(0.1, step)  # ten tenths, added one by one, are a little less than one
+        due.append(gains.due(step))
+    assert gains.before < 1
+    assert due == [0] * 9 + [1]
+
+
+def test_adamw_with_the_square_root_of_the_gain():
+    model = mlp()
+    optimizer, loader = AdamW(model.parameters(), 0.01), AdaptiveLoader(DATA, 8)
+    control = Controller(
+        model,
+        optimizer,
+        loader,
+        PadaDamp(32, rate=5.0),
+        lr_coupling="adascale-sqrt",
+        estimator=Says((1.0, 0.0)),
+    )
+    for x, y in loader:
+        mean_loss(model(x), y).backward()
+        optimizer.step()
+    record = control.step()
+    assert record.next_lr == pytest.approx(0.01 * math.sqrt(record.next_batch_size / 8))

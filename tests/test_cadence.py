@@ -1,0 +1,373 @@
+"""Decisions every so many steps: the course, the windows, the records, and every state on the way."""
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import IterableDataset
+
+from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement
+from divebatch.data.order import Shuffled
+from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.estimators import Moments, PerSample
+from divebatch.policies import (
+    Cabs,
+    GeoDamp,
+    Goodput,
+    GradientDamp,
+    NoiseScale,
+    PadaDamp,
+    Plateau,
+    Policy,
+    SampleSchedule,
+    Steady,
+    WarmUp,
+)
+from reference import per_sample
+from reference.per_sample import dataset, mean_loss, mlp
+
+DATA, SEED = dataset(40), 3
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+    pytest.mark.usefixtures("few_objects"),
+]
+
+
+@dataclass(frozen=True)
+class ByStep(Policy):
+    """The size that its table has for the step; keeps what it saw."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    decides_within_epochs: ClassVar[bool] = True
+    sizes: tuple[tuple[int, int], ...]
+    seen: Any = None
+
+    def next(self, seen: Measurement) -> Decision:
+        if self.seen is not None:
+            self.seen.append(seen)
+        return Decision(batch_size=dict(self.sizes).get(seen.step, seen.batch_size))
+
+
+class Watching(ByStep):
+    """The same, measured."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
+
+
+class Training:
+    def __init__(self, policy: Policy, *, scheduler: Callable[[SGD], Any] = lambda _: None, **settings: Any) -> None:
+        self.model = mlp()
+        self.optimizer = SGD(self.model.parameters(), 0.01, momentum=0.9)
+        self.scheduler = scheduler(self.optimizer)
+        self.loader = AdaptiveLoader(DATA, batch_size=4, seed=SEED)
+        self.control = Controller(self.model, self.optimizer, self.loader, policy, scheduler=self.scheduler, **settings)
+
+    def batches(self) -> Iterator[int]:
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            mean_loss(self.model(x), y).backward()
+            self.optimizer.step()
+            yield len(x)
+
+    def epoch(self) -> EpochRecord:
+        list(self.batches())
+        return self.control.step()
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+# The course
+
+
+def test_the_course_is_that_of_a_loop_cut_by_hand():
+    run, twin = Training(ByStep(((2, 8), (4, 3), (10, 6))), lr_coupling="linear", every_steps=2), mlp()
+    optimizer, place = SGD(twin.parameters(), 0.01, momentum=0.9), 0
+    order, sizes = Shuffled(40, SEED).draw(0), [4, 4, 8, 8, 3, 3, 3, 3, 3, 1]
+    for size in sizes:
+        x, y = (tensor[order[place : place + size]] for tensor in DATA.tensors)
+        place += size
+        optimizer.param_groups[0]["lr"] = 0.01 * (3 if size == 1 else size) / 4
+        optimizer.zero_grad()
+        mean_loss(twin(x), y).backward()
+        optimizer.step()
+    assert [(size, run.lr) for size in run.batches()] == [
+        (size, pytest.approx(0.01 * (3 if size == 1 else size) / 4)) for size in sizes
+    ]
+    for mine, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert run.control.step().next_batch_size == 6  # step 10 ended the epoch: decided there, once
+
+
+def test_the_policy_sees_counters_of_now_and_an_epoch_that_stands_still():
+    seen: list[Measurement] = []
+    run = Training(ByStep(((6, 8),), seen), every_steps=3)
+    run.epoch(), run.epoch()
+    course = [(m.epoch, m.step, m.samples, m.batch_size, m.history.epochs_at_size) for m in seen]
+    assert course == [
+        *((1, 3, 12, 4, 1), (1, 6, 24, 4, 2), (1, 8, 40, 8, 1)),
+        *((2, 11, 64, 8, 2), (2, 13, 80, 8, 3)),
+    ]
+    assert {m.first_batch_size for m in seen} == {4}
+    assert seen[2].history.previous_batch_size == 4
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_the_rate_follows_at_once_whatever_the_scheduler(per_batch: bool):
+    def scheduler(optimizer: SGD) -> Any:
+        return CosineAnnealingLR(optimizer, T_max=30, eta_min=0.001) if per_batch else StepLR(optimizer, 1, gamma=0.5)
+
+    run = Training(ByStep(((2, 8), (6, 16), (9, 4))), lr_coupling="sqrt", scheduler=scheduler, every_steps=1)
+    twin = scheduler(SGD([torch.ones(1)], 0.01))
+    twin.optimizer.step()
+    factors = {4: 1.0, 8: 2**0.5, 16: 2.0}
+    for _ in range(3):
+        for _ in run.batches():
+            assert run.lr == pytest.approx(twin.optimizer.param_groups[0]["lr"] * factors[run.loader.batch_size])
+            if per_batch:
+                run.scheduler.step(), twin.step()
+        if not per_batch:
+            run.scheduler.step(), twin.step()
+        run.control.step()
+
+
+def test_fixed_changes_nothing_and_records_no_change():
+    run, plain = Training(Fixed(), every_steps=2), Training(Fixed())
+    assert [run.epoch(), run.epoch()] == [plain.epoch(), plain.epoch()]
+    for mine, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_schedule_of_its_own_is_no_change():
+    """The record's rate is that of the epoch's beginning, as without decisions in between."""
+    run = Training(Fixed(), every_steps=2, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.9))
+    for _ in run.batches():
+        run.scheduler.step()
+    record = run.control.step()
+    assert (record.lr, record.changes, record.next_lr) == (0.01, None, pytest.approx(0.01 * 0.9**10))
+
+
+def test_padadamp_and_a_sample_schedule_change_where_they_say():
+    run = Training(PadaDamp(16, rate=1.0), every_steps=1)
+    assert list(run.batches()) == [4, 5, 6, 7, 8, 9, 1]
+    run = Training(SampleSchedule("0:4 10:8 25:2"), every_steps=1)
+    assert list(run.batches()) == [4, 4, 4, 8, 8, 2, 2, 2, 2, 2, 2]
+
+
+# What a window shows
+
+
+def windows(steps: list[list[int]]) -> list[tuple[float, float]]:
+    """(trace, sq_norm) of each window of batch sizes, all at the first weights, by the twin that keeps gradients."""
+    order, place, pairs = Shuffled(40, SEED).draw(0), 0, []
+    for sizes in steps:
+        sums, total = [0.0, 0.0], 0
+        for size in sizes:
+            x, y = (tensor[order[place : place + size]] for tensor in DATA.tensors)
+            rows = per_sample.gradients(mlp(), mean_loss, x, y)
+            trace = float(rows.var(0).sum())
+            sums[0] += size * trace
+            sums[1] += size * (float(rows.mean(0).square().sum()) - trace / size)
+            place, total = place + size, total + size
+        pairs.append((sums[0] / total, sums[1] / total))
+    return pairs
+
+
+def still(policy: Policy, **settings: Any) -> Training:
+    run = Training(policy, **settings)
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    return run
+
+
+def test_each_decision_sees_the_steps_since_the_last_one():
+    seen: list[Measurement] = []
+    still(Watching(((4, 8),), seen), estimator="per-sample", every_steps=2).epoch()
+    expected = windows([[4, 4], [4, 4], [8, 8], [8]])
+    assert [(m.diversity.trace, m.diversity.sq_norm) for m in seen] == [pytest.approx(p, rel=1e-9) for p in expected]
+    assert [m.diversity.num_samples for m in seen] == [8, 8, 16, 8]
+
+
+def test_an_exponential_mean_goes_on_through_decisions():
+    seen: list[Measurement] = []
+    still(Watching((), seen), estimator=PerSample(decay=0.5), every_steps=2).epoch()
+    steps = windows([[4]] * 10)
+    for measured, upto in zip(seen, (2, 4, 6, 8, 10), strict=True):
+        weights = [0.5 ** (upto - 1 - i) for i in range(upto)]
+        means = [sum(w * p[i] for w, p in zip(weights, steps, strict=False)) / sum(weights) for i in (0, 1)]
+        assert (measured.diversity.trace, measured.diversity.sq_norm) == pytest.approx(means, rel=1e-9)
+
+
+def test_a_window_in_which_nothing_can_be_seen_is_no_error_and_no_evidence():
+    """A last batch of one sample after windows that could be measured; and two steps' moments asked after one."""
+    seen: list[Measurement] = []
+    still(Watching(((3, 9),), seen), estimator="per-sample", every_steps=3).epoch()  # 4 4 4, 9 9 9, 1
+    assert seen[-1].diversity.noise_scale_interval() == (0.0, float("inf"))
+    run = Training(NoiseScale(16), estimator="moments", every_steps=1)
+    assert run.epoch().reason.endswith("no change")
+    assert run.loader.batch_size <= 16
+
+
+def test_an_epoch_in_which_nothing_was_seen_is_still_an_error():
+    run = Training(NoiseScale(16), estimator="split", every_steps=100)
+    list(run.batches())
+    with pytest.raises(UsageError, match="two or more backward passes"):
+        run.control.step()
+
+
+def test_where_measuring_ends_at_the_cap_it_ends_within_the_epoch():
+    run = Training(DiveBatch(1e9, 8, measure_at_cap=False), estimator="oracle", loss_fn=mean_loss, every_steps=2)
+    measuring = [run.control.is_measuring for _ in run.batches()]
+    assert measuring == [True, True] + [False] * 4
+    assert run.control.step().diversity is None
+
+
+# Records
+
+
+def test_a_record_holds_the_changes_and_the_size_that_the_epoch_ended_with():
+    run = Training(ByStep(((2, 8), (4, 3), (13, 40))), lr_coupling="linear", every_steps=2)
+    first, second, third = run.epoch(), run.epoch(), run.epoch()
+    assert first.changes == [[2, 8, pytest.approx(0.02)], [4, 3, pytest.approx(0.0075)]]
+    assert (first.batch_size, first.lr, first.next_batch_size) == (3, pytest.approx(0.0075), 3)
+    assert (second.batch_size, second.steps, second.changes) == (3, 24, None)
+    assert third.changes is None
+    assert EpochRecord.from_dict({"epoch": 1, "batch_size": 3, "lr": 1.0, "steps": 1, "samples": 3}).changes is None
+
+
+def test_a_pass_that_starts_again_forgets_its_changes():
+    run = Training(ByStep(((2, 8),)), every_steps=2)
+    for _, _ in zip(range(3), run.batches(), strict=False):
+        pass
+    assert run.loader.batch_size == 8  # decided is decided: the weights have moved too
+    record = run.epoch()
+    assert (record.changes, record.batch_size, record.steps) == (None, 8, 5)
+
+
+# What goes around a policy
+
+
+def test_dwell_and_warm_up_count_decisions():
+    table = ((1, 8), (2, 8), (3, 8), (4, 16), (5, 16))
+    run = Training(Steady(ByStep(table), dwell=3), every_steps=1)
+    assert list(run.batches()) == [4, 4, 4, 8, 8, 8, 4]
+    run = Training(WarmUp(ByStep(((2, 16),)), epochs=2), lr_coupling="linear", every_steps=1)
+    rates = [run.lr for _ in run.batches()]
+    assert rates == pytest.approx([0.01, 0.01, 0.01, 0.02])
+    assert run.control.step().next_lr == pytest.approx(0.04)
+
+
+# Resuming
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+CASES: dict[str, Callable[[], Training]] = {
+    "by step": lambda: Training(
+        Steady(ByStep(((3, 8), (6, 16), (7, 5), (12, 4)))), every_steps=1, lr_coupling="linear"
+    ),
+    "moments": lambda: Training(GradientDamp(16), every_steps=3, lr_coupling="sqrt", estimator=Moments(decay=0.9)),
+    "per-sample": lambda: Training(GradientDamp(16), every_steps=2, lr_coupling="adascale", estimator="per-sample"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_taken_after_any_step_continues_to_the_same_bits(case: str):
+    def go(run: Training, records: list[EpochRecord], stop: int = 10**9) -> int:
+        steps = run.loader.batches_delivered
+        while len(records) < 3:
+            for _ in run.batches():
+                steps += 1
+                if steps == stop:
+                    return steps
+            records.append(run.control.step())
+        return steps
+
+    whole, expected = CASES[case](), list[EpochRecord]()
+    total = go(whole, expected)
+    assert any(record.changes for record in expected)
+    for stop in range(1, total, 2):
+        run, records = CASES[case](), list[EpochRecord]()
+        go(run, records, stop)
+        parts = through_a_file({name: getattr(run, name).state_dict() for name in ("model", "optimizer", "control")})
+        fresh = CASES[case]()
+        fresh.control.load_state_dict(parts["control"])
+        fresh.model.load_state_dict(parts["model"])
+        fresh.optimizer.load_state_dict(parts["optimizer"])
+        go(fresh, records)
+        assert records == expected
+        for mine, theirs in zip(fresh.model.parameters(), whole.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_resumed_epoch_knows_that_earlier_steps_were_measured():
+    def make() -> Training:
+        return still(Watching(((3, 9),)), estimator="per-sample", every_steps=3)  # 4 4 4, 9 9 9, 1
+
+    run, fresh = make(), make()
+    batches = run.batches()
+    for _ in range(7):
+        next(batches)
+    fresh.control.load_state_dict(through_a_file(run.control.state_dict()))
+    assert list(fresh.batches()) == []
+    assert fresh.control.step().diversity is None
+
+
+def test_a_state_of_another_cadence_is_refused_and_one_from_before_is_not():
+    state = Training(Fixed(), every_steps=3).control.state_dict()
+    with pytest.raises(CheckpointError, match="every_steps=3, this run None"):
+        Training(Fixed()).control.load_state_dict(state)
+    del state["every_steps"], state["changes"]
+    for key in ("base_batch_size", "noise_scale", "gains"):
+        del state["coupling"][key]
+    Training(Fixed(), every_steps=2).control.load_state_dict(state)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "policy", [AdaBatch(16), GeoDamp(16), Plateau(16), Cabs(16, min_batch_size=1), Goodput(16), Steady(AdaBatch(16))]
+)
+def test_policies_that_go_by_epochs_are_refused(policy: Policy):
+    with pytest.raises(ArgumentError, match=rf"{type(policy).__name__} decides after whole epochs.*every_steps=5 out"):
+        Training(policy, every_steps=5, estimator="moments")
+
+
+def test_the_papers_estimate_is_refused_with_the_others_named():
+    with pytest.raises(ArgumentError, match=r"Trajectory sums over whole epochs.*'split', 'moments'"):
+        Training(DiveBatch(0.1, 16), every_steps=5)
+
+
+def test_a_stream_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(DATA)
+
+    model: nn.Module = mlp()
+    with pytest.raises(ArgumentError, match="every_steps=2 needs data whose order is known"):
+        Controller(model, SGD(model.parameters(), 0.1), AdaptiveLoader(Stream(), 4), Fixed(), every_steps=2)
+
+
+@pytest.mark.parametrize("every_steps", [0, -1, 2.5, True, "3"])
+def test_a_number_of_steps_that_cannot_be_is_refused(every_steps: Any):
+    with pytest.raises(ArgumentError, match="every_steps must be an integer of at least 1"):
+        Training(Fixed(), every_steps=every_steps)
+
+
+def test_a_closed_controller_hears_nothing():
+    run = Training(ByStep(((2, 8),)), every_steps=1)
+    run.control.close()
+    assert list(run.batches()) == [4] * 10
