@@ -10,15 +10,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors"}
-CORE = {"measurement", "records", "policies", "norms", "estimators", "data", "lr"}
+CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
 MAY_IMPORT = {
     "errors": set(),
+    "ranks": BASE,
     "measurement": BASE,
     "records": BASE,
     "policies": BASE | {"measurement"},
-    "norms": BASE | {"measurement"},
-    "estimators": BASE | {"norms", "measurement"},
-    "data": BASE,
+    "norms": BASE | {"measurement", "ranks"},
+    "estimators": BASE | {"norms", "measurement", "ranks"},
+    "data": BASE | {"ranks"},
     "lr": BASE,
     "controller": BASE | CORE,
     "integrations": BASE | CORE | {"controller"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "experiments": BASE | CORE | {"controller", "training", "loggers"},
     "search": BASE | CORE | {"training", "experiments"},
     "report": BASE | {"records"},
-    "cli": BASE | {"experiments", "report", "records", "search", "loggers"},
+    "cli": BASE | {"ranks", "experiments", "report", "records", "search", "loggers"},
 }
 WITHOUT_TORCH = {"errors", "measurement", "records", "policies", "report"}
 
