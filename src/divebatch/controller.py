@@ -8,7 +8,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.data.loader import AdaptiveLoader, Pass
+from divebatch.data.loader import AdaptiveLoader
+from divebatch.data.progress import Pass
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.lr import LrCoupling

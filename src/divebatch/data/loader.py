@@ -1,17 +1,20 @@
 """A DataLoader whose batch size may change, that sees every sample once an epoch and resumes exactly."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed
+from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed, order_of, size_of
+from divebatch.data.progress import Pass
 from divebatch.data.sampler import checked_batch_size, num_batches
+from divebatch.data.shares import Share, local_batches, require_shareable, share_of, size_without_stand_ins
 from divebatch.data.source import make_source
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.ranks import Ranks
 
 STATE_VERSION = 1
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
@@ -29,32 +32,6 @@ _PASSED_ON = (
 """What `wrap` takes over from a DataLoader; its generator too, where it has one of its own."""
 
 
-@dataclass(slots=True)
-class Pass:
-    """One trip through the data at one batch size, and how far it has come."""
-
-    epoch: int
-    """From 0."""
-    batch_size: int
-    order: Tensor | Sequence[Any] | None
-    num_batches: int | None
-    """None for a stream."""
-    batches: int = 0
-    """Delivered to the loop, not merely prefetched."""
-    samples: int = 0
-    is_open: bool = True
-    """False once its iterator is used up or was left."""
-    seconds: float = field(default=0.0, compare=False)
-    """From the first request for a batch to the end, where it has ended; a resumed pass counts from its resume."""
-    samples_before: int = field(default=0, compare=False)
-    """Delivered in an earlier life."""
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Loading and training together; None where nothing was timed."""
-        return (self.samples - self.samples_before) / self.seconds if self.seconds > 0 else None
-
-
 class AdaptiveLoader:
     """Drop-in for a DataLoader. Set `batch_size` at any time: it reads back at once and is in force next epoch.
 
@@ -63,6 +40,13 @@ class AdaptiveLoader:
     the training data use `full_pass()`, which counts nothing. An
     IterableDataset keeps its own order and is batched by the size in force. Any collate and its batches will do;
     further keyword arguments go to `torch.utils.data.DataLoader`.
+
+    Under an initialised process group `batch_size` and all counts are those of all ranks together, the epoch's order
+    is that of one process, and each rank gets its share of each batch. Nothing is padded or repeated. `share` tells of
+    the batch delivered last; `local_samples_delivered` counts what came to this rank in this life. A rank
+    that a short last batch leaves without a sample gets the batch's first one as a stand-in, with weight zero: it
+    counts for nothing, except in a SyncBatchNorm's statistics of that batch (`drop_last=True` avoids it). `ranks` says
+    who shares; the default is everybody in the group there is when the loader is first used. All ranks iterate alike.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(5))
@@ -82,6 +66,7 @@ class AdaptiveLoader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        ranks: Ranks | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         clash = sorted(_OURS & dataloader_kwargs.keys())
@@ -89,12 +74,12 @@ class AdaptiveLoader:
             raise ArgumentError(f"{', '.join(clash)} cannot be passed on; use AdaptiveLoader.wrap(DataLoader(...))")
         order: Order | None = None
         if not isinstance(dataset, IterableDataset):
-            size = _size_of(dataset)
+            size = size_of(dataset)
             order = Shuffled(size, seed) if shuffle else Sequential(size)
-        self._setup(dataset, batch_size, order, seed, drop_last, dataloader_kwargs)
+        self._setup(dataset, batch_size, order, seed, drop_last, ranks, dataloader_kwargs)
 
     @classmethod
-    def wrap(cls, dataloader: "DataLoader[Any]", *, seed: int = 0) -> Self:
+    def wrap(cls, dataloader: "DataLoader[Any]", *, seed: int = 0, ranks: Ranks | None = None) -> Self:
         """Take over an existing DataLoader: its dataset, sampler, collate, workers and batch size.
 
         torch's plain shuffling becomes ours, with `seed`; a sampler of your own keeps drawing the order.
@@ -106,11 +91,12 @@ class AdaptiveLoader:
             kind = "none (batch_size=None)" if batch_sampler is None else type(batch_sampler).__name__
             raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")
         loader = cls.__new__(cls)
-        order = None if isinstance(dataloader.dataset, IterableDataset) else _order_of(batch_sampler.sampler, seed)
+        order = None if isinstance(dataloader.dataset, IterableDataset) else order_of(batch_sampler.sampler, seed)
         settings = {name: getattr(dataloader, name) for name in _PASSED_ON}
         if dataloader.generator is not None:
             settings["generator"] = dataloader.generator
-        loader._setup(dataloader.dataset, batch_sampler.batch_size, order, seed, batch_sampler.drop_last, settings)
+        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+        loader._setup(dataloader.dataset, size, order, seed, drop_last, ranks, settings)
         return loader
 
     def _setup(
@@ -120,6 +106,7 @@ class AdaptiveLoader:
         order: Order | None,
         seed: int,
         drop_last: bool,
+        ranks: Ranks | None,
         settings: dict[str, Any],
     ) -> None:
         if settings.get("in_order") is False:
@@ -128,7 +115,11 @@ class AdaptiveLoader:
         self._order, self._settings = order, settings
         self._source = make_source(dataset, drop_last=drop_last, settings=settings)
         self._stream_size = _stream_size(dataset) if order is None else None
+        self._ranks: Ranks | None = None
         self.batch_size = batch_size
+        if ranks is not None:
+            self._join(ranks)
+        self.share, self.local_samples_delivered = Share(0, 0), 0
         self._epoch = 0
         self._current: Pass | None = None
         self._finished: Pass | None = None
@@ -145,7 +136,12 @@ class AdaptiveLoader:
 
     @batch_size.setter
     def batch_size(self, value: int) -> None:
-        self._batch_size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
+        size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
+        if self._ranks is not None and size < self._ranks.size:
+            told = f"batch_size={size} is below the {self._ranks.size} ranks that share a batch: raised to it"
+            warnings.warn(told, stacklevel=2)
+            size = self._ranks.size
+        self._batch_size = size
 
     @property
     def dataset_size(self) -> int | None:
@@ -166,6 +162,19 @@ class AdaptiveLoader:
     def samples_delivered(self) -> int:
         """Over all epochs, the one under way included."""
         return self._samples_before + (self._current.samples if self._current else 0)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who shares each batch; found when first asked for, since a group may be initialised after the loader."""
+        if self._ranks is None:
+            self._join(Ranks.here())
+        assert self._ranks is not None
+        return self._ranks
+
+    def _join(self, ranks: Ranks) -> None:
+        require_shareable(self._order, ranks)
+        self._ranks = ranks
+        self.batch_size = self._batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (from 0) the next one, from its beginning."""
@@ -193,7 +202,10 @@ class AdaptiveLoader:
         return self._run(self._current)
 
     def _new_pass(self) -> Pass:
+        ranks = self.ranks  # first: they may raise the batch size
         order = None if self._order is None else self._order.draw(self._epoch)
+        if isinstance(self._order, FromSampler):  # drawn from random states that may differ
+            order = self._order.last_drawn = ranks.from_first(order)
         return Pass(self._epoch, self.batch_size, order, self._num_batches(order, self.batch_size))
 
     def _num_batches(self, order: Tensor | Sequence[Any] | None, batch_size: int) -> int | None:
@@ -207,9 +219,12 @@ class AdaptiveLoader:
         return self._settings.get("num_workers") or 0
 
     def _run(self, current: Pass) -> Iterator[Any]:
-        batches = self._source.batches(
+        batches = local_batches(
+            self._source,
             current.order,
             current.batch_size,
+            self.ranks,
+            drop_last=self.drop_last,
             start=current.batches,
             seed=(self.seed, current.epoch),
         )
@@ -221,13 +236,22 @@ class AdaptiveLoader:
                         "another pass over this loader began while this one ran: to look at the data in between use "
                         "loader.full_pass() or a loader of its own"
                     )
+                self.share = self._share_of(current, num_samples)
+                self.local_samples_delivered += self.share.mine
                 current.batches += 1
-                current.samples += num_samples
+                current.samples += self.share.num_samples
                 yield batch
         finally:
             current.is_open = False
         if current is self._current:
             self._close(current)
+
+    def _share_of(self, current: Pass, num_samples: int) -> Share:
+        """`num_samples` is what the source counted here."""
+        if self.ranks.is_alone or current.order is None:
+            return Share(num_samples, num_samples)
+        left = len(current.order) - current.batches * current.batch_size
+        return share_of(min(current.batch_size, left), self.ranks)
 
     def _close(self, current: Pass) -> None:
         """The pass is over: its counts become final."""
@@ -274,14 +298,20 @@ class AdaptiveLoader:
         return finished
 
     def full_pass(self) -> Iterator[Any]:
-        """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights."""
+        """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights.
+
+        Several ranks see their shares, all of them the same number of batches and nobody a stand-in: batches are a
+        little larger than `batch_size` where that needs it.
+        """
         settings = {**self._settings, "persistent_workers": False}
         source = make_source(self.dataset, drop_last=False, settings=settings)
-        seed = (self.seed, self._epoch)
-        return (batch for _, batch in source.batches(self._plain_order(), self.batch_size, start=0, seed=seed))
+        order, ranks, seed = self._plain_order(), self.ranks, (self.seed, self._epoch)
+        size = self.batch_size if order is None else size_without_stand_ins(len(order), self.batch_size, ranks)
+        return (batch for _, batch in local_batches(source, order, size, ranks, drop_last=False, seed=seed))
 
     def _plain_order(self) -> Tensor | Sequence[Any] | None:
         if isinstance(self._order, FromSampler):  # which samples there are, only the last drawing tells
+            self._order.last_drawn = self.ranks.from_first(self._order.last_drawn)
             return self._order.last_drawn
         return None if self._order is None else Sequential(len(self._order)).draw(0)
 
@@ -365,26 +395,5 @@ class AdaptiveLoader:
         return f"epoch {self._epoch + 1} has not ended: {done} of {total} batches were delivered"
 
 
-def _size_of(dataset: Any) -> int:
-    try:
-        size = len(dataset)
-    except TypeError as error:
-        raise ArgumentError(f"{type(dataset).__name__} has no length; make it an IterableDataset") from error
-    if size == 0:
-        raise ArgumentError(f"the dataset is empty: len({type(dataset).__name__}) is 0")
-    return size
-
-
 def _stream_size(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
-
-
-def _order_of(sampler: Any, seed: int) -> Order:
-    """Ours for torch's two plain samplers, so that epochs repeat and resume; else the sampler itself."""
-    if type(sampler) is SequentialSampler:
-        return Sequential(_size_of(sampler.data_source))
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        size = _size_of(sampler.data_source)
-        if sampler.num_samples == size:
-            return Shuffled(size, seed)
-    return FromSampler(sampler)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from divebatch.errors import ArgumentError
 
@@ -93,3 +94,25 @@ class FromSampler:
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+
+def size_of(dataset: Any) -> int:
+    """Its length, which must be at least 1."""
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise ArgumentError(f"{type(dataset).__name__} has no length; make it an IterableDataset") from error
+    if size == 0:
+        raise ArgumentError(f"the dataset is empty: len({type(dataset).__name__}) is 0")
+    return size
+
+
+def order_of(sampler: Any, seed: int) -> Order:
+    """Ours for torch's two plain samplers, so that epochs repeat and resume; else the sampler itself."""
+    if type(sampler) is SequentialSampler:
+        return Sequential(size_of(sampler.data_source))
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        size = size_of(sampler.data_source)
+        if sampler.num_samples == size:
+            return Shuffled(size, seed)
+    return FromSampler(sampler)

@@ -70,7 +70,7 @@ class _OnDevice:
     device: Any
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """The source's batches, moved."""
         for num_samples, batch in self.source.batches(order, batch_size, start=start, seed=seed):

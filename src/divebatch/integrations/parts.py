@@ -53,7 +53,7 @@ class _ShareOfSource:
     num_processes: int
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """Local batches, each with the number of samples of the whole one."""
         assert order is not None

@@ -1,0 +1,33 @@
+"""How far a pass over the data has come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Pass:
+    """One trip through the data at one batch size, and how far it has come."""
+
+    epoch: int
+    """From 0."""
+    batch_size: int
+    order: Tensor | Sequence[Any] | None
+    num_batches: int | None
+    """None for a stream."""
+    batches: int = 0
+    """Delivered to the loop, not merely prefetched."""
+    samples: int = 0
+    is_open: bool = True
+    """False once its iterator is used up or was left."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the first request for a batch to the end, where it has ended; a resumed pass counts from its resume."""
+    samples_before: int = field(default=0, compare=False)
+    """Delivered in an earlier life."""
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Loading and training together; None where nothing was timed."""
+        return (self.samples - self.samples_before) / self.seconds if self.seconds > 0 else None
