@@ -14,7 +14,9 @@ from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.lr import LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
+from divebatch.norms.weighing import weigh_gradients as weigh
 from divebatch.policies import Policy
+from divebatch.ranks import inside_ddp
 from divebatch.records import EpochRecord
 
 STATE_VERSION = 1
@@ -31,6 +33,12 @@ class Controller:
     `lr_coupling` is "none", "linear" (SGD) or "sqrt" (Adam-like optimizers). `scheduler` is the one that drives the
     optimizer, or a list of all that do. `loss_reduction` says how your loss is reduced over the batch. `shadows` are
     policies by name that only watch: after each epoch the record says which size each would have chosen from there.
+
+    Under a process group (`loader.ranks`) all ranks make a controller alike and call its methods alike. `model` is
+    yours, the DDP wrapper around it, or sharded by FSDP2. What is measured is that of all ranks, and all take rank 0's
+    view of it, so that they decide the same. Gradients are exact although ranks may hold unequal shares of a batch:
+    the controller multiplies what enters the model backwards by `loader.share.loss_weight`, unless a loop with
+    `weigh_gradients=False` does it to its losses. A loss that is a sum gives the sum over the number of ranks.
     """
 
     def __init__(
@@ -46,17 +54,20 @@ class Controller:
         loss_reduction: str = "mean",
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         shadows: Mapping[str, Policy] | None = None,
+        weigh_gradients: bool = True,
     ) -> None:
         _require_parts(model, optimizer, loader, policy)
         _require_coupling(policy, lr_coupling)
+        self.ranks = loader.ranks
+        self._require_same(loader, policy, estimator, lr_coupling, loss_reduction)
         if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
         self._shadows = dict(shadows or {})
         self._needs = policy.needs.union(*(shadow.needs for shadow in self._shadows.values()))
         self.epoch = loader.epoch
-        scene = Scene(model, loader.full_pass, loss_reduction, loss_fn, optimizer, lambda: loader.samples_delivered)
-        self._estimator = self._bind(estimator, scene)
+        self._estimator = self._bind(estimator, _scene(model, loader, loss_reduction, loss_fn, optimizer))
+        self._stop_weighing = _weighed(model, loader, loss_reduction) if weigh_gradients else None
         schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
         self._coupling = LrCoupling(optimizer, schedulers, kind=lr_coupling, first_batch_size=loader.batch_size)
         self._measuring, self._is_closed = False, False
@@ -69,14 +80,16 @@ class Controller:
     def step(self, *, loss: float | None = None) -> EpochRecord:
         """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next.
 
-        `loss` is the epoch's mean training loss, for policies that need it.
+        `loss` is the epoch's mean training loss, for policies that need it: of this rank's samples, or of all.
         """
         self._check_may_step()
+        loss = self._loss_of_all_ranks(loss)
         if loss is None and "loss" in self._needs:
             raise UsageError(f"{self._who_needs('loss')} needs the epoch's mean training loss: control.step(loss=...)")
         seen = self._measurement(self.loader.require_finished_pass(), self._measured_diversity(), loss)
-        decision = self._within_data(self.policy.next(seen), seen)
-        shadows = {name: self._within_data(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
+        seen = self.ranks.from_first(seen)  # rounding and clocks differ between ranks, decisions must not
+        decision = self._within_limits(self.policy.next(seen), seen)
+        shadows = {name: self._within_limits(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
         self._apply(decision)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
         self.loader.forget_finished_pass()
@@ -102,6 +115,8 @@ class Controller:
         self._is_closed = True
         self._coupling.close()
         self._forget_listener()
+        if self._stop_weighing is not None:
+            self._stop_weighing()
         if self._estimator is not None:
             self._estimator.close()
 
@@ -173,13 +188,24 @@ class Controller:
             return self._history
         return self._history.with_throughput(finished.batch_size, speed)
 
-    @staticmethod
-    def _within_data(decision: Decision, seen: Measurement) -> Decision:
-        """No batch has more samples than an epoch, and the learning rate must not follow one that had."""
-        if decision.batch_size <= seen.dataset_size:
+    def _loss_of_all_ranks(self, loss: float | None) -> float | None:
+        """The mean over samples; None where no rank said anything."""
+        if self.ranks.is_alone:
+            return loss
+        count = self.loader.require_finished_pass().local_samples if loss is not None else 0
+        total, samples = self.ranks.sum_numbers([count * (loss or 0.0), count])
+        return total / samples if samples else None
+
+    def _within_limits(self, decision: Decision, seen: Measurement) -> Decision:
+        """No batch has more samples than an epoch or fewer than there are ranks, and no learning rate follows one."""
+        size, ranks = decision.batch_size, self.ranks.size
+        if ranks <= size <= seen.dataset_size:
             return decision
-        reason = f"{decision.reason}; limited to the {seen.dataset_size} samples there are".lstrip("; ")
-        return replace(decision, batch_size=seen.dataset_size, reason=reason)
+        limit = (
+            f"limited to the {seen.dataset_size} samples there are" if size > ranks else f"raised to the {ranks} ranks"
+        )
+        reason = f"{decision.reason}; {limit}".lstrip("; ")
+        return replace(decision, batch_size=max(ranks, min(size, seen.dataset_size)), reason=reason)
 
     def _apply(self, decision: Decision) -> None:
         self.loader.batch_size = decision.batch_size
@@ -202,6 +228,21 @@ class Controller:
             reason=decision.reason,
         )
 
+    def _require_same(self, loader: AdaptiveLoader, policy: Policy, estimator: Any, *settings: str) -> None:
+        """What ranks disagree on at the start would part them later, without a word or in a hang."""
+        self.ranks.require_same(
+            {
+                "the number of samples": loader.dataset_size,
+                "batch_size": loader.batch_size,
+                "seed": loader.seed,
+                "drop_last": loader.drop_last,
+                "the epoch": loader.epoch,
+                "policy": repr(policy),
+                "estimator": estimator if isinstance(estimator, str | None) else type(estimator).__name__,
+                "lr_coupling, loss_reduction": settings,
+            }
+        )
+
     def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:
         bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
         if "diversity" not in self._needs:
@@ -212,7 +253,11 @@ class Controller:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but model, optimizer and scheduler, as plain containers and tensors."""
+        """Everything but model, optimizer and scheduler, as plain containers and tensors.
+
+        The same on all ranks, who must all call it, and fit for another number of ranks; only sums that FSDP2 sharded
+        stay in shards (DTensors).
+        """
         if self.loader.finished_pass is not None:
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
         return {
@@ -250,6 +295,26 @@ class Controller:
         self._lr = state["lr"]
         if self._measuring and self._estimator is not None:
             self._estimator.load_state_dict(state["estimator"])
+
+
+def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str, loss_fn: Any, optimizer: Optimizer) -> Scene:
+    return Scene(
+        inside_ddp(model),
+        loader.full_pass,
+        loss_reduction,
+        loss_fn,
+        optimizer,
+        lambda: loader.samples_delivered,
+        loader.ranks,
+        lambda: loader.share,
+        lambda: loader.local_samples_delivered,
+    )
+
+
+def _weighed(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str) -> Callable[[], None] | None:
+    if loader.ranks.is_alone:
+        return None
+    return weigh(model, lambda: loader.share.weight_for(loss_reduction))
 
 
 def _diversity_interval(diversity: Diversity | None) -> tuple[float | None, float | None]:

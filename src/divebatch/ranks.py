@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from divebatch.errors import ArgumentError, UsageError
 
@@ -59,10 +61,21 @@ class Ranks:
             return
         flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
         for bucket in _buckets(flat):
-            self._sum_bucket(bucket)
+            parts = self._summed(bucket).split([part.numel() for part in bucket])
+            torch._foreach_copy_(bucket, list(parts))
         for tensor, summed in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.detach().copy_(summed.view(tensor.shape))
+
+    def sq_norm_of_sum(self, tensors: Sequence[Tensor]) -> float:
+        """The squared norm, in float64, of the sum over ranks of all tensors as one vector; they stay as they are."""
+        if self.is_alone:
+            summed: Sequence[Tensor] = tensors
+        else:
+            flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+            summed = [self._summed(bucket) for bucket in _buckets(flat)]
+        sq_norms = [torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 for total in summed]
+        return float(torch.stack(sq_norms).sum()) if sq_norms else 0.0
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Each number's sum over ranks, in float64."""
@@ -95,14 +108,54 @@ class Ranks:
                 told = ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
                 raise ArgumentError(f"the ranks disagree on {name}: {told}. All ranks must be set up alike")
 
-    def _sum_bucket(self, bucket: list[Tensor]) -> None:
+    def _summed(self, bucket: list[Tensor]) -> Tensor:
         """One all-reduce, on a device that the group's backend can reach."""
         here = bucket[0].device
         kinds = self._group._device_types if self._group is not None else []
-        where = here if here in kinds or torch.device(here.type) in kinds else _present(kinds[0])
-        summed = torch.cat(bucket).to(where)
+        reachable = here.type in [kind.type for kind in kinds]
+        summed = torch.cat(bucket).to(here if reachable else _present(kinds[0]))
         dist.all_reduce(summed, group=self._group)
-        torch._foreach_copy_(bucket, list(summed.to(here).split([part.numel() for part in bucket])))
+        return summed.to(here)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of one batch.
+
+    >>> Share(num_samples=37, mine=10, num_ranks=4).loss_weight  # 10 of 37 samples, where 9.25 would be the mean
+    1.0810810810810811
+    """
+
+    num_samples: int
+    """Of the batch, all ranks together."""
+    mine: int
+    """Of them on this rank; 0 for a stand-in."""
+    num_ranks: int = 1
+
+    @property
+    def loss_weight(self) -> float:
+        """What the mean loss over this rank's samples is multiplied with; 1 where shares are equal.
+
+        The mean over ranks, which DDP and FSDP take, is then the mean over the batch. A `Controller` sees to it.
+        """
+        return self.num_ranks * self.mine / self.num_samples if self.num_samples else 1.0
+
+    def weight_for(self, loss_reduction: str) -> float:
+        """The same for a loss that is a mean or a sum over samples: sums add up by themselves, but for a stand-in's."""
+        return self.loss_weight if loss_reduction == "mean" else float(not self.is_stand_in)
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether there was nothing left for this rank, and it got the batch's first sample to keep the others company.
+
+        All ranks must take part in every collective. Its weight is zero, so its gradient counts for nothing.
+        """
+        return self.mine == 0 < self.num_samples
+
+
+def inside_ddp(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel wraps; any other model as it is."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _present(kind: torch.device) -> torch.device:

@@ -11,10 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed, order_of, size_of
 from divebatch.data.progress import Pass
 from divebatch.data.sampler import checked_batch_size, num_batches
-from divebatch.data.shares import Share, local_batches, require_shareable, share_of, size_without_stand_ins
+from divebatch.data.shares import local_batches, require_shareable, share_of, size_without_stand_ins
 from divebatch.data.source import make_source
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
-from divebatch.ranks import Ranks
+from divebatch.ranks import Ranks, Share
 
 STATE_VERSION = 1
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
@@ -238,6 +238,7 @@ class AdaptiveLoader:
                     )
                 self.share = self._share_of(current, num_samples)
                 self.local_samples_delivered += self.share.mine
+                current.local_samples += self.share.mine
                 current.batches += 1
                 current.samples += self.share.num_samples
                 yield batch

@@ -1,7 +1,6 @@
 """Which part of each batch a rank gets: contiguous parts that differ by one sample at most, the larger ones first."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,38 +10,7 @@ from torch.utils.data import DistributedSampler
 from divebatch.data.order import FromSampler, Order
 from divebatch.data.source import Source
 from divebatch.errors import ArgumentError
-from divebatch.ranks import Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's part of one batch.
-
-    >>> Share(num_samples=37, mine=10, num_ranks=4).loss_weight  # 10 of 37 samples, where 9.25 would be the mean
-    1.0810810810810811
-    """
-
-    num_samples: int
-    """Of the batch, all ranks together."""
-    mine: int
-    """Of them on this rank; 0 for a stand-in."""
-    num_ranks: int = 1
-
-    @property
-    def loss_weight(self) -> float:
-        """What the mean loss over this rank's samples is multiplied with; 1 where shares are equal.
-
-        The mean over ranks, which DDP and FSDP take, is then the mean over the batch. A `Controller` sees to it.
-        """
-        return self.num_ranks * self.mine / self.num_samples if self.num_samples else 1.0
-
-    @property
-    def is_stand_in(self) -> bool:
-        """Whether there was nothing left for this rank, and it got the batch's first sample to keep the others company.
-
-        All ranks must take part in every collective. Its weight is zero, so its gradient counts for nothing.
-        """
-        return self.mine == 0 < self.num_samples
+from divebatch.ranks import Ranks, Share
 
 
 def share_of(num_samples: int, ranks: Ranks) -> Share:

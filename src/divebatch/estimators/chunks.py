@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from divebatch.errors import CheckpointError
+from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators.average import unbiased
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.norms.sketch import sum_dtype
@@ -87,13 +87,18 @@ class ChunkWise(Stepwise):
 
     def __init__(self, *, decay: float = 1.0) -> None:
         super().__init__(decay=decay)
-        self._chunks: Chunks | None = None
+        self._chunks: Any = None
         self._stepped = 0
         """Samples the loader had delivered at the last optimizer step."""
 
+    def _samples_delivered(self) -> int:
+        return self._bound().samples_delivered() if self.sees_all_ranks else self._bound().delivered_here()
+
     def _own_state(self) -> dict[str, Any]:
         assert self._chunks is not None
-        waiting = self._bound().samples_delivered() - self._stepped
+        waiting = self._samples_delivered() - self._stepped
+        if self._chunks.num_chunks and not (self.sees_all_ranks or self._bound().ranks.is_alone):
+            raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
         return {"chunks": self._chunks.state_dict(), "since_step": waiting}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:

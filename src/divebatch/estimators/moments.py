@@ -6,7 +6,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import Chunks, ChunkWise
-from divebatch.estimators.estimator import Scene, optimizer_of
+from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
 from divebatch.measurement import Diversity
 
 
@@ -20,8 +20,11 @@ class Moments(ChunkWise):
     layer needs a rule. Under BatchNorm it is right for the network as it trains, normalised over its whole batches.
 
     It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler
-    has undone its scale by then. Two batches scatter as two chunks do in `split`, with half as many estimates.
+    has undone its scale by then, and where ranks share a batch they are the whole batch's. Two batches scatter as two
+    chunks do in `split`, with half as many estimates.
     """
+
+    sees_all_ranks = True
 
     def __init__(self, *, window: int = 2, decay: float = 1.0) -> None:
         super().__init__(decay=decay)
@@ -32,6 +35,7 @@ class Moments(ChunkWise):
 
     def _prepare(self, scene: Scene) -> None:
         optimizer_of(scene, "moments")
+        require_whole(scene, "moments")
 
     def _attach(self, scene: Scene) -> None:
         self._chunks, self._stepped = Chunks(scene.model), scene.samples_delivered()
@@ -50,7 +54,8 @@ class Moments(ChunkWise):
         if size == 0 or not gradients:
             return
         self._stepped += size
-        chunks.add(gradients, size, scale=1.0 if scene.loss_reduction == "mean" else 1 / size)
+        # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
+        chunks.add(gradients, size, scale=1.0 if scene.loss_reduction == "mean" else scene.ranks.size / size)
         self._average.num_samples = self._average.num_samples + size
         if chunks.num_chunks == self._window:
             self._average.add(chunks.pair(), chunks.num_samples)

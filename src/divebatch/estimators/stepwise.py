@@ -14,8 +14,11 @@ class Stepwise(ABC):
 
     `decay` below 1 makes it an exponential mean over steps, debiased: 0.95 looks back some twenty steps. The interval
     comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so it is rather
-    too wide than too narrow.
+    too wide than too narrow. Where ranks share the batches, each estimates from what it sees, and the mean is over all.
     """
+
+    sees_all_ranks = False
+    """Whether each rank sees what all saw together, so that there is nothing to add."""
 
     def __init__(self, *, decay: float = 1.0) -> None:
         self._decay = PairAverage(decay=decay).decay
@@ -44,7 +47,7 @@ class Stepwise(ABC):
 
     def finish(self) -> Diversity:
         """The means over the epoch; then detach."""
-        self._bound()
+        self._average = self._of_all_ranks()
         diversity = self._when_empty() if self._average.is_empty else self._average.diversity()
         self.close()
         return diversity
@@ -57,7 +60,7 @@ class Stepwise(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, if an epoch is being measured."""
-        return {"average": self._average.state_dict(), **self._own_state()} if self._is_on else {}
+        return {"average": self._of_all_ranks().state_dict(), **self._own_state()} if self._is_on else {}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Sums of another model are refused."""
@@ -65,10 +68,15 @@ class Stepwise(ABC):
             self._check_own_state(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with saved sums."""
+        """Go on with saved sums; of ranks that see different samples the first takes them over."""
         if state:
             self._load_own_state(state)
-            self._average.load_state_dict(state["average"])
+            if self.sees_all_ranks or self._bound().ranks.is_first:
+                self._average.load_state_dict(state["average"])
+
+    def _of_all_ranks(self) -> PairAverage:
+        ranks = self._bound().ranks
+        return self._average if self.sees_all_ranks or ranks.is_alone else self._average.over(ranks)
 
     def _bound(self) -> Scene:
         if self._scene is None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from divebatch.errors import ArgumentError, CoverageError
 from divebatch.norms.forms import Explicit, Form
 from divebatch.norms.rerun import results
+from divebatch.norms.sharded import unsharded_type
 
 Rule = Callable[[Any, Any, Tensor], Mapping[str, Form | Tensor]]
 """`(layer, x, dy) -> {parameter name: its gradients}`, one gradient a sample.
@@ -100,9 +101,9 @@ def require_batch(layer: nn.Module, x: Tensor, num_dims: int) -> None:
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """The type a layer was made with; a compiled meter exchanges it for one of its own."""
+    """The type a layer was made with; a compiled meter and `fully_shard` exchange it for one of their own."""
     kind: type[nn.Module] = getattr(type(module), "divebatch_original", type(module))
-    return kind
+    return unsharded_type(kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +113,8 @@ class CoveredLayer:
     name: str
     module: nn.Module
     entry: Entry
+    labels: Mapping[str, int]
+    """The identity of each parameter when the layer was covered: under FSDP2 other objects take its place at times."""
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the rule wants to see of a call: the first argument, or all by name."""
@@ -136,7 +139,7 @@ class CoveredLayer:
         for name, gradient in self.entry.rule(self.module, x, dy).items():
             parameter = parameter_of(self.module, name)
             if parameter is not None and parameter.requires_grad:
-                yield id(parameter), Explicit(gradient) if isinstance(gradient, Tensor) else gradient
+                yield self.labels[name], Explicit(gradient) if isinstance(gradient, Tensor) else gradient
 
 
 def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLayer]:
@@ -156,7 +159,8 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
         within.update(module.modules() if reruns else ())
         own = [key for key, p in module.named_parameters(recurse=reruns) if p.requires_grad]
         if own and entry is not None:
-            covered.append(CoveredLayer(name or "(model)", module, entry))
+            labels = {key: id(p) for key, p in module.named_parameters(recurse=reruns, remove_duplicate=False)}
+            covered.append(CoveredLayer(name or "(model)", module, entry, labels))
         place = f"{name}." if name else ""
         missed = [key for key in own if entry is None or not entry.states(module, key)]
         uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in missed]

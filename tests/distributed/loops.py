@@ -1,0 +1,170 @@
+"""The loops that users write, on any number of ranks: one function for one process, DDP and FSDP2."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, Trajectory, micro_batches
+from divebatch.experiments.models.resnet import ResNet, group_norm, small_stem
+from divebatch.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about a run but the ranks."""
+
+    model: str = "mlp"
+    num_samples: int = 1003
+    batch_size: int = 50
+    epochs: int = 3
+    policy: Policy = DiveBatch(0.2, 300)
+    estimator: Any = "kept"
+    reduction: str = "mean"
+    micro: int | None = None
+    sync_each: bool = True
+    """Whether every micro-batch's gradients are averaged over ranks, and not only the last one's."""
+    wrap: str = "ddp"
+    give_inner: bool = False
+    """The controller gets the model inside of the wrapper."""
+    wrap_late: bool = False
+    """DDP is put around the model after the controller has seen it."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    lr: float = 0.1
+    clip: float | None = None
+    coupling: str = "linear"
+
+
+class Kept(Trajectory):
+    """Keeps the sums themselves: a wrong scale cancels in their ratio."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[Diversity] = []
+
+    def finish(self) -> Diversity:
+        self.sums.append(super().finish())
+        return self.sums[-1]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.LayerNorm(11), nn.ReLU(), nn.Linear(11, 3))
+
+
+def resnet() -> nn.Module:
+    return ResNet(small_stem(8, group_norm), (8, 16), 1, 3, group_norm)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {"mlp": (mlp, (7,)), "resnet": (resnet, (3, 8, 8))}
+
+
+def made(problem: Problem) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[problem.model][0]().double()
+
+
+def dataset(problem: Problem) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(problem.num_samples, *MODELS[problem.model][1], generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (problem.num_samples,), generator=generator)
+    return TensorDataset(x, y)
+
+
+def wrapped(net: nn.Module, ranks: Ranks, problem: Problem) -> nn.Module:
+    if ranks.is_alone or problem.wrap == "none":
+        return net
+    if problem.wrap == "ddp":
+        return DistributedDataParallel(net, process_group=ranks._group, **problem.ddp)
+    assert ranks._group is not None
+    mesh = DeviceMesh.from_group(ranks._group, "cpu")
+    for child in [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)][1:]:
+        fully_shard(child, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+class Run:
+    """A model in training, with its controller."""
+
+    def __init__(self, ranks: Ranks, problem: Problem) -> None:
+        self.ranks, self.problem = ranks, problem
+        self.net = made(problem)
+        self.model = self.net if problem.wrap_late else wrapped(self.net, ranks, problem)
+        self.optimizer = SGD(self.net.parameters(), lr=problem.lr, momentum=0.5)
+        self.scheduler = StepLR(self.optimizer, 2, 0.5)
+        self.loader = AdaptiveLoader(dataset(problem), problem.batch_size, seed=5, ranks=ranks)
+        self.estimator = Kept() if problem.estimator == "kept" else problem.estimator
+        self.control = Controller(
+            self.net if problem.give_inner else self.model,
+            self.optimizer,
+            self.loader,
+            problem.policy,
+            estimator=self.estimator,
+            lr_coupling=problem.coupling,
+            scheduler=self.scheduler,
+            loss_reduction=problem.reduction,
+            loss_fn=self.loss,
+        )
+        if problem.wrap_late:
+            self.model = wrapped(self.net, ranks, problem)
+        self.losses: list[float] = []
+
+    def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(scores, labels, reduction=self.problem.reduction)
+
+    def epoch(self) -> dict[str, Any]:
+        for batch in self.loader:
+            self.step(batch)
+        self.scheduler.step()
+        return asdict(self.control.step())
+
+    def step(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        for x, y, factor, waits in self.parts(batch):
+            with self.without_sync() if waits else nullcontext():
+                (self.loss(self.model(x), y) * factor).backward()
+        if self.problem.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.problem.clip)
+        self.optimizer.step()
+
+    def parts(self, batch: Any) -> Iterator[tuple[Tensor, Tensor, float, bool]]:
+        """Micro-batches; all ranks have as many, or the one that has more would wait for the others' gradients."""
+        size = self.problem.micro
+        if size is None:
+            yield *batch, 1.0, False
+            return
+        count = -(-len(batch[1]) // size)
+        for number, ((x, y), factor) in enumerate(micro_batches(batch, size, loss_reduction=self.problem.reduction)):
+            yield x, y, factor, number < count - 1 and not self.problem.sync_each
+
+    def without_sync(self) -> Any:
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.no_sync()
+        return nullcontext()
+
+    def weights(self) -> list[float]:
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.net.parameters()]
+        return torch.cat([p.detach().flatten() for p in whole]).tolist()
+
+    @property
+    def sums(self) -> list[tuple[float, float, int]]:
+        kept = getattr(self.estimator, "sums", [])
+        return [(each.sum_of_sq_norms, each.sq_norm_of_sum, each.num_samples) for each in kept]
+
+
+def course(ranks: Ranks, problem: Problem) -> dict[str, Any]:
+    """What a run leaves: records, the sums measured, final weights."""
+    run = Run(ranks, problem)
+    with run.control:
+        records = [run.epoch() for _ in range(problem.epochs)]
+    return {"records": records, "sums": run.sums, "weights": run.weights()}

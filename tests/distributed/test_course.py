@@ -1,0 +1,53 @@
+"""The same course on 1, 2 and 4 ranks, to rounding."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from distributed.loops import Problem, course
+from distributed.team import Team
+
+from divebatch.ranks import Ranks
+
+RESNET = Problem(model="resnet", num_samples=61, batch_size=10, policy=replace(Problem().policy, delta=0.3))
+CASES = {
+    "ddp": Problem(),
+    "fsdp": Problem(wrap="fsdp"),
+    "resnet ddp": RESNET,
+    "resnet fsdp": replace(RESNET, wrap="fsdp"),
+    "the inner model": Problem(give_inner=True),
+    "wrapped late": Problem(wrap_late=True, give_inner=True),
+    "static graph": Problem(ddp={"static_graph": True}),
+    "no_sync": Problem(micro=5, sync_each=False),
+    "bucket views": Problem(ddp={"gradient_as_bucket_view": True, "find_unused_parameters": True}),
+    "clipping": Problem(clip=0.05),
+}
+
+ALONE: dict[tuple[str, float | None], dict[str, Any]] = {}
+
+
+def alone(problem: Problem) -> dict[str, Any]:
+    """The course of one process in a plain loop, trained once for all cases."""
+    key = (problem.model, problem.clip)
+    if key not in ALONE:
+        ALONE[key] = course(Ranks.alone(), replace(problem, wrap="none", ddp={}, micro=None))
+    return ALONE[key]
+
+
+def assert_same_course(ours: dict[str, Any], single: dict[str, Any], *, rel: float = 1e-9) -> None:
+    assert len({record["batch_size"] for record in single["records"]}) > 1, "a course that does not move shows nothing"
+    for mine, theirs in zip(ours["records"], single["records"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            expected = pytest.approx(value, rel=rel) if isinstance(value, float) else value
+            assert mine[name] == expected or name == "reason", name
+    for mine, theirs in zip(ours["sums"], single["sums"], strict=True):
+        assert mine == pytest.approx(theirs, rel=rel)
+    assert ours["weights"] == pytest.approx(single["weights"], rel=rel, abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_the_course_is_that_of_one_process(team: Team, case: str, size: int) -> None:
+    for answer in team.run(size, course, CASES[case]):
+        assert_same_course(answer, alone(CASES[case]))
