@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from divebatch.training import Clock, Passes, Setup, Step
+from divebatch.training.distributed import Parallel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
@@ -20,7 +21,7 @@ def trained(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float],
     )
     model = layers.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
-    passes = Passes(model, cross_entropy, Setup(compile=True, cuda_graphs=cuda_graphs), Clock(device))
+    passes = Passes(Parallel.alone(model), cross_entropy, Setup(compile=True, cuda_graphs=cuda_graphs), Clock(device))
     step, losses = Step(passes, optimizer), []
     for size in SIZES:
         if size in (32, 64):

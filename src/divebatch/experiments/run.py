@@ -9,6 +9,7 @@ import torch
 
 from divebatch.experiments.provenance import git_commit, hardware, versions
 from divebatch.experiments.schema import Experiment, Method
+from divebatch.ranks import Ranks
 from divebatch.records import RunHeader
 
 
@@ -30,6 +31,8 @@ class Run:
     """Epochs from one checkpoint to the next; the last epoch always has one."""
     checkpoint_steps: int | None = None
     """Steps from one checkpoint to the next within an epoch."""
+    sharding: str = "ddp"
+    """How several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
     loggers: tuple[str, ...] = ()
     """Kinds, as `divebatch.loggers` knows them: where epochs are shown beside the records."""
 
@@ -60,6 +63,11 @@ class Run:
         del values["methods"]
         return {**values, "method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
 
+    @property
+    def _ranks(self) -> dict[str, Any]:
+        ranks = Ranks.here()
+        return {} if ranks.is_alone else {"ranks": ranks.size, "sharding": self.sharding}
+
     def header(self) -> RunHeader:
         """The first line of the records."""
         return RunHeader(
@@ -68,7 +76,7 @@ class Run:
             seed=self.seed,
             config=self.config,
             versions=versions(),
-            hardware=hardware(torch.device(self.device)),
+            hardware={**hardware(torch.device(self.device)), **self._ranks},
             git_commit=git_commit(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
         )

@@ -10,13 +10,17 @@ import logging
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from divebatch.errors import CheckpointError
+from divebatch.ranks import Ranks
+
+T = TypeVar("T")
 
 MAGIC = b"divebatch checkpoint 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -68,15 +72,20 @@ def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
 
 def load_newest(path: Path, *, device: torch.device) -> dict[str, Any] | None:
     """The checkpoint, or the one before it where it is damaged or gone, saying so; None where there was none yet."""
-    candidates = [candidate for candidate in (path, previous(path)) if candidate.exists()]
+    return newest(path, lambda candidate: load_checkpoint(candidate, device=device), Ranks.alone())
+
+
+def newest(path: Path, load: Callable[[Path], T], ranks: Ranks) -> T | None:
+    """What `load` makes of the checkpoint, or of the one before it; all ranks take the same."""
+    candidates = ranks.from_first([candidate for candidate in (path, previous(path)) if candidate.exists()])
     problems = [f"checkpoint '{path}' is gone"] if candidates == [previous(path)] else []
     for candidate in candidates:
         try:
-            state = load_checkpoint(candidate, device=device)
+            state = load(candidate)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        if problems:
+        if problems and ranks.is_first:
             logger.warning("%s; going on from the one before it, '%s'", problems[0], candidate)
         return state
     if not problems:

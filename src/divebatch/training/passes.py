@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.training.clock import Clock, forget_peak_memory, peak_memory_bytes
+from divebatch.training.distributed import Parallel
 from divebatch.training.recording import Recording
 from divebatch.training.setup import Setup
 
@@ -47,8 +48,8 @@ class Passes:
     then on, except while norms are measured: their hooks are Python's, which a recording does not hold.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, setup: Setup, clock: Clock) -> None:
-        self.model, self.loss_fn, self.setup, self.clock = model, loss_fn, setup, clock
+    def __init__(self, parallel: Parallel, loss_fn: LossFn, setup: Setup, clock: Clock) -> None:
+        self.parallel, self.loss_fn, self.setup, self.clock = parallel, loss_fn, setup, clock
         self.full_size = 0
         self.variants: set[tuple[int, bool]] = set()
         """(samples, whether norms are measured) that ran so far."""
@@ -64,12 +65,15 @@ class Passes:
         self.full_size = full_size
         forget_peak_memory(self.clock.device)
 
-    def __call__(self, inputs: Any, targets: Any, *, share: float, measuring: bool) -> Tensor:
-        """Add the gradients of the mean loss times `share` to the parameters'; that product."""
+    def __call__(self, inputs: Any, targets: Any, *, share: float, measuring: bool, is_last: bool = True) -> Tensor:
+        """Add the gradients of the mean loss times `share` to the parameters'; that product.
+
+        `is_last`: no pass of this batch follows, and gradients are brought together over ranks.
+        """
         variant = (len(targets), measuring)
         if share == 1 and variant in self.variants and self._may_record(variant):
             return self._replay(inputs, targets)
-        with self._first_time(variant):
+        with self._first_time(variant), self.parallel.adding_up(is_last=is_last):
             loss = self._loss(inputs, targets)
             loss = loss if share == 1 else loss * share
             loss.backward()
@@ -88,7 +92,7 @@ class Passes:
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         is_compiled = self.setup.compile and len(targets) == self.full_size
         function = compiled_loss_of() if is_compiled else loss_of
-        return function(self.model, self.loss_fn, inputs, targets, self.setup.precision)
+        return function(self.parallel.module, self.loss_fn, inputs, targets, self.setup.precision)
 
     @contextmanager
     def _first_time(self, variant: tuple[int, bool]) -> Iterator[None]:
@@ -102,13 +106,13 @@ class Passes:
         forget_peak_memory(self.clock.device)
 
     def _may_record(self, variant: tuple[int, bool]) -> bool:
-        on_gpu = self.clock.device.type == "cuda"
+        on_gpu = self.clock.device.type == "cuda" and self.parallel.ranks.is_alone
         return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant == (self.full_size, False)
 
     def _replay(self, inputs: Any, targets: Any) -> Tensor:
         if self._recording is None:
             with self.clock.lap("compile"):
                 forget_peak_memory(self.clock.device)
-                self._recording = Recording(list(self.model.parameters()), self._loss, inputs, targets)
+                self._recording = Recording(list(self.parallel.model.parameters()), self._loss, inputs, targets)
                 self._recorded_peak = peak_memory_bytes(self.clock.device)
         return self._recording(inputs, targets)

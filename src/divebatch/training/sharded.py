@@ -25,21 +25,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor, zeros
+from torch.distributed.tensor import distribute_tensor, zeros
 
 from divebatch.errors import CheckpointError
 from divebatch.ranks import Ranks
 from divebatch.training.checkpoint import read_plain, sync_folder, take_the_place
 from divebatch.training.manifest import DTYPES, Manifest, Stored, read_manifest, write_manifest
+from divebatch.training.saved import Layout, Place
 
 SPREAD = ("model", "optimizer", "control")
 """Whose tensors are spread over the ranks' files: those of the model's size, equal on all ranks or sharded."""
 REST = "rest"
-
-Place = tuple[Any, ...]
-"""The keys that lead to a tensor in the state."""
-Layout = Callable[[Place], DTensor | None]
-"""What the tensor at a place is sharded like; None where it is whole."""
 
 
 def save_sharded(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
@@ -63,23 +59,15 @@ def save_sharded(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
 
 def load_whole(folder: Path, *, device: torch.device) -> dict[str, Any]:
     """In one process: every file checked, every tensor whole."""
-    for name, stored in read_manifest(folder).files.items():
-        _require_intact(folder / name, stored)
+    require_intact(folder, Ranks.alone())
     return load_sharded(folder, device=device)
 
 
 def require_intact(folder: Path, ranks: Ranks) -> None:
-    """Each rank checks its share of the files; the first flaw found is the error of all."""
-    flaw: CheckpointError | None = None
-    try:
-        names = sorted((manifest := read_manifest(folder)).files)
-        for name in names[ranks.rank :: ranks.size]:
-            _require_intact(folder / name, manifest.files[name])
-    except CheckpointError as error:
-        flaw = error
-    for found in ranks.gather(flaw):
-        if found is not None:
-            raise found
+    """Compare this rank's share of the files with their checksums."""
+    files = read_manifest(folder).files
+    for name in sorted(files)[ranks.rank :: ranks.size]:
+        _require_whole(folder / name, files[name])
 
 
 def load_sharded(folder: Path, *, device: torch.device, layout: Layout | None = None) -> dict[str, Any]:
@@ -99,8 +87,14 @@ def load_sharded(folder: Path, *, device: torch.device, layout: Layout | None = 
     return state
 
 
+def cut_whole(state: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """A state of whole tensors with those sharded that `layout` wants so."""
+    cut: dict[str, Any] = _sharded(state, (), layout)
+    return cut
+
+
 def read_rest(folder: Path, device: torch.device) -> dict[str, Any]:
-    """The state with a `Gap` mark in the place of each spread tensor."""
+    """The state with a gap in the place of each spread tensor."""
     try:
         content = (folder / REST).read_bytes()
     except OSError as error:
@@ -150,6 +144,14 @@ def _put_back(tree: Any, place: Place, tensors: dict[str, Tensor]) -> Any:
     if tree == GAP and isinstance(tree, str):
         return tensors[_name(place)]
     return _mapped(tree, place, lambda branch, where: _put_back(branch, where, tensors))
+
+
+def _sharded(tree: Any, place: Place, layout: Layout) -> Any:
+    """The tree with its whole tensors cut to this rank's parts."""
+    like = layout(place) if isinstance(tree, Tensor) and place[0] in SPREAD else None
+    if like is not None and like.shape == tree.shape:
+        return distribute_tensor(tree, like.device_mesh, like.placements, src_data_rank=None)
+    return _mapped(tree, place, lambda branch, where: _sharded(branch, where, layout))
 
 
 def _find_gaps(tree: Any, place: Place, places: dict[str, Place]) -> None:
@@ -218,7 +220,7 @@ def _stored(path: Path) -> Stored:
         return Stored(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _require_intact(path: Path, stored: Stored) -> None:
+def _require_whole(path: Path, stored: Stored) -> None:
     try:
         is_whole = path.is_file() and path.stat().st_size == stored.bytes and _stored(path) == stored
     except OSError as error:
