@@ -139,6 +139,9 @@ def _shape(values: Any, files: Mapping[str, Stored]) -> Shape:
     for piece in pieces:
         if piece.start + piece.length > files[piece.file].bytes or math.prod(piece.sizes) * item_bytes > piece.length:
             raise ValueError(f"a piece of {piece.sizes} does not fit into '{piece.file}'")
+        bounds = zip(piece.offsets, piece.sizes, shape.size, strict=True)
+        if any(offset + size > whole for offset, size, whole in bounds):
+            raise ValueError(f"a piece of {piece.sizes} at {piece.offsets} does not fit into {shape.size}")
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape.size):
         raise ValueError(f"the pieces do not add up to {shape.size}")
     return shape

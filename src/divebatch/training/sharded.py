@@ -232,17 +232,15 @@ def _require_whole(path: Path, stored: Stored) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's remarks on a missing process group, and its tracebacks in the log: errors are raised anyway."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.checkpoint", "dcp_logger")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    finally:
+        logger.setLevel(level)
 
 
 def _reason(error: BaseException) -> str:
