@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from divebatch.cli.device import require_device, require_sharding
+from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
 from divebatch.cli.progress import make_display, mode_of
 from divebatch.cli.resume import command_again
@@ -72,7 +72,6 @@ def run(
     """
     with errors_exit_with(WRONG_USE), process_group(device) as (own_device, ranks):
         require_device(device)
-        require_sharding(sharding)
         mode = mode_of(quiet=quiet, json=json)
         for kind in log or ():
             make_logger(kind)

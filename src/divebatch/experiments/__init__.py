@@ -8,7 +8,6 @@ from divebatch.experiments.restart import begun_here, was_begun_here
 from divebatch.experiments.run import Run
 from divebatch.experiments.runner import execute
 from divebatch.experiments.schema import Experiment, Method, parse_experiment
-from divebatch.training.distributed import SHARDINGS
 from divebatch.training.launch import first_does, process_group, speaks_first
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "Failure",
     "Method",
     "Run",
-    "SHARDINGS",
     "begun_here",
     "check_can_write",
     "check_parts",

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from divebatch.errors import ArgumentError
 from divebatch.experiments.provenance import git_commit, hardware, versions
 from divebatch.experiments.schema import Experiment, Method
 from divebatch.ranks import Ranks
 from divebatch.records import RunHeader
+from divebatch.training.distributed import SHARDINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,12 @@ class Run:
     """How several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
     loggers: tuple[str, ...] = ()
     """Kinds, as `divebatch.loggers` knows them: where epochs are shown beside the records."""
+
+    def __post_init__(self) -> None:
+        if self.sharding not in SHARDINGS:
+            raise ArgumentError(f"unknown sharding {self.sharding!r}; known: {', '.join(SHARDINGS)}")
+        if self.log_exact and self.sharding == "fsdp":
+            raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
 
     @property
     def method(self) -> Method:

@@ -195,5 +195,5 @@ class Trainer:
 
     def _exact_diversity(self) -> float | None:
         """Of the whole training set at the weights the epoch ended with; None where it is undefined."""
-        exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass())
+        exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass(), ranks=self.ranks)
         return exact.value if exact.is_defined else None
