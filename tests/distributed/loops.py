@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
-from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, Trajectory, micro_batches
+from distributed import cpu_sync_batch_norm
+from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, micro_batches
+from divebatch.estimators import make_estimator
 from divebatch.experiments.models.resnet import ResNet, group_norm, small_stem
 from divebatch.ranks import Ranks
 
@@ -28,8 +30,8 @@ class Problem:
     num_samples: int = 1003
     batch_size: int = 50
     epochs: int = 3
-    policy: Policy = DiveBatch(0.2, 300)
-    estimator: Any = "kept"
+    policy: Policy = field(default_factory=lambda: DiveBatch(0.2, 300))
+    estimator: str = "trajectory"
     reduction: str = "mean"
     micro: int | None = None
     sync_each: bool = True
@@ -45,27 +47,36 @@ class Problem:
     coupling: str = "linear"
 
 
-class Kept(Trajectory):
-    """Keeps the sums themselves: a wrong scale cancels in their ratio."""
+def keeping(estimator: Any) -> Any:
+    """`estimator`, with what it measured in `measured`: a wrong scale would cancel in the records' ratio."""
+    estimator.measured = []
+    finish = estimator.finish
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: list[Diversity] = []
+    def finish_and_keep() -> Diversity:
+        estimator.measured.append(finish())
+        return estimator.measured[-1]
 
-    def finish(self) -> Diversity:
-        self.sums.append(super().finish())
-        return self.sums[-1]
+    estimator.finish = finish_and_keep
+    return estimator
 
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.LayerNorm(11), nn.ReLU(), nn.Linear(11, 3))
 
 
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 3))
+
+
 def resnet() -> nn.Module:
     return ResNet(small_stem(8, group_norm), (8, 16), 1, 3, group_norm)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {"mlp": (mlp, (7,)), "resnet": (resnet, (3, 8, 8))}
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (7,)),
+    "resnet": (resnet, (3, 8, 8)),
+    "batch norm": (normalised, (7,)),
+}
 
 
 def made(problem: Problem) -> nn.Module:
@@ -77,7 +88,7 @@ def dataset(problem: Problem) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(problem.num_samples, *MODELS[problem.model][1], generator=generator, dtype=torch.float64)
     y = torch.randint(3, (problem.num_samples,), generator=generator)
-    return TensorDataset(x, y)
+    return TensorDataset(x, y, torch.arange(problem.num_samples))
 
 
 def wrapped(net: nn.Module, ranks: Ranks, problem: Problem) -> nn.Module:
@@ -99,11 +110,14 @@ class Run:
     def __init__(self, ranks: Ranks, problem: Problem) -> None:
         self.ranks, self.problem = ranks, problem
         self.net = made(problem)
+        if problem.model == "batch norm" and not ranks.is_alone:
+            cpu_sync_batch_norm.install()
+            self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net, ranks._group)
         self.model = self.net if problem.wrap_late else wrapped(self.net, ranks, problem)
         self.optimizer = SGD(self.net.parameters(), lr=problem.lr, momentum=0.5)
         self.scheduler = StepLR(self.optimizer, 2, 0.5)
         self.loader = AdaptiveLoader(dataset(problem), problem.batch_size, seed=5, ranks=ranks)
-        self.estimator = Kept() if problem.estimator == "kept" else problem.estimator
+        self.estimator = keeping(make_estimator(problem.estimator))
         self.control = Controller(
             self.net if problem.give_inner else self.model,
             self.optimizer,
@@ -113,11 +127,23 @@ class Run:
             lr_coupling=problem.coupling,
             scheduler=self.scheduler,
             loss_reduction=problem.reduction,
-            loss_fn=self.loss,
+            loss_fn=lambda scores, labels: self.loss(scores, labels),
         )
         if problem.wrap_late:
             self.model = wrapped(self.net, ranks, problem)
-        self.losses: list[float] = []
+        self.seen: list[int] = []
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Before the wrapper spreads the weights: models here are built alike on all ranks."""
+        self.net.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.control.load_state_dict(state["control"])
+
+    def state(self) -> dict[str, Any]:
+        """Of a model that is not sharded."""
+        parts = {"model": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler, "control": self.control}
+        return {name: part.state_dict() for name, part in parts.items()}
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(scores, labels, reduction=self.problem.reduction)
@@ -129,9 +155,11 @@ class Run:
         return asdict(self.control.step())
 
     def step(self, batch: Any) -> None:
+        *batch, numbers = batch
+        self.seen += numbers.tolist()[: self.loader.share.mine]
         self.optimizer.zero_grad()
         for x, y, factor, waits in self.parts(batch):
-            with self.without_sync() if waits else nullcontext():
+            with self.syncing(not waits):
                 (self.loss(self.model(x), y) * factor).backward()
         if self.problem.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.problem.clip)
@@ -147,10 +175,12 @@ class Run:
         for number, ((x, y), factor) in enumerate(micro_batches(batch, size, loss_reduction=self.problem.reduction)):
             yield x, y, factor, number < count - 1 and not self.problem.sync_each
 
-    def without_sync(self) -> Any:
-        if isinstance(self.model, DistributedDataParallel):
-            return self.model.no_sync()
-        return nullcontext()
+    def syncing(self, now: bool) -> Any:
+        """Whether the backward passes within average over ranks."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(now)
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        return self.model.no_sync() if is_ddp and not now else nullcontext()
 
     def weights(self) -> list[float]:
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.net.parameters()]
@@ -158,8 +188,8 @@ class Run:
 
     @property
     def sums(self) -> list[tuple[float, float, int]]:
-        kept = getattr(self.estimator, "sums", [])
-        return [(each.sum_of_sq_norms, each.sq_norm_of_sum, each.num_samples) for each in kept]
+        measured = self.estimator.measured
+        return [(each.sum_of_sq_norms, each.sq_norm_of_sum, each.num_samples) for each in measured]
 
 
 def course(ranks: Ranks, problem: Problem) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import datetime
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -39,7 +40,7 @@ class Team:
         """What each of the first `size` ranks returned or raised. `function` gets its `Ranks` first."""
         members = self._connections[:size]
         for connection in members:
-            connection.send((size, function, arguments, named))
+            _send(connection, (size, function, arguments, named))
         return [self._answer(connection) for connection in members]
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
@@ -59,7 +60,12 @@ class Team:
         if not connection.poll(PATIENCE):
             self.close()
             raise AssertionError(f"a rank has not answered for {PATIENCE} s: the ranks hang")
-        return connection.recv()
+        return pickle.loads(connection.recv_bytes())
+
+
+def _send(connection: Connection, message: Any) -> None:
+    """By value: tensors that go through `connection.send` are shared memory, and ranks must not share theirs."""
+    connection.send_bytes(pickle.dumps(message))
 
 
 def _serve(connection: Connection, rank: int, size: int, file: str) -> None:
@@ -72,9 +78,9 @@ def _serve(connection: Connection, rank: int, size: int, file: str) -> None:
     if rank < 2:
         GROUPS[2] = Ranks.here(pair)
     while True:
-        members, function, arguments, named = connection.recv()
+        members, function, arguments, named = pickle.loads(connection.recv_bytes())
         try:
-            connection.send(function(GROUPS[members], *arguments, **named))
+            _send(connection, function(GROUPS[members], *arguments, **named))
         except Exception as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
-            connection.send(error)
+            _send(connection, error)

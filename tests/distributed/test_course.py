@@ -4,31 +4,36 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from distributed.loops import Problem, course
 from distributed.team import Team
-
+from divebatch import DiveBatch
 from divebatch.ranks import Ranks
 
 RESNET = Problem(model="resnet", num_samples=61, batch_size=10, policy=replace(Problem().policy, delta=0.3))
+SHORT = Problem(num_samples=213, batch_size=30, epochs=2, policy=DiveBatch(1.0, 60))
 CASES = {
     "ddp": Problem(),
     "fsdp": Problem(wrap="fsdp"),
     "resnet ddp": RESNET,
     "resnet fsdp": replace(RESNET, wrap="fsdp"),
-    "the inner model": Problem(give_inner=True),
-    "wrapped late": Problem(wrap_late=True, give_inner=True),
-    "static graph": Problem(ddp={"static_graph": True}),
-    "no_sync": Problem(micro=5, sync_each=False),
-    "bucket views": Problem(ddp={"gradient_as_bucket_view": True, "find_unused_parameters": True}),
-    "clipping": Problem(clip=0.05),
+    "the inner model": replace(SHORT, give_inner=True),
+    "wrapped late": replace(SHORT, wrap_late=True, give_inner=True),
+    "static graph": replace(SHORT, ddp={"static_graph": True}),
+    "no_sync": replace(SHORT, micro=3, sync_each=False),
+    "micro-batches": replace(SHORT, micro=5),
+    "fsdp micro-batches": replace(SHORT, wrap="fsdp", micro=5),
+    "fsdp without sync": replace(SHORT, wrap="fsdp", micro=5, sync_each=False),
+    "bucket views": replace(SHORT, ddp={"gradient_as_bucket_view": True, "find_unused_parameters": True}),
+    "clipping": replace(SHORT, clip=0.05),
+    "SyncBatchNorm": replace(SHORT, model="batch norm", num_samples=217),
 }
-
-ALONE: dict[tuple[str, float | None], dict[str, Any]] = {}
+ALONE: dict[tuple[str, int, float | None], dict[str, Any]] = {}
 
 
 def alone(problem: Problem) -> dict[str, Any]:
     """The course of one process in a plain loop, trained once for all cases."""
-    key = (problem.model, problem.clip)
+    key = (problem.model, problem.num_samples, problem.clip)
     if key not in ALONE:
         ALONE[key] = course(Ranks.alone(), replace(problem, wrap="none", ddp={}, micro=None))
     return ALONE[key]

@@ -11,6 +11,7 @@ from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.estimators.chunks import sq_norm
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.split import Split
+from divebatch.ranks import Ranks
 
 COLUMNS = 4
 """Of a step's row: sum of s_j ||g_j||^2, squared norm of the mean, chunks, samples. Rows of ranks add up."""
@@ -30,6 +31,11 @@ class AcrossRanks(Split):
 
     name = "ranks"
 
+    def __init__(self, *, decay: float = 1.0) -> None:
+        super().__init__(decay=decay)
+        self._rows: list[Tensor] = []
+        self._sum_of_shares = 0.0
+
     @property
     def min_parts(self) -> int:  # type: ignore[override]
         """Micro-batches that a rank's share must be cut into at least."""
@@ -37,8 +43,7 @@ class AcrossRanks(Split):
 
     def _attach(self, scene: Scene) -> None:
         super()._attach(scene)
-        self._rows: list[Tensor] = []
-        self._sum_of_shares = 0.0
+        self._rows, self._sum_of_shares = [], 0.0
 
     def _new_chunks(self, scene: Scene) -> Any:
         return ChunkNorms(scene.model)
@@ -60,22 +65,23 @@ class AcrossRanks(Split):
         self._sum_of_shares = 0.0
 
     def _of_all_ranks(self) -> PairAverage:
-        average = PairAverage(decay=self._decay)
+        ranks, average = self._bound().ranks, PairAverage(decay=self._decay)
         if self._rows:
-            weighted, mean, chunks, samples = self._summed_rows().unbind(1)
+            weighted, mean, chunks, samples = self._summed_rows(ranks).unbind(1)
             pairs = unbiased(weighted, mean, chunks, samples).unbind(1)
             for pair, weight in zip(pairs, samples * (chunks > 1), strict=True):
                 average.add(pair, weight)
             average.num_samples = int(samples.sum())
         return average
 
-    def _summed_rows(self) -> Tensor:
+    def _summed_rows(self, ranks: Ranks) -> Tensor:
         rows = torch.stack([row.cpu() for row in self._rows]) if self._rows else torch.zeros(0, COLUMNS).double()
-        self._bound().ranks.sum_([rows])
+        ranks.sum_([rows])
         return rows
 
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "rows": self._summed_rows().tolist()}
+        rows = self._summed_rows(self._bound().ranks).tolist()
+        return {**super()._own_state(), "rows": rows, "sum_of_shares": self._sum_of_shares}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
         if any(len(row) != COLUMNS for row in state["rows"]):
@@ -83,6 +89,7 @@ class AcrossRanks(Split):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         super()._load_own_state(state)
+        self._sum_of_shares = state["sum_of_shares"]
         rows = torch.tensor(state["rows"], dtype=torch.float64)
         self._rows = list(rows if self._bound().ranks.is_first else torch.zeros_like(rows))
 
