@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +64,19 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.LayerNorm(11), nn.ReLU(), nn.Linear(11, 3))
 
 
+class Shared(nn.Module):
+    """A layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.head = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.first(x).tanh()).tanh()
+        scores: Tensor = self.head(self.twice(x))
+        return scores
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 3))
 
@@ -76,6 +89,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (7,)),
     "resnet": (resnet, (3, 8, 8)),
     "batch norm": (normalised, (7,)),
+    "shared": (Shared, (7,)),
 }
 
 
@@ -85,10 +99,11 @@ def made(problem: Problem) -> nn.Module:
 
 
 def dataset(problem: Problem) -> TensorDataset:
+    """Inputs; labels, with the sample's number beside each."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(problem.num_samples, *MODELS[problem.model][1], generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (problem.num_samples,), generator=generator)
-    return TensorDataset(x, y, torch.arange(problem.num_samples))
+    labels = torch.randint(3, (problem.num_samples,), generator=generator)
+    return TensorDataset(x, torch.stack([labels, torch.arange(problem.num_samples)], 1))
 
 
 def wrapped(net: nn.Module, ranks: Ranks, problem: Problem) -> nn.Module:
@@ -97,7 +112,11 @@ def wrapped(net: nn.Module, ranks: Ranks, problem: Problem) -> nn.Module:
     if problem.wrap == "ddp":
         return DistributedDataParallel(net, process_group=ranks._group, **problem.ddp)
     assert ranks._group is not None
-    mesh = DeviceMesh.from_group(ranks._group, "cpu")
+    mesh = (
+        DeviceMesh.from_group(ranks._group, "cpu")
+        if problem.wrap == "fsdp"
+        else init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    )
     for child in [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)][1:]:
         fully_shard(child, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -127,7 +146,7 @@ class Run:
             lr_coupling=problem.coupling,
             scheduler=self.scheduler,
             loss_reduction=problem.reduction,
-            loss_fn=lambda scores, labels: self.loss(scores, labels),
+            loss_fn=self.loss,
         )
         if problem.wrap_late:
             self.model = wrapped(self.net, ranks, problem)
@@ -145,8 +164,8 @@ class Run:
         parts = {"model": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler, "control": self.control}
         return {name: part.state_dict() for name, part in parts.items()}
 
-    def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(scores, labels, reduction=self.problem.reduction)
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(scores, targets[:, 0], reduction=self.problem.reduction)
 
     def epoch(self) -> dict[str, Any]:
         for batch in self.loader:
@@ -155,8 +174,7 @@ class Run:
         return asdict(self.control.step())
 
     def step(self, batch: Any) -> None:
-        *batch, numbers = batch
-        self.seen += numbers.tolist()[: self.loader.share.mine]
+        self.seen += batch[1][: self.loader.share.mine, 1].tolist()
         self.optimizer.zero_grad()
         for x, y, factor, waits in self.parts(batch):
             with self.syncing(not waits):

@@ -26,6 +26,8 @@ CASES = {
     "fsdp without sync": replace(SHORT, wrap="fsdp", micro=5, sync_each=False),
     "bucket views": replace(SHORT, ddp={"gradient_as_bucket_view": True, "find_unused_parameters": True}),
     "clipping": replace(SHORT, clip=0.05),
+    "a layer called twice": replace(SHORT, model="shared"),
+    "fsdp, a layer called twice": replace(SHORT, model="shared", wrap="fsdp"),
     "SyncBatchNorm": replace(SHORT, model="batch norm", num_samples=217),
 }
 ALONE: dict[tuple[str, int, float | None], dict[str, Any]] = {}
@@ -51,8 +53,17 @@ def assert_same_course(ours: dict[str, Any], single: dict[str, Any], *, rel: flo
     assert ours["weights"] == pytest.approx(single["weights"], rel=rel, abs=1e-9)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", CASES)
+BOTH = ["ddp", "fsdp", "resnet ddp", "resnet fsdp"]
+"""Cases that two ranks run too."""
+
+
+@pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in BOTH), *((case, 4) for case in CASES)])
 def test_the_course_is_that_of_one_process(team: Team, case: str, size: int) -> None:
     for answer in team.run(size, course, CASES[case]):
         assert_same_course(answer, alone(CASES[case]))
+
+
+def test_shards_with_copies_count_once(team: Team) -> None:
+    """Two pairs of ranks: each piece of a parameter is on one rank of each pair."""
+    for answer in team.run(4, course, replace(SHORT, wrap="hsdp")):
+        assert_same_course(answer, alone(SHORT))

@@ -35,9 +35,9 @@ def test_four_ranks_measure_what_one_process_does(team: Team, estimator: str, re
 
 def shares(problem: Problem, size: int) -> list[list[Tensor]]:
     """Per-sample gradients: of each batch, of each rank that has samples of it."""
-    x, y, _ = dataset(problem).tensors
+    x, targets = dataset(problem).tensors
     order = Shuffled(problem.num_samples, 5).draw(0)
-    rows = per_sample.gradients(made(problem), cross_entropy, x[order], y[order])
+    rows = per_sample.gradients(made(problem), cross_entropy, x[order], targets[order, 0])
     parts = [batch.tensor_split(size) for batch in rows.split(problem.batch_size)]
     return [[part for part in batch if len(part)] for batch in parts]
 

@@ -115,7 +115,7 @@ def test_sharded_sums_are_saved_in_shards_and_come_back(team: Team) -> None:
 
 def state_within_a_step(ranks: Ranks) -> None:
     run = Run(ranks, replace(PROBLEM, estimator="split"))
-    x, y, _ = next(iter(run.loader))
+    x, y = next(iter(run.loader))
     run.loss(run.model(x), y).backward()
     run.control.state_dict()
 
