@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -32,6 +33,8 @@ class Job:
 
     processes: list[Any]
     log: Path
+    store: dist.TCPStore
+    """Kept alive here, as torchrun keeps it."""
 
     def ends(self) -> list[int]:
         """The exit codes. When one rank has failed, the others are ended too, as torchrun does."""
@@ -54,13 +57,12 @@ def launch(log: Path, size: int, function: Callable[..., None], *arguments: Any)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     log.touch()
-    port = free_port()
-    processes = [
-        context.Process(target=_be_a_rank, args=(rank, size, port, log, function, arguments)) for rank in range(size)
-    ]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [(rank, size, store.port, log) for rank in range(size)]
+    processes = [context.Process(target=_be_a_rank, args=(*place, function, arguments)) for place in places]
     for process in processes:
         process.start()
-    return Job(processes, log)
+    return Job(processes, log, store)
 
 
 def free_port() -> int:
@@ -74,7 +76,8 @@ def _be_a_rank(rank: int, size: int, port: int, log: Path, function: Callable[..
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    place.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, TORCHELASTIC_USE_AGENT_STORE=True)
     os.environ.update({key: str(value) for key, value in place.items()})
     function(*arguments)
 

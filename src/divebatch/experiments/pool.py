@@ -80,8 +80,10 @@ def _together(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: StopRe
 
 
 def _in_short(error: Exception) -> str:
-    """The first line: gloo and NCCL tell long stories."""
-    return (str(error) or type(error).__name__).partition("\n")[0]
+    """The first line, and what it means where another rank is gone: gloo and NCCL tell long stories."""
+    what = (str(error) or type(error).__name__).partition("\n")[0]
+    is_lost = isinstance(error, RuntimeError) and any(word in what for word in ("gloo", "NCCL", "ProcessGroup"))
+    return f"lost contact with another rank ({what[:200]})" if is_lost else what
 
 
 def _execute_unless_stopped(run: Run, resume: bool, report: Callable[[EpochRecord], None], stop: StopRequest) -> None:

@@ -29,7 +29,7 @@ def is_launched() -> bool:
 
 def is_restarted() -> bool:
     """Whether the launcher has started this job anew, after a rank had failed."""
-    return is_launched() and _number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    return is_launched() and _num_restarts() > 0
 
 
 @contextmanager
@@ -43,7 +43,8 @@ def process_group(device: str) -> Iterator[tuple[str, Ranks]]:
     if not is_launched():
         yield device, Ranks.here()
         return
-    _store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    _store = PrefixStore(f"life {_num_restarts()}", store)  # torchrun's own outlives the ranks that wrote into it
     if device == "cuda":
         device = f"cuda:{_local_gpu()}"
         torch.cuda.set_device(torch.device(device))
@@ -60,8 +61,8 @@ def speaks_first() -> bool:
         return True
     try:
         return PrefixStore("said", _store).add("why", 1) == 1
-    except Exception:  # the store went down with the job
-        return True
+    except Exception:  # the store went down with the rank that kept it, which has spoken or was killed
+        return False
 
 
 def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -78,6 +79,10 @@ def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
     if failed is not None:
         raise failed
     return result  # type: ignore[no-any-return]
+
+
+def _num_restarts() -> int:
+    return _number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _local_gpu() -> int:
