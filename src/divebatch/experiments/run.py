@@ -43,6 +43,8 @@ class Run:
             raise ArgumentError(f"unknown sharding {self.sharding!r}; known: {', '.join(SHARDINGS)}")
         if self.log_exact and self.sharding == "fsdp":
             raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
+        if self.experiment.training.compile and self.sharding == "fsdp":
+            raise ArgumentError("norms of compiled passes are not measured on fsdp's parts: use --no-compile, or ddp")
 
     @property
     def method(self) -> Method:

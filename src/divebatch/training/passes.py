@@ -34,10 +34,13 @@ def loss_of(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any, precis
 
 
 @cache
-def compiled_loss_of() -> Callable[..., Tensor]:
-    """One for all runs of a process: a second model of the same build takes the code compiled for the first."""
+def compiled_loss_of(*, fullgraph: bool = True) -> Callable[..., Tensor]:
+    """One for all runs of a process: a second model of the same build takes the code compiled for the first.
+
+    DDP's own part of the forward pass is not compiled, which breaks the graph: not `fullgraph`.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-    return torch.compile(loss_of, dynamic=False, fullgraph=True)
+    return torch.compile(loss_of, dynamic=False, fullgraph=fullgraph)
 
 
 class Passes:
@@ -91,7 +94,7 @@ class Passes:
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         is_compiled = self.setup.compile and len(targets) == self.full_size
-        function = compiled_loss_of() if is_compiled else loss_of
+        function = compiled_loss_of(fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
         return function(self.parallel.module, self.loss_fn, inputs, targets, self.setup.precision)
 
     @contextmanager
