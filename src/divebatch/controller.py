@@ -28,8 +28,8 @@ class Controller:
     Call `step()` once after each epoch, after the scheduler's own step. What the policy does not need is not
     measured: an epoch without measuring runs without any hook on the model.
 
-    `estimator` is "trajectory" (the paper's, the default), "split", "moments" or "per-sample" (unbiased, at fixed
-    weights, with an interval), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
+    `estimator` is "trajectory" (the paper's, the default), "split", "moments", "ranks" or "per-sample" (unbiased, at
+    fixed weights, with an interval), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
     `lr_coupling` is "none", "linear" (SGD) or "sqrt" (Adam-like optimizers). `scheduler` is the one that drives the
     optimizer, or a list of all that do. `loss_reduction` says how your loss is reduced over the batch. `shadows` are
     policies by name that only watch: after each epoch the record says which size each would have chosen from there.

@@ -16,7 +16,8 @@ from reference import per_sample
 from reference.per_sample import pair_of
 
 GROWING = Problem(num_samples=203, batch_size=20, policy=DiveBatch(0.2, 100))
-STILL = replace(GROWING, lr=0.0, epochs=1, estimator="ranks")
+STILL = replace(GROWING, num_samples=192, batch_size=21, lr=0.0, epochs=1)
+"""Nine batches that four ranks cannot share evenly, and one of three samples."""
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

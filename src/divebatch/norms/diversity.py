@@ -189,7 +189,7 @@ class DiversityMeter:
 
     def _require_called(self, backward: Backward | Tapped) -> None:
         """A weight used past its layer's forward would be missing in the norms."""
-        counted = {label for layer in backward.layers for label in layer.labels.values()}
+        counted = {id(p) for layer in backward.layers for p in layer.parameters}
         received = {name for part in self._pending.values() for name in part}
         missed = [name for name, p in self._parameters.items() if name in received and id(p) not in counted]
         if missed:

@@ -113,8 +113,6 @@ class CoveredLayer:
     name: str
     module: nn.Module
     entry: Entry
-    labels: Mapping[str, int]
-    """The identity of each parameter when the layer was covered: under FSDP2 other objects take its place at times."""
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the rule wants to see of a call: the first argument, or all by name."""
@@ -139,7 +137,7 @@ class CoveredLayer:
         for name, gradient in self.entry.rule(self.module, x, dy).items():
             parameter = parameter_of(self.module, name)
             if parameter is not None and parameter.requires_grad:
-                yield self.labels[name], Explicit(gradient) if isinstance(gradient, Tensor) else gradient
+                yield id(parameter), Explicit(gradient) if isinstance(gradient, Tensor) else gradient
 
 
 def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLayer]:
@@ -159,8 +157,7 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
         within.update(module.modules() if reruns else ())
         own = [key for key, p in module.named_parameters(recurse=reruns) if p.requires_grad]
         if own and entry is not None:
-            labels = {key: id(p) for key, p in module.named_parameters(recurse=reruns, remove_duplicate=False)}
-            covered.append(CoveredLayer(name or "(model)", module, entry, labels))
+            covered.append(CoveredLayer(name or "(model)", module, entry))
         place = f"{name}." if name else ""
         missed = [key for key in own if entry is None or not entry.states(module, key)]
         uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in missed]
