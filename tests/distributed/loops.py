@@ -112,13 +112,13 @@ def wrapped(net: nn.Module, ranks: Ranks, problem: Problem) -> nn.Module:
     if problem.wrap == "ddp":
         return DistributedDataParallel(net, process_group=ranks._group, **problem.ddp)
     assert ranks._group is not None
-    mesh = (
-        DeviceMesh.from_group(ranks._group, "cpu")
-        if problem.wrap == "fsdp"
-        else init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    )
-    for child in [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)][1:]:
-        fully_shard(child, mesh=mesh)
+    if problem.wrap == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = DeviceMesh.from_group(ranks._group, "cpu")
+    if problem.wrap != "root":
+        for child in [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)][1:]:
+            fully_shard(child, mesh=mesh)
     fully_shard(net, mesh=mesh)
     return net
 

@@ -5,9 +5,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from distributed.loops import Problem, Run
+from distributed.loops import MODELS, Problem, Run
 from distributed.team import Team
 from divebatch import ranks as module
 from divebatch.errors import ArgumentError, CoverageError
@@ -88,3 +89,57 @@ def test_shards_are_measured_in_a_controllers_eager_loop_only(team: Team) -> Non
         assert "sharded by FSDP2 cannot be measured with: a meter without a loader" in loose
         assert "with: compiled" in compiled
         assert "with: grad_scaler" in scaled
+
+
+def traffic(ranks: Ranks, wrap: str) -> dict[str, Any]:
+    """Numbers that the library sends, within an epoch's steps and after them, and those it keeps meanwhile."""
+    run = Run(ranks, Problem(wrap=wrap, num_samples=103, batch_size=20))
+    sent: list[int] = []
+    summed = Ranks._summed
+    with patch.object(
+        Ranks, "_summed", lambda self, bucket: sent.append(sum(map(len, bucket))) or summed(self, bucket)
+    ):
+        for batch in run.loader:
+            run.step(batch)
+        within, meter = sum(sent), run.estimator._meter
+        shards = meter._shards._sums.values() if meter._shards is not None else []
+        kept = sum(total.numel() for total in [*meter._sums.values(), *shards])
+        run.control.step()
+    return {"within": within, "after": sum(sent), "kept": kept, "size": sum(p.numel() for p in run.net.parameters())}
+
+
+def test_steps_send_nothing_and_an_epoch_one_gradient(team: Team) -> None:
+    for told in team.run(4, traffic, "ddp"):
+        assert told["within"] == 0
+        assert 0 <= told["after"] - told["size"] <= 8
+        assert told["kept"] == told["size"]
+
+
+def test_sharded_sums_are_nowhere_whole(team: Team) -> None:
+    answers = team.run(4, traffic, "fsdp")
+    assert sum(told["kept"] for told in answers) == answers[0]["size"]
+    assert all(told["within"] == 0 and told["after"] <= 8 for told in answers)
+    assert all(told["kept"] < told["size"] / 2 for told in answers)
+
+
+class Bypass(nn.Module):
+    """Uses a layer's weight without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.first(x).tanh(), self.second.weight)
+
+
+def bypassed(ranks: Ranks) -> None:
+    with patch.dict(MODELS, {"mlp": (Bypass, (7,))}):
+        run = Run(ranks, Problem(wrap="root", num_samples=20, batch_size=10))
+        run.epoch()
+
+
+def test_a_sharded_weight_that_is_used_past_its_layer_is_an_error(team: Team) -> None:
+    for error in team.answers(2, bypassed):
+        assert isinstance(error, CoverageError)
+        assert "['second.weight'] received gradients although their layer was not called" in str(error)

@@ -59,6 +59,7 @@ class DiversityMeter:
         self.norms.on_backward_end = self._take
         self._parameters = _trainable(self._model)
         self._shards: ShardSums | None = None
+        self._reached: set[int] = set()
         if any(map(is_sharded, self._parameters.values())):
             self._require_can_be_sharded()
 
@@ -93,7 +94,7 @@ class DiversityMeter:
         self._coverage_is_checked = False
         self._drop_shards()
         if len(plain) < len(self._parameters):
-            self._shards = ShardSums(self._parameters, self._scale_of_shards)
+            self._shards, self._reached = ShardSums(self._parameters, self._scale_of_shards), set()
             self.norms.call_at_start(self._shards.begin)
 
     def _drop_shards(self) -> None:
@@ -105,6 +106,7 @@ class DiversityMeter:
         """The two sums since the last reset."""
         if not self.is_attached:
             raise UsageError("this DiversityMeter is not attached: read diversity() before detaching")
+        self._require_reached()
         whole = self._ranks.sq_norm_of_sum(list(self._sums.values()))
         pieces = self._shards.sq_norm() if self._shards is not None else 0.0
         own = [self.norms.sum_of_sq_norms(), float(self.norms.num_samples), pieces]
@@ -168,6 +170,8 @@ class DiversityMeter:
         if not self._coverage_is_checked:
             self._coverage_is_checked = True
             self._require_called(done)
+        if self._shards is not None:
+            self._reached |= {id(layer.module) for layer in done.layers}
         received = {name: gradient for part in self._pending.values() for name, gradient in part.items()}
         self._pending = {}
         if not received:
@@ -194,10 +198,16 @@ class DiversityMeter:
         missed = [name for name, p in self._parameters.items() if name in received and id(p) not in counted]
         if missed:
             self._pending = {}
-            raise CoverageError(
-                f"parameters {missed} received gradients although their layer was not called: "
-                f"call the layer itself, not a function on its weight"
-            )
+            raise _not_called(missed)
+
+    def _require_reached(self) -> None:
+        """The same for shards, whose gradients may come after the pass: looked up when the sums are read."""
+        if self._shards is None:
+            return
+        counted = {id(p) for layer in self.norms.layers if id(layer.module) in self._reached for p in layer.parameters}
+        missed = [name for name in sorted(self._shards.received) if id(self._parameters[name]) not in counted]
+        if missed:
+            raise _not_called(missed)
 
     # Ranks
 
@@ -218,6 +228,13 @@ class DiversityMeter:
             refused.append("a meter without a loader")
         if refused or again:
             raise CoverageError(f"parameters sharded by FSDP2 cannot be measured with: {', '.join(refused + again)}")
+
+
+def _not_called(missed: list[str]) -> CoverageError:
+    return CoverageError(
+        f"parameters {missed} received gradients although their layer was not called: "
+        f"call the layer itself, not a function on its weight"
+    )
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

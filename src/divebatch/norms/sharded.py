@@ -39,6 +39,8 @@ class ShardSums:
         self._scale = scale
         self._sums = {name: _zeros(p) for name, p in self._parameters.items()}
         self._before: dict[str, Tensor] = {}
+        self.received: set[str] = set()
+        """Names of the parameters that had gradients."""
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._receive, name)) for name, p in self._parameters.items()
         ]
@@ -56,6 +58,7 @@ class ShardSums:
         self._before = {name: grad.to_local().detach().clone() for name, grad in held.items()}
 
     def _receive(self, name: str, parameter: Any) -> None:
+        self.received.add(name)
         gradient = parameter.grad.to_local().detach()
         before = self._before.pop(name, None)
         fresh = gradient if before is None else gradient - before
