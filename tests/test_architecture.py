@@ -10,15 +10,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors"}
-CORE = {"measurement", "records", "policies", "norms", "estimators", "data", "lr"}
+CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
 MAY_IMPORT = {
     "errors": set(),
+    "ranks": BASE,
     "measurement": BASE,
     "records": BASE,
     "policies": BASE | {"measurement"},
-    "norms": BASE | {"measurement"},
-    "estimators": BASE | {"norms", "measurement"},
-    "data": BASE,
+    "norms": BASE | {"measurement", "ranks"},
+    "estimators": BASE | {"norms", "measurement", "ranks"},
+    "data": BASE | {"ranks"},
     "lr": BASE,
     "preconditions": BASE | CORE,
     "controller": BASE | CORE | {"preconditions"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "probe": BASE | CORE | {"controller", "training", "experiments", "report"},
     "search": BASE | CORE | {"training", "experiments"},
     "report": BASE | {"records"},
-    "cli": BASE | {"experiments", "report", "records", "search", "loggers", "probe", "advice"},
+    "cli": BASE | {"ranks", "experiments", "report", "records", "search", "loggers", "probe", "advice"},
 }
 WITHOUT_TORCH = {"errors", "measurement", "records", "policies", "report"}
 

@@ -1,5 +1,8 @@
 """`divebatch` and `python -m divebatch`."""
 
+import os
+import sys
+
 from divebatch.errors import MissingExtraError
 
 
@@ -11,7 +14,22 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         raise SystemExit(str(MissingExtraError(error.name, "cli"))) from None
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        _leave_at_once(end)
+        raise
+
+
+def _leave_at_once(end: SystemExit) -> None:
+    """As one of several ranks: without waiting for threads that talk to ranks which may be gone.
+
+    Those of gloo now and then abort a process in its very last moment, and a launcher would take that for a failure.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":

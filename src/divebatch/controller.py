@@ -15,9 +15,11 @@ from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.estimators.estimator import Windowed
 from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
+from divebatch.norms.weighing import weigh_gradients as weigh
 from divebatch.policies import Policy
 from divebatch.policies.bounds import require_count
 from divebatch.preconditions import require_coupling, require_parts, require_step_cadence
+from divebatch.ranks import inside_ddp
 from divebatch.records import EpochRecord
 
 STATE_VERSION = 1
@@ -30,8 +32,8 @@ class Controller:
     Call `step()` once after each epoch, after the scheduler's own step. What the policy does not need is not
     measured: an epoch without measuring runs without any hook on the model.
 
-    `estimator` is "trajectory" (the paper's, the default), "split", "moments" or "per-sample" (unbiased, at fixed
-    weights, with an interval), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
+    `estimator` is "trajectory" (the paper's, the default), "split", "moments", "ranks" or "per-sample" (unbiased, at
+    fixed weights, with an interval), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
     `lr_coupling` is "none", "linear" or "adascale" (SGD), "sqrt" or "adascale-sqrt" (Adam-like optimizers); left out it
     is the policy's own, else "none". `base_batch_size` is the batch size your learning rate was chosen for, where it is
     not the loader's first. `scheduler` is the one that drives the optimizer, or a list of all that do. `loss_reduction`
@@ -40,6 +42,12 @@ class Controller:
 
     With `every_steps=k` the policy also decides within epochs, after each k-th batch of one, and the rest of the epoch
     follows at once. Your loop stays as it is: the loader asks when the loop comes for its next batch.
+
+    Under a process group (`loader.ranks`) all ranks make a controller alike and call its methods alike. `model` is
+    yours, the DDP wrapper around it, or sharded by FSDP2. What is measured is that of all ranks, and all take rank 0's
+    view of it, so that they decide the same. Gradients are exact although ranks may hold unequal shares of a batch:
+    the controller multiplies what enters the model backwards by `loader.share.loss_weight`, unless a loop with
+    `weigh_gradients=False` does it to its losses. A loss that is a sum gives the sum over the number of ranks.
     """
 
     def __init__(
@@ -57,12 +65,15 @@ class Controller:
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         shadows: Mapping[str, Policy] | None = None,
         every_steps: int | None = None,
+        weigh_gradients: bool = True,
     ) -> None:
         require_parts(model, optimizer, loader, policy)
         lr_coupling = lr_coupling or getattr(policy, "lr_coupling", None) or "none"
         require_coupling(policy, lr_coupling)
         if base_batch_size is not None:
             require_count("base_batch_size", base_batch_size)
+        self.ranks = loader.ranks
+        self._require_same(loader, policy, estimator, lr_coupling, loss_reduction, every_steps, base_batch_size)
         if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
@@ -70,8 +81,9 @@ class Controller:
         self._needs = policy.needs.union(*(shadow.needs for shadow in self._shadows.values()))
         self._rate_needs_noise = lr_coupling in BY_NOISE
         self.epoch = loader.epoch
-        scene = Scene(model, loader.full_pass, loss_reduction, loss_fn, optimizer, lambda: loader.samples_delivered)
+        scene = _scene(model, loader, loss_reduction, loss_fn, optimizer)
         self._estimator = self._bind(estimator or getattr(policy, "estimator", None), scene)
+        self._stop_weighing = _weighed(model, loader, loss_reduction) if weigh_gradients else None
         self._every_steps = every_steps
         if every_steps is not None:
             require_step_cadence(every_steps, policy, loader, self._estimator)
@@ -94,16 +106,18 @@ class Controller:
     def step(self, *, loss: float | None = None) -> EpochRecord:
         """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next.
 
-        `loss` is the epoch's mean training loss, for policies that need it.
+        `loss` is the epoch's mean training loss, for policies that need it: of this rank's samples, or of all.
         """
         self._check_may_step()
+        loss = self._loss_of_all_ranks(loss)
         if loss is None and "loss" in self._needs:
             raise UsageError(f"{self._who_needs('loss')} needs the epoch's mean training loss: control.step(loss=...)")
         finished = self.loader.require_finished_pass()
         seen = self._measurement(finished, self._measured_diversity(), lr=self._lr, loss=loss)
-        seen = replace(seen, history=self._timed(finished).with_epoch(seen))
-        decision = self._within_data(self.policy.next(seen), seen)
-        shadows = {name: self._within_data(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
+        # Rounding and clocks differ between ranks, decisions must not.
+        seen = self.ranks.from_first(replace(seen, history=self._timed(finished).with_epoch(seen)))
+        decision = self._within_limits(self.policy.next(seen), seen)
+        shadows = {name: self._within_limits(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
         self.loader.batch_size = decision.batch_size
         self._follow(decision, seen)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
@@ -149,6 +163,8 @@ class Controller:
         self._coupling.close()
         for forget in self._forget_listeners:
             forget()
+        if self._stop_weighing is not None:
+            self._stop_weighing()
         if self._estimator is not None:
             self._estimator.close()
 
@@ -185,8 +201,8 @@ class Controller:
             return
         lr, at_record = self._coupling.rates()[0], self._lr
         seen = self._measurement(current, self._window(), lr=lr)
-        seen = replace(seen, history=self._history.with_steps(seen))
-        decision = self._within_data(self.policy.next(seen), seen)
+        seen = self.ranks.from_first(replace(seen, history=self._history.with_steps(seen)))
+        decision = self._within_limits(self.policy.next(seen), seen)
         self.loader.recut(decision.batch_size)
         self._follow(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
@@ -242,13 +258,24 @@ class Controller:
             return self._history
         return self._history.with_throughput(finished.batch_size, speed)
 
-    @staticmethod
-    def _within_data(decision: Decision, seen: Measurement) -> Decision:
-        """No batch has more samples than an epoch, and the learning rate must not follow one that had."""
-        if decision.batch_size <= seen.dataset_size:
+    def _loss_of_all_ranks(self, loss: float | None) -> float | None:
+        """The mean over samples; None where no rank said anything."""
+        if self.ranks.is_alone:
+            return loss
+        count = self.loader.require_finished_pass().local_samples if loss is not None else 0
+        total, samples = self.ranks.sum_numbers([count * (loss or 0.0), count])
+        return total / samples if samples else None
+
+    def _within_limits(self, decision: Decision, seen: Measurement) -> Decision:
+        """No batch has more samples than an epoch or fewer than there are ranks, and no learning rate follows one."""
+        size, ranks = decision.batch_size, self.ranks.size
+        if ranks <= size <= seen.dataset_size:
             return decision
-        reason = f"{decision.reason}; limited to the {seen.dataset_size} samples there are".lstrip("; ")
-        return replace(decision, batch_size=seen.dataset_size, reason=reason)
+        limit = (
+            f"limited to the {seen.dataset_size} samples there are" if size > ranks else f"raised to the {ranks} ranks"
+        )
+        reason = f"{decision.reason}; {limit}".lstrip("; ")
+        return replace(decision, batch_size=max(ranks, min(size, seen.dataset_size)), reason=reason)
 
     def _follow(self, decision: Decision, seen: Measurement) -> None:
         """Put the learning rate where the decision, and for some couplings the noise, wants it."""
@@ -274,6 +301,21 @@ class Controller:
             reason=decision.reason,
         )
 
+    def _require_same(self, loader: AdaptiveLoader, policy: Policy, estimator: Any, *settings: Any) -> None:
+        """What ranks disagree on at the start would part them later, without a word or in a hang."""
+        self.ranks.require_same(
+            {
+                "the number of samples": loader.dataset_size,
+                "batch_size": loader.batch_size,
+                "seed": loader.seed,
+                "drop_last": loader.drop_last,
+                "the epoch": loader.epoch,
+                "policy": repr(policy),
+                "estimator": estimator if isinstance(estimator, str | None) else type(estimator).__name__,
+                "lr_coupling, loss_reduction, every_steps, base_batch_size": settings,
+            }
+        )
+
     def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:
         bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
         if "diversity" not in self._needs and not self._rate_needs_noise:
@@ -284,7 +326,11 @@ class Controller:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but model, optimizer and scheduler, as plain containers and tensors."""
+        """Everything but model, optimizer and scheduler, as plain containers and tensors.
+
+        The same on all ranks, who must all call it, and fit for another number of ranks; only sums that FSDP2 sharded
+        stay in shards (DTensors).
+        """
         if self.loader.finished_pass is not None:
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
         return {
@@ -327,6 +373,26 @@ class Controller:
         self._lr, self._changes = state["lr"], [list(change) for change in state.get("changes", [])]
         if self._measuring and self._estimator is not None:
             self._estimator.load_state_dict(state["estimator"])
+
+
+def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str, loss_fn: Any, optimizer: Optimizer) -> Scene:
+    return Scene(
+        inside_ddp(model),
+        loader.full_pass,
+        loss_reduction,
+        loss_fn,
+        optimizer,
+        lambda: loader.samples_delivered,
+        loader.ranks,
+        lambda: loader.share,
+        lambda: loader.local_samples_delivered,
+    )
+
+
+def _weighed(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str) -> Callable[[], None] | None:
+    if loader.ranks.is_alone:
+        return None
+    return weigh(model, lambda: loader.share.weight_for(loss_reduction))
 
 
 def _diversity_interval(diversity: Diversity | None) -> tuple[float | None, float | None]:

@@ -41,6 +41,10 @@ class StoppedError(DivebatchError):
     """A run that was asked to stop, has saved its state and can be resumed."""
 
 
+class RankError(DivebatchError, RuntimeError):
+    """What went wrong on one rank of several, which ends the work of all."""
+
+
 class UndefinedDiversityError(DivebatchError, ValueError):
     """A gradient diversity that cannot be formed: zero sum, NaN or infinite gradients."""
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDat
 
 from divebatch import AdaptiveLoader, Diversity, Oracle, Trajectory, gradient_diversity, micro_batches
 from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
-from divebatch.estimators import ESTIMATORS, Estimator, Moments, PerSample, Scene, Split, make_estimator
+from divebatch.estimators import ESTIMATORS, AcrossRanks, Estimator, Moments, PerSample, Scene, Split, make_estimator
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
@@ -20,6 +20,7 @@ CASES: dict[str, Callable[[], Estimator]] = {
     "per-sample": PerSample,
     "split": Split,
     "moments": Moments,
+    "ranks": AcrossRanks,
 }
 OF_ALL_SAMPLES = ["trajectory", "oracle"]
 BY_RULES = ["trajectory", "oracle", "per-sample"]
@@ -169,7 +170,7 @@ def test_an_estimator_without_controller_gets_an_error(case: str):
 
 
 def test_an_unknown_name_gets_an_error_that_lists_the_known_ones():
-    with pytest.raises(ArgumentError, match="'magic'; known: trajectory, oracle, per-sample, split, moments"):
+    with pytest.raises(ArgumentError, match="'magic'; known: trajectory, oracle, per-sample, split, moments, ranks"):
         make_estimator("magic")
 
 

@@ -11,13 +11,18 @@ from torch.optim import SGD
 
 from divebatch import AdaptiveLoader, Diversity, gradient_diversity, micro_batches
 from divebatch.errors import ArgumentError, CoverageError, UsageError
-from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
+from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Scene, Split
 from divebatch.estimators.average import PairAverage
 from divebatch.measurement import Spread
 from reference import per_sample
-from reference.per_sample import dataset, mean_loss, mlp, samples
+from reference.per_sample import dataset, mean_loss, mlp, pair_of, samples
 
-CASES: dict[str, Callable[..., Estimator]] = {"per-sample": PerSample, "split": Split, "moments": Moments}
+CASES: dict[str, Callable[..., Estimator]] = {
+    "per-sample": PerSample,
+    "split": Split,
+    "moments": Moments,
+    "ranks": AcrossRanks,
+}
 any_case = pytest.mark.parametrize("case", CASES)
 PART = 3
 
@@ -49,20 +54,13 @@ class Loop:
 # Against the twin: all gradients kept, then the textbook's variances
 
 
-def pair_of(chunks: list[Tensor]) -> tuple[float, float]:
-    """(tr(Sigma), ||G||^2) by the analysis of variance between chunks, each a matrix of per-sample gradients."""
-    means, sizes = torch.stack([chunk.mean(0) for chunk in chunks]), torch.tensor([len(chunk) for chunk in chunks])
-    mean = torch.cat(chunks).mean(0)
-    between = (sizes * (means - mean).square().sum(1)).sum() / (len(chunks) - 1)
-    return float(between), float(mean.square().sum() - between / sizes.sum())
-
-
 def twin(case: str, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """The mean over steps, weighted by samples."""
     rows = [per_sample.gradients(mlp(), mean_loss, x, y) for x, y in batches]
     windows = {
         "per-sample": [list(part.split(1)) for batch in rows for part in batch.split(PART)],
         "split": [list(batch.split(PART)) for batch in rows],
+        "ranks": [list(batch.split(PART)) for batch in rows],
         "moments": [[first, second] for first, second in zip(rows[::2], rows[1::2], strict=False)],
     }[case]
     kept = [window for window in windows if len(window) > 1]
@@ -101,18 +99,21 @@ def test_one_batch_of_all_data_differs_from_the_exact_diversity_by_the_bias_that
     assert 40 * exact.value - 1 == pytest.approx(exact.trace / exact.sq_norm, rel=1e-9)
 
 
-def test_split_takes_the_loaders_batches_as_chunks_where_they_are_accumulated():
-    loop, batches = Loop(Split(), mlp()), cut(30, 5)
+@pytest.mark.parametrize("case", ["split", "ranks"])
+def test_the_loaders_batches_are_chunks_where_they_are_accumulated(case: str):
+    loop, batches = Loop(CASES[case](), mlp()), cut(30, 5)
     loop.estimator.start()
     for first in range(0, 6, 2):
         for x, y in batches[first : first + 2]:
             loop.delivered += 5
             mean_loss(loop.model(x), y).backward()
         loop.optimizer.step()
-    assert loop.estimator.finish().trace == pytest.approx(twin("moments", batches)[0], rel=1e-9)
+        loop.optimizer.zero_grad()
+    measured = loop.estimator.finish()
+    assert (measured.trace, measured.sq_norm) == pytest.approx(twin("moments", batches), rel=1e-9)
 
 
-@pytest.mark.parametrize("case", ["split", "moments"])
+@pytest.mark.parametrize("case", ["split", "moments", "ranks"])
 def test_a_state_between_the_passes_of_a_step_carries_on(case: str):
     results = []
     for interrupted in (False, True):
@@ -140,7 +141,7 @@ DIMENSION, OFFSET, NOISE = 12, 0.5, 1.0
 TRACE = (DIMENSION + 1) * OFFSET**2 + DIMENSION * NOISE**2
 SQ_NORM = OFFSET**2
 DRAWS = 200
-PARTS = {"per-sample": 64, "split": 32, "moments": 64}
+PARTS = {"per-sample": 64, "split": 32, "moments": 64, "ranks": 32}
 
 
 def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -337,10 +338,11 @@ def test_too_few_steps_for_moments_are_no_evidence():
         Loop(Moments(), mlp()).run([])
 
 
-def test_split_needs_a_mean_and_both_need_an_optimizer():
-    with pytest.raises(ArgumentError, match="loss_reduction='sum'"):
-        Loop(Split(), mlp(), reduction="sum")
-    for estimator in (Split(), Moments()):
+def test_chunks_need_a_mean_and_an_optimizer():
+    for estimator in (Split(), AcrossRanks()):
+        with pytest.raises(ArgumentError, match=rf"{estimator.name} needs a loss .* got loss_reduction='sum'"):
+            Loop(estimator, mlp(), reduction="sum")
+    for estimator in (Split(), Moments(), AcrossRanks()):
         with pytest.raises(ArgumentError, match="must know when the optimizer steps"):
             estimator.bind(Scene(mlp(), AdaptiveLoader(dataset(4), 2).full_pass, "mean", None))
 

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Decision, Diversity, EpochRecord, Measurement, Policy, Trajectory
 from reference.per_sample import mean_loss, samples
@@ -40,6 +41,36 @@ class Course(Policy):
 
     def next(self, seen: Measurement) -> Decision:
         return Decision(batch_size=self.sizes[min(seen.epoch, len(self.sizes) - 1)])
+
+
+@dataclass(frozen=True)
+class Watched(Course):
+    """The same, with every epoch measured."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
+
+
+UNEVEN = 47
+"""Samples that two processes cannot share evenly."""
+
+
+def uneven_course(gamma: float) -> tuple[list[EpochRecord], float]:
+    """What the scripts that run in two processes do, in one: records, and the weight it ends with."""
+    torch.manual_seed(0)
+    net = nn.Linear(1, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, step_size=1, gamma=gamma)
+    loader = AdaptiveLoader(TensorDataset(torch.arange(float(UNEVEN)).view(-1, 1)), 6)
+    policy, records = Watched(GROWS_AND_SHRINKS), []
+    with Controller(net, optimizer, loader, policy, scheduler=scheduler, lr_coupling="linear") as control:
+        for _ in GROWS_AND_SHRINKS:
+            for (number,) in loader:
+                optimizer.zero_grad()
+                mse_loss(net(number / 48), (number / 48).square()).backward()
+                optimizer.step()
+            scheduler.step()
+            records.append(control.step())
+    return records, net.weight.item()
 
 
 class Kept(Trajectory):

@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
-from divebatch import AdaptiveLoader, DiveBatch, Fixed
-from divebatch.errors import ArgumentError
-from divebatch.integrations.parts import share_between_processes
-from integrations.plain_loop import GROWS_AND_SHRINKS, each_once
+from integrations.plain_loop import GROWS_AND_SHRINKS, UNEVEN, each_once, uneven_course
 
 HERE = Path(__file__).parent
 
@@ -52,56 +47,28 @@ def answers(script: str, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(process.stdout.splitlines()[-1]) for process in done]
 
 
+def assert_course_of_one_process(first: dict[str, Any], second: dict[str, Any], *, gamma: float) -> None:
+    """Every sample once, exact gradients although shares are uneven, and what is measured is that of both."""
+    assert each_once([mine + other for mine, other in zip(first["seen"], second["seen"], strict=True)], UNEVEN)
+    records, weight = uneven_course(gamma)
+    for answer in (first, second):
+        assert answer["sizes"] == list(GROWS_AND_SHRINKS)
+        assert answer["rates"] == pytest.approx([record.lr for record in records])
+        assert answer["steps"] == records[-1].steps
+        assert answer["diversities"] == pytest.approx([record.diversity for record in records], rel=1e-4)
+        assert answer["weight"] == pytest.approx(weight, rel=1e-5)
+    assert first["weight"] == second["weight"]
+
+
 def test_two_processes_of_lightning_share_each_batch():
     pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
     first, second = answers("two_processes_lightning.py")
-    assert each_once([mine + other for mine, other in zip(first["seen"], second["seen"], strict=True)])
-    assert first["sizes"] == second["sizes"] == list(GROWS_AND_SHRINKS)
-    assert first["rates"] == pytest.approx([0.1 * size / 6 for size in GROWS_AND_SHRINKS])
-    assert first["steps"] == second["steps"] == sum(48 // size for size in GROWS_AND_SHRINKS)
-    assert first["weight"] == second["weight"]
+    assert_course_of_one_process(first, second, gamma=1.0)
 
 
 def test_two_processes_of_accelerate_share_each_batch():
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     first, second = answers("two_processes_accelerate.py")
-    assert each_once([mine + other for mine, other in zip(first["seen"], second["seen"], strict=True)])
-    assert first["sizes"] == second["sizes"] == list(GROWS_AND_SHRINKS)
-    assert first["rates"] == pytest.approx([0.1 * 0.5**n * size / 6 for n, size in enumerate(GROWS_AND_SHRINKS)])
-    assert first["steps"] == second["steps"] == sum(48 // size for size in GROWS_AND_SHRINKS)
-    assert first["weight"] == second["weight"]
+    assert_course_of_one_process(first, second, gamma=0.5)
     assert first["steps_of_a_prepared_scheduler"] == 2  # after one step: why it is refused
     assert "a prepared StepLR steps 2 times a step on 2 processes" in first["refusal"]
-
-
-# The same sharing without processes
-
-
-def local_numbers(loader: AdaptiveLoader, policy: Any, *, rank: int, num_processes: int) -> list[list[int]]:
-    share_between_processes(loader, policy, rank=rank, num_processes=num_processes)
-    return [numbers.tolist() for (numbers,) in loader]
-
-
-def counting_loader(size: int, batch_size: int) -> AdaptiveLoader:
-    return AdaptiveLoader(TensorDataset(torch.arange(size)), batch_size)
-
-
-def test_the_parts_of_a_batch_make_up_the_batch_of_one_process():
-    whole = [sorted(numbers.tolist()) for (numbers,) in counting_loader(45, 12)]
-    parts = [local_numbers(counting_loader(45, 12), Fixed(), rank=rank, num_processes=3) for rank in range(3)]
-    assert [sorted(a + b + c) for a, b, c in zip(*parts, strict=True)] == whole
-
-
-def test_sizes_and_counts_stay_those_of_all_processes():
-    loader = counting_loader(45, 12)
-    local_numbers(loader, Fixed(), rank=1, num_processes=3)
-    assert (loader.batch_size, loader.dataset_size, loader.samples_delivered) == (12, 45, 45)
-
-
-def test_what_cannot_be_shared_is_refused():
-    with pytest.raises(ArgumentError, match="DiveBatch reads diversity, and sums over 2 processes are not built"):
-        local_numbers(counting_loader(48, 6), DiveBatch(0.1, 24), rank=0, num_processes=2)
-    with pytest.raises(ArgumentError, match="45 samples cannot be dealt out to 2 processes"):
-        local_numbers(counting_loader(45, 6), Fixed(), rank=0, num_processes=2)
-    with pytest.raises(ArgumentError, match="batch_size=5 cannot be shared by 2 processes"):
-        local_numbers(counting_loader(48, 5), Fixed(), rank=0, num_processes=2)

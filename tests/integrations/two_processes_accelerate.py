@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from divebatch import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.integrations.accelerate import make_controller
-from integrations.plain_loop import GROWS_AND_SHRINKS, Course
+from integrations.plain_loop import GROWS_AND_SHRINKS, UNEVEN, Watched
 
 
 def main() -> None:
@@ -23,8 +23,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
     model, optimizer, prepared = accelerator.prepare(net, optimizer, scheduler)
-    loader = AdaptiveLoader(TensorDataset(torch.arange(48.0).view(-1, 1)), 6)
-    parts = (accelerator, model, optimizer, loader, Course(GROWS_AND_SHRINKS))
+    loader = AdaptiveLoader(TensorDataset(torch.arange(float(UNEVEN)).view(-1, 1)), 6)
+    parts = (accelerator, model, optimizer, loader, Watched(GROWS_AND_SHRINKS))
     spare = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     spare, prepared_spare = accelerator.prepare(spare, StepLR(spare, step_size=1))
     spare.step()
@@ -41,7 +41,7 @@ def main() -> None:
         for (number,) in loader:
             seen[-1] += number.flatten().int().tolist()
             optimizer.zero_grad()
-            accelerator.backward(mse_loss(model(number / 48), number / 48))
+            accelerator.backward(mse_loss(model(number / 48), (number / 48).square()))
             optimizer.step()
         scheduler.step()
         records.append(control.step())
@@ -50,6 +50,7 @@ def main() -> None:
         "sizes": [record.batch_size for record in records],
         "steps": records[-1].steps,
         "rates": [record.lr for record in records],
+        "diversities": [record.diversity for record in records],
         "weight": net.weight.item(),
         "steps_of_a_prepared_scheduler": prepared_spare.scheduler.last_epoch,
         "refusal": refusal,

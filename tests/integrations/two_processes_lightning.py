@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader
 from divebatch.integrations.lightning import BatchSizeCallback
-from integrations.plain_loop import GROWS_AND_SHRINKS, Course
+from integrations.plain_loop import GROWS_AND_SHRINKS, UNEVEN, Watched
 
 
 class Module(LightningModule):
@@ -22,10 +22,13 @@ class Module(LightningModule):
         self.net = torch.nn.Linear(1, 1)
         self.seen: dict[int, list[int]] = {}
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         (number,) = batch
         self.seen.setdefault(self.trainer.current_epoch, []).extend(number.flatten().int().tolist())
-        return mse_loss(self.net(number / 48), number / 48)
+        return mse_loss(self(number / 48), (number / 48).square())  # within the call that Lightning makes of itself
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -35,8 +38,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
-    loader = AdaptiveLoader(TensorDataset(torch.arange(48.0).view(-1, 1)), 6)
-    callback = BatchSizeCallback(loader, Course(GROWS_AND_SHRINKS), lr_coupling="linear")
+    loader = AdaptiveLoader(TensorDataset(torch.arange(float(UNEVEN)).view(-1, 1)), 6)
+    callback = BatchSizeCallback(loader, Watched(GROWS_AND_SHRINKS), lr_coupling="linear")
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -56,6 +59,7 @@ def main() -> None:
         "sizes": [record.batch_size for record in callback.records],
         "steps": trainer.global_step,
         "rates": [record.lr for record in callback.records],
+        "diversities": [record.diversity for record in callback.records],
         "weight": module.net.weight.item(),
     }
     sys.stdout.write(json.dumps(answer) + "\n")  # one write: two processes share the pipe

@@ -35,6 +35,14 @@ def diversity_of(rows: Tensor) -> Diversity:
     return Diversity(float(rows.square().sum()), float(rows.sum(0).square().sum()), len(rows))
 
 
+def pair_of(chunks: list[Tensor]) -> tuple[float, float]:
+    """(tr(Sigma), ||G||^2) by the analysis of variance between chunks, each a matrix of per-sample gradients."""
+    means, sizes = torch.stack([chunk.mean(0) for chunk in chunks]), torch.tensor([len(chunk) for chunk in chunks])
+    mean = torch.cat(chunks).mean(0)
+    between = (sizes * (means - mean).square().sum(1)).sum() / (len(chunks) - 1)
+    return float(between), float(mean.square().sum() - between / sizes.sum())
+
+
 def diversity(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any]) -> Diversity:
     """At fixed weights."""
     return diversity_of(torch.cat([gradients(model, loss_fn, x, y) for x, y in batches]))

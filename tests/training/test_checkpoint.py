@@ -240,7 +240,7 @@ def test_where_both_are_damaged_both_are_named(path):
 
 def test_other_things_than_files_and_dicts_are_refused(path):
     path.mkdir()
-    with pytest.raises(CheckpointError, match="Is a directory"):
+    with pytest.raises(CheckpointError, match="No such file or directory"):
         load_checkpoint(path, device=CPU)
     path.rmdir()
     buffer = io.BytesIO()

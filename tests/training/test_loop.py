@@ -5,13 +5,14 @@ from torch.nn.functional import mse_loss
 
 from divebatch.errors import BatchTooLargeError
 from divebatch.training import Clock, Passes, Setup, Step, Tally, train_epoch
+from divebatch.training.distributed import Parallel
 
 CPU = torch.device("cpu")
 
 
 def make_step(model: nn.Module, *, micro_batch_size: int | None = None) -> Step:
     setup = Setup(micro_batch_size=micro_batch_size)
-    return Step(Passes(model, mse_loss, setup, Clock(CPU)), torch.optim.SGD(model.parameters(), 0.1))
+    return Step(Passes(Parallel.alone(model), mse_loss, setup, Clock(CPU)), torch.optim.SGD(model.parameters(), 0.1))
 
 
 def twins() -> tuple[nn.Module, nn.Module]:

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from divebatch.norms import DiversityMeter
 from divebatch.training import Clock, Passes, Setup, Step
+from divebatch.training.distributed import Parallel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
@@ -21,7 +22,8 @@ def make_parts(*, cuda_graphs: bool) -> tuple[nn.Module, torch.optim.Optimizer, 
     )
     model = layers.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
-    return model, optimizer, Passes(model, cross_entropy, Setup(compile=True, cuda_graphs=cuda_graphs), Clock(device))
+    setup = Setup(compile=True, cuda_graphs=cuda_graphs)
+    return model, optimizer, Passes(Parallel.alone(model), cross_entropy, setup, Clock(device))
 
 
 def run_steps(step: Step, sizes: list[int]) -> list[float]:

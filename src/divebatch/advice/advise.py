@@ -20,6 +20,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import Scene, make_estimator
 from divebatch.policies.bounds import require_count, require_positive
 from divebatch.training import Clock, LossFn, Passes, Setup, Step
+from divebatch.training.distributed import Parallel
 from divebatch.training.precision import device_settings
 
 LEAST_STEPS = 24
@@ -111,7 +112,7 @@ class _Measuring:
             Scene(model, loader.full_pass, "mean", self.loss_fn, optimizer, lambda: loader.samples_delivered)
         )
         parts = int(getattr(estimator, "min_parts", 1))
-        passes = Passes(model, self.loss_fn, self.setup, Clock(self.device))
+        passes = Passes(Parallel.alone(model), self.loss_fn, self.setup, Clock(self.device))
         step = Step(passes, optimizer, lambda: True, min_parts=lambda: parts)
         passes.begin_epoch(step.part_size(loader.batch_size))
         return measure_noise(step, endless(loader, self.device), estimator, steps=steps)
@@ -122,7 +123,7 @@ class _Measuring:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0
         batch = next(endless(loader, self.device))
-        passes = Passes(model, self.loss_fn, self.setup, Clock(self.device))
+        passes = Passes(Parallel.alone(model), self.loss_fn, self.setup, Clock(self.device))
         step = Step(passes, optimizer)
 
         def prepare(size: int) -> Callable[[], None]:

@@ -6,13 +6,15 @@ from contextlib import contextmanager
 import typer
 
 from divebatch.errors import DivebatchError
+from divebatch.experiments import speaks_first
 
 FAILED, WRONG_USE = 1, 2
 
 
 def leave(message: str, code: int) -> typer.Exit:
-    """Print `message` to stderr; raise what comes back."""
-    typer.echo(f"divebatch: {message}", err=True)
+    """Print `message` to stderr, once for all ranks of a job; raise what comes back."""
+    if speaks_first():
+        typer.echo(f"divebatch: {message}", err=True)
     return typer.Exit(code)
 
 

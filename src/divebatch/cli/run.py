@@ -15,11 +15,15 @@ from divebatch.experiments import (
     Experiment,
     Failure,
     Run,
+    begun_here,
     check_can_write,
     check_parts,
     default_jobs,
     execute_all,
+    first_does,
     get_experiment,
+    process_group,
+    was_begun_here,
 )
 from divebatch.loggers import make_logger
 
@@ -45,6 +49,9 @@ def run(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Keep images off the device; load them with so many processes.")
     ] = None,
+    sharding: Annotated[
+        str, typer.Option(help="Under torchrun: ddp (a copy of the model on each rank) or fsdp (a part on each).")
+    ] = "ddp",
     log_exact: Annotated[bool, typer.Option("--log-exact", help="Log the exact diversity of every epoch.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Parallel processes; one a core by default.")] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs from checkpoint to checkpoint.")] = 1,
@@ -59,8 +66,11 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line for every epoch.")] = False,
 ) -> None:
-    """Run an experiment: all its methods, or some, over several seeds."""
-    with errors_exit_with(WRONG_USE):
+    """Run an experiment: all its methods, or some, over several seeds.
+
+    Under torchrun all its processes train each run together.
+    """
+    with errors_exit_with(WRONG_USE), process_group(device) as (own_device, ranks):
         require_device(device)
         mode = mode_of(quiet=quiet, json=json)
         for kind in log or ():
@@ -70,21 +80,36 @@ def run(
         )
         check_parts(planned)
         first = Run(
-            planned, "", seed, out, device=device, log_exact=log_exact,
+            planned, "", seed, out, device=own_device, log_exact=log_exact, sharding=sharding,
             data_dir=data_dir, on_device=workers is None, num_workers=workers or 0,
             checkpoint_every=checkpoint_every, checkpoint_steps=checkpoint_steps,
             loggers=tuple(dict.fromkeys(log or ())),
         )  # fmt: skip
         runs = _all_runs(first, _method_names(planned, methods), trials or planned.trials)
-        for each in runs:
-            check_can_write(each, resume=resume)
-    with errors_exit_with(FAILED):
-        _make_folder(out)
-    failures = _execute(runs, jobs or default_jobs(device, len(runs)), resume, out, mode)
-    if failures:
-        raise leave("\n".join(_say(failure) for failure in failures), FAILED)
-    if mode == "show":
-        typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
+        count = _num_jobs(jobs, default_jobs(device, len(runs)), num_ranks=ranks.size)
+        resume = resume or was_begun_here(out, ranks)
+        first_does(ranks, lambda: _check_can_write(runs, resume=resume))
+        with errors_exit_with(FAILED):
+            _make_folder(out)
+            with begun_here(out, ranks):
+                failures = _execute(runs, count, resume, out, mode if ranks.is_first else "quiet")
+        if failures:
+            raise leave("\n".join(_say(failure) for failure in failures), FAILED)
+        if mode == "show" and ranks.is_first:
+            typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
+
+
+def _num_jobs(asked: int | None, default: int, *, num_ranks: int) -> int:
+    if num_ranks == 1:
+        return asked or default
+    if (asked or 1) > 1:
+        raise ArgumentError(f"--jobs {asked}: the {num_ranks} ranks train each run together; leave it out")
+    return 1
+
+
+def _check_can_write(runs: list[Run], *, resume: bool) -> None:
+    for each in runs:
+        check_can_write(each, resume=resume)
 
 
 def _prepared(name: str, epochs: int | None, model: str | None) -> Experiment:

@@ -1,6 +1,7 @@
 """A DataLoader whose batch size may change, that sees every sample once an epoch and resumes exactly."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -10,8 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from divebatch.data.one_pass import Pass
 from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed, order_of, size_of
 from divebatch.data.sampler import checked_batch_size, num_batches
+from divebatch.data.shares import local_batches, require_shareable, share_of, size_without_stand_ins
 from divebatch.data.source import make_source
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.ranks import Ranks, Share
 
 STATE_VERSION = 1
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
@@ -39,6 +42,13 @@ class AdaptiveLoader:
     IterableDataset keeps its own order and is batched by the size in force. Any collate and its batches will do;
     further keyword arguments go to `torch.utils.data.DataLoader`.
 
+    Under an initialised process group `batch_size` and all counts are those of all ranks together, the epoch's order
+    is that of one process, and each rank gets its share of each batch. Nothing is padded or repeated. `share` tells of
+    the batch delivered last; `local_samples_delivered` counts what came to this rank in this life. A rank
+    that a short last batch leaves without a sample gets the batch's first one as a stand-in, with weight zero: it
+    counts for nothing, except in a SyncBatchNorm's statistics of that batch (`drop_last=True` avoids it). `ranks` says
+    who shares; the default is everybody in the group there is when the loader is first used. All ranks iterate alike.
+
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(5))
     >>> loader = AdaptiveLoader(data, 2, shuffle=False)
@@ -57,6 +67,7 @@ class AdaptiveLoader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        ranks: Ranks | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         clash = sorted(_OURS & dataloader_kwargs.keys())
@@ -66,10 +77,10 @@ class AdaptiveLoader:
         if not isinstance(dataset, IterableDataset):
             size = size_of(dataset)
             order = Shuffled(size, seed) if shuffle else Sequential(size)
-        self._setup(dataset, batch_size, order, seed, drop_last, dataloader_kwargs)
+        self._setup(dataset, batch_size, order, seed, drop_last, ranks, dataloader_kwargs)
 
     @classmethod
-    def wrap(cls, dataloader: "DataLoader[Any]", *, seed: int = 0) -> Self:
+    def wrap(cls, dataloader: "DataLoader[Any]", *, seed: int = 0, ranks: Ranks | None = None) -> Self:
         """Take over an existing DataLoader: its dataset, sampler, collate, workers and batch size.
 
         torch's plain shuffling becomes ours, with `seed`; a sampler of your own keeps drawing the order.
@@ -85,7 +96,8 @@ class AdaptiveLoader:
         settings = {name: getattr(dataloader, name) for name in _PASSED_ON}
         if dataloader.generator is not None:
             settings["generator"] = dataloader.generator
-        loader._setup(dataloader.dataset, batch_sampler.batch_size, order, seed, batch_sampler.drop_last, settings)
+        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+        loader._setup(dataloader.dataset, size, order, seed, drop_last, ranks, settings)
         return loader
 
     def _setup(
@@ -95,6 +107,7 @@ class AdaptiveLoader:
         order: Order | None,
         seed: int,
         drop_last: bool,
+        ranks: Ranks | None,
         settings: dict[str, Any],
     ) -> None:
         if settings.get("in_order") is False:
@@ -103,7 +116,11 @@ class AdaptiveLoader:
         self._order, self._settings = order, settings
         self._source = make_source(dataset, drop_last=drop_last, settings=settings)
         self._stream_size = _stream_size(dataset) if order is None else None
+        self._ranks: Ranks | None = None
         self.batch_size = batch_size
+        if ranks is not None:
+            self._join(ranks)
+        self.share, self.local_samples_delivered = Share(0, 0), 0
         self._epoch = 0
         self._current: Pass | None = None
         self._finished: Pass | None = None
@@ -121,7 +138,12 @@ class AdaptiveLoader:
 
     @batch_size.setter
     def batch_size(self, value: int) -> None:
-        self._batch_size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
+        size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
+        if self._ranks is not None and size < self._ranks.size:
+            told = f"batch_size={size} is below the {self._ranks.size} ranks that share a batch: raised to it"
+            warnings.warn(told, stacklevel=2)
+            size = self._ranks.size
+        self._batch_size = size
 
     def recut(self, batch_size: int) -> None:
         """Set `batch_size` and cut with it what the epoch under way has not delivered yet: still each sample once.
@@ -164,6 +186,19 @@ class AdaptiveLoader:
         """Over all epochs, the one under way included."""
         return self._samples_before + (self._current.samples if self._current else 0)
 
+    @property
+    def ranks(self) -> Ranks:
+        """Who shares each batch; found when first asked for, since a group may be initialised after the loader."""
+        if self._ranks is None:
+            self._join(Ranks.here())
+        assert self._ranks is not None
+        return self._ranks
+
+    def _join(self, ranks: Ranks) -> None:
+        require_shareable(self._order, ranks)
+        self._ranks = ranks
+        self.batch_size = self._batch_size
+
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (from 0) the next one, from its beginning."""
         self._epoch, self._current, self._resume = epoch, None, False
@@ -190,7 +225,10 @@ class AdaptiveLoader:
         return self._run(self._current)
 
     def _new_pass(self) -> Pass:
+        ranks = self.ranks  # first: they may raise the batch size
         order = None if self._order is None else self._order.draw(self._epoch)
+        if isinstance(self._order, FromSampler):  # drawn from random states that may differ
+            order = self._order.last_drawn = ranks.from_first(order)
         return Pass(self._epoch, self.batch_size, order, self._num_batches(order, self.batch_size))
 
     def _num_batches(self, order: Tensor | Sequence[Any] | None, batch_size: int) -> int | None:
@@ -215,9 +253,13 @@ class AdaptiveLoader:
                         "another pass over this loader began while this one ran: to look at the data in between use "
                         "loader.full_pass() or a loader of its own"
                     )
+                num_samples, batch = counted
+                self.share = self._share_of(current, num_samples)
+                self.local_samples_delivered += self.share.mine
+                current.local_samples += self.share.mine
                 current.batches += 1
-                current.samples += counted[0]
-                yield counted[1]
+                current.samples += self.share.num_samples
+                yield batch
                 self._tell_of_step(current)
                 if current.batch_size != size:
                     size, batches = current.batch_size, self._rest(current)
@@ -227,12 +269,19 @@ class AdaptiveLoader:
             self._close(current)
 
     def _rest(self, current: Pass) -> Iterator[tuple[int, Any]]:
-        """What is still to be delivered, cut with the size in force, each batch with its number of samples."""
-        seed, size = (self.seed, current.epoch), current.batch_size
-        if current.order is None:
+        """What is still to be delivered here, cut with the size in force, each batch with its number of samples."""
+        seed, size, left = (self.seed, current.epoch), current.batch_size, current.left
+        if left is None:
             return self._source.batches(None, size, start=current.batches, seed=seed)
-        left = current.left
-        return self._source.batches(left, size, start=0, seed=seed) if left is not None and len(left) else iter(())
+        if not len(left):
+            return iter(())
+        return local_batches(self._source, left, size, self.ranks, drop_last=self.drop_last, seed=seed)
+
+    def _share_of(self, current: Pass, num_samples: int) -> Share:
+        """`num_samples` is what the source counted here."""
+        if self.ranks.is_alone or current.left is None:
+            return Share(num_samples, num_samples)
+        return share_of(min(current.batch_size, len(current.left)), self.ranks)
 
     def _total_batches(self, current: Pass) -> int | None:
         if current.order is None:
@@ -285,14 +334,20 @@ class AdaptiveLoader:
         return finished
 
     def full_pass(self) -> Iterator[Any]:
-        """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights."""
+        """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights.
+
+        Several ranks see their shares, all of them the same number of batches and nobody a stand-in: batches are a
+        little larger than `batch_size` where that needs it.
+        """
         settings = {**self._settings, "persistent_workers": False}
         source = make_source(self.dataset, drop_last=False, settings=settings)
-        seed = (self.seed, self._epoch)
-        return (batch for _, batch in source.batches(self._plain_order(), self.batch_size, start=0, seed=seed))
+        order, ranks, seed = self._plain_order(), self.ranks, (self.seed, self._epoch)
+        size = self.batch_size if order is None else size_without_stand_ins(len(order), self.batch_size, ranks)
+        return (batch for _, batch in local_batches(source, order, size, ranks, drop_last=False, seed=seed))
 
     def _plain_order(self) -> Tensor | Sequence[Any] | None:
         if isinstance(self._order, FromSampler):  # which samples there are, only the last drawing tells
+            self._order.last_drawn = self.ranks.from_first(self._order.last_drawn)
             return self._order.last_drawn
         return None if self._order is None else Sequential(len(self._order)).draw(0)
 

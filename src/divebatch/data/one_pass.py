@@ -21,6 +21,8 @@ class Pass:
     batches: int = 0
     """Delivered to the loop, not merely prefetched."""
     samples: int = 0
+    local_samples: int = field(default=0, compare=False)
+    """Of them on this rank, in this life."""
     is_open: bool = True
     """False once its iterator is used up or was left."""
     seconds: float = field(default=0.0, compare=False)

@@ -97,7 +97,7 @@ class FromSampler:
 
 
 def size_of(dataset: Any) -> int:
-    """Samples in a map-style dataset, or an error."""
+    """Its length, which must be at least 1."""
     try:
         size = len(dataset)
     except TypeError as error:

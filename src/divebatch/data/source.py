@@ -19,11 +19,11 @@ class Source(Protocol):
     """Delivers batches."""
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """Batches from number `start` on, each with its number of samples. `order` is None for streams only.
 
-        `seed` is the pair (seed, epoch) from which worker processes get theirs.
+        `seed` is (seed, epoch), on later ranks with the rank, from which worker processes get theirs.
         """
         ...
 
@@ -35,7 +35,7 @@ class TensorSource:
         self.tensors, self.drop_last = tensors, drop_last
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """Lists of tensors, as torch's default collate makes of tuples."""
         if not isinstance(order, Tensor):  # a sampler of the user's own may count from the end; index_select may not
@@ -70,7 +70,7 @@ class MapSource:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **settings)
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """The DataLoader's batches; workers are seeded by `seed`, the global random state is left alone."""
         assert order is not None
@@ -106,7 +106,7 @@ class StreamSource:
         )
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """The stream's batches; `order` does not apply."""
         sampler: Any = self._loader.batch_sampler
@@ -134,6 +134,6 @@ def _is_plain(dataset: TensorDataset, settings: dict[str, Any]) -> bool:
     return default and one_device and not settings.get("num_workers") and not settings.get("pin_memory")
 
 
-def _worker_seed(seed: int, epoch: int) -> int:
+def _worker_seed(seed: int, epoch: int, *rank: int) -> int:
     """Apart from the seed of the epoch's order."""
-    return mixed_seed(seed, epoch, 1)
+    return mixed_seed(seed, epoch, 1, *rank)

@@ -1,5 +1,6 @@
 """Estimators: what an epoch's gradients show, as a `Diversity`."""
 
+from divebatch.estimators.across_ranks import AcrossRanks
 from divebatch.estimators.catalog import ESTIMATORS, make_estimator
 from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.estimators.moments import Moments
@@ -10,6 +11,7 @@ from divebatch.estimators.trajectory import Trajectory
 
 __all__ = [
     "ESTIMATORS",
+    "AcrossRanks",
     "Estimator",
     "Moments",
     "Oracle",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity, Spread
+from divebatch.ranks import Ranks
 
 
 def unbiased(weighted_sq_norms: Tensor, sq_norm_of_mean: Tensor, num_chunks: Any, num_samples: Any) -> Tensor:
@@ -60,6 +61,17 @@ class PairAverage:
         spread = self._spread(total, trace, sq_norm)
         diversity = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
         return replace(diversity, inner_variance=inner[0]) if inner and math.isfinite(inner[0]) else diversity
+
+    def over(self, ranks: Ranks) -> "PairAverage":
+        """Of all ranks together, where each saw samples of its own; a collective."""
+        states = ranks.gather(self.state_dict())
+        total = PairAverage(decay=self.decay)
+        total._first, total._second = (  # a rank without any estimate has a plain zero, which goes with every shape
+            torch.stack(torch.broadcast_tensors(*(torch.tensor(s[key], dtype=torch.float64) for s in states))).sum(0)
+            for key in ("first", "second")
+        )
+        total.num_samples = sum(state["num_samples"] for state in states)
+        return total
 
     def unknown(self) -> Diversity:
         """What no estimate at all says: any noise scale is possible."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from divebatch.errors import ArgumentError
+from divebatch.estimators.across_ranks import AcrossRanks
 from divebatch.estimators.estimator import Estimator
 from divebatch.estimators.moments import Moments
 from divebatch.estimators.oracle import Oracle
@@ -17,6 +18,7 @@ ESTIMATORS: dict[str, Callable[..., Estimator]] = {
     "per-sample": PerSample,
     "split": Split,
     "moments": Moments,
+    "ranks": AcrossRanks,
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.errors import CheckpointError
+from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators.average import unbiased
 from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.estimators.precondition import Preconditioner, require_second_moment
@@ -107,7 +107,7 @@ class ChunkWise(Stepwise):
     def __init__(self, *, decay: float = 1.0, preconditioned: bool = False) -> None:
         super().__init__(decay=decay)
         self._preconditioned = preconditioned
-        self._chunks: Chunks | None = None
+        self._chunks: Any = None
         self._stepped = 0
         """Samples the loader had delivered at the last optimizer step."""
 
@@ -116,12 +116,17 @@ class ChunkWise(Stepwise):
         if self._preconditioned:
             require_second_moment(optimizer)
 
-    def _new_chunks(self, scene: Scene) -> Chunks:
+    def _new_chunks(self, scene: Scene) -> Any:
         return Chunks(scene.model, optimizer=scene.optimizer if self._preconditioned else None)
+
+    def _samples_delivered(self) -> int:
+        return self._bound().samples_delivered() if self.sees_all_ranks else self._bound().delivered_here()
 
     def _own_state(self) -> dict[str, Any]:
         assert self._chunks is not None
-        waiting = self._bound().samples_delivered() - self._stepped
+        waiting = self._samples_delivered() - self._stepped
+        if self._chunks.num_chunks and not (self.sees_all_ranks or self._bound().ranks.is_alone):
+            raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
         return {"chunks": self._chunks.state_dict(), "since_step": waiting}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:

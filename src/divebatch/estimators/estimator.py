@@ -1,7 +1,7 @@
 """What an estimator is."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity
+from divebatch.norms.sharded import is_sharded
+from divebatch.ranks import Ranks, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,29 @@ class Scene:
     loss_fn: Callable[[Any, Any], Tensor] | None
     optimizer: Optimizer | None = None
     samples_delivered: Callable[[], int] = lambda: 0
-    """Samples the loader has handed to the loop so far."""
+    """Samples the loader has handed to the loop so far, those of all ranks."""
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    share: Callable[[], Share] | None = None
+    """This rank's part of the batch delivered last."""
+
+    local_samples_delivered: Callable[[], int] | None = None
+    """Samples that came to this rank so far, where ranks share batches."""
+
+    def loss_weight(self) -> float:
+        """What this rank's loss of the batch under way is multiplied with; 0 for a stand-in."""
+        return 1.0 if self.share is None else self.share().weight_for(self.loss_reduction)
+
+    def delivered_here(self) -> int:
+        """Samples that came to this rank so far."""
+        return (self.local_samples_delivered or self.samples_delivered)()
+
+
+def require_whole(scene: Scene, name: str) -> None:
+    """For estimators that need each rank's own whole gradients."""
+    if any(map(is_sharded, scene.model.parameters())):
+        raise ArgumentError(
+            f"estimator {name!r} needs whole gradients, and FSDP2 has sharded this model's: use estimator='trajectory'"
+        )
 
 
 def optimizer_of(scene: Scene, name: str) -> Optimizer:

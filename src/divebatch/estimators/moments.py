@@ -6,7 +6,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import ChunkWise
-from divebatch.estimators.estimator import Scene, optimizer_of
+from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
 from divebatch.measurement import Diversity
 
 
@@ -20,11 +20,13 @@ class Moments(ChunkWise):
     layer needs a rule. Under BatchNorm it is right for the network as it trains, normalised over its whole batches.
 
     It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler
-    has undone its scale by then. Two batches scatter as two chunks do in `split`, with half as many estimates.
+    has undone its scale by then, and where ranks share a batch they are the whole batch's. Two batches scatter as two
+    chunks do in `split`, with half as many estimates.
 
     `preconditioned=True` is `split`'s; a window is divided by what its first step was.
     """
 
+    sees_all_ranks = True
     replay_token = True
     """Nothing is attached to the backward pass, so one that was recorded without may be replayed."""
 
@@ -37,6 +39,7 @@ class Moments(ChunkWise):
 
     def _prepare(self, scene: Scene) -> None:
         self._require_optimizer(scene, "moments")
+        require_whole(scene, "moments")
 
     def _attach(self, scene: Scene) -> None:
         self._chunks, self._stepped = self._new_chunks(scene), scene.samples_delivered()
@@ -55,7 +58,8 @@ class Moments(ChunkWise):
         if size == 0 or not gradients:
             return
         self._stepped += size
-        chunks.add(gradients, size, scale=1.0 if scene.loss_reduction == "mean" else 1 / size)
+        # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
+        chunks.add(gradients, size, scale=1.0 if scene.loss_reduction == "mean" else scene.ranks.size / size)
         self._average.num_samples = self._average.num_samples + size
         if chunks.num_chunks == self._num_steps:
             self._average.add(chunks.pair(), chunks.num_samples)

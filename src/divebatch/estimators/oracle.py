@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.estimator import Scene
+from divebatch.estimators.estimator import Scene, require_whole
 from divebatch.measurement import Diversity
 from divebatch.norms import gradient_diversity
 from divebatch.norms.registry import cover
@@ -16,7 +16,7 @@ class Oracle:
     """Exact, unbiased, and dear: one more forward and backward pass over all data after each measured epoch.
 
     It needs the loss, `loss_fn(model(inputs), targets)`, given here or to the controller; batches must be
-    `(inputs, targets)`. Nothing is attached to the model during training.
+    `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass.
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None = None) -> None:
@@ -30,6 +30,7 @@ class Oracle:
                 "the oracle runs the model by itself and needs the loss: "
                 "pass Controller(..., estimator='oracle', loss_fn=...) or estimator=Oracle(loss_fn)"
             )
+        require_whole(scene, "oracle")
         cover(scene.model)
         self._scene = scene
 
@@ -49,7 +50,8 @@ class Oracle:
             raise UsageError("this estimator belongs to no controller yet: bind() comes first")
         scene, loss_fn = self._scene, self._loss_fn or self._scene.loss_fn
         assert loss_fn is not None
-        return gradient_diversity(scene.model, loss_fn, scene.full_pass(), loss_reduction=scene.loss_reduction)
+        batches, reduction = scene.full_pass(), scene.loss_reduction
+        return gradient_diversity(scene.model, loss_fn, batches, loss_reduction=reduction, ranks=scene.ranks)
 
     def close(self) -> None:
         """Nothing is attached."""

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators.average import unbiased
 from divebatch.estimators.chunks import sq_norm
-from divebatch.estimators.estimator import Scene
+from divebatch.estimators.estimator import Scene, require_whole
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.measurement import Diversity
 from divebatch.norms import DiversityMeter
@@ -44,7 +44,9 @@ class PerSample(Stepwise):
         self._meter: _PassMeter | None = None
 
     def _prepare(self, scene: Scene) -> None:
-        self._meter = _PassMeter(scene.model, self._take, loss_reduction=scene.loss_reduction, **self._settings)
+        require_whole(scene, "per-sample")
+        settings = {"loss_reduction": scene.loss_reduction, "share": scene.share, **self._settings}
+        self._meter = _PassMeter(scene.model, self._take, **settings)
 
     def _attach(self, scene: Scene) -> None:
         assert self._meter is not None
@@ -74,7 +76,7 @@ class _PassMeter(DiversityMeter):
         self._require_own_gradients()
         super()._take(done)
         sums = list(self._sums.values())
-        size = done.num_samples
+        size = self.norms.num_counted(done)
         sq_norms = done.sq_norms.sum(dtype=torch.float64) * self.norms.gradient_scale(done) ** 2
         pair = unbiased(sq_norms, sq_norm(sums) / size**2, size, size)
         torch._foreach_zero_(sums)

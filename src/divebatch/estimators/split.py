@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import ChunkWise
-from divebatch.estimators.estimator import Scene, optimizer_of
+from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
 from divebatch.measurement import Diversity
 from divebatch.norms.share import current_share
 
@@ -36,6 +36,7 @@ class Split(ChunkWise):
     """
 
     min_parts = 2
+    name = "split"
 
     def __init__(self, *, decay: float = 1.0, preconditioned: bool = False) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned)
@@ -46,16 +47,17 @@ class Split(ChunkWise):
     def _prepare(self, scene: Scene) -> None:
         if scene.loss_reduction != "mean":
             raise ArgumentError(
-                f"split needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
+                f"{self.name} needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
                 f"'moments' and 'per-sample' take sums"
             )
-        self._require_optimizer(scene, "split")
+        self._require_optimizer(scene, self.name)
+        require_whole(scene, self.name)
 
     def _attach(self, scene: Scene) -> None:
         self._chunks = self._new_chunks(scene)
-        self._delivered = self._stepped = scene.samples_delivered()
+        self._delivered = self._stepped = scene.delivered_here()
         self._batch = 0
-        self._handles = [optimizer_of(scene, "split").register_step_pre_hook(self._end_of_batch)]
+        self._handles = [optimizer_of(scene, self.name).register_step_pre_hook(self._end_of_batch)]
         for name, parameter in self._chunks.parameters.items():
             self._handles.append(parameter.register_hook(partial(self._receive, name)))
             # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
@@ -80,13 +82,17 @@ class Split(ChunkWise):
             Variable._execution_engine.queue_callback(self._end_of_pass)
 
     def _end_of_pass(self) -> None:
-        share = current_share()
-        if self._chunks is not None:
-            self._chunks.add(self._received, round(share * self._batch_length()), scale=1 / share)
+        share, weight = current_share(), self._bound().loss_weight()
+        if self._chunks is not None and weight:
+            self._add_chunk(round(share * self._batch_length()), share, weight)
         self._received = {}
 
+    def _add_chunk(self, num_samples: int, share: float, weight: float) -> None:
+        assert self._chunks is not None
+        self._chunks.add(self._received, num_samples, scale=1 / (share * weight))
+
     def _batch_length(self) -> int:
-        delivered = self._bound().samples_delivered()
+        delivered = self._bound().delivered_here()
         if delivered != self._delivered:
             self._batch, self._delivered = delivered - self._delivered, delivered
         return self._batch
@@ -94,18 +100,21 @@ class Split(ChunkWise):
     # One batch
 
     def _end_of_batch(self, *_: Any) -> None:
-        chunks, delivered = self._chunks, self._bound().samples_delivered()
+        chunks, delivered = self._chunks, self._bound().delivered_here()
         assert chunks is not None
         if chunks.num_samples > delivered - self._stepped:
             raise UsageError(
                 f"the backward passes since the last optimizer step held {chunks.num_samples} samples by the loader's "
                 f"count, and it delivered {delivered - self._stepped}: {HOW_TO_CUT}"
             )
+        self._count(chunks)
+        self._stepped = delivered
+        chunks.forget()
+
+    def _count(self, chunks: Any) -> None:
         if chunks.num_chunks > 1:
             self._average.add(chunks.pair(), chunks.num_samples)
         self._average.num_samples = self._average.num_samples + chunks.num_samples
-        self._stepped = delivered
-        chunks.forget()
 
     def _when_empty(self) -> Diversity:
         raise UsageError(

@@ -14,11 +14,14 @@ class Stepwise(ABC):
 
     `decay` below 1 makes it an exponential mean over steps, debiased: 0.95 looks back some twenty steps. The interval
     comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so it is rather
-    too wide than too narrow.
+    too wide than too narrow. Where ranks share the batches, each estimates from what it sees, and the mean is over all.
 
     Where decisions come every so many steps, each sees the steps since the last one. An exponential mean goes on
     through the decisions of an epoch instead: it forgets by itself.
     """
+
+    sees_all_ranks = False
+    """Whether each rank sees what all saw together, so that there is nothing to add."""
 
     def __init__(self, *, decay: float = 1.0) -> None:
         self._decay = PairAverage(decay=decay).decay
@@ -35,7 +38,8 @@ class Stepwise(ABC):
 
     def start(self) -> None:
         """Attach, with nothing seen."""
-        self._average, self._was_read = PairAverage(decay=self._decay), False
+        self._was_read = False
+        self._forget()
         self._attach(self._bound())
         self._is_on = True
 
@@ -50,21 +54,21 @@ class Stepwise(ABC):
         self._was_read = True
         seen = self._seen()
         if self._decay == 1:
-            self._average = PairAverage()
+            self._forget()
         return seen
 
     def finish(self) -> Diversity:
         """The means over the epoch, or since the last window; then detach."""
-        self._bound()
         diversity = self._seen()
         self.close()
         return diversity
 
     def _seen(self) -> Diversity:
-        if not self._average.is_empty:
-            return self._average.diversity()
+        average = self._of_all_ranks()
+        if not average.is_empty:
+            return average.diversity()
         # A few steps may show nothing, a last batch of one sample for instance; a whole epoch should have.
-        return self._average.unknown() if self._was_read else self._when_empty()
+        return average.unknown() if self._was_read else self._when_empty()
 
     def close(self) -> None:
         """Detach."""
@@ -76,7 +80,7 @@ class Stepwise(ABC):
         """The sums, if an epoch is being measured."""
         if not self._is_on:
             return {}
-        return {"average": self._average.state_dict(), "was_read": self._was_read, **self._own_state()}
+        return {"average": self._of_all_ranks().state_dict(), "was_read": self._was_read, **self._own_state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Sums of another model are refused."""
@@ -84,16 +88,24 @@ class Stepwise(ABC):
             self._check_own_state(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with saved sums."""
+        """Go on with saved sums; of ranks that see different samples the first takes them over."""
         if state:
             self._load_own_state(state)
-            self._average.load_state_dict(state["average"])
             self._was_read = state.get("was_read", False)
+            if self.sees_all_ranks or self._bound().ranks.is_first:
+                self._average.load_state_dict(state["average"])
+
+    def _of_all_ranks(self) -> PairAverage:
+        ranks = self._bound().ranks
+        return self._average if self.sees_all_ranks or ranks.is_alone else self._average.over(ranks)
 
     def _bound(self) -> Scene:
         if self._scene is None:
             raise UsageError("this estimator belongs to no controller yet: bind() comes first")
         return self._scene
+
+    def _forget(self) -> None:
+        self._average = PairAverage(decay=self._decay)
 
     @abstractmethod
     def _prepare(self, scene: Scene) -> None: ...

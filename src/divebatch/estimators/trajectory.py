@@ -26,7 +26,9 @@ class Trajectory:
         """Check that every trainable parameter has a norm rule."""
         if self._meter is not None:
             raise UsageError("this estimator belongs to another controller already: make one for each")
-        self._meter = DiversityMeter(scene.model, loss_reduction=scene.loss_reduction, **self._settings)
+        self._meter = DiversityMeter(
+            scene.model, ranks=scene.ranks, share=scene.share, loss_reduction=scene.loss_reduction, **self._settings
+        )
 
     @property
     def replay_token(self) -> object:
@@ -46,9 +48,9 @@ class Trajectory:
     def finish(self) -> Diversity:
         """Both sums over the epoch; then detach."""
         meter = self._bound()
-        if meter.norms.num_samples == 0:
-            raise UsageError("the epoch has ended, but no backward pass through the model was seen in it")
         diversity = meter.diversity()
+        if diversity.num_samples == 0:
+            raise UsageError("the epoch has ended, but no backward pass through the model was seen in it")
         meter.detach()
         return diversity
 

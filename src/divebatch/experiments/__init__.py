@@ -4,22 +4,29 @@ from divebatch.experiments.assembly import check_parts, make_trainer
 from divebatch.experiments.catalog import experiment_names, get_experiment
 from divebatch.experiments.history import check_can_write
 from divebatch.experiments.pool import Failure, default_jobs, execute_all
+from divebatch.experiments.restart import begun_here, was_begun_here
 from divebatch.experiments.run import Run
 from divebatch.experiments.runner import execute
 from divebatch.experiments.schema import Experiment, Method, parse_experiment
+from divebatch.training.launch import first_does, process_group, speaks_first
 
 __all__ = [
     "Experiment",
     "Failure",
     "Method",
     "Run",
+    "begun_here",
     "check_can_write",
     "check_parts",
     "default_jobs",
     "execute",
     "execute_all",
     "experiment_names",
+    "first_does",
     "get_experiment",
     "make_trainer",
     "parse_experiment",
+    "process_group",
+    "speaks_first",
+    "was_begun_here",
 ]

@@ -18,7 +18,9 @@ from divebatch.experiments.schedules import SCHEDULES, warm_up
 from divebatch.experiments.schema import Experiment, Method, Part, build_settings
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded, make_policy
+from divebatch.ranks import Ranks
 from divebatch.training import Clock, Trainer
+from divebatch.training.distributed import spread
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL, SIGNS = (0, 2), (0, 3), (0, 5)
@@ -30,15 +32,16 @@ def make_trainer(run: Run) -> Trainer:
     seed_signs(device, mixed_seed(run.seed, *SIGNS))
     split = _load_data(run)
     settings: ModelSettings = _settings(MODELS, experiment.model, "model")
-    model = _build_model(run, settings, split)
-    optimizer = SGD(
-        model.parameters(), lr=method.lr, **asdict(experiment.optimizer), fused=True if device.type == "cuda" else None
-    )
+    ranks = Ranks.here()
+    parallel = spread(_build_model(run, settings, split), ranks, sharding=run.sharding)
+    model = parallel.model
+    is_fused = device.type == "cuda" and not parallel.is_sharded
+    optimizer = SGD(model.parameters(), lr=method.lr, **asdict(experiment.optimizer), fused=True if is_fused else None)
     loader = split.loader(method.batch_size, seed=run.seed)
     schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
     warming = warm_up(optimizer, method.warmup_epochs * len(loader))
     control = Controller(
-        model,
+        parallel.module,
         optimizer,
         loader,
         _policy(method),
@@ -49,7 +52,7 @@ def make_trainer(run: Run) -> Trainer:
         scheduler=[each for each in (schedule, warming) if each is not None],
         loss_fn=settings.loss_fn,
     )
-    return Trainer(
+    trainer = Trainer(
         model=model,
         optimizer=optimizer,
         schedulers=[schedule] if schedule is not None else [],
@@ -60,7 +63,11 @@ def make_trainer(run: Run) -> Trainer:
         clock=Clock(device),
         setup=experiment.training,
         log_exact=run.log_exact,
+        parallel=parallel,
     )
+    if not ranks.is_first:
+        trainer.draw_apart()
+    return trainer
 
 
 def check_parts(experiment: Experiment) -> None:

@@ -11,8 +11,10 @@ import torch
 from divebatch.errors import CheckpointError, DivebatchError, RecordError
 from divebatch.experiments.run import Run
 from divebatch.experiments.schema import Method
+from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord, RunHeader, read_run, rewrite_run
-from divebatch.training import load_newest
+from divebatch.training.launch import first_does
+from divebatch.training.saved import Saved, open_newest
 
 WORDS = {"summary", "paper", "trials"}
 """What may differ between a run and its resume."""
@@ -20,36 +22,41 @@ WORDS = {"summary", "paper", "trials"}
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A run's past: its records up to the checkpoint, and the checkpoint's state."""
+    """A run's past: its records up to the checkpoint, and the checkpoint."""
 
     epochs: list[EpochRecord] = field(default_factory=list)
-    state: dict[str, Any] | None = None
+    saved: Saved | None = None
     is_begun: bool = False
     """Whether the records hold the run's first line already."""
 
 
-def read_history(run: Run, *, resume: bool) -> History:
-    """Records beyond the checkpoint are taken back: a resume writes them again."""
-    check_can_write(run, resume=resume)
-    if not run.records_path.exists():
+def read_history(run: Run, *, resume: bool, ranks: Ranks) -> History:
+    """Records beyond the checkpoint are taken back: a resume writes them again. Rank 0 sees to them for all."""
+    written = first_does(ranks, lambda: _records_so_far(run, resume=resume))
+    if written is None:
         return History()
-    header, epochs = _read_back(run)
+    header, epochs = written
     is_complete = len(epochs) >= run.experiment.epochs
-    state = _load_state(run, is_needed=not is_complete)
-    if state is None and not is_complete:
-        run.records_path.unlink()
+    saved = _open_saved(run, ranks, is_needed=not is_complete)
+    if saved is None and not is_complete:
+        first_does(ranks, run.records_path.unlink)
         return History()
-    saved = _epochs_of(state, run, len(epochs)) if state is not None else len(epochs)
-    if saved >= run.experiment.epochs:
+    done = _epochs_of(saved.rest, run, len(epochs)) if saved is not None else len(epochs)
+    if done >= run.experiment.epochs:
         return History(epochs, is_begun=True)
-    rewrite_run(run.records_path, header, epochs[:saved])
-    return History(epochs[:saved], state, is_begun=True)
+    first_does(ranks, lambda: rewrite_run(run.records_path, header, epochs[:done]))
+    return History(epochs[:done], saved, is_begun=True)
 
 
-def _load_state(run: Run, *, is_needed: bool) -> dict[str, Any] | None:
+def _records_so_far(run: Run, *, resume: bool) -> tuple[RunHeader, list[EpochRecord]] | None:
+    check_can_write(run, resume=resume)
+    return _read_back(run) if run.records_path.exists() else None
+
+
+def _open_saved(run: Run, ranks: Ranks, *, is_needed: bool) -> Saved | None:
     """The last checkpoint. A complete run may lack its last one, if it was killed right before: then it is behind."""
     try:
-        return load_newest(run.checkpoint_path, device=torch.device(run.device))
+        return open_newest(run.checkpoint_path, device=torch.device(run.device), ranks=ranks)
     except CheckpointError:
         if is_needed:
             raise

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from divebatch.errors import StoppedError
+from divebatch.errors import DivergedError, RankError, StoppedError
 from divebatch.experiments.run import Run
-from divebatch.experiments.runner import execute
+from divebatch.experiments.runner import execute, make_stop
+from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 from divebatch.training import StopRequest
 
@@ -35,8 +36,14 @@ def default_jobs(device: str, num_runs: int) -> int:
 
 
 def execute_all(runs: Sequence[Run], *, jobs: int, resume: bool, on_epoch: OnEpoch) -> list[Failure]:
-    """Execute every run; one that fails does not stop the others. Asked to stop, all save and `StoppedError` rises."""
-    with StopRequest() as stop:
+    """Execute every run; one that fails does not stop the others. Asked to stop, all save and `StoppedError` rises.
+
+    Several ranks train each run together, one after the other. An error that not all of them have ends all of them.
+    """
+    ranks = Ranks.here()
+    with make_stop(ranks) as stop:
+        if not ranks.is_alone:
+            return _together(runs, resume, on_epoch, stop, ranks)
         if jobs == 1:
             return _one_by_one(runs, resume, on_epoch, stop)
         failures = _in_processes(runs, jobs, resume, on_epoch, stop)
@@ -57,8 +64,30 @@ def _one_by_one(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: Stop
     return failures
 
 
+def _together(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: StopRequest, ranks: Ranks) -> list[Failure]:
+    failures = []
+    for index, run in enumerate(runs):
+        try:
+            _execute_unless_stopped(run, resume, lambda record, index=index: on_epoch(index, record), stop)  # type: ignore[misc]
+        except DivergedError as error:  # of the loss of all ranks
+            failures.append(Failure(run, error))
+        except StoppedError:
+            raise
+        except Exception as error:
+            name = f"{run.experiment.name} {run.method_name} seed {run.seed}"
+            raise RankError(f"rank {ranks.rank} of {ranks.size}, {name}: {_in_short(error)}") from error
+    return failures
+
+
+def _in_short(error: Exception) -> str:
+    """The first line, and what it means where another rank is gone: gloo and NCCL tell long stories."""
+    what = (str(error) or type(error).__name__).partition("\n")[0]
+    is_lost = isinstance(error, RuntimeError) and any(word in what for word in ("gloo", "NCCL", "ProcessGroup"))
+    return f"lost contact with another rank ({what[:200]})" if is_lost else what
+
+
 def _execute_unless_stopped(run: Run, resume: bool, report: Callable[[EpochRecord], None], stop: StopRequest) -> None:
-    if stop.is_set:
+    if stop.now():
         raise StoppedError(f"stopped before {run.records_path} was begun")
     execute(run, resume=resume, on_epoch=report, stop=stop)
 

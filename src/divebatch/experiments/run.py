@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from divebatch.errors import ArgumentError
 from divebatch.experiments.provenance import git_commit, hardware, versions
 from divebatch.experiments.schema import Experiment, Method
+from divebatch.ranks import Ranks
 from divebatch.records import RunHeader
+from divebatch.training.distributed import SHARDINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,18 @@ class Run:
     """Epochs from one checkpoint to the next; the last epoch always has one."""
     checkpoint_steps: int | None = None
     """Steps from one checkpoint to the next within an epoch."""
+    sharding: str = "ddp"
+    """How several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
     loggers: tuple[str, ...] = ()
     """Kinds, as `divebatch.loggers` knows them: where epochs are shown beside the records."""
+
+    def __post_init__(self) -> None:
+        if self.sharding not in SHARDINGS:
+            raise ArgumentError(f"unknown sharding {self.sharding!r}; known: {', '.join(SHARDINGS)}")
+        if self.log_exact and self.sharding == "fsdp":
+            raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
+        if self.experiment.training.compile and self.sharding == "fsdp":
+            raise ArgumentError("norms of compiled passes are not measured on fsdp's parts: use --no-compile, or ddp")
 
     @property
     def method(self) -> Method:
@@ -60,6 +73,11 @@ class Run:
         del values["methods"]
         return {**values, "method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
 
+    @property
+    def _ranks(self) -> dict[str, Any]:
+        ranks = Ranks.here()
+        return {} if ranks.is_alone else {"ranks": ranks.size, "sharding": self.sharding}
+
     def header(self) -> RunHeader:
         """The first line of the records."""
         return RunHeader(
@@ -68,7 +86,7 @@ class Run:
             seed=self.seed,
             config=self.config,
             versions=versions(),
-            hardware=hardware(torch.device(self.device)),
+            hardware={**hardware(torch.device(self.device)), **self._ranks},
             git_commit=git_commit(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
         )

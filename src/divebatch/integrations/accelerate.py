@@ -12,7 +12,6 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.source import Source
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
-from divebatch.integrations.parts import share_between_processes
 from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
 from divebatch.policies import Policy
@@ -36,9 +35,9 @@ def make_controller(
 ) -> Controller:
     """A `Controller` for prepared parts; its state is saved and loaded with the accelerator's.
 
-    Prepare model, optimizer and scheduler as always, but not the loader: from here on it delivers each process's part
-    of a batch, on the accelerator's device, and its `batch_size` is that of all processes together. `settings` are
-    the `Controller`'s: lr_coupling, loss_reduction, loss_fn.
+    Prepare model, optimizer and scheduler as always, but not the loader: it delivers each process's part of a batch by
+    itself, from here on to the accelerator's device, and its `batch_size` is that of all processes together. `settings`
+    are the `Controller`'s: lr_coupling, loss_reduction, loss_fn.
 
         model, optimizer = accelerator.prepare(model, optimizer)
         loader = AdaptiveLoader(dataset, batch_size=128)
@@ -47,7 +46,6 @@ def make_controller(
     _check(accelerator, loader)
     given = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
     schedulers = [_unwrapped(part, accelerator.num_processes) for part in given]
-    share_between_processes(loader, policy, rank=accelerator.process_index, num_processes=accelerator.num_processes)
     loader._source = _OnDevice(loader._source, accelerator.device)
     control = Controller(
         accelerator.unwrap_model(model),
@@ -70,7 +68,7 @@ class _OnDevice:
     device: Any
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """The source's batches, moved."""
         for num_samples, batch in self.source.batches(order, batch_size, start=start, seed=seed):

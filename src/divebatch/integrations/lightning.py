@@ -15,7 +15,7 @@ from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
-from divebatch.integrations.parts import OverPasses, refuse_loss, share_between_processes
+from divebatch.integrations.parts import OverPasses, refuse_loss
 from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
 from divebatch.norms.share import part_of_batch
@@ -46,7 +46,7 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
 
     The loss of each backward pass must be reduced over its batch as `loss_reduction` says. With
     `accumulate_grad_batches=k` the policy's sizes are those of an optimizer step: k of the loader's batches. Several
-    processes share each batch, for policies that do not measure. The remaining arguments are `Controller`'s.
+    processes share each batch, whose size is that of all together. The remaining arguments are `Controller`'s.
 
     Each epoch's record is in `records`; its batch size and diversity go to the trainer's loggers. Checkpoints hold the
     whole state, also in the middle of an epoch; an epoch that `max_steps` broke off starts again. A scheduler that
@@ -94,7 +94,6 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
             raise UsageError("this callback has been through a fit already: make a new one, or pass ckpt_path to fit")
         _check_epochs(trainer)
         _check_optimizer(trainer, self.step_schedule)
-        share_between_processes(self.loader, self.policy, rank=trainer.global_rank, num_processes=trainer.world_size)
         self._num_passes = trainer.accumulate_grad_batches
         self.control = Controller(
             pl_module,
@@ -157,18 +156,18 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lightning calls this and not `teardown` when something fails."""
-        self._leave()
+        self._leave(keep_state=trainer.world_size == 1)  # a state of all ranks cannot be had from one that failed
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Fit is over."""
         self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self, *, keep_state: bool = True) -> None:
         """Take every hook off the model again; checkpoints written later hold the state of now."""
         self._around_backward.close()
         if self._is_fitting and self.control is not None:
             with suppress(UsageError):  # an epoch whose step() failed has no state to go on from
-                self._last = self.state_dict()
+                self._last = self.state_dict() if keep_state else {}
             self._is_fitting = False
             self.control.close()
 

@@ -270,7 +270,7 @@ class _InPasses:
     pass_size: int
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, int]
+        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """The epoch's order, cut by the size of a pass."""
         return self.source.batches(order, self.pass_size, start=start, seed=seed)

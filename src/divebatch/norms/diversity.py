@@ -14,8 +14,11 @@ from divebatch.errors import ArgumentError, CheckpointError, CoverageError, Usag
 from divebatch.measurement import Diversity
 from divebatch.norms.backward import Backward
 from divebatch.norms.meter import NormMeter, pausing_meters
+from divebatch.norms.sharded import ShardSums, is_sharded
 from divebatch.norms.sketch import sum_dtype
 from divebatch.norms.taps import Tapped
+from divebatch.norms.weighing import without_weighing
+from divebatch.ranks import Ranks, Share, inside_ddp
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -26,15 +29,26 @@ class DiversityMeter:
     The gradient sum takes each backward pass's own gradient through parameter hooks, so gradient accumulation,
     clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters, and a second one while a
     backward pass runs: a pass that dies half-way must be in neither sum. `settings` are NormMeter's.
+
+    Where `ranks` share each batch, `share` tells of the batch under way, and reading is a collective: gradient vectors
+    are added over ranks and then squared. What FSDP2 has sharded stays so: each rank sums and squares its own pieces.
     """
 
-    def __init__(self, model: nn.Module, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ranks: Ranks | None = None,
+        share: Callable[[], Share] | None = None,
+        **settings: Any,
+    ) -> None:
         if settings.get("every", 1) != 1:
             raise ArgumentError(
                 f"every must be 1 here, got every={settings['every']!r}: a pass that is not measured does not tell how "
                 f"many samples its gradient is the mean of; mode='sketch' makes measuring cheap"
             )
         self._model, self._settings = model, settings
+        self._ranks, self._share = ranks or Ranks.alone(), share
         self._cover()
         self._handles: list[RemovableHandle] = []
         self.token = object()
@@ -43,9 +57,13 @@ class DiversityMeter:
         self._pending: dict[int, dict[str, Tensor]] = {}
 
     def _cover(self) -> None:
-        self.norms = NormMeter(self._model, **self._settings)
+        self.norms = NormMeter(self._model, loss_weight=self._loss_weight if self._share else None, **self._settings)
         self.norms.on_backward_end = self._take
         self._parameters = _trainable(self._model)
+        self._shards: ShardSums | None = None
+        self._reached: set[int] = set()
+        if any(map(is_sharded, self._parameters.values())):
+            self._require_can_be_sharded()
 
     def attach(self) -> None:
         """Start counting from zero, over what is trainable now: layers may have been frozen or set free."""
@@ -53,8 +71,8 @@ class DiversityMeter:
             self._cover()
         self.norms.attach()
         self.reset()
-        for name, parameter in self._parameters.items():
-            self._handles.append(parameter.register_hook(partial(self._receive, name)))
+        for name in self._sums:
+            self._handles.append(self._parameters[name].register_hook(partial(self._receive, name)))
 
     def detach(self) -> None:
         """Stop counting and free the sums."""
@@ -62,34 +80,51 @@ class DiversityMeter:
         while self._handles:
             self._handles.pop().remove()
         self._sums, self._pending = {}, {}
+        self._drop_shards()
 
     @property
     def is_attached(self) -> bool:
         """Whether backward passes are being counted."""
-        return bool(self._handles)
+        return self.norms in NormMeter.attached
 
     def reset(self) -> None:
         """Back to zero without touching the hooks."""
         self.norms.reset()
         self.token = object()
-        self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in self._parameters.items()}
+        plain = {name: p for name, p in self._parameters.items() if not is_sharded(p)}
+        self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in plain.items()}
         self._pending = {}
         self._coverage_is_checked = False
+        self._drop_shards()
+        if len(plain) < len(self._parameters):
+            self._shards, self._reached = ShardSums(self._parameters, self._scale_of_shards), set()
+            self.norms.call_at_start(self._shards.begin)
+
+    def _drop_shards(self) -> None:
+        if self._shards is not None:
+            self._shards.detach()
+        self._shards = None
 
     def diversity(self) -> Diversity:
         """The two sums since the last reset."""
-        if not self._sums:
+        if not self.is_attached:
             raise UsageError("this DiversityMeter is not attached: read diversity() before detaching")
-        sq_norms = [torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 for total in self._sums.values()]
-        return Diversity(self.norms.sum_of_sq_norms(), float(torch.stack(sq_norms).sum()), self.norms.num_samples)
+        self._require_reached()
+        whole = self._ranks.sq_norm_of_sum(list(self._sums.values()))
+        pieces = self._shards.sq_norm() if self._shards is not None else 0.0
+        own = [self.norms.sum_of_sq_norms(), float(self.norms.num_samples), pieces]
+        sq_norms, num_samples, of_pieces = self._ranks.sum_numbers(own)
+        return Diversity(sq_norms, whole + of_pieces, round(num_samples))
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, for a checkpoint in the middle of a measured epoch."""
-        return {
-            "sum_of_sq_norms": self.norms.sum_of_sq_norms(),
-            "num_samples": self.norms.num_samples,
-            "gradient_sums": {name: total.clone() for name, total in self._sums.items()},
-        }
+        """The sums over all ranks, for a checkpoint within a measured epoch; any number of ranks can go on."""
+        own = [self.norms.sum_of_sq_norms(), float(self.norms.num_samples)]
+        sq_norms, num_samples = self._ranks.sum_numbers(own)
+        sums = {name: total.clone() for name, total in self._sums.items()}
+        self._ranks.sum_(list(sums.values()))
+        if self._shards is not None:
+            sums |= self._shards.state_dict()
+        return {"sum_of_sq_norms": sq_norms, "num_samples": round(num_samples), "gradient_sums": sums}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise if the sums are another model's."""
@@ -104,9 +139,13 @@ class DiversityMeter:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved sums."""
+        """Continue from saved sums: the first rank takes them over, the others begin with nothing."""
         self.check_state(state)
         self.reset()
+        if self._shards is not None:
+            self._shards.load_state_dict(state["gradient_sums"])
+        if not self._ranks.is_first:
+            return
         for name, total in self._sums.items():
             total.copy_(state["gradient_sums"][name])
         self.norms.load_sums(state["sum_of_sq_norms"], state["num_samples"])
@@ -134,6 +173,8 @@ class DiversityMeter:
         if not self._coverage_is_checked:
             self._coverage_is_checked = True
             self._require_called(done)
+        if self._shards is not None:
+            self._reached |= {id(layer.module) for layer in done.layers}
         received = {name: gradient for part in self._pending.values() for name, gradient in part.items()}
         self._pending = {}
         if not received:
@@ -160,10 +201,43 @@ class DiversityMeter:
         missed = [name for name, p in self._parameters.items() if name in received and id(p) not in counted]
         if missed:
             self._pending = {}
-            raise CoverageError(
-                f"parameters {missed} received gradients although their layer was not called: "
-                f"call the layer itself, not a function on its weight"
-            )
+            raise _not_called(missed)
+
+    def _require_reached(self) -> None:
+        """The same for shards, whose gradients may come after the pass: looked up when the sums are read."""
+        if self._shards is None:
+            return
+        counted = {id(p) for layer in self.norms.layers if id(layer.module) in self._reached for p in layer.parameters}
+        missed = [name for name in sorted(self._shards.received) if id(self._parameters[name]) not in counted]
+        if missed:
+            raise _not_called(missed)
+
+    # Ranks
+
+    def _loss_weight(self) -> float:
+        assert self._share is not None
+        return self._share().weight_for(self.norms.loss_reduction)
+
+    def _scale_of_shards(self) -> float:
+        """From the mean over ranks to the sum over samples."""
+        assert self._share is not None
+        share = self._share()
+        return share.num_samples if self.norms.loss_reduction == "mean" else share.num_ranks
+
+    def _require_can_be_sharded(self) -> None:
+        refused = [key for key in ("compiled", "grad_scaler") if self._settings.get(key)]
+        again = [f"'{layer.name}' ({type(layer.module).__name__})" for layer in self.norms.layers if layer.entry.reruns]
+        if self._share is None:
+            refused.append("a meter without a loader")
+        if refused or again:
+            raise CoverageError(f"parameters sharded by FSDP2 cannot be measured with: {', '.join(refused + again)}")
+
+
+def _not_called(missed: list[str]) -> CoverageError:
+    return CoverageError(
+        f"parameters {missed} received gradients although their layer was not called: "
+        f"call the layer itself, not a function on its weight"
+    )
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -176,21 +250,28 @@ def _like(gradient: Tensor, total: Tensor) -> Tensor:
 
 
 def gradient_diversity(
-    model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], *, loss_reduction: str = "mean"
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Iterable[Any],
+    *,
+    loss_reduction: str = "mean",
+    ranks: Ranks | None = None,
 ) -> Diversity:
     """Exact gradient diversity of the samples in `batches`, at the model's present weights.
 
     `batches` yields `(inputs, targets)`; the loss is `loss_fn(model(inputs), targets)`, reduced as `loss_reduction`
     says. The model runs in the mode it is in, and is left as found: weights, gradients, buffers, mode, random state.
+    Where each of several `ranks` brings batches of its own (`loader.full_pass()`), the answer is that for all of them.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> data = [(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))]
     >>> gradient_diversity(model, lambda out, _: out.mean(), data)  # gradients 1 and 3: (1 + 9) / (1 + 3)^2
     Diversity(sum_of_sq_norms=10.0, sq_norm_of_sum=16.0, num_samples=2)
     """
+    model = inside_ddp(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    meter = DiversityMeter(model, loss_reduction=loss_reduction)
-    with pausing_meters(), _left_as_found(model), torch.enable_grad(), meter:
+    meter = DiversityMeter(model, ranks=ranks, loss_reduction=loss_reduction)
+    with pausing_meters(), without_weighing(), _left_as_found(model), torch.enable_grad(), meter:
         for inputs, targets in batches:
             # grad() and not backward(): the parameters' own .grad stays untouched.
             torch.autograd.grad(loss_fn(model(inputs), targets), parameters, allow_unused=True)

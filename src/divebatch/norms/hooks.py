@@ -25,6 +25,8 @@ class Hooks:
 
     def __init__(self, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[Backward], None]) -> None:
         self.paused = False
+        self.on_start: Callable[[], None] | None = None
+        """Called when a backward pass has reached its first layer, before any parameter has its gradient."""
         self._mode, self._on_end = mode, on_end
         self._families = families(layers)
         self._handles: list[RemovableHandle] = []
@@ -106,6 +108,8 @@ class Hooks:
 
     def _start(self, task: int) -> None:
         if task not in self._under_way:
+            if self.on_start is not None and not self._under_way:
+                self.on_start()
             self._under_way[task] = Backward(self._mode)
             Variable._execution_engine.queue_callback(partial(self._finish, task))
 

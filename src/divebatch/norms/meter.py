@@ -40,6 +40,9 @@ class NormMeter:
     Under train-mode BatchNorm samples have no gradients of their own; what is counted is each one's contribution to
     the batch gradient (`divebatch.norms.normalization`).
 
+    Where ranks share a batch unevenly, `loss_weight()` is what the loss of the pass under way is multiplied with; a
+    pass of weight zero counts for nothing.
+
     Every trainable parameter must belong to a layer with a rule, or `fallback="vmap"` is chosen; the error comes at
     construction and names them.
 
@@ -62,6 +65,7 @@ class NormMeter:
         loss_reduction: str = "mean",
         compiled: bool = False,
         grad_scaler: Any = None,
+        loss_weight: Callable[[], float] | None = None,
     ) -> None:
         _require("mode", mode, MODES)
         _require("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
@@ -69,6 +73,7 @@ class NormMeter:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ArgumentError(f"every must be an integer of at least 1, got every={every!r}")
         self.loss_reduction, self.mode, self.every, self._grad_scaler = loss_reduction, mode, every, grad_scaler
+        self._loss_weight = loss_weight or (lambda: 1.0)
         self.layers = cover(model, fallback=FALLBACKS[fallback] if fallback is not None else None)
         self.on_backward_end: Callable[[Backward | Tapped], None] | None = None
         self.last_counts: Tensor | None = None
@@ -140,6 +145,11 @@ class NormMeter:
             self._ticks.remove()
         NormMeter.attached.discard(self)
 
+    def call_at_start(self, function: Callable[[], None]) -> None:
+        """Of each backward pass, before any parameter has its gradient; not for compiled models."""
+        assert isinstance(self._engine, Hooks)
+        self._engine.on_start = function
+
     @property
     def paused(self) -> bool:
         """Whether backward passes go by uncounted for the moment."""
@@ -173,7 +183,7 @@ class NormMeter:
             self.last_counts = total.isfinite()
             total = torch.where(self.last_counts, total, 0.0)
             variance = None if variance is None else torch.where(self.last_counts, variance, 0.0)
-        self._sums.add(total, variance, done.num_samples)
+        self._sums.add(total, variance, self.num_counted(done))
         if self.on_backward_end is not None:
             self.on_backward_end(done)
         if self.every > 1:
@@ -189,9 +199,14 @@ class NormMeter:
         self._ticks = self._clock.register_hook(self._tick)
         self._sums.num_steps = 1
 
+    def num_counted(self, done: Backward | Tapped) -> int | Tensor:
+        """Samples of this pass that count: none of a stand-in's."""
+        return done.num_samples if self._loss_weight() else 0
+
     def gradient_scale(self, done: Backward | Tapped) -> float | Tensor:
         """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
-        factor = done.gradient_scale(self.loss_reduction) / current_share()
+        weight = self._loss_weight()
+        factor = done.gradient_scale(self.loss_reduction) / (current_share() * weight) if weight else 0.0
         return factor if self._grad_scaler is None else factor / _loss_scale(self._grad_scaler)
 
 

@@ -76,6 +76,13 @@ def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]
     return _by_statistics(layer, x, dy, layer.running_mean, (layer.running_var + layer.eps).rsqrt())
 
 
+def _synchronised_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, Statistics] | Tensor:
+    """Those of all ranks' samples, which only the layer's own function has: (x, weight, mean, 1 / std, counts)."""
+    saved = getattr(output.grad_fn, "saved_tensors", None)
+    return _saved_statistics(layer, x, output) if saved is None else (x, Statistics(saved[2], saved[3]))
+
+
+@rule_for(nn.SyncBatchNorm, look=_synchronised_statistics)
 @rule_for(nn.BatchNorm1d, look=_saved_statistics)
 @rule_for(nn.BatchNorm2d, look=_saved_statistics)
 @rule_for(nn.BatchNorm3d, look=_saved_statistics)

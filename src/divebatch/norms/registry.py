@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from divebatch.errors import ArgumentError, CoverageError
 from divebatch.norms.forms import Explicit, Form
 from divebatch.norms.rerun import results
+from divebatch.norms.sharded import unsharded_type
 
 Rule = Callable[[Any, Any, Tensor], Mapping[str, Form | Tensor]]
 """`(layer, x, dy) -> {parameter name: its gradients}`, one gradient a sample.
@@ -100,9 +101,9 @@ def require_batch(layer: nn.Module, x: Tensor, num_dims: int) -> None:
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """The type a layer was made with; a compiled meter exchanges it for one of its own."""
+    """The type a layer was made with; a compiled meter and `fully_shard` exchange it for one of their own."""
     kind: type[nn.Module] = getattr(type(module), "divebatch_original", type(module))
-    return kind
+    return unsharded_type(kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Which share of its batch the backward pass under way is, where a batch is cut into micro-batches."""
+"""Which share of its batch the backward pass under way is, where a batch is cut into parts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

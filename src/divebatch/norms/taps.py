@@ -131,6 +131,9 @@ def _touch(attributes: dict[str, Any]) -> None:
 
 
 def _require_simple(layers: Sequence[CoveredLayer]) -> None:
+    synced = [layer.name for layer in layers if original_type(layer.module) is nn.SyncBatchNorm]
+    if synced:
+        raise CoverageError(f"a compiled meter cannot see the statistics of all ranks in SyncBatchNorm '{synced[0]}'")
     shared = [family for family in families(layers) if len(family.layers) > 1]
     if shared:
         names = ", ".join(layer.name for layer in shared[0].layers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
-from divebatch.lr import COUPLINGS
+from divebatch.lr import BY_NOISE, COUPLINGS
 from divebatch.policies.bounds import require_count, require_positive
 from divebatch.probe.verdict import Outcome, Probe
 
@@ -95,7 +95,7 @@ def smoothed(losses: Sequence[float], batch_size: int, horizon: float) -> list[f
 def _branch(factor: int, repeat: int, batch_size: int, window: int, coupling: str) -> Branch:
     size = factor * batch_size
     return Branch(
-        factor=factor, batch_size=size, lr_factor=COUPLINGS[coupling](factor), steps=window // size, repeat=repeat
+        factor=factor, batch_size=size, lr_factor=COUPLINGS[coupling](factor, None), steps=window // size, repeat=repeat
     )
 
 
@@ -123,8 +123,9 @@ def _outcome(
 
 
 def _require_settings(coupling: str, repeats: int, tolerance: float, smoothing: float) -> None:
-    if coupling not in COUPLINGS:
-        raise ArgumentError(f"unknown coupling {coupling!r}; known: {', '.join(COUPLINGS)}")
+    known = [name for name in COUPLINGS if name not in BY_NOISE]  # branches measure nothing
+    if coupling not in known:
+        raise ArgumentError(f"unknown coupling {coupling!r}; known: {', '.join(known)}")
     require_count("repeats", repeats)
     require_positive("tolerance", tolerance)
     require_positive("smoothing", smoothing)

@@ -36,7 +36,7 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: str = "mean") -> Ite
         stop = min(start + size, num_samples)
         share = (stop - start) / num_samples if loss_reduction == "mean" else 1.0
         with part_of_batch(share):
-            yield (batch if stop - start == num_samples else _cut(batch, start, stop)), share
+            yield (batch if stop - start == num_samples else cut(batch, start, stop)), share
 
 
 def batch_length(batch: Any) -> int:
@@ -59,12 +59,13 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _cut(batch: Any, start: int, stop: int) -> Any:
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """The samples from `start` to before `stop`."""
     if isinstance(batch, Tensor):
         return batch[start:stop]
     if isinstance(batch, dict):
-        return {key: _cut(value, start, stop) for key, value in batch.items()}
+        return {key: cut(value, start, stop) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [_cut(value, start, stop) for value in batch]
+        parts = [cut(value, start, stop) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

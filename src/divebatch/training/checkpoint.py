@@ -9,13 +9,18 @@ import io
 import logging
 import os
 import pickle
+import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from divebatch.errors import CheckpointError
+from divebatch.ranks import Ranks
+
+T = TypeVar("T")
 
 MAGIC = b"divebatch checkpoint 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -35,8 +40,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     scratch = path.with_name(path.name + ".tmp")
     try:
         _write_synced(scratch, buffer.getbuffer())
-        _take_the_place(scratch, path)
-        _sync_folder(path.parent)
+        take_the_place(scratch, path)
+        sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write checkpoint '{path}': {error.strerror or error}") from error
     finally:
@@ -45,7 +50,14 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
-    """Read back tensors and plain containers; nothing in the file is executed, and a damaged one is refused."""
+    """Read back tensors and plain containers; nothing in the file is executed, and a damaged one is refused.
+
+    A checkpoint of several ranks, which is a folder, is put together.
+    """
+    if path.is_dir():
+        from divebatch.training.sharded import load_whole  # brings torch.distributed.checkpoint, which few runs need
+
+        return load_whole(path, device=device)
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -55,20 +67,25 @@ def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
         raise CheckpointError(f"'{path}' is not a divebatch checkpoint, or its beginning is damaged")
     if hashlib.sha256(memoryview(content)[start:]).digest() != content[len(MAGIC) : start]:
         raise CheckpointError(f"checkpoint '{path}' is damaged or cut short: its checksum does not fit")
-    return _load(path, io.BytesIO(memoryview(content)[start:]), device)
+    return read_plain(path, io.BytesIO(memoryview(content)[start:]), device)
 
 
 def load_newest(path: Path, *, device: torch.device) -> dict[str, Any] | None:
     """The checkpoint, or the one before it where it is damaged or gone, saying so; None where there was none yet."""
-    candidates = [candidate for candidate in (path, previous(path)) if candidate.exists()]
+    return newest(path, lambda candidate: load_checkpoint(candidate, device=device), Ranks.alone())
+
+
+def newest(path: Path, load: Callable[[Path], T], ranks: Ranks) -> T | None:
+    """What `load` makes of the checkpoint, or of the one before it; all ranks take the same."""
+    candidates = ranks.from_first([candidate for candidate in (path, previous(path)) if candidate.exists()])
     problems = [f"checkpoint '{path}' is gone"] if candidates == [previous(path)] else []
     for candidate in candidates:
         try:
-            state = load_checkpoint(candidate, device=device)
+            state = load(candidate)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        if problems:
+        if problems and ranks.is_first:
             logger.warning("%s; going on from the one before it, '%s'", problems[0], candidate)
         return state
     if not problems:
@@ -76,7 +93,8 @@ def load_newest(path: Path, *, device: torch.device) -> dict[str, Any] | None:
     raise CheckpointError(f"{'; '.join(problems)}. Remove the run's files to start it again.")
 
 
-def _load(path: Path, file: io.BytesIO, device: torch.device) -> dict[str, Any]:
+def read_plain(path: Path, file: io.BytesIO, device: torch.device) -> dict[str, Any]:
+    """What `torch.save` wrote, if it is tensors and plain data only."""
     try:
         state = torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:  # whose own message tells how to run it all the same
@@ -97,11 +115,13 @@ def _write_synced(path: Path, content: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def _take_the_place(scratch: Path, path: Path) -> None:
+def take_the_place(scratch: Path, path: Path) -> None:
     """The old checkpoint becomes the previous one, or stays what it is where the new one cannot follow."""
     if not path.exists():
         scratch.replace(path)
         return
+    if path.is_dir() or previous(path).is_dir():  # a folder neither replaces anything nor is replaced
+        forget(previous(path))
     path.replace(previous(path))
     try:
         scratch.replace(path)
@@ -110,9 +130,17 @@ def _take_the_place(scratch: Path, path: Path) -> None:
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    # The rename itself lives in the folder; os.open on one is not allowed everywhere.
-    if os.name == "posix":
+def forget(path: Path) -> None:
+    """Remove a checkpoint, file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring renames to disk, which live in the folder."""
+    if os.name == "posix":  # os.open on a folder is not allowed everywhere
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from divebatch.ranks import Ranks
 from divebatch.training.passes import LossFn, predict
 
 
@@ -19,8 +20,15 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, precision: str = "fp32") -> Evaluation:
-    """Loss and accuracy in evaluation mode; the mode is put back afterwards."""
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFn,
+    *,
+    precision: str = "fp32",
+    ranks: Ranks | None = None,
+) -> Evaluation:
+    """Loss and accuracy in evaluation mode; the mode is put back afterwards. `batches` are this rank's own."""
     was_training = model.training
     model.eval()
     sums, num_samples = [], 0
@@ -29,7 +37,8 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, preci
         num_samples += len(targets)
     model.train(was_training)
     loss_sum, num_right = torch.stack(sums).sum(0).tolist()
-    return Evaluation(loss_sum / num_samples, num_right / num_samples)
+    totals = (ranks or Ranks.alone()).sum_numbers([loss_sum, num_right, num_samples])
+    return Evaluation(totals[0] / totals[2], totals[1] / totals[2])
 
 
 def _judged(outputs: Tensor, targets: Tensor, loss_fn: LossFn) -> Tensor:

@@ -5,6 +5,11 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import torch
+import torch.distributed as dist
+
+from divebatch.ranks import Ranks
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -14,6 +19,14 @@ class StopRequest:
     def __init__(self) -> None:
         self.is_set, self._was_interrupted = False, False
         self._before: dict[signal.Signals, Any] = {}
+
+    def after_step(self) -> bool:
+        """Whether to stop before the next step."""
+        return self.is_set
+
+    def now(self) -> bool:
+        """Whether to stop here."""
+        return self.is_set
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
@@ -29,3 +42,37 @@ class StopRequest:
             raise KeyboardInterrupt
         self._was_interrupted = self._was_interrupted or number == signal.SIGINT
         self.is_set = True
+
+
+class AgreedStop(StopRequest):
+    """The wish of any rank, honoured by all after the same step: one that stopped alone would leave the others stuck.
+
+    Every `every` steps the wishes are added up in the background, and looked at as many steps later: no step waits.
+    """
+
+    def __init__(self, ranks: Ranks, *, every: int = 4) -> None:
+        super().__init__()
+        self._ranks, self._every, self._steps = ranks, every, 0
+        self._wishes = torch.zeros(1)
+        self._poll: dist.Work | None = None
+
+    def after_step(self) -> bool:
+        """The same answer on all ranks."""
+        self._steps += 1
+        if self._steps % self._every:
+            return False
+        is_agreed = self._polled()
+        self._wishes = torch.tensor([float(self.is_set)])
+        self._poll = dist.all_reduce(self._wishes, async_op=True)
+        return is_agreed
+
+    def now(self) -> bool:
+        """The same answer on all ranks, after waiting for them."""
+        return self._polled() or self._ranks.sum_numbers([float(self.is_set)])[0] > 0
+
+    def _polled(self) -> bool:
+        if self._poll is None:
+            return False
+        self._poll.wait()
+        self._poll = None
+        return bool(self._wishes.item() > 0)

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from divebatch.errors import BatchTooLargeError
-from divebatch.training.accumulation import batch_length, micro_batches
+from divebatch.norms.share import part_of_batch
+from divebatch.ranks import Ranks, Share
+from divebatch.training.accumulation import batch_length, cut, micro_batches
 from divebatch.training.passes import Passes
 
 
@@ -26,9 +28,10 @@ class Tally:
         self.loss_sum = self.loss_sum.to(loss.device) + loss * num_samples
         self.num_samples += num_samples
 
-    def mean(self) -> float:
-        """Waits for the device."""
-        return self.loss_sum.item() / self.num_samples
+    def mean(self, ranks: Ranks) -> float:
+        """Over the samples of all ranks. Waits for the device."""
+        loss_sum, num_samples = ranks.sum_numbers([self.loss_sum.item(), self.num_samples])
+        return loss_sum / num_samples
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Step:
     replay_token: Callable[[], object] = lambda: True
     min_parts: Callable[[], int] = lambda: 1
     """Into how many parts a batch must be cut at least: some estimators compare the parts."""
+    share: Callable[[], Share | None] = lambda: None
+    """This rank's part of the batch under way, where there are several."""
 
     def __call__(self, batch: Any) -> Tensor:
         """Forward, backward, step. The batch's mean loss, at the weights before the step."""
@@ -58,11 +63,39 @@ class Step:
 
     def _accumulate(self, batch: Any, size: int) -> Tensor:
         loss: Tensor | None = None
-        for (inputs, targets), share in micro_batches(batch, size):
-            part = self.passes(inputs, targets, share=share, measuring=self.is_measuring(), token=self.replay_token())
+        count = self._num_parts(batch_length(batch))
+        rounds = max(count, self._rounds())
+        for number, ((inputs, targets), share) in enumerate(micro_batches(batch, size), 1):
+            part = self.passes(
+                inputs,
+                targets,
+                share=share,
+                measuring=self.is_measuring(),
+                token=self.replay_token(),
+                is_last=number == rounds,
+            )
             loss = part if loss is None else loss + part
+        for number in range(count + 1, rounds + 1):
+            self._keep_company(batch, is_last=number == rounds)
         assert loss is not None
         return loss
+
+    def _num_parts(self, num_samples: int) -> int:
+        return math.ceil(num_samples / self.part_size(num_samples))
+
+    def _rounds(self) -> int:
+        """The passes of the rank that has most: a sharded model's parameters come from all ranks in every pass."""
+        share = self.share()
+        if share is None or not self.passes.parallel.is_sharded:
+            return 0
+        smallest = max(1, share.num_samples // share.num_ranks)
+        return max(self._num_parts(smallest), self._num_parts(math.ceil(share.num_samples / share.num_ranks)))
+
+    def _keep_company(self, batch: Any, *, is_last: bool) -> None:
+        """A pass that counts for nothing."""
+        inputs, targets = cut(batch, 0, 1)
+        with part_of_batch(0.0):
+            self.passes(inputs, targets, share=0.0, measuring=self.is_measuring(), is_last=is_last)
 
     def part_size(self, num_samples: int) -> int:
         """The samples of one backward pass of a batch."""
@@ -77,6 +110,8 @@ class Step:
         num_samples = batch_length(batch)
         tried = self.part_size(num_samples)
         problem = f"out of memory: batch of {num_samples} samples in micro-batches of {tried}"
+        if not self.passes.parallel.ranks.is_alone:  # to try on one rank alone would wait for the others for ever
+            return f"{problem} on rank {self.passes.parallel.ranks.rank}. Try --micro-batch {max(1, tried // 2)}"
         fitting = self._fitting(batch, tried)
         if fitting is None:
             return f"{problem}; not even one sample fits"
@@ -97,10 +132,18 @@ class Step:
 
 
 def train_epoch(
-    step: Callable[[Any], Tensor], batches: Iterable[Any], tally: Tally, after_step: Callable[[], None]
+    step: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    tally: Tally,
+    after_step: Callable[[], None],
+    *,
+    ranks: Ranks | None = None,
+    share: Callable[[], Share | None] = lambda: None,
 ) -> float:
-    """One step on each batch; the mean loss over the epoch's samples."""
+    """One step on each batch; the mean loss over the epoch's samples of all ranks. `share` is this rank's part."""
     for batch in batches:
-        tally.add(step(batch), batch_length(batch))
+        loss, mine = step(batch), share()
+        if mine is None or not mine.is_stand_in:
+            tally.add(loss, batch_length(batch))
         after_step()
-    return tally.mean()
+    return tally.mean(ranks or Ranks.alone())

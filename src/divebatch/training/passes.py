@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.training.clock import Clock, forget_peak_memory, peak_memory_bytes
+from divebatch.training.distributed import Parallel
 from divebatch.training.recording import Recording
 from divebatch.training.setup import Setup
 
@@ -36,10 +37,13 @@ def loss_of(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any, precis
 
 
 @cache
-def compiled_loss_of() -> Callable[..., Tensor]:
-    """One for all runs of a process: a second model of the same build takes the code compiled for the first."""
+def compiled_loss_of(*, fullgraph: bool = True) -> Callable[..., Tensor]:
+    """One for all runs of a process: a second model of the same build takes the code compiled for the first.
+
+    DDP's own part of the forward pass is not compiled, which breaks the graph: not `fullgraph`.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-    return torch.compile(loss_of, dynamic=False, fullgraph=True)
+    return torch.compile(loss_of, dynamic=False, fullgraph=fullgraph)
 
 
 class Passes:
@@ -50,8 +54,8 @@ class Passes:
     then on. A recording that measures adds to the sums it was made with, so it is made anew whenever those are.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, setup: Setup, clock: Clock) -> None:
-        self.model, self.loss_fn, self.setup, self.clock = model, loss_fn, setup, clock
+    def __init__(self, parallel: Parallel, loss_fn: LossFn, setup: Setup, clock: Clock) -> None:
+        self.parallel, self.loss_fn, self.setup, self.clock = parallel, loss_fn, setup, clock
         self.full_size = 0
         self.variants: set[tuple[int, bool]] = set()
         """(samples, whether norms are measured) that ran so far."""
@@ -74,16 +78,26 @@ class Passes:
             self._forget_recording()
         self.full_size = full_size
 
-    def __call__(self, inputs: Any, targets: Any, *, share: float, measuring: bool, token: object = True) -> Tensor:
+    def __call__(
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        share: float,
+        measuring: bool,
+        token: object = True,
+        is_last: bool = True,
+    ) -> Tensor:
         """Add the gradients of the mean loss times `share` to the parameters'; that product.
 
-        Passes may be recorded once and replayed while `token` is the same and not None.
+        Passes may be recorded once and replayed while `token` is the same and not None. `is_last`: no pass of this
+        batch follows, and gradients are brought together over ranks.
         """
         variant = (len(targets), measuring)
         key = (*variant, token) if share == 1 and token is not None and self._may_record(variant) else None
         if key is not None and key in (self._recorded_key, self._ran_last):
             return self._replay(key, inputs, targets)
-        with self._first_time(variant):
+        with self._first_time(variant), self.parallel.adding_up(is_last=is_last):
             loss = self._loss(inputs, targets)
             loss = loss if share == 1 else loss * share
             loss.backward()
@@ -102,8 +116,8 @@ class Passes:
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         is_compiled = self.setup.compile and len(targets) == self.full_size
-        function = compiled_loss_of() if is_compiled else loss_of
-        return function(self.model, self.loss_fn, inputs, targets, self.setup.precision)
+        function = compiled_loss_of(fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
+        return function(self.parallel.module, self.loss_fn, inputs, targets, self.setup.precision)
 
     @contextmanager
     def _first_time(self, variant: tuple[int, bool]) -> Iterator[None]:
@@ -117,7 +131,7 @@ class Passes:
         forget_peak_memory(self.clock.device)
 
     def _may_record(self, variant: tuple[int, bool]) -> bool:
-        on_gpu = self.clock.device.type == "cuda"
+        on_gpu = self.clock.device.type == "cuda" and self.parallel.ranks.is_alone
         return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant[0] == self.full_size
 
     def _replay(self, key: Key, inputs: Any, targets: Any) -> Tensor:
@@ -125,7 +139,7 @@ class Passes:
             self._forget_recording()  # first, so that there is never memory for two
             with self.clock.lap("compile"):
                 forget_peak_memory(self.clock.device)
-                self._recording = Recording(list(self.model.parameters()), self._loss, inputs, targets)
+                self._recording = Recording(list(self.parallel.model.parameters()), self._loss, inputs, targets)
                 self._recorded_key, self._recorded_peak = key, peak_memory_bytes(self.clock.device)
         return self._recording(inputs, targets)
 

@@ -11,16 +11,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.controller import Controller
+from divebatch.data.order import mixed_seed
+from divebatch.data.shares import share_of
 from divebatch.errors import DivergedError
 from divebatch.norms import gradient_diversity
-from divebatch.norms.sketch import load_signs_state, signs_state
+from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
+from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 from divebatch.training.clock import Clock
+from divebatch.training.distributed import Parallel, largest
 from divebatch.training.evaluation import evaluate
 from divebatch.training.loop import Step, Tally, train_epoch
 from divebatch.training.passes import LossFn, Passes
 from divebatch.training.precision import device_settings
 from divebatch.training.setup import Setup
+
+RANK = 6
+"""The purpose of a rank's random numbers, apart from those of orders, workers, data, model, augmentation and signs."""
 
 
 def _go_on() -> None:
@@ -43,11 +50,19 @@ class Trainer:
     """Stepped after each optimizer step."""
     setup: Setup = field(default_factory=Setup)
     log_exact: bool = False
+    parallel: Parallel = None  # type: ignore[assignment]
+    """How the model runs on several ranks; by default on one."""
     passes: Passes = field(init=False)
     tally: Tally = field(init=False, default_factory=Tally)
 
     def __post_init__(self) -> None:
-        self.passes = Passes(self.model, self.loss_fn, self.setup, self.clock)
+        self.parallel = self.parallel or Parallel.alone(self.model)
+        self.passes = Passes(self.parallel, self.loss_fn, self.setup, self.clock)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who trains this model together."""
+        return self.parallel.ranks
 
     def run_epoch(self, *, after_step: Callable[[], None] = _go_on) -> EpochRecord:
         """Train, let the controller decide, evaluate.
@@ -62,7 +77,10 @@ class Trainer:
                     record = self.control.step(loss=train_loss)
             peak = self.passes.peak_memory_bytes
             with self.clock.lap("evaluate"):
-                seen = evaluate(self.model, self.validation, self.loss_fn, precision=self.setup.precision)
+                self.parallel.average_buffers()
+                seen = evaluate(
+                    self.model, self.validation, self.loss_fn, precision=self.setup.precision, ranks=self.ranks
+                )
             exact = self._exact_diversity() if self.log_exact else None
         return replace(
             record,
@@ -71,29 +89,32 @@ class Trainer:
             val_accuracy=seen.accuracy,
             exact_diversity=exact,
             measured=was_measured,
-            peak_memory_bytes=peak,
             micro_batch_size=self.setup.micro_batch_size,
             recompiles=self.passes.num_compiled,
-            **self._seconds(),
+            **self._costs(peak),
         )
 
     def _train(self, after_step: Callable[[], None]) -> float:
         self.model.train()
-        loader = self.control.loader
+        loader, ranks = self.control.loader, self.ranks
         step = Step(
             self.passes,
             self.optimizer,
             is_measuring=lambda: self.control.is_measuring,
             replay_token=lambda: self.control.replay_token,
             min_parts=lambda: self.control.min_parts,
+            share=lambda: loader.share,
         )
-        self.passes.begin_epoch(step.part_size(loader.batch_size))
+        self.passes.begin_epoch(step.part_size(share_of(loader.batch_size, ranks).mine))
 
         def one_step(batch: Any) -> Tensor:
-            self.passes.expect(step.part_size(loader.batch_size))  # the controller may have changed it since
+            # The controller may have changed the size since.
+            self.passes.expect(step.part_size(share_of(loader.batch_size, ranks).mine))
             return step(batch)
 
-        train_loss = train_epoch(one_step, loader, self.tally, lambda: self._after_step(after_step))
+        train_loss = train_epoch(
+            one_step, loader, self.tally, lambda: self._after_step(after_step), ranks=ranks, share=lambda: loader.share
+        )
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
         self.tally = Tally()
@@ -106,17 +127,21 @@ class Trainer:
             self.warm_up.step()
         then()
 
-    def _seconds(self) -> dict[str, Any]:
-        return {
+    def _costs(self, peak: int) -> dict[str, Any]:
+        """Of the rank that took most."""
+        seconds = {
             "train_seconds": self.clock.train_seconds,
             "eval_seconds": self.clock.seconds("evaluate"),
             "compile_seconds": self.clock.seconds("compile"),
             "measure_seconds": self.clock.seconds("measure"),
             "total_seconds": self.clock.total_seconds,
         }
+        *most, most_bytes = largest(self.ranks, [*seconds.values(), peak])
+        return {**dict(zip(seconds, most, strict=True)), "peak_memory_bytes": int(most_bytes)}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs, also in the middle of an epoch."""
+        """All that a resume needs, also in the middle of an epoch. All ranks must call it; sums are those of all."""
+        self.parallel.average_buffers()
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -124,7 +149,7 @@ class Trainer:
             "control": self.control.state_dict(),
             "clock": self.clock.state_dict(),
             "compiled": self.passes.num_compiled,
-            "tally": (self.tally.loss_sum, self.tally.num_samples),
+            "tally": self._whole_tally(),
             "random": torch.get_rng_state(),
             "signs": signs_state(self.clock.device),
             "cuda_random": torch.cuda.get_rng_state(self.clock.device) if self._on_cuda else None,
@@ -139,13 +164,33 @@ class Trainer:
             scheduler.load_state_dict(saved)
         self.clock.load_state_dict(state["clock"])
         self.passes.compiled_before = state["compiled"]
-        self.tally = Tally(*state["tally"])
+        self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
         # Steps were made in an earlier life; a scheduler would warn where an epoch has none left.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.ranks.is_first:
+            self._load_random(state)
+        else:
+            self.draw_apart()
+
+    def _load_random(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["random"].cpu())
         load_signs_state(self.clock.device, state["signs"])
         if self._on_cuda and state["cuda_random"] is not None:
             torch.cuda.set_rng_state(state["cuda_random"].cpu(), self.clock.device)
+
+    def draw_apart(self) -> None:
+        """Random numbers that no other rank draws: dropout and sketches of equal signs would not be independent."""
+        loader = self.control.loader
+        seed = mixed_seed(loader.seed, loader.samples_delivered, RANK, self.ranks.rank)
+        torch.manual_seed(seed)
+        seed_signs(self.clock.device, seed)
+
+    def _whole_tally(self) -> tuple[Tensor, int]:
+        """Of all ranks."""
+        if self.ranks.is_alone:
+            return (self.tally.loss_sum, self.tally.num_samples)
+        loss_sum, num_samples = self.ranks.sum_numbers([self.tally.loss_sum.item(), self.tally.num_samples])
+        return (torch.tensor(loss_sum, dtype=torch.float64), int(num_samples))
 
     @property
     def _all_schedulers(self) -> list[LRScheduler]:
@@ -157,5 +202,5 @@ class Trainer:
 
     def _exact_diversity(self) -> float | None:
         """Of the whole training set at the weights the epoch ended with; None where it is undefined."""
-        exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass())
+        exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass(), ranks=self.ranks)
         return exact.value if exact.is_defined else None

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
+from divebatch.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,19 @@ class Split:
 
     loader: MakeLoader
     validation: Iterable[Any]
-    """(inputs, targets) on the device; can be iterated again and again."""
+    """(inputs, targets) on the device, of several ranks each its own; can be iterated again and again."""
     num_features: int = 0
     """Of flat data; 0 for images."""
     num_classes: int = 1
     """1 for a single logit."""
+
+
+def own_part(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of the samples that are this rank's to evaluate: all, where there is one."""
+    ranks = Ranks.here()
+    if len(targets) < ranks.size:
+        raise ArgumentError(f"{len(targets)} samples for validation cannot be shared by {ranks.size} ranks")
+    return inputs.tensor_split(ranks.size)[ranks.rank], targets.tensor_split(ranks.size)[ranks.rank]
 
 
 def require_fraction(name: str, value: float) -> None:

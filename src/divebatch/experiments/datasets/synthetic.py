@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
-from divebatch.experiments.datasets.split import DataPlace, Split, require_fraction
+from divebatch.experiments.datasets.split import DataPlace, Split, own_part, require_fraction
 from divebatch.policies.bounds import require_count, require_positive
 
 
@@ -48,7 +48,7 @@ class Synthetic:
         train = TensorDataset(features[:num_train], labels[:num_train])
         return Split(
             loader=partial(AdaptiveLoader, train),
-            validation=[(features[num_train:], labels[num_train:])],
+            validation=[own_part(features[num_train:], labels[num_train:])],
             num_features=self.num_features,
         )
 

@@ -1,0 +1,161 @@
+"""Step time against ranks, up to thousands: a model from a few constants, printed as the table of docs/distributed.md.
+
+    python benchmarks/rank_model.py            # the table; nothing is run
+    python benchmarks/rank_model.py --measure  # first the two constants of gloo between two processes of this machine
+
+Compute: seconds of a step on one GPU, a constant and a part for each sample, through the two batch sizes in
+`results/benchmarks/trainer-h200-before-graphs.jsonl` (measured, one H200). Network: an all-reduce of B bytes over n
+takes 2 (n-1) a + 2 (n-1)/n B/w in a ring and 2 log2(n) a + 2 B/w in a tree, whichever is less; a is the seconds of a
+hop and w the bytes a second of a link. Machines of eight add up inside, then across, then hand out.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+RECORDS = Path(__file__).parents[1] / "results" / "benchmarks" / "trainer-h200-before-graphs.jsonl"
+NUM_SAMPLES, NUM_PARAMETERS, LOCAL_BATCH = 50_000, 11_173_962, 128
+GPUS_OF_A_MACHINE = 8
+EFFICIENCY = 0.8
+"""Assumed: of a link's nominal bandwidth."""
+BACKWARD_SHARE = 2 / 3
+"""Assumed: of a step's compute, behind which DDP hides its all-reduce."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of a hop and bytes a second in one direction."""
+
+    hop: float
+    bandwidth: float
+
+    def all_reduce(self, ranks: int, num_bytes: float) -> float:
+        if ranks == 1:
+            return 0.0
+        ring = 2 * (ranks - 1) * self.hop + 2 * (ranks - 1) / ranks * num_bytes / self.bandwidth
+        tree = 2 * math.log2(ranks) * self.hop + 2 * num_bytes / self.bandwidth
+        return min(ring, tree)
+
+    def spread(self, ranks: int, num_bytes: float) -> float:
+        """A reduce-scatter, or an all-gather."""
+        return (ranks - 1) * self.hop + (ranks - 1) / ranks * num_bytes / self.bandwidth
+
+
+# Bandwidths of NVIDIA's data sheets: NVLink 4 with 900 GB/s in both directions together, NDR InfiniBand with 400 Gb/s
+# a port and one port a GPU. Hops are assumptions of the usual size, measured by nobody here.
+NVLINK = Link(3e-6, EFFICIENCY * 450e9)
+INFINIBAND = Link(8e-6, EFFICIENCY * 50e9)
+
+
+def step_compute() -> tuple[float, float]:
+    """(seconds of any step, seconds more for each sample), through two measured batch sizes."""
+    rows = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+    points = {
+        row["batch_size"]: row["seconds_per_epoch"] / math.ceil(NUM_SAMPLES / row["batch_size"])
+        for row in rows
+        if row["row"] == "trainer"
+    }
+    (small, fast), (large, slow) = sorted(points.items())
+    each = (slow - fast) / (large - small)
+    return fast - each * small, each
+
+
+def all_reduce(ranks: int, num_bytes: float) -> float:
+    """Within one machine, or inside, across, inside."""
+    if ranks <= GPUS_OF_A_MACHINE:
+        return NVLINK.all_reduce(ranks, num_bytes)
+    across = INFINIBAND.all_reduce(ranks // GPUS_OF_A_MACHINE, num_bytes / GPUS_OF_A_MACHINE)
+    return 2 * NVLINK.spread(GPUS_OF_A_MACHINE, num_bytes) + across
+
+
+def row(ranks: int, local_batch: int) -> list[str]:
+    fixed, each = step_compute()
+    compute, num_bytes = fixed + each * local_batch, 4.0 * NUM_PARAMETERS
+    network = all_reduce(ranks, num_bytes)
+    step = compute + max(0.0, network - BACKWARD_SHARE * compute)
+    steps = math.ceil(NUM_SAMPLES / (ranks * local_batch))
+    measuring = network + 5 * all_reduce(ranks, 64)
+    return [
+        f"{ranks}",
+        f"{ranks * local_batch:,}",
+        f"{1e3 * network:.2f}",
+        f"{1e3 * step:.2f}",
+        f"{1e3 * (compute + network):.2f}",
+        f"{ranks * local_batch / step / 1e3:,.0f}k",
+        f"{100 * measuring / (steps * step):.1f} %",
+    ]
+
+
+def print_table(local_batch: int) -> None:
+    heads = (
+        "ranks",
+        "global batch",
+        "all-reduce, ms",
+        "step, ms",
+        "without overlap, ms",
+        "samples/s",
+        "measuring adds",
+    )
+    print("| " + " | ".join(heads) + " |")
+    print("|" + "---:|" * len(heads))
+    for ranks in (1, 2, 4, 8, 16, 64, 256, 1024, 4096):
+        print("| " + " | ".join(row(ranks, local_batch)) + " |")
+
+
+def work(rank: int, folder: str, answers) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    found = {}
+    for numel in (1, 1 << 12, 1 << 16, 1 << 20, 1 << 22):
+        values, seconds = torch.zeros(numel), []
+        for _ in range(30):
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(values)
+            seconds.append(time.perf_counter() - started)
+        found[4 * numel] = statistics.median(seconds)
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()
+    os._exit(0)
+
+
+def measure() -> None:
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [context.Process(target=work, args=(rank, folder, answers)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        found = answers.get()
+        for worker in workers:
+            worker.join()
+    largest = max(found)
+    print("gloo, two processes:", ", ".join(f"{size:,} B {1e6 * s:,.0f} us" for size, s in found.items()))
+    print(f"a hop {1e6 * found[4] / 2:.0f} us, a link {largest / (found[largest] - found[4]) / 1e9:.2f} GB/s\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="the constants of gloo here, too")
+    parser.add_argument("--local-batch", type=int, default=LOCAL_BATCH)
+    options = parser.parse_args()
+    if options.measure:
+        measure()
+    fixed, each = step_compute()
+    print(f"compute of a step: {1e3 * fixed:.2f} ms + {1e6 * each:.2f} us a sample")
+    print_table(options.local_batch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Which part of each batch a rank gets: contiguous parts that differ by one sample at most, the larger ones first."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from divebatch.data.order import FromSampler, Order
+from divebatch.data.source import Source
+from divebatch.errors import ArgumentError
+from divebatch.ranks import Ranks, Share
+
+
+def share_of(num_samples: int, ranks: Ranks) -> Share:
+    """This rank's part of a batch of `num_samples`."""
+    first, last = _bounds(num_samples, ranks)
+    return Share(num_samples, last - first, ranks.size)
+
+
+def local_order(order: Tensor | Sequence[Any], batch_size: int, ranks: Ranks, *, drop_last: bool) -> Any:
+    """This rank's samples of an epoch, in the order of its batches; and a stand-in where the last one has none for it.
+
+    Cut by this rank's share of `batch_size` it falls into as many parts as `order` has batches.
+    """
+    full = len(order) // batch_size * batch_size
+    first, last = _bounds(batch_size, ranks)
+    rest = order[full : full if drop_last else len(order)]
+    if len(rest):
+        begin, end = _bounds(len(rest), ranks)
+        rest = rest[begin:end] if end > begin else rest[:1]
+    if isinstance(order, Tensor):
+        return torch.cat([order[:full].view(-1, batch_size)[:, first:last].flatten(), torch.as_tensor(rest)])
+    mine = [index for start in range(0, full, batch_size) for index in order[start + first : start + last]]
+    return [*mine, *rest]
+
+
+def local_batches(
+    source: Source,
+    order: Any,
+    batch_size: int,
+    ranks: Ranks,
+    *,
+    drop_last: bool,
+    start: int = 0,
+    seed: tuple[int, int],
+) -> Iterator[tuple[int, Any]]:
+    """This rank's batches of an epoch from number `start` on, each with its number of samples here."""
+    if ranks.is_alone:
+        return source.batches(order, batch_size, start=start, seed=seed)
+    mine = local_order(order, batch_size, ranks, drop_last=drop_last)
+    own_seed = (*seed, ranks.rank) if ranks.rank else seed
+    return source.batches(mine, share_of(batch_size, ranks).mine, start=start, seed=own_seed)
+
+
+def size_without_stand_ins(num_samples: int, batch_size: int, ranks: Ranks) -> int:
+    """The first size from `batch_size` on that leaves no rank without a sample in the last batch."""
+    size = batch_size
+    while size < num_samples and 0 < num_samples % size < ranks.size:
+        size += 1
+    return size
+
+
+def require_shareable(order: Order | None, ranks: Ranks) -> None:
+    """Raise for data that several ranks cannot share."""
+    if ranks.is_alone:
+        return
+    if order is None:
+        raise ArgumentError(
+            f"an IterableDataset has no order that {ranks.size} ranks could share: use a map-style dataset, or one "
+            f"process"
+        )
+    if isinstance(order, FromSampler) and isinstance(order.sampler, DistributedSampler):
+        raise ArgumentError(
+            f"the loader itself deals each batch out to {ranks.size} ranks, and a DistributedSampler would do it a "
+            f"second time: leave it out, and let batch_size be that of all ranks together"
+        )
+    if len(order) < ranks.size:
+        raise ArgumentError(f"{len(order)} samples cannot be shared by {ranks.size} ranks")
+
+
+def _bounds(num_samples: int, ranks: Ranks) -> tuple[int, int]:
+    each, larger = divmod(num_samples, ranks.size)
+    first = ranks.rank * each + min(ranks.rank, larger)
+    return first, first + each + (ranks.rank < larger)

@@ -1,0 +1,105 @@
+"""A model on several ranks: copies whose gradients are averaged (DDP), or one that is spread over them (FSDP2)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from divebatch.norms.sharded import is_sharded
+from divebatch.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+SHARDINGS = ("ddp", "fsdp")
+_NEW_NAME = "forward_sync_buffers"
+_SYNC_BUFFERS = _NEW_NAME if _NEW_NAME in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How a model is run: `module` is called in training, `model` has the parameters, the state and the hooks."""
+
+    model: nn.Module
+    module: nn.Module
+    ranks: Ranks
+
+    @classmethod
+    def alone(cls, model: nn.Module) -> "Parallel":
+        """In this process only."""
+        return cls(model, model, Ranks.alone())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of each parameter, and a forward pass brings them together."""
+        return hasattr(self.model, "set_requires_gradient_sync")  # what `fully_shard` adds
+
+    @contextmanager
+    def adding_up(self, *, is_last: bool) -> Iterator[None]:
+        """Inside, gradients stay on their rank unless this is the last backward pass of the batch."""
+        model: Any = self.model
+        if self.is_sharded:
+            model.set_requires_gradient_sync(is_last)
+        module = self.module
+        with module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext():
+            yield
+
+    def average_buffers(self) -> None:
+        """Running statistics, such as BatchNorm's of each rank's own samples, become their mean over ranks."""
+        moving = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        self.ranks.sum_(moving)
+        if moving and not self.ranks.is_alone:
+            torch._foreach_div_(moving, self.ranks.size)
+
+    def layout(self, place: tuple[Any, ...]) -> "DTensor | None":
+        """What the tensor at a place in a trainer's state is sharded like: the parameter that it belongs to."""
+        parameters: dict[Any, Any] = dict(self.model.named_parameters())
+        if place[:2] == ("optimizer", "state"):
+            parameters = dict(enumerate(parameters.values()))
+            found = parameters.get(place[2])
+        else:
+            found = parameters.get(place[-1])
+        return found if is_sharded(found) else None
+
+
+def spread(model: nn.Module, ranks: Ranks, *, sharding: str = "ddp") -> Parallel:
+    """Let the ranks train `model` together, which all of them have built alike."""
+    if ranks.is_alone:
+        return Parallel.alone(model)
+    if sharding == "fsdp":
+        _shard(model)
+        return Parallel(model, model, ranks)
+    # Buffers are averaged at the end of an epoch and not sent around before every forward pass.
+    settings: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
+    module = DistributedDataParallel(model, **settings)
+    return Parallel(model, module, ranks)
+
+
+def _shard(model: nn.Module) -> None:
+    """Each child that has parameters is gathered by itself, those of a sequence one by one; the root takes the rest."""
+    from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+    for child in model.children():
+        for part in child if isinstance(child, nn.Sequential) else [child]:
+            if any(True for _ in part.parameters()):
+                fully_shard(part)
+    fully_shard(model)
+
+
+def is_finite_everywhere(tensor: Tensor) -> bool:
+    """Of this rank's part, where it is spread."""
+    part: Any = tensor
+    local = part.to_local() if is_sharded(tensor) else part
+    return bool(local.isfinite().all())
+
+
+def largest(ranks: Ranks, numbers: list[float]) -> list[float]:
+    """Each number's maximum over ranks."""
+    if ranks.is_alone:
+        return numbers
+    return [max(each) for each in zip(*ranks.gather(numbers), strict=True)]

@@ -1,0 +1,99 @@
+"""What a launcher such as torchrun says of this process, and the group it belongs to."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from divebatch.errors import ArgumentError, DivebatchError
+from divebatch.ranks import Ranks
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+"""Until a rank that waits for the others gives up; evaluation and loading take less."""
+
+_store: Store | None = None
+
+
+def is_launched() -> bool:
+    """Whether a launcher announced more processes than this one."""
+    return _number("WORLD_SIZE", 1) > 1
+
+
+def is_restarted() -> bool:
+    """Whether the launcher has started this job anew, after a rank had failed."""
+    return is_launched() and _num_restarts() > 0
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[tuple[str, Ranks]]:
+    """Inside, this process is one of those announced, if any. Yields the device that is its own, and all ranks.
+
+    CPU tensors go through gloo and a GPU's through NCCL. After an error the group is left to the end of the process:
+    to take leave of the others, which may be stuck, could take for ever.
+    """
+    global _store
+    if not is_launched():
+        yield device, Ranks.here()
+        return
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    _store = PrefixStore(f"life {_num_restarts()}", store)  # torchrun's own outlives the ranks that wrote into it
+    if device == "cuda":
+        device = f"cuda:{_local_gpu()}"
+        torch.cuda.set_device(torch.device(device))
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, store=PrefixStore("group", _store), rank=rank, world_size=size, timeout=TIMEOUT)
+    yield device, Ranks.here()
+    _store = None
+    dist.destroy_process_group()
+
+
+def speaks_first() -> bool:
+    """Whether nobody has said yet why the job ends: of many errors the first is the cause, and others follow."""
+    if _store is None:
+        return True
+    try:
+        return PrefixStore("said", _store).add("why", 1) == 1
+    except Exception:  # the store went down with the rank that kept it, which has spoken or was killed
+        return False
+
+
+def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What `work` gave on rank 0, on all ranks; what failed there on purpose fails everywhere."""
+    if ranks.is_alone:
+        return work()
+    answer: tuple[T | None, DivebatchError | None] = (None, None)
+    if ranks.is_first:
+        try:
+            answer = (work(), None)
+        except DivebatchError as error:
+            answer = (None, error)
+    result, failed = ranks.from_first(answer)
+    if failed is not None:
+        raise failed
+    return result  # type: ignore[no-any-return]
+
+
+def _num_restarts() -> int:
+    return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def _local_gpu() -> int:
+    local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
+    if local >= count:
+        raise ArgumentError(
+            f"local rank {local} has no GPU: torch finds {count} here. Start at most {count} processes on this machine"
+        )
+    return local
+
+
+def _number(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else default

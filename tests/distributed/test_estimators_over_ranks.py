@@ -1,0 +1,73 @@
+"""What each estimator says of all ranks together: the same as one process, or as its slow twin."""
+
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from distributed.loops import Problem, course, dataset, made
+from distributed.team import Team
+from divebatch import DiveBatch
+from divebatch.data.order import Shuffled
+from divebatch.errors import ArgumentError
+from divebatch.ranks import Ranks
+from reference import per_sample
+from reference.per_sample import pair_of
+
+GROWING = Problem(num_samples=203, batch_size=20, policy=DiveBatch(0.2, 100))
+STILL = replace(GROWING, num_samples=192, batch_size=21, lr=0.0, epochs=1)
+"""Nine batches that four ranks cannot share evenly, and one of three samples."""
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("estimator", ["trajectory", "oracle", "moments"])
+def test_four_ranks_measure_what_one_process_does(team: Team, estimator: str, reduction: str) -> None:
+    # A sum over W ranks reaches the optimizer divided by W.
+    lr = {"mean": 0.1, "sum": 0.004}[reduction]
+    problem = replace(GROWING, estimator=estimator, reduction=reduction, lr=lr)
+    single = course(Ranks.alone(), problem)
+    shared = team.run(4, course, replace(problem, lr=lr * (4 if reduction == "sum" else 1)))
+    for answer in shared:
+        assert [r["batch_size"] for r in answer["records"]] == [r["batch_size"] for r in single["records"]]
+        for mine, theirs in zip(answer["sums"], single["sums"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9)
+
+
+def shares(problem: Problem, size: int) -> list[list[Tensor]]:
+    """Per-sample gradients: of each batch, of each rank that has samples of it."""
+    x, targets = dataset(problem).tensors
+    order = Shuffled(problem.num_samples, 5).draw(0)
+    rows = per_sample.gradients(made(problem), cross_entropy, x[order], targets[order, 0])
+    parts = [batch.tensor_split(size) for batch in rows.split(problem.batch_size)]
+    return [[part for part in batch if len(part)] for batch in parts]
+
+
+def windows(estimator: str, problem: Problem, size: int) -> list[list[Tensor]]:
+    """Chunks that are compared with each other."""
+    batches, micro = shares(problem, size), problem.micro or problem.num_samples
+    if estimator == "ranks":
+        return [[chunk for part in batch for chunk in part.split(micro)] for batch in batches]
+    cut = 1 if estimator == "per-sample" else micro
+    return [list(part.split(cut)) for batch in batches for part in batch]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("estimator", "micro"), [("ranks", None), ("ranks", 2), ("split", 2), ("per-sample", None)])
+def test_estimates_from_chunks_are_their_twins(team: Team, estimator: str, micro: int | None, size: int) -> None:
+    problem = replace(STILL, estimator=estimator, micro=micro, sync_each=False)
+    kept = [window for window in windows(estimator, problem, size) if len(window) > 1]
+    weights = [sum(map(len, window)) for window in kept]
+    pairs = [pair_of(window) for window in kept]
+    trace, sq_norm = (sum(w * p[i] for w, p in zip(weights, pairs, strict=True)) / sum(weights) for i in (0, 1))
+    count = problem.num_samples
+    expected = (count * (trace + sq_norm), count**2 * sq_norm, count)
+    for answer in team.run(size, course, problem):
+        assert answer["sums"] == [pytest.approx(expected, rel=1e-9)]
+
+
+@pytest.mark.parametrize("estimator", ["oracle", "per-sample", "split", "moments", "ranks"])
+def test_what_needs_whole_gradients_is_refused_for_shards(team: Team, estimator: str) -> None:
+    for answer in team.answers(2, course, replace(GROWING, wrap="fsdp", estimator=estimator)):
+        assert isinstance(answer, ArgumentError)
+        assert f"estimator '{estimator}' needs whole gradients, and FSDP2 has sharded" in str(answer)

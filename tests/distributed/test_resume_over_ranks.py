@@ -1,0 +1,134 @@
+"""A life that ends within an epoch, and a second one on another number of ranks: the course of one that never ended."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.loops import Problem, Run
+from distributed.team import Team
+from divebatch import DiveBatch
+from divebatch.errors import UsageError
+from divebatch.ranks import Ranks
+
+PROBLEM = Problem(num_samples=213, batch_size=30, epochs=3, policy=DiveBatch(1.0, 80))
+CUT = 2
+"""Batches of the second epoch that the first life still sees."""
+
+
+def whole(state: Any) -> Any:
+    """With full tensors in the place of shards: what a checkpoint brings back to another number of ranks."""
+    if isinstance(state, Tensor):
+        return state.full_tensor().clone() if hasattr(state, "full_tensor") else state
+    return {key: whole(value) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+def told(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+    """With the sums themselves: an unbiased estimate may have no diversity to show."""
+    return {**record, "sums": run.sums[-1]}
+
+
+def first_life(ranks: Ranks, problem: Problem) -> tuple[Any, list[Any], list[int]]:
+    run = Run(ranks, problem)
+    records = [told(run, run.epoch())]
+    run.seen.clear()
+    for number, batch in enumerate(run.loader, start=1):
+        run.step(batch)
+        if number == CUT:
+            return run.state(), records, run.seen
+    raise AssertionError("the epoch was too short")
+
+
+def second_life(ranks: Ranks, problem: Problem, state: Any) -> tuple[Any, list[Any], list[int]]:
+    run = Run(ranks, problem)
+    run.load(state)
+    for batch in run.loader:
+        run.step(batch)
+    seen = list(run.seen)
+    run.scheduler.step()
+    records = [told(run, asdict(run.control.step()))]
+    records += [told(run, run.epoch()) for _ in range(problem.epochs - 2)]
+    return run.weights(), records, seen
+
+
+def one_life(ranks: Ranks, problem: Problem) -> tuple[Any, list[Any]]:
+    run = Run(ranks, problem)
+    records = [told(run, run.epoch()) for _ in range(problem.epochs)]
+    return run.weights(), records
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    weights, records = ours
+    assert weights == pytest.approx(theirs[0], rel=1e-9, abs=1e-9)
+    for mine, other in zip(records, theirs[1], strict=True):
+        for name in ("epoch", "batch_size", "lr", "steps", "samples", "next_batch_size"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-9), name
+        assert mine["sums"] == pytest.approx(other["sums"], rel=1e-9)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 4), (4, 1)])
+def test_another_number_of_ranks_goes_on_at_the_same_sample(team: Team, before: int, after: int) -> None:
+    first = team.run(before, first_life, PROBLEM)
+    states = [state for state, _, _ in first]
+    assert all(_equal(state, states[0]) for state in states)
+    second = team.run(after, second_life, PROBLEM, states[0])
+    seen = [number for *_, numbers in (*first, *second) for number in numbers]
+    assert sorted(seen) == list(range(PROBLEM.num_samples))
+    expected = one_life(Ranks.alone(), PROBLEM)
+    for (_, records, _), (weights, later, _) in zip(first[:1] * after, second, strict=True):
+        assert_same((weights, records + later), expected)
+
+
+@pytest.mark.parametrize("estimator", ["per-sample", "split", "moments", "ranks"])
+def test_every_estimator_goes_on_with_the_sums_of_all_ranks(team: Team, estimator: str) -> None:
+    problem = replace(PROBLEM, estimator=estimator, micro=4, sync_each=False)
+    first = team.run(4, first_life, problem)
+    second = team.run(4, second_life, problem, first[0][0])
+    expected = team.run(4, one_life, problem)
+    for (_, records, _), (weights, later, _), other in zip(first, second, expected, strict=True):
+        assert_same((weights, records + later), other)
+
+
+def sums_of_shards(ranks: Ranks, problem: Problem) -> tuple[Any, Any, Any]:
+    """The sums in the middle of an epoch; the same loaded into a new meter from shards, and from whole tensors."""
+    run = Run(ranks, problem)
+    for batch in [*run.loader][:CUT]:
+        run.step(batch)
+    state = run.control._estimator.state_dict()
+    taken = []
+    for again in (state, whole(state)):
+        run.control._estimator.restart()
+        run.control._estimator.load_state_dict(again)
+        taken.append(whole(run.control._estimator.state_dict()))
+    return whole(state), *taken
+
+
+def test_sharded_sums_are_saved_in_shards_and_come_back(team: Team) -> None:
+    for size in (2, 4):
+        for saved, from_shards, from_whole in team.run(size, sums_of_shards, replace(PROBLEM, wrap="fsdp")):
+            assert float(saved["gradient_sums"]["0.weight"].abs().sum()) > 0
+            assert _equal(saved, from_shards)
+            assert _equal(saved, from_whole)
+
+
+def state_within_a_step(ranks: Ranks) -> None:
+    run = Run(ranks, replace(PROBLEM, estimator="split"))
+    x, y = next(iter(run.loader))
+    run.loss(run.model(x), y).backward()
+    run.control.state_dict()
+
+
+def test_a_state_within_a_step_is_refused(team: Team) -> None:
+    for answer in team.answers(4, state_within_a_step):
+        assert isinstance(answer, UsageError)
+        assert "save their state after an optimizer step" in str(answer)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    return bool(one == other)

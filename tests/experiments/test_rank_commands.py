@@ -1,0 +1,121 @@
+"""`divebatch run` under a launcher: what it prints, how it ends, and what torchrun makes of that."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from divebatch.__main__ import main
+from divebatch.experiments import Run, execute, get_experiment
+from experiments import frail_command
+from experiments.launched import PATIENCE, Job, free_port, launch
+from experiments.same_end import records
+
+WORDS = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--trials", "1", "--epochs", "4"]
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    return Run(get_experiment("synthetic-nonconvex").scaled(4), "divebatch", 0, tmp_path / "out")
+
+
+@pytest.fixture
+def command(tmp_path, run) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def start(*words: str, size: int = 2, **changes: str) -> Job:
+        arguments = [*WORDS, "--out", str(run.folder), *words]
+        jobs.append(launch(tmp_path / f"log-{len(jobs)}", size, _command, arguments, changes))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+
+
+def _command(words: list[str], changes: dict[str, str]) -> None:
+    frail_command.be_frail(**changes)
+    sys.argv = ["divebatch", *words]
+    main()
+
+
+def wait_for(happened: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.005)
+
+
+def sizes(run: Run) -> list[int]:
+    return [epoch["batch_size"] for epoch in records(run)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Run:
+    run = Run(get_experiment("synthetic-nonconvex").scaled(4), "divebatch", 0, tmp_path_factory.mktemp("whole"))
+    execute(run)
+    assert len(set(sizes(run))) > 2
+    return run
+
+
+def test_a_signal_stops_all_ranks_after_the_same_step_and_one_process_resumes(command, run, whole):
+    """torchrun hands SIGTERM on to each rank, and they get it in different steps."""
+    job = command("--json", FRAIL_NAP="0.01")
+    wait_for(run.checkpoint_path.exists, job.log)
+    for process in job.processes:
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.05)
+    assert job.ends() == [1, 1]
+    printed = job.log.read_text()
+    assert printed.count("divebatch: stopped after") == 1
+    assert "torchrun --nproc-per-node 2 -m divebatch run" in printed
+    assert printed.count('"epoch": 1,') == 1
+    assert "Traceback" not in printed
+    execute(run, resume=True)
+    assert sizes(run) == sizes(whole)
+
+
+def test_an_error_on_one_rank_ends_all_and_is_told_once(command, run):
+    job = command("--quiet", size=3, FRAIL="error", FRAIL_RANK="1", FRAIL_STEP="5")
+    assert all(code != 0 for code in job.ends())
+    told = [line for line in job.log.read_text().splitlines() if line.startswith("divebatch:")]
+    assert told == ["divebatch: rank 1 of 3, synthetic-nonconvex divebatch seed 0: the cat bit the cable"]
+
+
+def test_wrong_use_is_told_once(command, run):
+    run.records_path.parent.mkdir(parents=True)
+    run.records_path.write_text("")
+    for words, message in {
+        (): "already holds a run. Use --resume",
+        ("--jobs", "2"): "--jobs 2: the 2 ranks train each run together",
+        ("--sharding", "zero"): "unknown sharding 'zero'; known: ddp, fsdp",
+        ("--sharding", "fsdp", "--log-exact"): "use sharding ddp",
+    }.items():
+        job = command(*words)
+        assert job.ends() == [2, 2]
+        assert job.log.read_text().count(message) == 1
+        assert job.log.read_text().count("\n") == 1
+
+
+def test_torchrun_starts_a_killed_job_anew_and_it_resumes_by_itself(tmp_path, run, whole):
+    """A rank kills itself in the middle of the second epoch; nobody says --resume."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
+        *("--master-port", str(free_port()), frail_command.__file__, *WORDS),
+        *("--out", str(run.folder), "--checkpoint-steps", "10", "--json"),
+    ]
+    steps = next(epoch["steps"] for epoch in records(whole)) + 15
+    frailty = {"FRAIL": "kill", "FRAIL_RANK": "1", "FRAIL_STEP": str(steps), "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(
+        command, env={**os.environ, **frailty}, capture_output=True, text=True, timeout=3 * PATIENCE, cwd=tmp_path
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert sizes(run) == sizes(whole)
+    assert re.findall(r'"epoch": (\d)', answer.stdout) == ["1", "1", "2", "3", "4"]  # told, killed, told again
+    assert [path.name for path in run.folder.iterdir()] == ["synthetic-nonconvex"]
