@@ -16,7 +16,7 @@ import torch
 from divebatch.experiments import Run
 from divebatch.training import load_checkpoint
 from experiments.dataset_tests.image_files import write_cifar10
-from experiments.launched import PATIENCE, Job, launch, runs_in, train
+from experiments.launched import PATIENCE, Job, average_of_buffers, launch, runs_in, train
 from experiments.same_end import COSTS
 
 CPU = torch.device("cpu")
@@ -92,6 +92,11 @@ def test_ranks_take_the_course_of_one_process(tmp_path, start, alone, data_dir, 
         assert header["hardware"]["ranks"] == size
         assert header["hardware"]["sharding"] == run.sharding
     assert not job.log.read_text()
+
+
+def test_buffers_become_their_mean_over_ranks(tmp_path):
+    job = launch(tmp_path / "log", 3, average_of_buffers)
+    assert job.ends() == [0, 0, 0], job.log.read_text()
 
 
 def test_stopped_in_an_epoch_other_numbers_of_ranks_go_on(tmp_path, start, alone, data_dir):
