@@ -279,14 +279,15 @@ class Controller:
 
     def _follow(self, decision: Decision, seen: Measurement) -> None:
         """Put the learning rate where the decision, and for some couplings the noise, wants it."""
-        noise_scale = _usable_noise_scale(seen.diversity) if self._rate_needs_noise else None
+        diversity = seen.diversity
+        noise_scale = diversity.noise_to_signal() if self._rate_needs_noise and diversity is not None else None
         self._coupling.follow(
             decision.batch_size, lr_factor=decision.lr_factor, noise_scale=noise_scale, step=seen.step
         )
 
     def _record(self, seen: Measurement, decision: Decision) -> EpochRecord:
         diversity = seen.diversity
-        low, high = _diversity_interval(diversity)
+        low, high = diversity.interval() if diversity is not None else (None, None)
         return EpochRecord(
             epoch=seen.epoch,
             batch_size=seen.batch_size,
@@ -393,22 +394,3 @@ def _weighed(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str) -> C
     if loader.ranks.is_alone:
         return None
     return weigh(model, lambda: loader.share.weight_for(loss_reduction))
-
-
-def _diversity_interval(diversity: Diversity | None) -> tuple[float | None, float | None]:
-    """None for an end that there is not."""
-    if diversity is None or diversity.spread is None:
-        return (None, None)
-    low, high = diversity.noise_scale_interval()
-    highest = (1 + high) / diversity.num_samples
-    return ((1 + low) / diversity.num_samples, highest if math.isfinite(highest) else None)
-
-
-def _usable_noise_scale(diversity: Diversity | None) -> float | None:
-    """At least 0, infinite where there is noise and no signal; None where nothing is known."""
-    if diversity is None or math.isnan(diversity.trace) or math.isnan(diversity.sq_norm):
-        return None
-    trace, sq_norm = max(0.0, diversity.trace), max(0.0, diversity.sq_norm)
-    if trace == 0.0:
-        return 0.0
-    return trace / sq_norm if sq_norm > 0 else math.inf

@@ -121,6 +121,23 @@ class Diversity:
             return (self.noise_scale, self.noise_scale)
         return _ratio_interval(self.trace, self.sq_norm, self.spread, self.spread.quantile(level))
 
+    def interval(self) -> tuple[float | None, float | None]:
+        """The 95 % interval of the diversity itself; None for an end that there is not."""
+        if self.spread is None:
+            return (None, None)
+        low, high = self.noise_scale_interval()
+        highest = (1 + high) / self.num_samples
+        return ((1 + low) / self.num_samples, highest if math.isfinite(highest) else None)
+
+    def noise_to_signal(self) -> float | None:
+        """The noise scale, at least 0 and infinite where there is noise and no signal; None where nothing is known."""
+        if math.isnan(self.trace) or math.isnan(self.sq_norm):
+            return None
+        trace, sq_norm = max(0.0, self.trace), max(0.0, self.sq_norm)
+        if trace == 0.0:
+            return 0.0
+        return trace / sq_norm if sq_norm > 0 else math.inf
+
 
 def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) -> tuple[float, float]:
     """All ratios B for which trace - B * sq_norm is within `reach` standard errors of zero, as far as positive."""

@@ -19,6 +19,7 @@ from divebatch.experiments.datasets.synthetic import Synthetic
 from divebatch.experiments.models import MODELS
 from divebatch.experiments.models.resnet import ResNet, group_norm, small_stem
 from divebatch.ranks import Ranks
+from divebatch.training.distributed import spread
 from divebatch.training.interrupt import AgreedStop
 from divebatch.training.loop import Step
 
@@ -127,6 +128,18 @@ def compute_in_double() -> None:
     MODELS["tiny-resnet"] = TinyResNet
     draw = Synthetic._draw
     Synthetic._draw = lambda self, generator: tuple(map(Tensor.double, draw(self, generator)))  # type: ignore[method-assign,return-value]
+
+
+def average_of_buffers() -> None:
+    """BatchNorm's statistics are the ranks' own until they are averaged; counts and weights are left alone."""
+    with process_group("cpu") as (_, ranks):
+        parallel = spread(nn.BatchNorm1d(3), ranks)
+        parallel.module(torch.full((4, 3), float(ranks.rank)) + torch.arange(4.0)[:, None])
+        before = parallel.model.running_mean.clone()
+        parallel.average_buffers()
+        assert parallel.model.num_batches_tracked == 1
+        assert torch.allclose(before, torch.full((3,), 0.1 * (1.5 + ranks.rank)))
+        assert torch.allclose(parallel.model.running_mean, torch.full((3,), 0.1 * (1.5 + (ranks.size - 1) / 2)))
 
 
 class SignalAfter(AgreedStop):

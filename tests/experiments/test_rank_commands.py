@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from experiments import frail_command
 from experiments.launched import PATIENCE, Job, free_port, launch
 from experiments.same_end import records
 
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "ddp_loop.py"
 WORDS = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--trials", "1", "--epochs", "4"]
 
 
@@ -119,3 +122,26 @@ def test_torchrun_starts_a_killed_job_anew_and_it_resumes_by_itself(tmp_path, ru
     assert sizes(run) == sizes(whole)
     assert re.findall(r'"epoch": (\d)', answer.stdout) == ["1", "1", "2", "3", "4"]  # told, killed, told again
     assert [path.name for path in run.folder.iterdir()] == ["synthetic-nonconvex"]
+
+
+@pytest.mark.parametrize("words", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
+def test_the_example_of_the_docs_takes_one_course_on_two_ranks(tmp_path, words):
+    courses = []
+    for size in (1, 2):
+        job = launch(tmp_path / f"log-{size}", size, _example, words)
+        assert set(job.ends()) == {0}, job.log.read_text()
+        courses.append(job.log.read_text())
+    assert courses[0] == courses[1]
+    assert "epoch 3:" in courses[0]
+
+
+def _example(words: list[str]) -> None:
+    sys.argv = [str(EXAMPLE), *words]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def test_the_docs_show_the_loop_of_the_example():
+    shown = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), flags=re.DOTALL)
+    lines = {line.strip() for line in EXAMPLE.read_text().splitlines()}
+    assert len(shown) == 1
+    assert [line for line in shown[0].splitlines()[1:] if line.strip() not in lines] == []

@@ -6,30 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from divebatch.data.one_pass import Pass
-from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed, order_of, size_of
+from divebatch.data.listeners import Listeners
+from divebatch.data.one_pass import Pass, why_not_finished
+from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed, size_of
 from divebatch.data.sampler import checked_batch_size, num_batches
 from divebatch.data.shares import local_batches, require_shareable, share_of, size_without_stand_ins
-from divebatch.data.source import make_source
+from divebatch.data.source import length_of_stream, make_source
+from divebatch.data.wrapping import parts_of
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.ranks import Ranks, Share
 
 STATE_VERSION = 1
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
-_PASSED_ON = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
-"""What `wrap` takes over from a DataLoader; its generator too, where it has one of its own."""
 
 
 class AdaptiveLoader:
@@ -85,19 +75,9 @@ class AdaptiveLoader:
 
         torch's plain shuffling becomes ours, with `seed`; a sampler of your own keeps drawing the order.
         """
-        if not isinstance(dataloader, DataLoader):
-            raise ArgumentError(f"wrap takes a DataLoader, got {type(dataloader).__name__}")
-        batch_sampler = dataloader.batch_sampler
-        if type(batch_sampler) is not BatchSampler:
-            kind = "none (batch_size=None)" if batch_sampler is None else type(batch_sampler).__name__
-            raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")
+        taken = parts_of(dataloader, seed)
         loader = cls.__new__(cls)
-        order = None if isinstance(dataloader.dataset, IterableDataset) else order_of(batch_sampler.sampler, seed)
-        settings = {name: getattr(dataloader, name) for name in _PASSED_ON}
-        if dataloader.generator is not None:
-            settings["generator"] = dataloader.generator
-        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
-        loader._setup(dataloader.dataset, size, order, seed, drop_last, ranks, settings)
+        loader._setup(taken.dataset, taken.batch_size, taken.order, seed, taken.drop_last, ranks, taken.settings)
         return loader
 
     def _setup(
@@ -115,7 +95,7 @@ class AdaptiveLoader:
         self.dataset, self.drop_last, self.seed = dataset, drop_last, checked_seed(seed)
         self._order, self._settings = order, settings
         self._source = make_source(dataset, drop_last=drop_last, settings=settings)
-        self._stream_size = _stream_size(dataset) if order is None else None
+        self._stream_size = length_of_stream(dataset) if order is None else None
         self._ranks: Ranks | None = None
         self.batch_size = batch_size
         if ranks is not None:
@@ -126,8 +106,7 @@ class AdaptiveLoader:
         self._finished: Pass | None = None
         self._resume, self._began = False, time.perf_counter()
         self._batches_before, self._samples_before = 0, 0
-        self._listeners: list[Callable[[], None]] = []
-        self._step_listeners: list[Callable[[Pass], None]] = []
+        self._on_new_pass, self._on_step = Listeners(), Listeners()
 
     # What a user reads and sets
 
@@ -158,7 +137,7 @@ class AdaptiveLoader:
         self.batch_size = batch_size
         current = self._current
         if current is not None and (current.is_open or self._resume):
-            current.batch_size = batch_size
+            current.batch_size = self.batch_size
             current.num_batches = self._total_batches(current)
 
     @property
@@ -219,8 +198,7 @@ class AdaptiveLoader:
             self._close(self._current)
         if not self._resume or self._current is None:
             self._current = self._new_pass()
-            for listener in list(self._listeners):
-                listener()
+            self._on_new_pass()
         self._resume = False
         return self._run(self._current)
 
@@ -232,7 +210,7 @@ class AdaptiveLoader:
         return Pass(self._epoch, self.batch_size, order, self._num_batches(order, self.batch_size))
 
     def _num_batches(self, order: Tensor | Sequence[Any] | None, batch_size: int) -> int | None:
-        size = _stream_size(self.dataset) if order is None else len(order)
+        size = length_of_stream(self.dataset) if order is None else len(order)
         if size is None or (order is None and self._num_workers > 1):  # each worker has a last batch of its own
             return None
         return num_batches(size, batch_size, drop_last=self.drop_last)
@@ -291,8 +269,7 @@ class AdaptiveLoader:
     def _tell_of_step(self, current: Pass) -> None:
         """The loop has come back for more, so the step on the last batch is made; after the last one nobody asks."""
         if current is self._current and not current.is_used_up:
-            for listener in list(self._step_listeners):
-                listener(current)
+            self._on_step(current)
 
     def _close(self, current: Pass) -> None:
         """The pass is over: its counts become final."""
@@ -305,7 +282,7 @@ class AdaptiveLoader:
         self._batches_before += current.batches
         self._samples_before += current.samples
         if self._order is None:
-            self._stream_size = _stream_size(self.dataset) or current.samples
+            self._stream_size = length_of_stream(self.dataset) or current.samples
         self._epoch, self._current, self._finished = current.epoch + 1, None, current
 
     # What a controller uses
@@ -320,7 +297,7 @@ class AdaptiveLoader:
         if self._current is not None and self._current.is_used_up:
             self._close(self._current)
         if self._finished is None:
-            raise UsageError(self._why_not_finished())
+            raise UsageError(why_not_finished(self._current))
         return self._finished
 
     def forget_finished_pass(self) -> None:
@@ -353,11 +330,11 @@ class AdaptiveLoader:
 
     def on_new_pass(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` whenever a pass starts from its beginning; returns what takes it off again."""
-        return _listening(self._listeners, listener)
+        return self._on_new_pass.add(listener)
 
     def on_step(self, listener: Callable[[Pass], None]) -> Callable[[], None]:
         """Call `listener` with the pass under way between two of its batches; returns what takes it off again."""
-        return _listening(self._step_listeners, listener)
+        return self._on_step.add(listener)
 
     # State
 
@@ -372,7 +349,9 @@ class AdaptiveLoader:
             "epoch": self._epoch,
             "batches_before": self._batches_before,
             "samples_before": self._samples_before,
-            "pass": None if current is None or current.batches == 0 else self._pass_state(current),
+            "pass": None
+            if current is None or current.batches == 0
+            else current.state_dict(with_order=isinstance(self._order, FromSampler)),
         }
 
     def _way_of_cutting(self) -> dict[str, Any]:
@@ -382,15 +361,6 @@ class AdaptiveLoader:
             "drop_last": self.drop_last,
             "order": type(self._order).__name__ if self._order is not None else "stream",
             "num_workers": self._num_workers if self._order is None else None,  # deals the shares of a stream
-        }
-
-    def _pass_state(self, current: Pass) -> dict[str, Any]:
-        own_order = isinstance(self._order, FromSampler)  # cannot be drawn again from (seed, epoch)
-        return {
-            "batch_size": current.batch_size,
-            "batches": current.batches,
-            "samples": current.samples,
-            "order": list(current.order) if own_order and current.order is not None else None,
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -408,7 +378,7 @@ class AdaptiveLoader:
         if isinstance(self._order, Shuffled):
             self._order = Shuffled(len(self._order), self.seed)
         if self._order is None:
-            self._stream_size = _stream_size(self.dataset) or state["dataset_size"]
+            self._stream_size = length_of_stream(self.dataset) or state["dataset_size"]
         self.batch_size = state["batch_size"]
         self._batches_before, self._samples_before = state["batches_before"], state["samples_before"]
         self._finished, self._resume = None, state["pass"] is not None
@@ -423,23 +393,3 @@ class AdaptiveLoader:
         restored = Pass(self._epoch, state["batch_size"], order, None, state["batches"], state["samples"])
         restored.num_batches = self._total_batches(restored)
         return restored
-
-    def _why_not_finished(self) -> str:
-        if self._current is None or self._current.batches == 0:
-            return "no epoch has ended since the last step(): iterate over the loader to its end first"
-        done, total = self._current.batches, self._current.num_batches or "?"
-        return f"epoch {self._epoch + 1} has not ended: {done} of {total} batches were delivered"
-
-
-def _listening(listeners: list[Any], listener: Any) -> Callable[[], None]:
-    """Put `listener` on the list; what is returned takes it off, the second time without effect."""
-    listeners.append(listener)
-
-    def forget() -> None:
-        listeners[:] = [other for other in listeners if other is not listener]
-
-    return forget
-
-
-def _stream_size(dataset: Any) -> int | None:
-    return len(dataset) if hasattr(dataset, "__len__") else None

@@ -44,3 +44,20 @@ class Pass:
     def samples_per_second(self) -> float | None:
         """Loading and training together; None where nothing was timed."""
         return (self.samples - self.samples_before) / self.seconds if self.seconds > 0 else None
+
+    def state_dict(self, *, with_order: bool) -> dict[str, Any]:
+        """How far it has come; `with_order` where the order cannot be drawn again from (seed, epoch)."""
+        return {
+            "batch_size": self.batch_size,
+            "batches": self.batches,
+            "samples": self.samples,
+            "order": list(self.order) if with_order and self.order is not None else None,
+        }
+
+
+def why_not_finished(current: Pass | None) -> str:
+    """For a loop that says its epoch is over."""
+    if current is None or current.batches == 0:
+        return "no epoch has ended since the last step(): iterate over the loader to its end first"
+    total = current.num_batches or "?"
+    return f"epoch {current.epoch + 1} has not ended: {current.batches} of {total} batches were delivered"

@@ -117,6 +117,11 @@ class StreamSource:
                 yield counted[0], counted[1]
 
 
+def length_of_stream(dataset: Any) -> int | None:
+    """Its samples, where it says so."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
 def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> Source:
     """The fastest source that gives what `DataLoader(dataset, **settings)` would."""
     if isinstance(dataset, IterableDataset):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from divebatch.errors import BatchTooLargeError
-from divebatch.norms.share import part_of_batch
+from divebatch.norms.meter import pausing_meters
 from divebatch.ranks import Ranks, Share
 from divebatch.training.accumulation import batch_length, cut, micro_batches
 from divebatch.training.passes import Passes
@@ -64,7 +64,8 @@ class Step:
     def _accumulate(self, batch: Any, size: int) -> Tensor:
         loss: Tensor | None = None
         count = self._num_parts(batch_length(batch))
-        rounds = max(count, self._rounds())
+        for _ in range(count, self._rounds()):
+            self._keep_company(batch)
         for number, ((inputs, targets), share) in enumerate(micro_batches(batch, size), 1):
             part = self.passes(
                 inputs,
@@ -72,11 +73,9 @@ class Step:
                 share=share,
                 measuring=self.is_measuring(),
                 token=self.replay_token(),
-                is_last=number == rounds,
+                is_last=number == count,
             )
             loss = part if loss is None else loss + part
-        for number in range(count + 1, rounds + 1):
-            self._keep_company(batch, is_last=number == rounds)
         assert loss is not None
         return loss
 
@@ -91,11 +90,11 @@ class Step:
         smallest = max(1, share.num_samples // share.num_ranks)
         return max(self._num_parts(smallest), self._num_parts(math.ceil(share.num_samples / share.num_ranks)))
 
-    def _keep_company(self, batch: Any, *, is_last: bool) -> None:
-        """A pass that counts for nothing."""
+    def _keep_company(self, batch: Any) -> None:
+        """A pass that counts for nothing, before those that do."""
         inputs, targets = cut(batch, 0, 1)
-        with part_of_batch(0.0):
-            self.passes(inputs, targets, share=0.0, measuring=self.is_measuring(), is_last=is_last)
+        with pausing_meters():
+            self.passes(inputs, targets, share=0.0, measuring=False, is_last=False)
 
     def part_size(self, num_samples: int) -> int:
         """The samples of one backward pass of a batch."""

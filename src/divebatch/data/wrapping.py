@@ -1,0 +1,50 @@
+"""What an AdaptiveLoader takes over from a DataLoader."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from divebatch.data.order import Order, order_of
+from divebatch.errors import ArgumentError
+
+_PASSED_ON = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+"""Settings; its generator too, where it has one of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """All that decides which batches come."""
+
+    dataset: Any
+    batch_size: int
+    order: Order | None
+    """None for a stream."""
+    drop_last: bool
+    settings: dict[str, Any]
+    """For a DataLoader that is given its batches."""
+
+
+def parts_of(dataloader: Any, seed: int) -> Taken:
+    """The parts of a DataLoader; `seed` is for the order that replaces torch's plain shuffling."""
+    if not isinstance(dataloader, DataLoader):
+        raise ArgumentError(f"wrap takes a DataLoader, got {type(dataloader).__name__}")
+    cutting = dataloader.batch_sampler
+    if type(cutting) is not BatchSampler:
+        kind = "none (batch_size=None)" if cutting is None else type(cutting).__name__
+        raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")
+    order = None if isinstance(dataloader.dataset, IterableDataset) else order_of(cutting.sampler, seed)
+    settings = {name: getattr(dataloader, name) for name in _PASSED_ON}
+    if dataloader.generator is not None:
+        settings["generator"] = dataloader.generator
+    return Taken(dataloader.dataset, cutting.batch_size, order, cutting.drop_last, settings)
