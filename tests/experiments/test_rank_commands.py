@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from divebatch.__main__ import main
+from divebatch.cli import app
 from divebatch.experiments import Run, execute, get_experiment
 from experiments import frail_command
 from experiments.launched import PATIENCE, Job, free_port, launch
@@ -104,6 +106,14 @@ def test_wrong_use_is_told_once(command, run):
         assert job.ends() == [2, 2]
         assert job.log.read_text().count(message) == 1
         assert job.log.read_text().count("\n") == 1
+
+
+def test_half_an_environment_of_a_launcher_is_named(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = CliRunner().invoke(app, [*WORDS, "--out", str(run.folder)])
+    assert answer.exit_code == 2
+    assert "WORLD_SIZE is set, but not all that a launcher sets with it" in answer.output
+    assert "RANK" in answer.output
 
 
 def test_torchrun_starts_a_killed_job_anew_and_it_resumes_by_itself(tmp_path, run, whole):

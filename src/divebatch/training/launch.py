@@ -43,7 +43,7 @@ def process_group(device: str) -> Iterator[tuple[str, Ranks]]:
     if not is_launched():
         yield device, Ranks.here()
         return
-    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    store, rank, size = _rendezvous()
     _store = PrefixStore(f"life {_num_restarts()}", store)  # torchrun's own outlives the ranks that wrote into it
     if device == "cuda":
         device = f"cuda:{_local_gpu()}"
@@ -79,6 +79,13 @@ def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
     if failed is not None:
         raise failed
     return result  # type: ignore[no-any-return]
+
+
+def _rendezvous() -> tuple[Store, int, int]:
+    try:
+        return next(rendezvous("env://", timeout=TIMEOUT))  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise ArgumentError(f"WORLD_SIZE is set, but not all that a launcher sets with it: {error}") from error
 
 
 def _num_restarts() -> int:

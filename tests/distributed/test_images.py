@@ -1,0 +1,37 @@
+"""Augmented images over ranks: the same as in one process, on the device or from the host."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.team import Team
+from divebatch.experiments.datasets import DataPlace
+from divebatch.experiments.datasets.augment import CropFlip, Whole
+from divebatch.experiments.datasets.images import Colours, HostImages, image_split
+from divebatch.ranks import Ranks
+
+
+def numbered_images(count: int) -> HostImages:
+    generator = torch.Generator().manual_seed(count)
+    images = torch.randint(0, 256, (count, 32, 32, 3), generator=generator, dtype=torch.uint8)
+    return HostImages(images, torch.arange(count))
+
+
+def batches(ranks: Ranks, on_device: bool) -> list[tuple[Tensor, Tensor]]:
+    """Two epochs of this rank's images, without stand-ins. The loader finds the ranks by itself."""
+    place = DataPlace(torch.device("cpu"), on_device=on_device)
+    colours = Colours(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+    train, validation = (numbered_images(23), CropFlip()), (numbered_images(5), Whole())
+    loader: Any = image_split(train, validation, colours, 10, eval_batch_size=4, place=place).loader(7, seed=1)
+    assert loader.ranks.size == ranks.size
+    return [(x[: loader.share.mine], y[: loader.share.mine]) for _ in range(2) for x, y in loader]
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_ranks_see_the_images_of_one_process(team: Team, on_device: bool) -> None:
+    shared = team.run(4, batches, on_device)
+    for whole, *parts in zip(batches(Ranks.alone(), on_device), *shared, strict=True):
+        assert torch.equal(torch.cat([images for images, _ in parts]), whole[0])
+        assert torch.equal(torch.cat([labels for _, labels in parts]), whole[1])
