@@ -45,6 +45,7 @@ class Problem:
     lr: float = 0.1
     clip: float | None = None
     coupling: str = "linear"
+    every_steps: int | None = None
 
 
 def keeping(estimator: Any) -> Any:
@@ -147,6 +148,7 @@ class Run:
             scheduler=self.scheduler,
             loss_reduction=problem.reduction,
             loss_fn=self.loss,
+            every_steps=problem.every_steps,
         )
         if problem.wrap_late:
             self.model = wrapped(self.net, ranks, problem)
