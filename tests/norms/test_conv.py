@@ -17,7 +17,7 @@ from divebatch.norms import conv, forms
 from reference.per_sample import mean_loss, sq_norms
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-KERNELS = ("_by_patches", "_by_shifts", "_by_grouped_convolution")
+KERNELS = ("_by_positions", "_by_patches", "_by_shifts", "_by_grouped_convolution")
 NUM_SAMPLES = 4
 EVEN_SAME = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
