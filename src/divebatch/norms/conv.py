@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from divebatch.norms import fused
-from divebatch.norms.forms import Explicit, Form, chunk_size, same_dtype, sq_norms_of_products, sq_norms_of_rows
+from divebatch.norms.forms import (
+    Explicit,
+    Form,
+    chunk_size,
+    same_dtype,
+    sq_norms_of_products,
+    sq_norms_of_rows,
+    with_room,
+)
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
 from divebatch.norms.tuning import Kernel, fastest
@@ -81,7 +89,7 @@ class Patches:
 
         The product of two patches is a sum of products of single input positions, one a kernel entry.
         """
-        left, right = same_dtype(self.left[samples], self.unpadded[samples])
+        left, right = map(with_room, same_dtype(self.left[samples], self.unpadded[samples]))
         num_matrices, size = len(left) * self.groups, right.shape[2:]
         left_NPT = left.reshape(num_matrices, left.shape[1] // self.groups, -1)
         right_NCL = right.reshape(num_matrices, right.shape[1] // self.groups, -1)
