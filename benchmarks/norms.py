@@ -26,8 +26,8 @@ ROWS = "logistic regression@128,MLP@128,ResNet-20 BatchNorm@128,ResNet-20 GroupN
 Methods = dict[str, Method | Built]
 
 
-def seconds(step: Step, device: str, calls: int) -> float:
-    if device == "cuda":
+def seconds(step: Step, setting: Setting, calls: int) -> float:
+    if setting.device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
@@ -35,10 +35,10 @@ def seconds(step: Step, device: str, calls: int) -> float:
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1000 / calls
-    started = time.perf_counter()
+    started = setting.clock()
     for _ in range(calls):
         step()
-    return (time.perf_counter() - started) / calls
+    return (setting.clock() - started) / calls
 
 
 def warm_up(method: Method | Built, setting: Setting) -> float:
@@ -55,7 +55,7 @@ def warm_up(method: Method | Built, setting: Setting) -> float:
 def timed(method: Method | Built, setting: Setting, calls: int) -> float:
     with method.running(setting) as step:
         step()
-        return seconds(step, setting.device, calls)
+        return seconds(step, setting, calls)
 
 
 def compare(method: Method | Built, base: Method | Built, setting: Setting, repeats: int) -> dict[str, object]:
@@ -104,7 +104,10 @@ def measure(setting: Setting, methods: Methods, repeats: int) -> Iterator[dict[s
 def main() -> None:
     options = arguments()
     torch.set_float32_matmul_precision("high")
-    say(options.out, {"torch": torch.__version__, "device": options.device, "repeats": options.repeats})
+    if options.processor_time:
+        torch.set_num_threads(1)
+    about = {"torch": torch.__version__, "device": options.device, "threads": torch.get_num_threads()}
+    say(options.out, {**about, "repeats": options.repeats, "processor_time": options.processor_time})
     for kind in options.kinds.split(","):
         peers: Methods = {name: Built(build) for name, build in PEERS.items()}
         known: Methods = {**METHODS, **(peers if options.peers and kind == "eager" else {})}
@@ -114,6 +117,7 @@ def main() -> None:
             shape = {"row": name, "batch": int(batch_size), "precision": options.precision, "kind": kind}
             torch.compiler.reset()
             setting = Setting(name, int(batch_size), options.device, options.precision, kind)
+            setting.clock = time.process_time if options.processor_time else time.perf_counter
             for result in measure(setting, chosen, options.repeats):
                 say(options.out, {**shape, **result})
             del setting
@@ -130,6 +134,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--methods", help=f"of {', '.join(METHODS)}, and the peers; all by default")
     parser.add_argument("--peers", action="store_true", help="other libraries too, in eager rows")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--processor-time", action="store_true", help="one thread's own time: for a CPU that others use meanwhile"
+    )
     parser.add_argument("--out", type=Path, help="a file to which results are appended, beside the screen")
     return parser.parse_args()
 

@@ -1,5 +1,6 @@
 """The steps that the norms benchmark times: one model on one batch, plain and under meters."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Setting:
         self.shared = self.model()
         mode = "reduce-overhead" if kind == "graphs" else "default"
         self.plain = self.step(self.shared, torch.compile(self.shared, mode=mode) if self.compiled else self.shared)
+        self.clock: Callable[[], float] = time.perf_counter
         self._made: dict[object, Any] = {}
 
     def model(self) -> nn.Module:

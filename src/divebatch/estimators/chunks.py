@@ -10,6 +10,7 @@ from divebatch.errors import CheckpointError
 from divebatch.estimators.average import unbiased
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.norms.sketch import sum_dtype
+from divebatch.norms.sums import addend
 
 
 class Chunks:
@@ -29,7 +30,7 @@ class Chunks:
     def add(self, gradients: Mapping[str, Tensor], num_samples: int, *, scale: float = 1.0) -> None:
         """A chunk of `num_samples` samples whose mean gradient is `scale` times `gradients`."""
         sums = [self._sums[name] for name in gradients]
-        plain = [_like(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
+        plain = [addend(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
         self._sizes.append(num_samples)
         self._sq_norms.append(scale**2 * sq_norm(plain))
         torch._foreach_add_(sums, plain, alpha=num_samples * scale)
@@ -121,8 +122,3 @@ def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
-
-
-def _like(gradient: Tensor, total: Tensor) -> Tensor:
-    dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    return dense.to(total.dtype)

@@ -15,6 +15,7 @@ from divebatch.measurement import Diversity
 from divebatch.norms.backward import Backward
 from divebatch.norms.meter import NormMeter, pausing_meters
 from divebatch.norms.sketch import sum_dtype
+from divebatch.norms.sums import addend
 from divebatch.norms.taps import Tapped
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -136,7 +137,7 @@ class DiversityMeter:
         if not received:
             return
         sums = [self._sums[name] for name in received]
-        gradients = [_like(g, s) for g, s in zip(received.values(), sums, strict=True)]
+        gradients = [addend(g, s) for g, s in zip(received.values(), sums, strict=True)]
         counts = self.norms.last_counts
         if counts is not None:
             gradients = [torch.where(counts, gradient, 0.0) for gradient in gradients]
@@ -165,11 +166,6 @@ class DiversityMeter:
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _like(gradient: Tensor, total: Tensor) -> Tensor:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense if dense.dtype == total.dtype else dense.to(total.dtype)
 
 
 def gradient_diversity(

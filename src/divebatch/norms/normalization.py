@@ -20,6 +20,7 @@ from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import sum_dtype
 
 CACHE_BYTES = 2**20
+"""A share of a CPU's cache: products of so many bytes are still there when they are added up."""
 
 
 @rule_for(nn.LayerNorm)

@@ -1,4 +1,4 @@
-"""What a meter has counted: sums over measured backward passes, kept on the device until somebody reads them."""
+"""What is added up over backward passes: what a meter has counted, kept on the device until somebody reads it."""
 
 import math
 from dataclasses import dataclass
@@ -64,3 +64,9 @@ class Sums:
             return math.inf
         between = max(0.0, float(self._squares) - float(self._total) ** 2 / measured) / (measured - 1)
         return steps**2 * (1 - measured / steps) * between / measured
+
+
+def addend(gradient: Tensor, total: Tensor) -> Tensor:
+    """A gradient as it is added to a sum of gradients: dense, in the sum's type, cut off from the graph."""
+    gradient = gradient.detach()
+    return (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
