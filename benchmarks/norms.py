@@ -1,85 +1,33 @@
 """Time and peak memory of a training step that measures per-sample gradient norms, as ratios to the plain step.
 
-Every method runs the same model on the same batch in one process, interleaved; the median over repeats counts. Peers
-(BackPACK, Opacus, torch.func) take part where they are installed and can do the model at all.
+A row is a network and a batch size, NAME@BATCH. Every method runs the same model on the same batch in one process, in
+turns with the step it is compared with; the median over rounds counts. Peers (BackPACK, Opacus, torch.func) take part
+in eager rows with --peers, where they are installed and can do the model at all. Each result is written when it is
+there: what a time limit cuts off is only the rest.
 
-    python benchmarks/norms.py --device cpu
-    python benchmarks/norms.py --device cuda --compiled --rows "ResNet-18 BatchNorm" --batches 128,2048
+    python benchmarks/norms.py --peers
+    python benchmarks/norms.py --device cuda --precision bf16 --kinds compiled --rows "ResNet-18 BatchNorm@2048,GPT@16"
+    python benchmarks/norms.py --device cuda --precision bf16 --kinds graphs --rows "ResNet-18 BatchNorm@128"
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
-from torch import nn
 
-from divebatch.norms import DiversityMeter, NormMeter
-from models import PROBLEMS, Problem
 from peers import PEERS
+from steps import KINDS, METHODS, PLAIN, Built, Method, Setting, Step
 
-Step = Callable[[], None]
-
-
-class Setting:
-    """One model on one batch, in one precision."""
-
-    def __init__(self, name: str, batch_size: int, device: str, precision: str, compiled: bool) -> None:
-        self.problem: Problem = PROBLEMS[name]
-        self.device, self.compiled, self.precision = device, compiled, precision
-        torch.manual_seed(0)
-        self.inputs, self.targets = (tensor.to(device) for tensor in self.problem.data(batch_size))
-        self.channels_last = precision == "bf16" and self.inputs.ndim == 4
-        if self.channels_last:
-            self.inputs = self.inputs.to(memory_format=torch.channels_last)
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(0)
-        model = self.problem.build().to(self.device)
-        return model.to(memory_format=torch.channels_last) if self.channels_last else model
-
-    def step(self, model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        cast = torch.autocast(self.device, torch.bfloat16) if self.precision == "bf16" else nullcontext()
-
-        def step() -> None:
-            optimizer.zero_grad()
-            with cast:
-                loss = self.problem.loss(run(self.inputs), self.targets)
-            loss.backward()
-            optimizer.step()
-
-        return step
+ROWS = "logistic regression@128,MLP@128,ResNet-20 BatchNorm@128,ResNet-20 GroupNorm@128"
+Methods = dict[str, Method | Built]
 
 
-def plain(setting: Setting) -> Step:
-    model = setting.model()
-    return setting.step(model, torch.compile(model) if setting.compiled else model)
-
-
-def metered(kind: type, **settings: object) -> Callable[[Setting], Step]:
-    def build(setting: Setting) -> Step:
-        model = setting.model()
-        meter = kind(model, compiled=setting.compiled, **settings)
-        meter.attach()
-        return setting.step(model, torch.compile(model) if setting.compiled else model)
-
-    return build
-
-
-METHODS: dict[str, Callable[[Setting], Step]] = {
-    "exact": metered(NormMeter),
-    "sketch": metered(NormMeter, mode="sketch"),
-    "sketch every=8": metered(NormMeter, mode="sketch", every=8),
-    "exact + gradient sum": metered(DiversityMeter),
-}
-
-
-def seconds(step: Step, device: str, calls: int) -> float:
-    if device == "cuda":
+def seconds(step: Step, setting: Setting, calls: int) -> float:
+    if setting.device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
@@ -87,71 +35,117 @@ def seconds(step: Step, device: str, calls: int) -> float:
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1000 / calls
-    started = time.perf_counter()
+    started = setting.clock()
     for _ in range(calls):
         step()
-    return (time.perf_counter() - started) / calls
+    return (setting.clock() - started) / calls
 
 
-def measure(setting: Setting, builders: dict[str, Callable[[Setting], Step]], repeats: int) -> dict[str, dict]:
-    """For each method: median time ratio to the plain step of the same round, and the ratio of peak memory."""
-    results: dict[str, dict] = {}
-    steps: dict[str, Step] = {}
-    for name, build in {"plain": plain, **builders}.items():
-        try:
-            step = build(setting)
-            for _ in range(8 if setting.device == "cuda" else 2):
-                step()
-            steps[name] = step
-        except Exception as error:  # a peer that cannot do this model says so in its own way
-            results[name] = {"error": f"{type(error).__name__}: {str(error).strip()[:100]}"}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    calls = 8 if setting.device == "cuda" else 1 + int(0.05 / seconds(steps["plain"], "cpu", 1))  # outlast cold caches
-    for _ in range(repeats):
-        for name, step in steps.items():
+def warm_up(method: Method | Built, setting: Setting) -> float:
+    """Seconds until the first steps are over: compiling, and choosing kernels."""
+    started = time.perf_counter()
+    with method.running(setting) as step:
+        for _ in range(8 if setting.device == "cuda" else 2):
             step()
-            times[name].append(seconds(step, setting.device, calls))
-    peaks = {name: peak_bytes(step) if setting.device == "cuda" else 0 for name, step in steps.items()}
-    for name in steps:
-        ratio = statistics.median(m / p for m, p in zip(times[name], times["plain"], strict=True))
-        results[name] = {"time": round(ratio, 3), "ms": round(1000 * statistics.median(times[name]), 3)}
-        if peaks["plain"]:
-            results[name]["memory"] = round(peaks[name] / peaks["plain"], 3)
-    return results
+        if setting.device == "cuda":
+            torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
-def peak_bytes(step: Step) -> int:
-    """Beyond what lies there between steps of both loops."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+def timed(method: Method | Built, setting: Setting, calls: int) -> float:
+    with method.running(setting) as step:
+        step()
+        return seconds(step, setting, calls)
+
+
+def compare(method: Method | Built, base: Method | Built, setting: Setting, repeats: int) -> dict[str, object]:
+    """Median, least and greatest of the rounds' time ratios to `base`, and the ratio of peak memory."""
+    warm = warm_up(method, setting)
+    least = 8 if setting.device == "cuda" else 1 + int(0.05 / timed(PLAIN, setting, 1))  # outlast cold caches
+    calls = -(-least // method.every) * method.every
+    times = [(timed(base, setting, calls), timed(method, setting, calls)) for _ in range(repeats)]
+    ratios = [ours / theirs for theirs, ours in times]
+    result: dict[str, object] = {
+        "time": round(statistics.median(ratios), 3),
+        "range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "ms": round(1000 * statistics.median(ours for _, ours in times), 3),
+        "base_ms": round(1000 * statistics.median(theirs for theirs, _ in times), 3),
+        "warm_up_s": round(warm, 1),
+    }
+    if setting.device == "cuda":
+        result["memory"] = round(peak_bytes(method, setting) / peak_bytes(base, setting), 3)
+    return result
+
+
+def peak_bytes(method: Method | Built, setting: Setting) -> int:
+    """Of a step that measures, beyond what lies there between steps. A replayed graph's own memory is not seen."""
+    with method.running(setting) as step:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def measure(setting: Setting, methods: Methods, repeats: int) -> Iterator[dict[str, object]]:
+    """One result a method, as soon as it is there."""
+    known: Methods = {"plain": PLAIN, **METHODS}
+    yield {"method": "plain", "warm_up_s": round(warm_up(PLAIN, setting), 1)}
+    for name, method in methods.items():
+        if not method.can_do(setting):
+            continue
+        try:
+            result = compare(method, known[method.base], setting, repeats)
+        except Exception as error:  # a peer that cannot do this model says so in its own way
+            result = {"error": f"{type(error).__name__}: {str(error).strip()[:100]}"}
+        yield {"method": name, "base": method.base, **result}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rows", default="logistic regression,MLP,ResNet-20 BatchNorm,ResNet-20 GroupNorm")
-    parser.add_argument("--batches", default="128")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--methods", default=",".join([*METHODS, *PEERS]))
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
+    options = arguments()
     torch.set_float32_matmul_precision("high")
-    builders = {**METHODS, **({} if options.compiled else PEERS)}
-    chosen = {name: builders[name] for name in options.methods.split(",") if name in builders}
-    print(json.dumps({"torch": torch.__version__, "device": options.device, "repeats": options.repeats}), flush=True)
-    for row in options.rows.split(","):
-        for batch_size in map(int, options.batches.split(",")):
+    if options.processor_time:
+        torch.set_num_threads(1)
+    about = {"torch": torch.__version__, "device": options.device, "threads": torch.get_num_threads()}
+    say(options.out, {**about, "repeats": options.repeats, "processor_time": options.processor_time})
+    for kind in options.kinds.split(","):
+        peers: Methods = {name: Built(build) for name, build in PEERS.items()}
+        known: Methods = {**METHODS, **(peers if options.peers and kind == "eager" else {})}
+        chosen = known if options.methods is None else {name: known[name] for name in options.methods.split(",")}
+        for row in options.rows.split(","):
+            name, _, batch_size = row.partition("@")
+            shape = {"row": name, "batch": int(batch_size), "precision": options.precision, "kind": kind}
             torch.compiler.reset()
-            setting = Setting(row, batch_size, options.device, options.precision, options.compiled)
-            shape = {"row": row, "batch": batch_size, "precision": options.precision, "compiled": options.compiled}
-            for name, result in measure(setting, chosen, options.repeats).items():
-                print(json.dumps({**shape, "method": name, **result}), flush=True)
+            setting = Setting(name, int(batch_size), options.device, options.precision, kind)
+            setting.clock = time.process_time if options.processor_time else time.perf_counter
+            for result in measure(setting, chosen, options.repeats):
+                say(options.out, {**shape, **result})
+            del setting
             if options.device == "cuda":
                 torch.cuda.empty_cache()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rows", default=ROWS, help="NAME@BATCH,NAME@BATCH; names are in benchmarks/models.py")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"), help="bf16 is channels_last too")
+    parser.add_argument("--kinds", default="eager", help=f"of {', '.join(KINDS)} (compiled, and replayed on a GPU)")
+    parser.add_argument("--methods", help=f"of {', '.join(METHODS)}, and the peers; all by default")
+    parser.add_argument("--peers", action="store_true", help="other libraries too, in eager rows")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--processor-time", action="store_true", help="one thread's own time: for a CPU that others use meanwhile"
+    )
+    parser.add_argument("--out", type=Path, help="a file to which results are appended, beside the screen")
+    return parser.parse_args()
+
+
+def say(path: Path | None, line: dict[str, object]) -> None:
+    print(json.dumps(line), flush=True)
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

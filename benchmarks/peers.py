@@ -18,7 +18,9 @@ def _backpack(extension: str) -> Callable[[Any], Callable[[], None]]:
 
         def step() -> None:
             optimizer.zero_grad()
-            loss = loss_fn(model(setting.inputs), setting.targets.flatten())
+            with setting.cast():
+                output = model(setting.inputs)
+            loss = loss_fn(output.float(), setting.targets.flatten())
             with backpack.backpack(getattr(extensions, extension)()):
                 loss.backward()
             optimizer.step()
@@ -69,7 +71,8 @@ def _vmap(setting: Any) -> Callable[[], None]:
     def step() -> None:
         optimizer.zero_grad()
         parameters = {name: p.detach() for name, p in model.named_parameters()}
-        gradients = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, setting.inputs, setting.targets)
+        with setting.cast():
+            gradients = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, setting.inputs, setting.targets)
         for name, p in model.named_parameters():
             p.grad = gradients[name].mean(0)
         sum(g.flatten(1).square().sum(1) for g in gradients.values())

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from distributed import cpu_sync_batch_norm
 from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, micro_batches
 from divebatch.estimators import make_estimator
 from divebatch.experiments.models.resnet import ResNet, group_norm, small_stem
+from divebatch.measurement import Decision, Measurement
 from divebatch.ranks import Ranks
 
 
@@ -46,6 +47,19 @@ class Problem:
     clip: float | None = None
     coupling: str = "linear"
     every_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Restless(Policy):
+    """Takes every measurement for a wish, whatever its error: another batch size at almost every decision."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
+    decides_within_epochs: ClassVar[bool] = True
+
+    def next(self, seen: Measurement) -> Decision:
+        """Between 20 and 59, by the second digit or so of tr(Sigma)."""
+        assert seen.diversity is not None
+        return Decision(batch_size=20 + int(100 * abs(seen.diversity.trace)) % 40)
 
 
 def keeping(estimator: Any) -> Any:

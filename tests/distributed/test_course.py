@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from distributed.loops import Problem, course
+from distributed.loops import Problem, Restless, course
 from distributed.team import Team
 from divebatch import DiveBatch
-from divebatch.policies import NoiseScale
 from divebatch.ranks import Ranks
 
 RESNET = Problem(model="resnet", num_samples=61, batch_size=10, policy=replace(Problem().policy, delta=0.3))
@@ -29,9 +28,7 @@ CASES = {
     "clipping": replace(SHORT, clip=0.05),
     "a layer called twice": replace(SHORT, model="shared"),
     "fsdp, a layer called twice": replace(SHORT, model="shared", wrap="fsdp"),
-    "within epochs": Problem(
-        num_samples=1009, policy=NoiseScale(300), estimator="moments", coupling="sqrt", every_steps=4
-    ),
+    "within epochs": Problem(num_samples=1009, policy=Restless(), estimator="moments", coupling="sqrt", every_steps=4),
     "SyncBatchNorm": replace(SHORT, model="batch norm", num_samples=217),
 }
 ALONE: dict[tuple[str, int, float | None], dict[str, Any]] = {}

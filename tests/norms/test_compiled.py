@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from divebatch import NormMeter, gradient_diversity
 from divebatch.errors import CoverageError, DivebatchError, UsageError
 from divebatch.norms import DiversityMeter
+from divebatch.norms.conv import Patches
 from reference import per_sample
 from reference.per_sample import mean_loss, mlp, samples, sum_loss
 
@@ -117,6 +118,17 @@ def test_a_compiled_model_counts_like_an_eager_one(case: str):
     assert meter.standard_error() == 0
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_convolution_of_few_positions_takes_their_products(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 24, 3, stride=1, padding=(1, 0)), nn.Flatten(), nn.Linear(24 * 4 * 2, 3))
+    batch = torch.randn(6, 16, 4, 4), torch.randn(6, 3)
+    expected = by_hooks(copy.deepcopy(model), batch)
+    monkeypatch.setattr(Patches, "_by_patches", None)
+    with NormMeter(model, compiled=True) as meter:
+        backward(compiled(model), batch)
+    assert_same(meter, expected)
 
 
 @pytest.mark.parametrize("case", CASES)

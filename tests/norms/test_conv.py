@@ -17,7 +17,7 @@ from divebatch.norms import conv, forms
 from reference.per_sample import mean_loss, sq_norms
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-KERNELS = ("_by_patches", "_by_shifts", "_by_grouped_convolution")
+KERNELS = ("_by_positions", "_by_patches", "_by_shifts", "_by_grouped_convolution")
 NUM_SAMPLES = 4
 EVEN_SAME = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
@@ -287,6 +287,41 @@ def test_chunks_stay_below_the_cap(case: str, fitting: int, kernel_calls: list[s
     assert_matches_loop(layer, x, dy)
     assert kernel_calls[0] == slice(0, fitting)
     assert len(kernel_calls) == math.ceil(NUM_SAMPLES / fitting)
+
+
+def test_chunks_count_the_products_of_positions(kernel_calls: list[slice], monkeypatch: pytest.MonkeyPatch):
+    layer = nn.Conv1d(1, 64, 25, padding=12, bias=False)  # patches of 400 entries, but 40 positions with the zeros
+    x, dy = torch.randn(NUM_SAMPLES, 1, 16), torch.randn(NUM_SAMPLES, 64, 16)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", 3 * 40**2 * 4 + 3)
+    assert_matches_loop(layer, x, dy)
+    assert kernel_calls == [slice(0, 3), slice(3, 6)]
+
+
+# Products of positions
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "is_tried"),
+    [
+        (nn.Conv2d(64, 64, 3, padding=1), 8, True),
+        (nn.Conv2d(16, 16, 3, padding=1), 32, False),
+        (nn.Conv2d(64, 64, 3, padding=1, groups=8), 8, False),
+        (nn.Conv2d(64, 64, 3, stride=8), 32, False),  # few positions, but of a large input
+    ],
+)
+def test_products_of_positions_are_tried_first_where_they_are_few(layer: nn.Conv2d, size: int, is_tried: bool):
+    x = torch.randn(1, 64 if layer.in_channels == 64 else 16, size, size)
+    kernels = list(patches_of(layer, x, layer(x).detach())._kernels())
+    assert kernels[0] == ("positions" if is_tried else "patches")
+    assert ("positions" in kernels) == is_tried
+
+
+def test_squares_of_half_precision_do_not_overflow():
+    layer, x, dy = layer_and_call(CASES["2d"], torch.float32)
+    x, dy = 100 * x, 1000 * dy  # the gradients fit into float16, products of positions do not
+    fast = patches_of(layer, x.half(), dy.half())._by_positions(slice(None))
+    expected = by_loop(weight_only(layer), x.half().float(), dy.half().float())
+    torch.testing.assert_close(fast.double(), expected, rtol=1e-4, atol=0)
 
 
 # Several calls

@@ -100,3 +100,16 @@ def test_the_compiler_is_told_the_right_shapes():
             fakes = [mode.from_tensor(tensor) for tensor in (form.left, form.unpadded, *inputs)]
             fake = operator(*fakes, *geometry)
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+
+
+def test_the_switch_is_put_back_and_stays_off_without_triton(monkeypatch):
+    monkeypatch.setattr(fused, "ENABLED", False)
+    with fused.switched(True):
+        assert fused.ENABLED
+        with fused.switched(False):
+            assert not fused.ENABLED
+        assert fused.ENABLED
+    assert not fused.ENABLED
+    monkeypatch.setattr(fused, "AVAILABLE", False)
+    with fused.switched(True):
+        assert not fused.ENABLED

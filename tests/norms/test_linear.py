@@ -109,6 +109,13 @@ def test_both_kernels_are_right_for_every_shape(kernel, case: str):
     torch.testing.assert_close(kernel(x, dy), by_loop(layer, x, dy), rtol=1e-10, atol=0)
 
 
+def test_squares_of_half_precision_do_not_overflow():
+    torch.manual_seed(0)
+    x, dy = torch.randn(5, 3, 64).half(), (1000 * torch.randn(5, 3, 64)).half()
+    expected = (dy.double().mT @ x.double()).square().sum((1, 2))
+    torch.testing.assert_close(forms._by_gram(dy, x).double(), expected, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize(("num_positions", "kernel"), [(3, "_by_gram"), (4, "_by_gradient"), (9, "_by_gradient")])
 def test_the_cheaper_kernel_is_taken(num_positions: int, kernel: str, kernel_calls: list[tuple[str, int]]):
     linear_sq_norms((nn.Linear(8, 8), torch.randn(5, num_positions, 8), torch.randn(5, num_positions, 8)))

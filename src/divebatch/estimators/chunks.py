@@ -13,6 +13,7 @@ from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.estimators.precondition import Preconditioner, require_second_moment
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.norms.sketch import sum_dtype
+from divebatch.norms.sums import addend
 
 
 class Chunks:
@@ -46,7 +47,7 @@ class Chunks:
                 return
             gradients = _rescaled(gradients, self._scales)
         sums = [self._sums[name] for name in gradients]
-        plain = [_like(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
+        plain = [addend(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
         self._sizes.append(num_samples)
         self._sq_norms.append(scale**2 * sq_norm(plain))
         torch._foreach_add_(sums, plain, alpha=num_samples * scale)
@@ -158,9 +159,4 @@ def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def _rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Coordinate by coordinate. A parameter that the optimizer has not moved yet has no scale and is left out."""
-    return {name: _like(g, scales[name]) * scales[name] for name, g in gradients.items() if name in scales}
-
-
-def _like(gradient: Tensor, total: Tensor) -> Tensor:
-    dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    return dense.to(total.dtype)
+    return {name: addend(g, scales[name]) * scales[name] for name, g in gradients.items() if name in scales}

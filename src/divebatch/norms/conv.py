@@ -6,7 +6,7 @@ P rows and D columns of one group's weight matrix (D: channels of a patch times 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,18 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from divebatch.norms import fused
-from divebatch.norms.forms import Explicit, Form, chunk_size, same_dtype, sq_norms_of_products, sq_norms_of_rows
+from divebatch.norms.forms import (
+    Explicit,
+    Form,
+    chunk_size,
+    same_dtype,
+    sq_norms_of_products,
+    sq_norms_of_rows,
+    with_room,
+)
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
-from divebatch.norms.tuning import fastest
+from divebatch.norms.tuning import Kernel, fastest
 
 
 @dataclass(slots=True)
@@ -51,14 +59,53 @@ class Patches:
         """By the kernel that was fastest on this shape, in chunks of samples."""
         if self.groups == 1 and fused.applies_exactly(self.left, self.unpadded):
             return fused.conv2d_sq_norms(self.left, self.unpadded, *self._geometry)
-        kernels = {"patches": self._by_patches, "shifts": self._by_shifts, "grouped": self._by_grouped_convolution}
-        chunk = chunk_size(self.right, self._patch_entries)
+        chunk = chunk_size(self.unpadded, self._entries_per_sample)
         first = slice(0, min(chunk, self.num_samples))
-        shape = (self.left.shape[1:], self.right.shape[1:], self.left.dtype, self.right.dtype, self.left.device)
-        kernel = fastest(kernels, first, key=(*shape, *self.kernel_size, *self.stride, *self.dilation, self.groups))
+        kernel = fastest(self._kernels(), first, key=self._shape())
         if chunk >= self.num_samples:
             return kernel(first)
         return torch.cat([kernel(slice(at, at + chunk)) for at in range(0, self.num_samples, chunk)])
+
+    def _kernels(self) -> dict[str, Kernel]:
+        """Those that may be fastest; a compiler takes the first."""
+        kernels: dict[str, Kernel] = {"positions": self._by_positions} if self._has_few_positions() else {}
+        kernels |= {"patches": self._by_patches, "shifts": self._by_shifts, "grouped": self._by_grouped_convolution}
+        return kernels
+
+    def _has_few_positions(self) -> bool:
+        """Whether inner products of positions are fewer multiplications than the gradient."""
+        num_positions, num_inputs = self.left.shape[2:].numel(), self.unpadded.shape[2:].numel()
+        rows, columns = self.left.shape[1], self.unpadded.shape[1] // self.groups * self._kernel_entries
+        by_inner_products = num_positions**2 * rows + num_inputs**2 * self.unpadded.shape[1]
+        return by_inner_products < num_positions * rows * columns
+
+    def _shape(self) -> Hashable:
+        """All that the speed of a kernel may depend on."""
+        tensors = [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (self.left, self.unpadded)]
+        return *tensors, *self.padding, *self.kernel_size, *self.stride, *self.dilation, self.groups
+
+    def _by_positions(self, samples: slice) -> Tensor:
+        """The Gram form, sum over t, s of (left_t . left_s) (patch_t . patch_s), without patches.
+
+        The product of two patches is a sum of products of single input positions, one a kernel entry.
+        """
+        left, right = map(with_room, same_dtype(self.left[samples], self.unpadded[samples]))
+        num_matrices, size = len(left) * self.groups, right.shape[2:]
+        left_NPT = left.reshape(num_matrices, left.shape[1] // self.groups, -1)
+        right_NCL = right.reshape(num_matrices, right.shape[1] // self.groups, -1)
+        patches_NTT = self._over_kernel((right_NCL.mT @ right_NCL).view(num_matrices, *size, *size)).flatten(1)
+        return patches_NTT.mul_((left_NPT.mT @ left_NPT).flatten(1)).sum(1).view(-1, self.groups).sum(1)
+
+    def _over_kernel(self, products: Tensor) -> Tensor:
+        """(N, *input size twice) -> (N, *positions twice): of pairs of positions -> of pairs of patches."""
+        products = pad(products.to(sum_dtype(products.dtype)), [*self.padding, *self.padding])
+        for dim, size in enumerate(self.kernel_size):
+            axes = (dim + 1, dim + 1 + len(self.kernel_size))
+            met = [self._met(self._met(products, axes[0], dim, k), axes[1], dim, k) for k in range(size)]
+            products = torch.add(met[0], met[1]) if size > 1 else met[0].clone()
+            for more in met[2:]:
+                products += more
+        return products
 
     def _by_patches(self, samples: slice) -> Tensor:
         """Copy the patches, then one product a sample: whichever is cheaper, the gradient or its Gram form."""
@@ -80,26 +127,41 @@ class Patches:
     def _at(self, right: Tensor, offset: Sequence[int]) -> Tensor:
         """(B, channels, *positions): the input positions that one kernel entry meets, a view."""
         for dim, entry in enumerate(offset):
-            start, stride = entry * self.dilation[dim], self.stride[dim]
-            span = (self.left.shape[dim + 2] - 1) * stride + 1
-            right = right.narrow(dim + 2, start, span)[(slice(None),) * (dim + 2) + (slice(None, None, stride),)]
+            right = self._met(right, dim + 2, dim, entry)
         return right
+
+    def _met(self, x: Tensor, axis: int, dim: int, entry: int) -> Tensor:
+        """Of an axis that runs along dimension `dim` of the padded input: what one kernel entry meets, a view."""
+        stride = self.stride[dim]
+        span = (self.left.shape[dim + 2] - 1) * stride + 1
+        return x.narrow(axis, entry * self.dilation[dim], span)[(slice(None),) * axis + (slice(None, None, stride),)]
 
     def _by_grouped_convolution(self, samples: slice) -> Tensor:
         """All samples' weight gradients as those of one convolution with a group for each."""
-        left, right = same_dtype(self.left[samples], self.right[samples])
-        num_samples, dims = len(left), len(self.kernel_size)
-        for dim, (size, dilation, stride) in enumerate(zip(self.kernel_size, self.dilation, self.stride, strict=True)):
-            reached = (size - 1) * dilation + (left.shape[dim + 2] - 1) * stride + 1
-            right = right.narrow(dim + 2, 0, reached)  # what no window reaches would add one
+        padding, right = self._reached(samples)
+        left, right = same_dtype(self.left[samples], right)
+        num_samples = len(left)
         _, gradient, _ = torch.ops.aten.convolution_backward(
             left.reshape(1, -1, *left.shape[2:]),
             right.reshape(1, -1, *right.shape[2:]),
             left.new_empty(()).expand(num_samples * self.shape[0], *self.shape[1:]),
-            None, self.stride, [0] * dims, self.dilation, False, [0] * dims, num_samples * self.groups,
+            None, self.stride, padding, self.dilation, False, [0] * len(padding), num_samples * self.groups,
             [False, True, False],
         )  # fmt: skip
         return sq_norms_of_rows(gradient.reshape(num_samples, -1))
+
+    def _reached(self, samples: slice) -> tuple[Sequence[int], Tensor]:
+        """Zeros that a convolution puts on both ends, and its input; where it cannot, none and the padded input."""
+        before, after = self.padding[-2::-2], self.padding[-1::-2]
+        sizes = zip(self.kernel_size, self.dilation, self.left.shape[2:], self.stride, strict=True)
+        spans = [(size - 1) * dilation + (num - 1) * stride + 1 for size, dilation, num, stride in sizes]
+        rests = [length - span for length, span in zip(self._padded_size, spans, strict=True)]
+        if before == after and all(0 <= rest < stride for rest, stride in zip(rests, self.stride, strict=True)):
+            return before, self.unpadded[samples]
+        right = self.right[samples]
+        for dim, span in enumerate(spans):
+            right = right.narrow(dim + 2, 0, span)  # what no window reaches would add one
+        return [0] * len(spans), right
 
     def sketch(self) -> Estimate:
         """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
@@ -139,8 +201,19 @@ class Patches:
         return self.kernel_size, self.stride, self.padding[-2::-2], self.dilation
 
     @property
-    def _patch_entries(self) -> int:
-        return self.left[0, 0].numel() * self.right.shape[1] * torch.Size(self.kernel_size).numel()
+    def _kernel_entries(self) -> int:
+        return torch.Size(self.kernel_size).numel()
+
+    @property
+    def _entries_per_sample(self) -> int:
+        """Of the largest temporary tensor."""
+        patches = self.left.shape[2:].numel() * self.unpadded.shape[1] * self._kernel_entries
+        return max(patches, self.groups * self._padded_size.numel() ** 2) if self._has_few_positions() else patches
+
+    @property
+    def _padded_size(self) -> torch.Size:
+        zeros = map(sum, zip(self.padding[-2::-2], self.padding[-1::-2], strict=True))
+        return torch.Size(map(sum, zip(self.unpadded.shape[2:], zeros, strict=True)))
 
     def _matrices(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """(B * G, T, P) and (B * G, T, D)."""

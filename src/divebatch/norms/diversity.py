@@ -16,6 +16,7 @@ from divebatch.norms.backward import Backward
 from divebatch.norms.meter import NormMeter, pausing_meters
 from divebatch.norms.sharded import ShardSums, is_sharded
 from divebatch.norms.sketch import sum_dtype
+from divebatch.norms.sums import addend
 from divebatch.norms.taps import Tapped
 from divebatch.norms.weighing import without_weighing
 from divebatch.ranks import Ranks, Share, inside_ddp
@@ -180,7 +181,7 @@ class DiversityMeter:
         if not received:
             return
         sums = [self._sums[name] for name in received]
-        gradients = [_like(g, s) for g, s in zip(received.values(), sums, strict=True)]
+        gradients = [addend(g, s) for g, s in zip(received.values(), sums, strict=True)]
         counts = self.norms.last_counts
         if counts is not None:
             gradients = [torch.where(counts, gradient, 0.0) for gradient in gradients]
@@ -242,11 +243,6 @@ def _not_called(missed: list[str]) -> CoverageError:
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _like(gradient: Tensor, total: Tensor) -> Tensor:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense if dense.dtype == total.dtype else dense.to(total.dtype)
 
 
 def gradient_diversity(

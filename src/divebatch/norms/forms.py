@@ -166,6 +166,11 @@ def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return left.to(lower), right.to(lower)
 
 
+def with_room(x: Tensor) -> Tensor:
+    """In a type that can hold products of its entries: those of a loss scaled for float16 overflow in float16."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
 def sq_norms_of_rows(x_BD: Tensor) -> Tensor:
     """(B,), at least float32. vector_norm reads its input once; x.square().sum(1) would write a copy first."""
     dtype = sum_dtype(x_BD.dtype) if x_BD.dtype.itemsize < 4 else None  # naming the type it has costs time
@@ -214,6 +219,7 @@ def _in_chunks(
 
 def _by_gram(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
     """||sum_t left_t right_t^T||^2 = sum over t, s of (left_t . left_s) (right_t . right_s)."""
+    left_BTO, right_BTI = with_room(left_BTO), with_room(right_BTI)
     products = (left_BTO @ left_BTO.mT).mul_(right_BTI @ right_BTI.mT)
     return products.sum((1, 2), dtype=sum_dtype(products.dtype))
 

@@ -5,7 +5,8 @@ timed on a GPU yet.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,10 +15,22 @@ from torch import Tensor
 
 from divebatch.norms.sketch import Estimate, random_seed
 
-ENABLED = os.environ.get("DIVEBATCH_FUSED") == "1" and find_spec("triton") is not None
+AVAILABLE = find_spec("triton") is not None
+ENABLED = AVAILABLE and os.environ.get("DIVEBATCH_FUSED") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FEWEST_POSITIONS = 128
 """With fewer output positions the Gram form of the plain path is less work than the gradient itself."""
+
+
+@contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """Inside, the kernels are used where they apply, or not at all, whatever the environment says."""
+    global ENABLED
+    before, ENABLED = ENABLED, AVAILABLE and on
+    try:
+        yield
+    finally:
+        ENABLED = before
 
 
 def applies_exactly(left: Tensor, right: Tensor) -> bool:

@@ -146,16 +146,8 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
         raise CoverageError(f"{type(model).__name__} has no trainable parameter: nothing can be measured")
     _require_batch_first(model)
     covered, uncovered = [], []
-    within: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in within:
-            continue
-        entry = RULES.get(original_type(module), fallback)
-        if entry is not None and isinstance(module, entry.never_for):
-            entry = None
-        reruns = entry is not None and entry.reruns
-        within.update(module.modules() if reruns else ())
-        own = [key for key, p in module.named_parameters(recurse=reruns) if p.requires_grad]
+    for name, module, entry in _with_entries(model, fallback):
+        own = [key for key, p in module.named_parameters(recurse=_reruns(entry)) if p.requires_grad]
         if own and entry is not None:
             covered.append(CoveredLayer(name or "(model)", module, entry))
         place = f"{name}." if name else ""
@@ -164,6 +156,23 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
     if uncovered:
         raise CoverageError(_message(uncovered, fallback))
     return covered
+
+
+def _with_entries(model: nn.Module, fallback: Entry | None) -> Iterator[tuple[str, nn.Module, Entry | None]]:
+    """Each module with its name and its row of the registry, but for those within one whose rule runs it again."""
+    within: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in within:
+            continue
+        entry = RULES.get(original_type(module), fallback)
+        if entry is not None and isinstance(module, entry.never_for):
+            entry = None
+        within.update(module.modules() if _reruns(entry) else ())
+        yield name, module, entry
+
+
+def _reruns(entry: Entry | None) -> bool:
+    return entry is not None and entry.reruns
 
 
 def _require_batch_first(model: nn.Module) -> None:

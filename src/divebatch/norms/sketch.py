@@ -10,6 +10,7 @@ Shapes: N matrices (samples, or samples x groups), P rows, T positions, H = 2 ha
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,10 +54,22 @@ def estimate(u_NHD: Tensor) -> Estimate:
 
 def _random_signs(num_matrices: int, num_rows: int, like: Tensor) -> Tensor:
     """(N, 2, P): in each column a random sign in a random half, and a zero in the other."""
-    generator = None if torch.compiler.is_compiling() else _generator(like.device)
-    bits = torch.randint(0, 4, (num_matrices, 1, num_rows), device=like.device, generator=generator)
-    halves = torch.arange(2, device=like.device).view(1, 2, 1)
-    return (((bits & 1) * 2 - 1) * (bits >> 1 == halves)).to(like.dtype)
+    if torch.compiler.is_compiling():
+        return _signs(torch.randint(0, 4, (num_matrices, 1, num_rows), device=like.device)).to(like.dtype)
+    draws = torch.randint(0, 4, (num_matrices, num_rows), device=like.device, generator=_generator(like.device))
+    return _table(like.device, like.dtype)[draws].mT
+
+
+def _signs(draws: Tensor) -> Tensor:
+    """(..., 1, P) -> (..., 2, P): the low bit of a draw is its sign, the high one its half."""
+    halves = torch.arange(2, device=draws.device).view(2, 1)
+    return ((draws & 1) * 2 - 1) * (draws >> 1 == halves)
+
+
+@cache
+def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(4, 2): both halves of each draw. Looking them up is one small kernel, computing them seven."""
+    return _signs(torch.arange(4, device=device).view(1, 4)).to(dtype).T
 
 
 def random_seed(device: torch.device) -> Tensor:

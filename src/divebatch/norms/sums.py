@@ -1,4 +1,4 @@
-"""What a meter has counted: sums over measured backward passes, kept on the device until somebody reads them."""
+"""What is added up over backward passes: what a meter has counted, kept on the device until somebody reads it."""
 
 import math
 from dataclasses import dataclass
@@ -70,3 +70,9 @@ class Sums:
 def _plus(total: Any, more: Any) -> Any:
     """In place once it is a tensor: a recorded pass that is replayed must find the sum where it was."""
     return total.add_(more) if isinstance(total, Tensor) else total + more
+
+
+def addend(gradient: Tensor, total: Tensor) -> Tensor:
+    """A gradient as it is added to a sum of gradients: dense, in the sum's type, cut off from the graph."""
+    gradient = gradient.detach()
+    return (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)

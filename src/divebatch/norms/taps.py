@@ -119,7 +119,7 @@ class Taps:
     def _finish(self, gradient: Tensor) -> None:
         self._accumulator.grad = None
         sq_norms, variance, samples, layers = gradient.unbind()
-        self._most_calls = layers if self._most_calls is None else torch.maximum(self._most_calls, layers)
+        self._most_calls = layers.clone() if self._most_calls is None else torch.maximum(self._most_calls, layers)
         variances = variance if self._mode == "sketch" else None
         self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
 
