@@ -72,7 +72,7 @@ def spread(model: nn.Module, ranks: Ranks, *, sharding: str = "ddp") -> Parallel
     if ranks.is_alone:
         return Parallel.alone(model)
     if sharding == "fsdp":
-        _shard(model)
+        _shard(model, ranks)
         return Parallel(model, model, ranks)
     # Buffers are averaged at the end of an epoch and not sent around before every forward pass.
     settings: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
@@ -80,15 +80,17 @@ def spread(model: nn.Module, ranks: Ranks, *, sharding: str = "ddp") -> Parallel
     return Parallel(model, module, ranks)
 
 
-def _shard(model: nn.Module) -> None:
+def _shard(model: nn.Module, ranks: Ranks) -> None:
     """Each child that has parameters is gathered by itself, those of a sequence one by one; the root takes the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # takes a second to import
 
+    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))  # by default a GPU's, if there is one
     for child in model.children():
         for part in child if isinstance(child, nn.Sequential) else [child]:
             if any(True for _ in part.parameters()):
-                fully_shard(part)
-    fully_shard(model)
+                fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def is_finite_everywhere(tensor: Tensor) -> bool:
