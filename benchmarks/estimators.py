@@ -24,7 +24,7 @@ from models import PROBLEMS, Problem
 
 DIMENSION, OFFSET, STEPS, BATCH = 12, 0.5, 16, 64
 NOISE_SCALE = ((DIMENSION + 1) * OFFSET**2 + DIMENSION) / OFFSET**2
-NAMES = ("per-sample", "per-sample sketch", "split", "moments", "trajectory", "oracle")
+NAMES = ("per-sample", "per-sample sketch", "split", "ranks", "moments", "trajectory", "oracle")
 
 
 def made(name: str) -> Estimator:
@@ -33,13 +33,13 @@ def made(name: str) -> Estimator:
 
 
 class Loop:
-    """A training loop whose batches are given; `split` gets them cut in two."""
+    """A training loop whose batches are given; `split` and `ranks` get them cut in two."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], name: str | None, lr: float) -> None:
         self.model, self.loss, self.delivered = model, loss, 0
         self.optimizer = SGD(model.parameters(), lr)
         self.batches: list[tuple[Tensor, Tensor]] = []
-        self.parts = 2 if name in ("split", "cut in two") else 1
+        self.parts = 2 if name in ("split", "ranks", "cut in two") else 1
         self.estimator = made(name) if name in NAMES else None
         if self.estimator is not None:
             scene = Scene(model, lambda: self.batches, "mean", loss, self.optimizer, lambda: self.delivered)
