@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from divebatch.__main__ import main
 from divebatch.cli import app
-from divebatch.experiments import Run, execute, get_experiment
+from divebatch.experiments import Run, execute, get_experiment, runner
 from experiments import frail_command
 from experiments.launched import PATIENCE, Job, free_port, launch
 from experiments.same_end import records
@@ -154,6 +154,27 @@ def test_torchrun_starts_a_killed_job_anew_and_it_resumes_by_itself(tmp_path, ru
     assert sizes(run) == sizes(whole)
     assert re.findall(r'"epoch": (\d)', answer.stdout) == ["1", "1", "2", "3", "4"]  # told, killed, told again
     assert [path.name for path in run.folder.iterdir()] == ["synthetic-nonconvex"]
+
+
+def test_one_process_of_torchrun_resumes_by_itself_too(run, whole, monkeypatch):
+    words = [*WORDS, "--out", str(run.folder), "--jobs", "1", "--quiet"]
+    monkeypatch.setattr(sys, "argv", ["divebatch", *words])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "17")
+    with monkeypatch.context() as frail:
+        frail.setattr(runner.Saver, "_after_step", fail_in_the_second_epoch)
+        answer = CliRunner().invoke(app, words)
+    assert answer.exit_code == 1
+    assert "the cat bit the cable" in answer.output
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert sizes(run) == sizes(whole)
+    assert [path.name for path in run.folder.iterdir()] == ["synthetic-nonconvex"]
+    assert CliRunner().invoke(app, words).exit_code == 2  # the runs of a launch that has ended are not this one's
+
+
+def fail_in_the_second_epoch(saver: runner.Saver) -> None:
+    if saver.trainer.control.epoch == 1:
+        raise ValueError("the cat bit the cable")
 
 
 @pytest.mark.parametrize("words", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
