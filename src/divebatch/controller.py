@@ -18,7 +18,7 @@ from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.norms.weighing import weigh_gradients as weigh
 from divebatch.policies import Policy
 from divebatch.policies.bounds import require_count
-from divebatch.preconditions import require_coupling, require_parts, require_step_cadence
+from divebatch.preconditions import require_coupling, require_parts, require_same_setup, require_step_cadence
 from divebatch.ranks import inside_ddp
 from divebatch.records import EpochRecord
 
@@ -69,11 +69,19 @@ class Controller:
     ) -> None:
         require_parts(model, optimizer, loader, policy)
         lr_coupling = lr_coupling or getattr(policy, "lr_coupling", None) or "none"
+        self.ranks = loader.ranks
+        require_same_setup(
+            (optimizer, loader, policy, estimator),
+            shadows=repr(dict(shadows or {})),
+            lr_coupling=lr_coupling,
+            loss_reduction=loss_reduction,
+            every_steps=every_steps,
+            base_batch_size=base_batch_size,
+            weigh_gradients=weigh_gradients,
+        )
         require_coupling(policy, lr_coupling)
         if base_batch_size is not None:
             require_count("base_batch_size", base_batch_size)
-        self.ranks = loader.ranks
-        self._require_same(loader, policy, estimator, lr_coupling, loss_reduction, every_steps, base_batch_size)
         if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
@@ -114,9 +122,7 @@ class Controller:
             raise UsageError(f"{self._who_needs('loss')} needs the epoch's mean training loss: control.step(loss=...)")
         finished = self.loader.require_finished_pass()
         seen = self._measurement(finished, self._measured_diversity(), lr=self._lr, loss=loss)
-        # Rounding and clocks differ between ranks, decisions must not.
-        seen = self.ranks.from_first(replace(seen, history=self._timed(finished).with_epoch(seen)))
-        decision = self._within_limits(self.policy.next(seen), seen)
+        seen, decision = self._agreed(replace(seen, history=self._timed(finished).with_epoch(seen)))
         shadows = {name: self._within_limits(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
         self.loader.batch_size = decision.batch_size
         self._follow(decision, seen)
@@ -201,8 +207,7 @@ class Controller:
             return
         lr, at_record = self._coupling.rates()[0], self._lr
         seen = self._measurement(current, self._window(), lr=lr)
-        seen = self.ranks.from_first(replace(seen, history=self._history.with_steps(seen)))
-        decision = self._within_limits(self.policy.next(seen), seen)
+        seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
         self.loader.recut(decision.batch_size)
         self._follow(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
@@ -249,6 +254,13 @@ class Controller:
             loss=loss,
         )
 
+    def _agreed(self, seen: Measurement) -> tuple[Measurement, Decision]:
+        """Rank 0's view and decision. Rounding and clocks differ between ranks, decisions must not."""
+        agreed: tuple[Measurement, Decision] = self.ranks.from_first(
+            (seen, self._within_limits(self.policy.next(seen), seen))
+        )
+        return agreed
+
     def _who_needs(self, name: str) -> Policy:
         return next(policy for policy in (self.policy, *self._shadows.values()) if name in policy.needs)
 
@@ -259,12 +271,10 @@ class Controller:
         return self._history.with_throughput(finished.batch_size, speed)
 
     def _loss_of_all_ranks(self, loss: float | None) -> float | None:
-        """The mean over samples; None where no rank said anything."""
         if self.ranks.is_alone:
             return loss
         count = self.loader.require_finished_pass().local_samples if loss is not None else 0
-        total, samples = self.ranks.sum_numbers([count * (loss or 0.0), count])
-        return total / samples if samples else None
+        return self.ranks.mean(loss, count)
 
     def _within_limits(self, decision: Decision, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch or fewer than there are ranks, and no learning rate follows one."""
@@ -300,21 +310,6 @@ class Controller:
             next_batch_size=decision.batch_size,
             next_lr=self._coupling.rates()[0],
             reason=decision.reason,
-        )
-
-    def _require_same(self, loader: AdaptiveLoader, policy: Policy, estimator: Any, *settings: Any) -> None:
-        """What ranks disagree on at the start would part them later, without a word or in a hang."""
-        self.ranks.require_same(
-            {
-                "the number of samples": loader.dataset_size,
-                "batch_size": loader.batch_size,
-                "seed": loader.seed,
-                "drop_last": loader.drop_last,
-                "the epoch": loader.epoch,
-                "policy": repr(policy),
-                "estimator": estimator if isinstance(estimator, str | None) else type(estimator).__name__,
-                "lr_coupling, loss_reduction, every_steps, base_batch_size": settings,
-            }
         )
 
     def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:

@@ -1,5 +1,7 @@
 """What must hold of the parts that a controller is given."""
 
+from typing import Any
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -54,3 +56,19 @@ def require_parts(model: nn.Module, optimizer: object, loader: object, policy: P
             f"for a DataLoader: AdaptiveLoader.wrap(dataloader)"
         )
     policy.check_start(loader.batch_size)
+
+
+def require_same_setup(parts: tuple[Optimizer, AdaptiveLoader, Policy, Any], **settings: Any) -> None:
+    """Raise on all ranks if they differ: that would part them later, without a word or in a hang."""
+    optimizer, loader, policy, estimator = parts
+    facts = {
+        "the number of samples": loader.dataset_size,
+        "batch_size": loader.batch_size,
+        "seed": loader.seed,
+        "drop_last": loader.drop_last,
+        "the epoch": loader.epoch,
+        "policy": repr(policy),
+        "estimator": estimator if isinstance(estimator, str | None) else type(estimator).__name__,
+        "the learning rate": [float(group["lr"]) for group in optimizer.param_groups],
+    }
+    loader.ranks.require_same({**facts, **settings})

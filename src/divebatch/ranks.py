@@ -83,6 +83,15 @@ class Ranks:
         self.sum_([summed])
         return summed.tolist()
 
+    def mean(self, value: float | None, weight: float) -> float | None:
+        """Of what ranks tell, by weight, or plain where all weights are 0; None where no rank tells anything."""
+        told = 0.0 if value is None else value
+        weighted = weight * told if weight else 0.0
+        total, weights, plain, count = self.sum_numbers([weighted, weight, told, value is not None])
+        if weights:
+            return total / weights
+        return plain / count if count else None
+
     def from_first(self, value: Any) -> Any:
         """What rank 0 passed; anything that can be pickled."""
         if self.is_alone:

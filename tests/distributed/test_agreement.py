@@ -53,6 +53,29 @@ def test_noise_that_differs_between_ranks_does_not_part_them(team: Team) -> None
     assert "1.0, 2.4" in first[0]["reason"]  # rank 0's sum; the mean loss: ranks saw 26, 26, 26 and 25 samples
 
 
+@dataclass(frozen=True)
+class Dice(Policy):
+    """Against the contract: what it says depends on more than what it is shown."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    decides_within_epochs: ClassVar[bool] = True
+
+    def next(self, seen: Measurement) -> Decision:
+        return Decision(batch_size=int(torch.randint(5, 40, ())))
+
+
+def diced_course(ranks: Ranks) -> Any:
+    run = Run(ranks, replace(SMALL, policy=Dice(), every_steps=3, estimator="moments"))
+    torch.manual_seed(ranks.rank)
+    return [run.epoch() for _ in range(2)]
+
+
+def test_policies_that_differ_between_ranks_do_not_part_them(team: Team) -> None:
+    first, *others = team.run(4, diced_course)
+    assert len(first[0]["changes"]) > 1
+    assert all(other == first for other in others)
+
+
 def loss_told_by(ranks: Ranks, losses: list[float | None]) -> str:
     run = Run(ranks, replace(SMALL, policy=Touchy()))
     for batch in run.loader:
@@ -78,11 +101,16 @@ def parted(ranks: Ranks, what: str) -> None:
         "policy": {"policy": DiveBatch(0.3 if odd else 0.2, 60)},
         "estimator": {"estimator": "moments" if odd else "trajectory"},
         "lr_coupling": {"coupling": "sqrt" if odd else "linear"},
+        "every_steps": {"every_steps": 2 if odd else 3, "policy": Dice(), "estimator": "moments"},
+        "the learning rate": {"lr": 0.2 if odd else 0.1},
     }
     course(ranks, replace(SMALL, **settings[what]))
 
 
-@pytest.mark.parametrize("what", ["the number of samples", "batch_size", "policy", "estimator", "lr_coupling"])
+DIFFERENCES = ["the number of samples", "batch_size", "policy", "estimator", "lr_coupling", "every_steps"]
+
+
+@pytest.mark.parametrize("what", [*DIFFERENCES, "the learning rate"])
 def test_ranks_that_disagree_get_the_same_error_everywhere(team: Team, what: str) -> None:
     errors = team.answers(4, parted, what)
     assert all(isinstance(error, ArgumentError) for error in errors), errors

@@ -1,7 +1,7 @@
 """A life that ends within an epoch, and a second one on another number of ranks: the course of one that never ended."""
 
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distributed.loops import Problem, Run
 from distributed.team import Team
-from divebatch import DiveBatch
+from divebatch import Decision, DiveBatch, Fixed, Measurement, Policy
 from divebatch.errors import UsageError
 from divebatch.ranks import Ranks
 
@@ -34,10 +34,15 @@ def first_life(ranks: Ranks, problem: Problem) -> tuple[Any, list[Any], list[int
     run = Run(ranks, problem)
     records = [told(run, run.epoch())]
     run.seen.clear()
+    return state_after(run, CUT), records, run.seen
+
+
+def state_after(run: Run, batches: int) -> Any:
+    """Taken in the loop's body, as a checkpoint is."""
     for number, batch in enumerate(run.loader, start=1):
         run.step(batch)
-        if number == CUT:
-            return run.state(), records, run.seen
+        if number == batches:
+            return run.state()
     raise AssertionError("the epoch was too short")
 
 
@@ -89,6 +94,47 @@ def test_every_estimator_goes_on_with_the_sums_of_all_ranks(team: Team, estimato
     expected = team.run(4, one_life, problem)
     for (_, records, _), (weights, later, _), other in zip(first, second, expected, strict=True):
         assert_same((weights, records + later), other)
+
+
+def rest_of_epoch(ranks: Ranks, problem: Problem, state: Any) -> tuple[list[int], Any, list[int]]:
+    run = Run(ranks, problem)
+    run.load(state)
+    local = []
+    for batch in run.loader:
+        run.step(batch)
+        local.append(run.loader.share.mine)
+    return run.seen, run.control.step(loss=1.0 + ranks.rank), local
+
+
+@pytest.mark.filterwarnings("ignore:batch_size=2 is below")
+def test_a_batch_below_the_ranks_is_raised_within_an_epoch_too(team: Team) -> None:
+    problem = Problem(num_samples=23, batch_size=2, policy=Fixed())
+    state, before = within_an_epoch(Ranks.alone(), problem, 3)
+    answers = team.run(4, rest_of_epoch, problem, state)
+    assert sorted([*before, *(number for seen, *_ in answers for number in seen)]) == list(range(23))
+    assert [local for *_, local in answers] == [[1, 1, 1, 1, 1], *[[1, 1, 1, 1, 0]] * 3]
+    assert {record.batch_size for _, record, _ in answers} == {4}
+
+
+def within_an_epoch(ranks: Ranks, problem: Problem, batches: int) -> tuple[Any, list[int]]:
+    run = Run(ranks, problem)
+    return state_after(run, batches), run.seen
+
+
+@dataclass(frozen=True)
+class NeedsLoss(Policy):
+    needs: ClassVar[frozenset[str]] = frozenset({"loss"})
+
+    def next(self, seen: Measurement) -> Decision:
+        return Decision(batch_size=seen.batch_size, reason=f"{seen.loss}")
+
+
+def test_behind_the_last_batch_the_loss_of_the_life_before_counts(team: Team) -> None:
+    problem = Problem(num_samples=23, batch_size=8, policy=NeedsLoss())
+    state, _ = team.run(4, within_an_epoch, problem, 3)[0]
+    for seen, record, _ in team.run(4, rest_of_epoch, problem, state):
+        assert not seen
+        assert float(record.reason) == 2.5
 
 
 def sums_of_shards(ranks: Ranks, problem: Problem) -> tuple[Any, Any, Any]:

@@ -25,6 +25,8 @@ from divebatch.training.loop import Step
 
 PATIENCE = 60.0
 """Seconds until a wait for another process is given up."""
+GRACE = 10.0
+"""Seconds that ranks have to find out by themselves that another one has failed."""
 PRELOADED = ["divebatch.cli", "divebatch.training.sharded", "torch.distributed.fsdp", "torch._dynamo", "PIL.Image"]
 
 
@@ -43,10 +45,16 @@ class Job:
         while any(process.exitcode is None for process in self.processes):
             assert time.monotonic() < deadline, f"hangs: {self.log.read_text()}"
             if any(process.exitcode for process in self.processes):
-                time.sleep(1.0)  # time to find out by themselves
+                self._wait(GRACE)
                 self.kill()
             time.sleep(0.01)
         return [int(process.exitcode) for process in self.processes]
+
+    def _wait(self, seconds: float) -> None:
+        """For all to end, or so long."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
         for process in self.processes:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from divebatch.__main__ import main
 from divebatch.cli import app
-from divebatch.experiments import Run, execute, get_experiment
+from divebatch.experiments import Run, execute, get_experiment, runner
 from experiments import frail_command
 from experiments.launched import PATIENCE, Job, free_port, launch
 from experiments.same_end import records
@@ -108,6 +108,28 @@ def test_wrong_use_is_told_once(command, run):
         assert job.log.read_text().count("\n") == 1
 
 
+def _different_command(words: list[str], odd: list[str]) -> None:
+    _command([*words, *(odd if os.environ["RANK"] == "1" else [])], {})
+
+
+@pytest.mark.parametrize(
+    ("odd", "difference"),
+    [
+        (["--checkpoint-steps", "3"], "checkpoint_steps: rank 0 has None, rank 1 has 3"),
+        (["--epochs", "5"], "epochs: rank 0 has 4, rank 1 has 5"),
+        (["--trials", "2"], "the runs: rank 0 has ['divebatch seed 0'], rank 1 has ['divebatch seed 0', 'divebatch"),
+    ],
+)
+def test_ranks_that_were_told_different_things_say_which(tmp_path, run, odd, difference):
+    job = launch(tmp_path / "log", 2, _different_command, [*WORDS, "--out", str(run.folder)], odd)
+    try:
+        assert job.ends() == [1, 1]
+        assert job.log.read_text().count(f"divebatch: the ranks disagree on {difference}") == 1
+        assert not run.records_path.exists()
+    finally:
+        job.kill()
+
+
 def test_half_an_environment_of_a_launcher_is_named(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     answer = CliRunner().invoke(app, [*WORDS, "--out", str(run.folder)])
@@ -132,6 +154,27 @@ def test_torchrun_starts_a_killed_job_anew_and_it_resumes_by_itself(tmp_path, ru
     assert sizes(run) == sizes(whole)
     assert re.findall(r'"epoch": (\d)', answer.stdout) == ["1", "1", "2", "3", "4"]  # told, killed, told again
     assert [path.name for path in run.folder.iterdir()] == ["synthetic-nonconvex"]
+
+
+def test_one_process_of_torchrun_resumes_by_itself_too(run, whole, monkeypatch):
+    words = [*WORDS, "--out", str(run.folder), "--jobs", "1", "--quiet"]
+    monkeypatch.setattr(sys, "argv", ["divebatch", *words])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "17")
+    with monkeypatch.context() as frail:
+        frail.setattr(runner.Saver, "_after_step", fail_in_the_second_epoch)
+        answer = CliRunner().invoke(app, words)
+    assert answer.exit_code == 1
+    assert "the cat bit the cable" in answer.output
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert sizes(run) == sizes(whole)
+    assert [path.name for path in run.folder.iterdir()] == ["synthetic-nonconvex"]
+    assert CliRunner().invoke(app, words).exit_code == 2  # the runs of a launch that has ended are not this one's
+
+
+def fail_in_the_second_epoch(saver: runner.Saver) -> None:
+    if saver.trainer.control.epoch == 1:
+        raise ValueError("the cat bit the cable")
 
 
 @pytest.mark.parametrize("words", [[], ["--fsdp"]], ids=["ddp", "fsdp"])

@@ -93,8 +93,8 @@ def run(
             _make_folder(out)
             with begun_here(out, ranks):
                 failures = _execute(runs, count, resume, out, mode if ranks.is_first else "quiet")
-        if failures:
-            raise leave("\n".join(_say(failure) for failure in failures), FAILED)
+                if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
+                    raise leave("\n".join(_say(failure) for failure in failures), FAILED)
         if mode == "show" and ranks.is_first:
             typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
 

@@ -137,8 +137,11 @@ class AdaptiveLoader:
         self.batch_size = batch_size
         current = self._current
         if current is not None and (current.is_open or self._resume):
-            current.batch_size = self.batch_size
-            current.num_batches = self._total_batches(current)
+            self._cut_rest(current, self.batch_size)
+
+    def _cut_rest(self, current: Pass, batch_size: int) -> None:
+        current.batch_size = batch_size
+        current.num_batches = self._total_batches(current)
 
     @property
     def can_recut(self) -> bool:
@@ -199,6 +202,8 @@ class AdaptiveLoader:
         if not self._resume or self._current is None:
             self._current = self._new_pass()
             self._on_new_pass()
+        elif self._current.batch_size < self.ranks.size:  # begun by fewer ranks than there are now
+            self._cut_rest(self._current, self.ranks.size)
         self._resume = False
         return self._run(self._current)
 
@@ -257,9 +262,9 @@ class AdaptiveLoader:
 
     def _share_of(self, current: Pass, num_samples: int) -> Share:
         """`num_samples` is what the source counted here."""
-        if self.ranks.is_alone or current.left is None:
+        if self.ranks.is_alone:  # a stream never has other ranks
             return Share(num_samples, num_samples)
-        return share_of(min(current.batch_size, len(current.left)), self.ranks)
+        return share_of(min(current.batch_size, current.samples_left), self.ranks)
 
     def _total_batches(self, current: Pass) -> int | None:
         if current.order is None:

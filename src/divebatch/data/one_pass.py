@@ -36,6 +36,11 @@ class Pass:
         return None if self.order is None else self.order[self.samples :]
 
     @property
+    def samples_left(self) -> int:
+        """How many those are; 0 for a stream."""
+        return 0 if self.order is None else len(self.order) - self.samples
+
+    @property
     def is_used_up(self) -> bool:
         """All batches delivered, even if the loop stopped before the iterator could say so."""
         return self.batches == self.num_batches

@@ -65,6 +65,7 @@ def _one_by_one(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: Stop
 
 
 def _together(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: StopRequest, ranks: Ranks) -> list[Failure]:
+    _require_same(runs, ranks)
     failures = []
     for index, run in enumerate(runs):
         try:
@@ -77,6 +78,13 @@ def _together(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: StopRe
             name = f"{run.experiment.name} {run.method_name} seed {run.seed}"
             raise RankError(f"rank {ranks.rank} of {ranks.size}, {name}: {_in_short(error)}") from error
     return failures
+
+
+def _require_same(runs: Sequence[Run], ranks: Ranks) -> None:
+    """Commands may differ between machines, and ranks that save or end at different steps wait for each other."""
+    ranks.require_same({"the runs": [f"{run.method_name} seed {run.seed}" for run in runs]})
+    for run in runs:
+        ranks.require_same(run.settings_of_all_ranks)
 
 
 def _in_short(error: Exception) -> str:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from divebatch.errors import RecordError
 from divebatch.ranks import Ranks
-from divebatch.training.launch import first_does, is_launched, is_restarted
+from divebatch.training.launch import first_does, is_restarted, may_be_restarted
 
 
 def was_begun_here(out: Path, ranks: Ranks) -> bool:
     """Whether an earlier life of this launch has begun its runs. The first life forgets what was before it."""
     if is_restarted():
         return first_does(ranks, _mark(out).exists)
-    if is_launched() and ranks.is_first:
+    if may_be_restarted() and ranks.is_first:
         with suppress(OSError):
             _mark(out).unlink()
     return False
@@ -25,7 +25,7 @@ def was_begun_here(out: Path, ranks: Ranks) -> bool:
 @contextmanager
 def begun_here(out: Path, ranks: Ranks) -> Iterator[None]:
     """Inside, runs are begun; the mark that says so goes away with a good end."""
-    if not is_launched():
+    if not may_be_restarted():
         yield
         return
     first_does(ranks, lambda: _put(_mark(out)))

@@ -74,6 +74,12 @@ class Run:
         return {**values, "method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
 
     @property
+    def settings_of_all_ranks(self) -> dict[str, Any]:
+        """What must be equal on all ranks; devices differ, and folders may be called something else elsewhere."""
+        names = ("checkpoint_every", "checkpoint_steps", "sharding")
+        return {**self.config, **{name: getattr(self, name) for name in names}}
+
+    @property
     def _ranks(self) -> dict[str, Any]:
         ranks = Ranks.here()
         return {} if ranks.is_alone else {"ranks": ranks.size, "sharding": self.sharding}

@@ -27,9 +27,14 @@ def is_launched() -> bool:
     return _number("WORLD_SIZE", 1) > 1
 
 
+def may_be_restarted() -> bool:
+    """Whether torchrun has started this process, alone or with others: it starts a failed job anew."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def is_restarted() -> bool:
-    """Whether the launcher has started this job anew, after a rank had failed."""
-    return is_launched() and _num_restarts() > 0
+    """Whether torchrun has started this job anew, after a process had failed."""
+    return may_be_restarted() and _num_restarts() > 0
 
 
 @contextmanager
