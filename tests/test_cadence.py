@@ -264,6 +264,14 @@ def test_dwell_and_warm_up_count_decisions():
     assert run.control.step().next_lr == pytest.approx(0.04)
 
 
+def test_a_cap_above_the_data_leaves_the_rate_where_the_coupling_wants_it():
+    run = Training(WarmUp(ByStep(tuple((step, 64) for step in range(10, 14))), epochs=1), lr_coupling="linear")
+    run.epoch()
+    for _ in range(3):
+        record = run.epoch()
+        assert (record.next_batch_size, record.next_lr) == (40, pytest.approx(0.1))
+
+
 # Resuming
 
 
