@@ -117,8 +117,8 @@ def _factors(text: str | None, cap: int | None, window: int, branches: BranchTra
     except ValueError as error:
         raise ArgumentError(f"--factors must be whole numbers such as 1,2,4, got {text!r}") from error
     largest = max(factors) * batch_size
-    if largest > (cap or dataset_size):
-        limit = f"--cap {cap}" if cap is not None else f"the {dataset_size} samples there are"
+    if largest > min(cap or dataset_size, dataset_size):
+        limit = f"--cap {cap}" if cap is not None and cap < dataset_size else f"the {dataset_size} samples there are"
         raise ArgumentError(f"factor {max(factors)} makes batches of {largest} samples, above {limit}")
     return factors
 
