@@ -12,9 +12,10 @@ from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.out import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
 from divebatch.experiments import get_experiment
+from divebatch.policies.bounds import require_positive
 from divebatch.probe import Outcome, Probe, probe_critical_batch
 from divebatch.probe.asked import Asked, ask_policies
-from divebatch.probe.branching import LEAST_STEPS, default_factors
+from divebatch.probe.branching import LEAST_STEPS, SMOOTHING, checked_factors, default_factors, require_settings
 from divebatch.probe.checkpoints import Start, find_start, run_of
 from divebatch.probe.picture import draw_probe
 from divebatch.probe.trainer import BranchTrainer
@@ -56,6 +57,8 @@ def probe(
         require_matplotlib()
         if judge not in JUDGES:
             raise ArgumentError(f"unknown judge {judge!r}; known: {', '.join(JUDGES)}")
+        require_settings(coupling, repeats, tolerance, SMOOTHING)
+        require_positive("--window-epochs", window_epochs)
         planned = get_experiment(experiment)
         start = find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
         training = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
@@ -63,7 +66,7 @@ def probe(
         make_folder(out)
         branches = BranchTrainer(run, start)
         window = _window(branches, window_epochs)
-        chosen = _factors(factors, cap, window, branches)
+        chosen = checked_factors(_factors(factors, cap, window, branches), start.batch_size, window)
     with errors_exit_with(FAILED):
         found = probe_critical_batch(
             start.batch_size,
