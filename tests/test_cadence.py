@@ -205,6 +205,23 @@ def test_an_exponential_mean_goes_on_through_decisions():
         assert (measured.diversity.trace, measured.diversity.sq_norm) == pytest.approx(means, rel=1e-9)
 
 
+def test_a_window_that_ends_between_two_optimizer_steps_spoils_no_estimate():
+    def seen_by(estimator: str) -> list[Measurement]:
+        seen: list[Measurement] = []
+        run = still(Watching((), seen), estimator=estimator, every_steps=3)
+        for number, (x, y) in enumerate(run.loader, 1):
+            mean_loss(run.model(x), y).backward()  # accumulated over two batches
+            if number % 2 == 0:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        run.control.step()
+        return seen
+
+    for mine, theirs in zip(seen_by("ranks"), seen_by("split"), strict=True):
+        assert mine.diversity.trace == pytest.approx(theirs.diversity.trace, rel=1e-5)
+        assert mine.diversity.sq_norm == pytest.approx(theirs.diversity.sq_norm, rel=1e-4, abs=1e-7)
+
+
 def test_a_window_in_which_nothing_can_be_seen_is_no_error_and_no_evidence():
     """A last batch of one sample after windows that could be measured; and two steps' moments asked after one."""
     seen: list[Measurement] = []

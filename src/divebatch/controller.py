@@ -17,8 +17,8 @@ from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.norms.weighing import weigh_gradients as weigh
 from divebatch.policies import Policy
-from divebatch.policies.bounds import require_count
-from divebatch.preconditions import require_coupling, require_parts, require_step_cadence
+from divebatch.policies.bounds import require_count, require_coupling
+from divebatch.preconditions import require_parts, require_step_cadence
 from divebatch.ranks import inside_ddp
 from divebatch.records import EpochRecord
 

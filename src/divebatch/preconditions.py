@@ -30,16 +30,6 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
         )
 
 
-def require_coupling(policy: Policy, lr_coupling: str) -> None:
-    """Raise if the policy is made for another one."""
-    wanted = getattr(policy, "lr_coupling", None)
-    if wanted not in (None, lr_coupling):
-        raise ArgumentError(
-            f"{type(policy).__name__} moves the learning rate with the batch size: pass lr_coupling={wanted!r}, "
-            f"got lr_coupling={lr_coupling!r}"
-        )
-
-
 def require_parts(model: nn.Module, optimizer: object, loader: object, policy: Policy) -> None:
     """Raise for what is no optimizer, loader or policy, and where there is nothing to train."""
     if not isinstance(optimizer, Optimizer):

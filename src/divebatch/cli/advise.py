@@ -1,5 +1,6 @@
 """`divebatch advise EXPERIMENT` or `divebatch advise module:function`."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from divebatch.cli.out import make_folder, to_json, write_results
 from divebatch.cli.own import call_own, is_import_path
 from divebatch.errors import ArgumentError
 from divebatch.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
-from divebatch.policies.bounds import require_positive
 from divebatch.report.drawing import require_matplotlib
 
 
@@ -48,8 +48,8 @@ def advise(
     with errors_exit_with(WRONG_USE):
         require_device(device)
         require_matplotlib()
-        if lr is not None:
-            require_positive("--lr", lr)
+        if lr is not None and not 0 < lr < math.inf:
+            raise ArgumentError(f"--lr must be positive and finite, got {lr}")
         settings["batch_sizes"] = _sizes(batch_sizes)
         make_folder(out)
         if is_import_path(target):

@@ -1,5 +1,6 @@
 """`divebatch probe EXPERIMENT --checkpoint PLACE`."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,6 @@ from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.out import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
 from divebatch.experiments import get_experiment
-from divebatch.policies.bounds import require_positive
 from divebatch.probe import Outcome, Probe, probe_critical_batch
 from divebatch.probe.asked import Asked, ask_policies
 from divebatch.probe.branching import LEAST_STEPS, SMOOTHING, checked_factors, default_factors, require_settings
@@ -58,7 +58,8 @@ def probe(
         if judge not in JUDGES:
             raise ArgumentError(f"unknown judge {judge!r}; known: {', '.join(JUDGES)}")
         require_settings(coupling, repeats, tolerance, SMOOTHING)
-        require_positive("--window-epochs", window_epochs)
+        if not 0 < window_epochs < math.inf:
+            raise ArgumentError(f"--window-epochs must be positive and finite, got {window_epochs}")
         planned = get_experiment(experiment)
         start = find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
         training = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
