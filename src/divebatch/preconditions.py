@@ -26,7 +26,7 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
     if estimator is not None and not isinstance(estimator, Windowed):
         raise ArgumentError(
             f"{type(estimator).__name__} sums over whole epochs and cannot serve every_steps={every_steps}: "
-            f"use estimator='split', 'moments', 'per-sample' or 'oracle'"
+            f"use estimator='split', 'moments', 'per-sample', 'ranks' or 'oracle'"
         )
 
 
