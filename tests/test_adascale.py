@@ -190,6 +190,14 @@ def test_the_sum_survives_a_resume():
     assert fresh.lr == pytest.approx(0.01)
 
 
+def test_an_epoch_that_begins_again_takes_nothing_from_the_sum():
+    gains = GainSum(1.0)
+    gains.change(8.0, 50)  # within an epoch that is then broken off
+    assert [gains.at(step) for step in (0, 10, 50, 51)] == [0.0, 10.0, 50.0, 58.0]
+    gains.change(4.0, 10)
+    assert gains.at(12) == 18.0
+
+
 def test_no_step_is_lost_to_rounding():
     gains, due = GainSum(0.1), []
     for step in range(1, 11):

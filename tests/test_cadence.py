@@ -205,6 +205,23 @@ def test_an_exponential_mean_goes_on_through_decisions():
         assert (measured.diversity.trace, measured.diversity.sq_norm) == pytest.approx(means, rel=1e-9)
 
 
+def test_a_window_that_ends_between_two_optimizer_steps_spoils_no_estimate():
+    def seen_by(estimator: str) -> list[Measurement]:
+        seen: list[Measurement] = []
+        run = still(Watching((), seen), estimator=estimator, every_steps=3)
+        for number, (x, y) in enumerate(run.loader, 1):
+            mean_loss(run.model(x), y).backward()  # accumulated over two batches
+            if number % 2 == 0:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        run.control.step()
+        return seen
+
+    for mine, theirs in zip(seen_by("ranks"), seen_by("split"), strict=True):
+        assert mine.diversity.trace == pytest.approx(theirs.diversity.trace, rel=1e-5)
+        assert mine.diversity.sq_norm == pytest.approx(theirs.diversity.sq_norm, rel=1e-4, abs=1e-7)
+
+
 def test_a_window_in_which_nothing_can_be_seen_is_no_error_and_no_evidence():
     """A last batch of one sample after windows that could be measured; and two steps' moments asked after one."""
     seen: list[Measurement] = []
@@ -262,6 +279,14 @@ def test_dwell_and_warm_up_count_decisions():
     rates = [run.lr for _ in run.batches()]
     assert rates == pytest.approx([0.01, 0.01, 0.01, 0.02])
     assert run.control.step().next_lr == pytest.approx(0.04)
+
+
+def test_a_cap_above_the_data_leaves_the_rate_where_the_coupling_wants_it():
+    run = Training(WarmUp(ByStep(tuple((step, 64) for step in range(10, 14))), epochs=1), lr_coupling="linear")
+    run.epoch()
+    for _ in range(3):
+        record = run.epoch()
+        assert (record.next_batch_size, record.next_lr) == (40, pytest.approx(0.1))
 
 
 # Resuming

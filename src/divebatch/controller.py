@@ -17,8 +17,8 @@ from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.norms.weighing import weigh_gradients as weigh
 from divebatch.policies import Policy
-from divebatch.policies.bounds import require_count
-from divebatch.preconditions import require_coupling, require_parts, require_same_setup, require_step_cadence
+from divebatch.policies.bounds import require_count, require_coupling
+from divebatch.preconditions import require_parts, require_same_setup, require_step_cadence
 from divebatch.ranks import inside_ddp
 from divebatch.records import EpochRecord
 
@@ -278,14 +278,12 @@ class Controller:
 
     def _within_limits(self, decision: Decision, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch or fewer than there are ranks, and no learning rate follows one."""
-        size, ranks = decision.batch_size, self.ranks.size
-        if ranks <= size <= seen.dataset_size:
+        decision, ranks = decision.at_most(seen.dataset_size), self.ranks.size
+        if decision.batch_size >= ranks:
             return decision
-        limit = (
-            f"limited to the {seen.dataset_size} samples there are" if size > ranks else f"raised to the {ranks} ranks"
+        return replace(
+            decision, batch_size=ranks, reason=f"{decision.reason}; raised to the {ranks} ranks".lstrip("; ")
         )
-        reason = f"{decision.reason}; {limit}".lstrip("; ")
-        return replace(decision, batch_size=max(ranks, min(size, seen.dataset_size)), reason=reason)
 
     def _follow(self, decision: Decision, seen: Measurement) -> None:
         """Put the learning rate where the decision, and for some couplings the noise, wants it."""

@@ -233,6 +233,8 @@ class GainSum:
 
     def at(self, step: int) -> float:
         """After `step` steps."""
+        if step < self.steps:  # an epoch was broken off and began again: what was made of it does not count
+            return self.before * step / self.steps
         return self.before + (step - self.steps) * self.gain
 
     def change(self, gain: float, step: int) -> None:

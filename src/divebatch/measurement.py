@@ -259,3 +259,10 @@ class Decision:
     reason: str = ""
     wanted: float | None = field(default=None, repr=False)
     """What the rule asked for before floor and cap; None where it asked for nothing."""
+
+    def at_most(self, dataset_size: int) -> Self:
+        """No batch has more samples than an epoch, and no learning rate follows one that had."""
+        if self.batch_size <= dataset_size:
+            return self
+        reason = f"{self.reason}; limited to the {dataset_size} samples there are".lstrip("; ")
+        return replace(self, batch_size=dataset_size, reason=reason)

@@ -28,17 +28,7 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
     if estimator is not None and not isinstance(estimator, Windowed):
         raise ArgumentError(
             f"{type(estimator).__name__} sums over whole epochs and cannot serve every_steps={every_steps}: "
-            f"use estimator='split', 'moments', 'per-sample' or 'oracle'"
-        )
-
-
-def require_coupling(policy: Policy, lr_coupling: str) -> None:
-    """Raise if the policy is made for another one."""
-    wanted = getattr(policy, "lr_coupling", None)
-    if wanted not in (None, lr_coupling):
-        raise ArgumentError(
-            f"{type(policy).__name__} moves the learning rate with the batch size: pass lr_coupling={wanted!r}, "
-            f"got lr_coupling={lr_coupling!r}"
+            f"use estimator='split', 'moments', 'per-sample', 'ranks' or 'oracle'"
         )
 
 

@@ -199,15 +199,15 @@ def _no_number(constant: str) -> None:
 
 
 def _line(kind: str, values: Mapping[str, Any]) -> str:
-    return json.dumps({"kind": kind, **_finite(values)}, allow_nan=False)
+    return json.dumps({"kind": kind, **finite(values)}, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """NaN and infinities become null, at any depth: every line is JSON that any reader takes."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -20,6 +20,11 @@ def parts():
 
 def few():
     return parts()[:2]
+
+def turned():
+    return parts()[2::-1]
+
+COUNT = 3
 """
 
 
@@ -72,6 +77,11 @@ def test_a_function_of_ones_own_by_its_import_path(own):
         (["no_such_module:parts"], "cannot import 'no_such_module:parts'"),
         (["my_training_code:few"], "or (model, loss_fn, dataset, optimizer), got 2 objects"),
         (["my_training_code:parts"], "batch_size is missing"),
+        (["my_training_code:parts", "--batch-size", "600"], "batch_size=600 is more than the 512 samples there are"),
+        (["my_training_code:COUNT"], "must be a function that returns (model, loss_fn, dataset)"),
+        (["my_training_code:turned"], "model must be a torch.nn.Module, got TensorDataset"),
+        (["synthetic-convex", "--lr", "0"], "--lr must be positive and finite, got 0.0"),
+        (["synthetic-convex", "--lr", "-1"], "--lr must be positive and finite, got -1.0"),
         (["my_training_code:parts", "--lr", "1"], "--lr is for experiments"),
         (["cifar-11"], "unknown experiment 'cifar-11'"),
         (["synthetic-convex", "--method", "sgd-tiny"], "has no method 'sgd-tiny'"),

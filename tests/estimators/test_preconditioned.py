@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
 from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
 from divebatch.errors import ArgumentError
@@ -145,11 +145,15 @@ def test_it_works_in_a_controller():
 
 
 @pytest.mark.parametrize(
-    "optimizer", [lambda p: SGD(p, 0.1), lambda p: RMSprop(p, centered=True)], ids=["SGD", "centered RMSprop"]
+    "optimizer",
+    [lambda p: SGD(p, 0.1), lambda p: RMSprop(p, centered=True), Adadelta],
+    ids=["SGD", "centered RMSprop", "Adadelta"],
 )
 @pytest.mark.parametrize("make", [Split, Moments])
 def test_an_optimizer_that_divides_by_nothing_we_know_is_refused_at_once(make: type, optimizer: Any):
-    with pytest.raises(ArgumentError, match=r"preconditioned=True is for optimizers that divide.*got (SGD|RMSprop)"):
+    with pytest.raises(
+        ArgumentError, match=r"preconditioned=True is for optimizers that divide.*got (SGD|RMSprop|Adadelta)"
+    ):
         Loop(make(preconditioned=True), optimizer)
 
 

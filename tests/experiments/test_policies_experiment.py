@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from divebatch.errors import CheckpointError
-from divebatch.experiments import Experiment, Run, execute, get_experiment
+from divebatch.experiments import Experiment, Run, execute, get_experiment, make_trainer
 from divebatch.records import read_run
 
 
@@ -31,6 +31,13 @@ def test_every_method_runs_and_says_what_it_did(tmp_path: Path, method: str):
     assert all(record.val_accuracy is not None for record in epochs)
     measures = header.config["method"]["estimator"] is not None
     assert any(record.measured for record in epochs) == (measures or method == "divebatch")
+
+
+def test_a_policy_brings_its_estimator_where_the_method_names_none(tmp_path: Path):
+    experiment = small()
+    method = replace(experiment.method("auto"), estimator=None)
+    run = Run(replace(experiment, methods={"auto": method}), "auto", 0, tmp_path)
+    assert make_trainer(run).control.state_dict()["estimator_kind"] == "Moments"
 
 
 def test_a_method_that_decides_within_epochs_records_where(tmp_path: Path):

@@ -83,6 +83,11 @@ def change(path: str, value: object) -> dict:
         ("methods/oracle/every_steps", 0, r"\[methods.oracle\]: every_steps must be an integer of at least 1"),
         ("methods/oracle/base_batch_size", 0, r"base_batch_size must be an integer of at least 1"),
         ("methods/oracle/multiple_of", 0, r"multiple_of must be an integer of at least 1"),
+        (
+            "methods/sgd-small/policy",
+            {"kind": "auto", "max_batch_size": 4096},
+            r"\[methods.sgd-small\]: Auto moves the learning rate .* pass lr_coupling='linear'",
+        ),
         ("methods", None, r"needs at least one \[methods.NAME\]"),
         ("data", 3, r"\[data\]: must be a table, got 3"),
     ],
@@ -99,5 +104,7 @@ def test_scaling_epochs_scales_every_epoch_counted_setting():
     short = experiment.scaled(40)
     assert (short.epochs, short.schedule.settings["every_epochs"]) == (40, 8)
     assert short.methods["sgd-small"].policy.settings["every"] == 8
+    waiting = change("methods/sgd-small/policy", {"kind": "plateau", "max_batch_size": 4096, "patience": 5})
+    assert parse_experiment(waiting, "file.toml").scaled(40).methods["sgd-small"].policy.settings["patience"] == 2
     assert experiment.scaled(1).schedule.settings["every_epochs"] == 1
     assert short.schedule.settings["factor"] == experiment.schedule.settings["factor"]

@@ -9,6 +9,7 @@ from torch.optim import SGD
 from divebatch import AdaptiveLoader, Auto, Controller, Diversity, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History, Spread
+from divebatch.policies import Steady
 from reference.per_sample import dataset, mean_loss, mlp
 
 
@@ -65,6 +66,12 @@ def test_the_rate_comes_one_decision_after_the_size(coupling: str, jump: float):
     history = History(epochs_at_size=1, previous_batch_size=128)
     after = policy.next(seen(128.0 * 16, 512, history=history))
     assert (after.batch_size, after.lr_factor) == (512, pytest.approx(jump))
+
+
+def test_it_can_be_kept_calm_without_losing_its_rate():
+    history = History(epochs_at_size=1, previous_batch_size=128)
+    calm = Steady(Auto(4096), dwell=3).next(seen(128.0 * 256, 512, history=history))
+    assert (calm.batch_size, calm.lr_factor) == (512, pytest.approx(4.0))
 
 
 def test_one_line_is_enough():

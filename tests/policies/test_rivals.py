@@ -148,6 +148,13 @@ def test_the_inner_product_test_says_what_it_needs():
         InnerProductTest(CAP).next(seen(100.0))
 
 
+def test_the_inner_product_test_stays_where_nothing_was_seen():
+    spread = Spread(trace_variance=math.inf, sq_norm_variance=math.inf, covariance=0.0, degrees=0.0)
+    nothing = Diversity(math.nan, math.nan, 128, spread)  # what "moments" says of an epoch with one step
+    decision = InnerProductTest(CAP).next(replace(seen(), diversity=nothing))
+    assert (decision.batch_size, decision.reason) == (128, "nothing was seen that would justify a change")
+
+
 # Evidence
 
 
@@ -273,6 +280,12 @@ def test_goodput_is_the_most_progress_in_time(noise_scale: float):
     assert candidates[:5] == [128, 181, 256, 362, 512]
     assert candidates[-1] == CAP
     assert size(policy, noise_scale, history=history) == by_hand(1.0, 0.002, noise_scale, candidates)
+
+
+def test_goodputs_candidates_are_multiples_where_that_is_asked_for():
+    assert Goodput(1000, multiple_of=64)._candidates(128) == [128, 256, 320, 512, 704, 960]
+    assert Goodput(1000, multiple_of=64)._candidates(65) == [65, 128, 256, 320, 512, 704, 960]
+    assert Goodput(128)._candidates(128) == [128]
 
 
 def test_goodput_stays_where_little_is_to_be_gained():

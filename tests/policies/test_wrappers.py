@@ -1,6 +1,7 @@
 """What can be put around a policy: calm, an outlet at the cap, a gentle start."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -35,14 +36,13 @@ class Asks:
             raise ArgumentError("above the cap")
 
 
-def run(policy, epochs: int, *, batch_size: int = 100) -> tuple[list[int], list[float]]:
+def run(policy, epochs: int, *, batch_size: int = 100, data: int = N) -> tuple[list[int], list[float]]:
     """Sizes and the product of the learning rate factors after each epoch, as a controller keeps them."""
     history, sizes, factors, factor = History(), [], [], 1.0
     for epoch in range(1, epochs + 1):
-        seen = Measurement(epoch=epoch, batch_size=batch_size, first_batch_size=100, dataset_size=N)
+        seen = Measurement(epoch=epoch, batch_size=batch_size, first_batch_size=100, dataset_size=data)
         history = history.with_epoch(seen)
-        seen = Measurement(epoch=epoch, batch_size=batch_size, first_batch_size=100, dataset_size=N, history=history)
-        decision = policy.next(seen)
+        decision = policy.next(replace(seen, history=history)).at_most(data)
         history = history.with_decision(batch_size, decision)
         batch_size, factor = decision.batch_size, factor * decision.lr_factor
         sizes.append(batch_size)
@@ -111,6 +111,35 @@ def test_they_can_be_put_around_each_other():
     _, factors = run(WarmUp(SpillOver(asks), epochs=2), 6)
     grown = CAP / 100
     assert factors == pytest.approx([0.5 / grown, 0.25 * math.sqrt(grown) / grown, 0.25, 0.25, 0.25, 0.25])
+
+
+def test_the_rate_goes_by_the_size_that_the_data_allow():
+    sizes, factors = run(SpillOver(Asks(2000, 2000, 2000, 800)), 4, data=800)
+    assert sizes == [800] * 4
+    assert factors == pytest.approx([0.4, 0.4, 0.4, 1])
+    sizes, factors = run(WarmUp(Asks(900, 900, 900, 900), epochs=2), 4, data=800)
+    assert sizes == [800] * 4
+    assert factors == pytest.approx([1 / 8, math.sqrt(1 / 8), 1, 1])
+
+
+def test_what_settles_the_size_comes_before_what_moves_the_rate_in_any_order():
+    asks = Asks(2000, 900, 2000, 2000, 900)  # 900 is no change worth making
+    for policy in (Steady(SpillOver(asks), threshold=1.25), SpillOver(Steady(asks, threshold=1.25))):
+        assert run(policy, 5) == ([CAP] * 5, pytest.approx([0.5] * 5))
+    for policy in (
+        Steady(WarmUp(Asks(200, 400, 400, 400)), dwell=3),
+        WarmUp(Steady(Asks(200, 400, 400, 400), dwell=3)),
+    ):
+        sizes, factors = run(policy, 4)
+        assert sizes == [100, 100, 400, 400]
+        assert factors == pytest.approx([1, 1, 1 / 4, 4 ** (1 / 3) / 4])
+    for policy in (Rounded(SpillOver(Asks(*[2000] * 3)), 64), SpillOver(Rounded(Asks(*[2000] * 3), 64))):
+        assert run(policy, 3) == ([960] * 3, pytest.approx([0.48] * 3))
+
+
+def test_a_size_that_is_kept_does_not_lose_what_the_rate_is_owed():
+    policy = Steady(WarmUp(Asks(200, 300, 300), epochs=2), threshold=2)
+    assert run(policy, 3) == ([200] * 3, pytest.approx([1 / 2, math.sqrt(1 / 2), 1]))
 
 
 @pytest.mark.parametrize("wrap", [Steady, SpillOver, WarmUp])

@@ -11,7 +11,9 @@ from divebatch.probe import Branch
 from divebatch.probe.asked import ask_policies, has_batch_norm, policies_for
 from divebatch.probe.checkpoints import find_start, run_of
 from divebatch.probe.trainer import BranchTrainer
-from divebatch.training import load_checkpoint
+from divebatch.ranks import Ranks
+from divebatch.training import load_checkpoint, save_checkpoint
+from divebatch.training.sharded import save_sharded
 from probe.tiny_run import NAME, run_it, tiny_experiment
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -143,6 +145,13 @@ def test_the_delta_asked_about_is_the_runs_own(place):
         (["--window-epochs", "0.001"], "is 1 samples, shorter than one step of 16"),
         (["--factors", "1,64"], "factor 64 makes batches of 1024 samples, above the 1000 samples there are"),
         (["--factors", "1,8", "--cap", "64"], "above --cap 64"),
+        (["--factors", "1,64", "--cap", "5000", "--window-epochs", "9"], "above the 1000 samples there are"),
+        (["--factors", "0,2"], "factors must be an integer of at least 1, got factors=0"),
+        (["--factors", "1"], "nothing to compare"),
+        (["--window-epochs", "nan"], "--window-epochs must be positive and finite, got nan"),
+        (["--window-epochs", "inf"], "--window-epochs must be positive and finite, got inf"),
+        (["--coupling", "adascale"], "unknown coupling 'adascale'; known: none, linear, sqrt"),
+        (["--tolerance", "0"], "tolerance must be positive and finite, got tolerance=0.0"),
         (["--factors", "1,two"], "--factors must be whole numbers"),
         (["--epoch", "1"], "no checkpoint of sgd-small seed 0 after epoch 1; there are: 3, 4"),
         (["--seed", "5"], "no such run. There are: divebatch seed 0, sgd-small seed 0"),
@@ -182,6 +191,25 @@ def test_a_checkpoint_at_learning_rate_zero_is_refused(place, tmp_path, monkeypa
     answer = call(place, "--out", tmp_path)
     assert answer.exit_code == 2
     assert "stands at learning rate 0" in answer.output
+
+
+def test_the_batch_size_is_the_one_in_force_also_where_it_changed_since_the_last_record(place, tmp_path):
+    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+    state = load_checkpoint(path, device=torch.device("cpu"))
+    state["control"]["loader"]["batch_size"] = 32  # as a decision within the epoch leaves it
+    save_checkpoint(tmp_path / path.name, state)
+    (tmp_path / "seed-0.jsonl").write_bytes(path.with_suffix(".jsonl").read_bytes())
+    words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
+    found = json.loads(call(place, *words, checkpoint=tmp_path / path.name).output)
+    assert [gap["batch_size"] for gap in found["gaps"]] == [32, 64]
+
+
+def test_a_checkpoint_of_several_ranks_is_a_folder_and_can_be_named(place, tmp_path):
+    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+    save_sharded(tmp_path / path.name, load_checkpoint(path, device=torch.device("cpu")), Ranks.alone())
+    (tmp_path / "seed-0.jsonl").write_bytes(path.with_suffix(".jsonl").read_bytes())
+    words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
+    assert call(place, *words, checkpoint=tmp_path / path.name).output == call(place, *words).output
 
 
 def test_the_previous_checkpoint_can_be_probed_by_file_or_epoch(place, tmp_path):

@@ -65,6 +65,12 @@ def test_sizes_within_epochs_count_too(tmp_path: Path) -> None:
     assert (summary.first_batch_size, summary.largest_batch_size, summary.final_batch_size) == (128, 4096, 1024)
 
 
+def test_the_size_that_an_epoch_with_changes_began_with_counts_too(tmp_path: Path) -> None:
+    rows = [{"batch_size": 128, "next_batch_size": 2048}, {"batch_size": 256, "changes": [[900, 256, 0.1]]}]
+    write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 2, "method": {"batch_size": 128}})
+    assert summaries_of(tmp_path)["auto"].largest_batch_size == 2048
+
+
 def test_batch_sizes_steps_and_seconds_are_means_over_trials(tmp_path: Path) -> None:
     for seed, sizes in enumerate([[128, 4096, 2000], [128, 512, 1024]]):
         rows = [{"batch_size": b, "steps": 7 * (seed + 1), "train_seconds": 1.5 + seed, "val_loss": 1.0} for b in sizes]

@@ -167,6 +167,8 @@ def _sizes(wanted: Sequence[int] | None, reference: int, dataset_size: int | Non
 
 
 def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
     if first is None:
         raise ArgumentError(f"{type(model).__name__} has no trainable parameter")

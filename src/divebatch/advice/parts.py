@@ -52,6 +52,8 @@ def make_loader(data: Any, batch_size: int | None, seed: int) -> AdaptiveLoader:
         loader.batch_size = batch_size
     if loader.batch_size < 2:
         raise ArgumentError("batch_size must be at least 2: noise is seen where parts of a batch differ")
+    if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
+        raise ArgumentError(f"batch_size={loader.batch_size} is more than the {loader.dataset_size} samples there are")
     return loader
 
 

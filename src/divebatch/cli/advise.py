@@ -1,5 +1,6 @@
 """`divebatch advise EXPERIMENT` or `divebatch advise module:function`."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,8 @@ def advise(
     with errors_exit_with(WRONG_USE):
         require_device(device)
         require_matplotlib()
+        if lr is not None and not 0 < lr < math.inf:
+            raise ArgumentError(f"--lr must be positive and finite, got {lr}")
         settings["batch_sizes"] = _sizes(batch_sizes)
         make_folder(out)
         if is_import_path(target):

@@ -1,18 +1,18 @@
 """Results into a folder: JSON and a picture."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from divebatch.errors import ArgumentError
+from divebatch.records import finite
 from divebatch.report.drawing import Drawing
 
 
 def to_json(value: Any) -> str:
     """Indented, without NaN and infinities: they become null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False)
+    return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
 def make_folder(out: Path) -> None:
@@ -36,11 +36,3 @@ def write_results(out: Path, name: str, values: Mapping[str, Any], drawing: Draw
                 f"cannot write '{paths[-1]}': {error.strerror}. Choose another --out folder."
             ) from error
     return paths
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

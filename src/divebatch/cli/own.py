@@ -24,6 +24,8 @@ def call_own(path: str) -> tuple[Any, Any, Any, Any]:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(f"cannot import '{path}': {error}") from error
+    if not callable(function):
+        raise ArgumentError(f"'{path}' must be a function that returns {WANTED}, got {type(function).__name__}")
     made = function()
     if not isinstance(made, tuple | list) or len(made) not in (3, 4):
         got = f"{len(made)} objects" if isinstance(made, tuple | list) else type(made).__name__

@@ -1,5 +1,6 @@
 """`divebatch probe EXPERIMENT --checkpoint PLACE`."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from divebatch.errors import ArgumentError
 from divebatch.experiments import get_experiment
 from divebatch.probe import Outcome, Probe, probe_critical_batch
 from divebatch.probe.asked import Asked, ask_policies
-from divebatch.probe.branching import LEAST_STEPS, default_factors
+from divebatch.probe.branching import LEAST_STEPS, SMOOTHING, checked_factors, default_factors, require_settings
 from divebatch.probe.checkpoints import Start, find_start, run_of
 from divebatch.probe.picture import draw_probe
 from divebatch.probe.trainer import BranchTrainer
@@ -56,6 +57,9 @@ def probe(
         require_matplotlib()
         if judge not in JUDGES:
             raise ArgumentError(f"unknown judge {judge!r}; known: {', '.join(JUDGES)}")
+        require_settings(coupling, repeats, tolerance, SMOOTHING)
+        if not 0 < window_epochs < math.inf:
+            raise ArgumentError(f"--window-epochs must be positive and finite, got {window_epochs}")
         planned = get_experiment(experiment)
         start = find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
         training = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
@@ -63,7 +67,7 @@ def probe(
         make_folder(out)
         branches = BranchTrainer(run, start)
         window = _window(branches, window_epochs)
-        chosen = _factors(factors, cap, window, branches)
+        chosen = checked_factors(_factors(factors, cap, window, branches), start.batch_size, window)
     with errors_exit_with(FAILED):
         found = probe_critical_batch(
             start.batch_size,
@@ -117,8 +121,8 @@ def _factors(text: str | None, cap: int | None, window: int, branches: BranchTra
     except ValueError as error:
         raise ArgumentError(f"--factors must be whole numbers such as 1,2,4, got {text!r}") from error
     largest = max(factors) * batch_size
-    if largest > (cap or dataset_size):
-        limit = f"--cap {cap}" if cap is not None else f"the {dataset_size} samples there are"
+    if largest > min(cap or dataset_size, dataset_size):
+        limit = f"--cap {cap}" if cap is not None and cap < dataset_size else f"the {dataset_size} samples there are"
         raise ArgumentError(f"factor {max(factors)} makes batches of {largest} samples, above {limit}")
     return factors
 

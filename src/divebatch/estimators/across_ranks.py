@@ -41,9 +41,13 @@ class AcrossRanks(Split):
         """Micro-batches that a rank's share must be cut into at least."""
         return 2 if self._bound().ranks.is_alone else 1
 
+    def _attach(self, scene: Scene) -> None:
+        super()._attach(scene)
+        self._sum_of_shares = 0.0
+
     def _forget(self) -> None:
         super()._forget()
-        self._rows, self._sum_of_shares = [], 0.0
+        self._rows = []
 
     def _new_chunks(self, scene: Scene) -> Any:
         return ChunkNorms(scene.model)

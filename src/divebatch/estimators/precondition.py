@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adadelta, Optimizer
 
 from divebatch.errors import ArgumentError
 
@@ -49,7 +49,7 @@ class Preconditioner:
 
 def require_second_moment(optimizer: Optimizer) -> None:
     """Raise for an optimizer that divides by nothing."""
-    if "eps" not in optimizer.defaults or optimizer.defaults.get("centered"):
+    if "eps" not in optimizer.defaults or optimizer.defaults.get("centered") or isinstance(optimizer, Adadelta):
         raise ArgumentError(
             f"preconditioned=True is for optimizers that divide by the root of a running second moment (Adam, AdamW, "
             f"RMSprop without centering), got {type(optimizer).__name__}"

@@ -105,7 +105,7 @@ def _policy(method: Method) -> Policy:
 
 def _estimator(run: Run) -> str | Estimator | None:
     """Those that measure norms do so in the way the run trains."""
-    kind, training = run.method.estimator or "trajectory", run.experiment.training
+    kind, training = run.method.estimator or _policy(run.method).estimator or "trajectory", run.experiment.training
     if kind not in ("trajectory", "per-sample"):
         return kind
     return make_estimator(kind, mode=training.norms, compiled=training.compile)

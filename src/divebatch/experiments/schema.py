@@ -12,12 +12,12 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS
 from divebatch.lr import COUPLINGS
 from divebatch.policies import POLICIES, make_policy
-from divebatch.policies.bounds import require_count, require_positive
+from divebatch.policies.bounds import require_count, require_coupling, require_positive
 from divebatch.training import Setup
 
 T = TypeVar("T")
 
-EPOCH_COUNTED = frozenset({"every", "every_epochs", "over_epochs", "after_epochs"})
+EPOCH_COUNTED = frozenset({"every", "every_epochs", "over_epochs", "after_epochs", "patience"})
 """Settings that count epochs and shrink with them when a run is shortened."""
 
 COMPILED_MULTIPLE = 64
@@ -187,7 +187,9 @@ def _method(table: Any, where: str) -> Method:
                 require_count(name, getattr(method, name))
         _require_known("lr_coupling", method.lr_coupling, COUPLINGS)
         _require_known("estimator", method.estimator, {None: None, **ESTIMATORS})
-        make_policy(method.policy.kind, **method.policy.settings).check_start(method.batch_size)
+        policy = make_policy(method.policy.kind, **method.policy.settings)
+        policy.check_start(method.batch_size)
+        require_coupling(policy, method.lr_coupling)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from error
     return method

@@ -79,8 +79,11 @@ class Auto(Policy):
 
     def next(self, seen: Measurement) -> Decision:
         """The doubling nearest to the mean, and a learning rate that comes after it."""
-        rule = WarmUp(_Doublings(self.max_batch_size), epochs=self.warm_up, power=POWERS[self.lr_coupling])
-        return rule.next(seen)
+        return self.parts().next(seen)
+
+    def parts(self) -> WarmUp:
+        """What it is made of."""
+        return WarmUp(_Doublings(self.max_batch_size), epochs=self.warm_up, power=POWERS[self.lr_coupling])
 
     def check_start(self, batch_size: int) -> None:
         """Raise if the first batch is above the cap."""

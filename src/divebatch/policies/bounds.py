@@ -27,6 +27,16 @@ def require_start_under_cap(batch_size: int, max_batch_size: int) -> None:
         )
 
 
+def require_coupling(policy: object, lr_coupling: str) -> None:
+    """Raise if the policy is made for another one."""
+    wanted = getattr(policy, "lr_coupling", None)
+    if wanted not in (None, lr_coupling):
+        raise ArgumentError(
+            f"{type(policy).__name__} moves the learning rate with the batch size: pass lr_coupling={wanted!r}, "
+            f"got lr_coupling={lr_coupling!r}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Floor, cap and multiple of a batch size. The cap wins over the floor; both win over the multiple.

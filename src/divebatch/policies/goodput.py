@@ -1,5 +1,6 @@
 """Goodput (Pollux, Qiao et al. 2021): throughput times the worth of a sample."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
@@ -73,11 +74,9 @@ class Goodput(Policy):
         require_start_under_cap(batch_size, self.max_batch_size)
 
     def _candidates(self, start: int) -> Sequence[int]:
-        bounds, sizes = Bounds(1, self.max_batch_size, self.multiple_of), [min(start, self.max_batch_size)]
-        while sizes[-1] < self.max_batch_size:
-            wanted = start * 2 ** (len(sizes) / 2)
-            sizes.append(max(bounds.clamp(wanted), sizes[-1] + 1))
-        return sizes
+        bounds = Bounds(1, self.max_batch_size, self.multiple_of)
+        powers = range(math.ceil(2 * math.log2(max(1.0, self.max_batch_size / start))) + 1)
+        return sorted({max(start, bounds.clamp(start * 2 ** (power / 2))) for power in powers})
 
 
 def step_time(speeds: Sequence[tuple[int, float]]) -> tuple[float, float]:

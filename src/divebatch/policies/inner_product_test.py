@@ -34,6 +34,8 @@ class InnerProductTest(Paced):
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
         """The larger of both, as far as the noise scale is known."""
         diversity = require_diversity(self, seen)
+        if math.isnan(diversity.trace):  # a step or two that show nothing are no reason to stop
+            return None, "nothing was seen that would justify a change"
         along = share_along(diversity)
         across = (1 - along) / self.nu**2 if self.nu is not None else 0.0
         factor = max(along / self.theta**2, across)

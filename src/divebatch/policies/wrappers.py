@@ -3,6 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
@@ -44,6 +45,10 @@ class Around(Policy):
     def next(self, seen: Measurement) -> Decision:
         """The inner decision, changed."""
 
+    def _inner(self, seen: Measurement) -> Decision:
+        """No larger than the data: the controller would cut it, and what is made of it here must fit."""
+        return self.policy.next(seen).at_most(seen.dataset_size)
+
     def measures(self, epoch: int, batch_size: int) -> bool:
         """As the inner policy says."""
         return self.policy.measures(epoch, batch_size)
@@ -54,7 +59,40 @@ class Around(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class Steady(Around):
+class OfRate(Around):
+    """Those that let the learning rate follow from the size that is decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfSize(Around):
+    """Those that have a say in the size. They come first, also where they stand around one of the rate.
+
+    One of the rate must see the size that is really taken, or it would pay out what it never took.
+    """
+
+    def next(self, seen: Measurement) -> Decision:
+        """`settled`, inside whatever moves the rate."""
+        inner = self.policy.parts() if isinstance(self.policy, Composed) else self.policy
+        if isinstance(inner, OfRate):
+            return replace(inner, policy=replace(self, policy=inner.policy)).next(seen)
+        return self.settled(self._inner(seen), seen)
+
+    @abstractmethod
+    def settled(self, decision: Decision, seen: Measurement) -> Decision:
+        """The decision with the size that is taken."""
+
+
+@runtime_checkable
+class Composed(Protocol):
+    """A policy that is made of one of the rate around another."""
+
+    def parts(self) -> OfRate:
+        """As they would be put around each other by hand."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Steady(OfSize):
     """No flapping: a size stays for at least `dwell` epochs, and changes by less than `threshold` are not made.
 
     Where the policy decides every so many steps, `dwell` counts those decisions.
@@ -73,9 +111,8 @@ class Steady(Around):
         if self.threshold < 1:
             raise ArgumentError(f"threshold must be at least 1, got threshold={self.threshold!r}")
 
-    def next(self, seen: Measurement) -> Decision:
+    def settled(self, decision: Decision, seen: Measurement) -> Decision:
         """The inner decision, or none yet."""
-        decision = self.policy.next(seen)
         change = max(decision.batch_size / seen.batch_size, seen.batch_size / decision.batch_size)
         if change == 1 or (seen.history.epochs_at_size >= self.dwell and change >= self.threshold):
             return decision
@@ -84,7 +121,7 @@ class Steady(Around):
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded(Around):
+class Rounded(OfSize):
     """Sizes are rounded down to multiples, for compilers: each new one costs them half a minute.
 
     For rules that say where to be. One that goes by small steps from where it is would not move.
@@ -96,9 +133,9 @@ class Rounded(Around):
         Around.__post_init__(self)
         require_count("multiple_of", self.multiple_of)
 
-    def next(self, seen: Measurement) -> Decision:
+    def settled(self, decision: Decision, seen: Measurement) -> Decision:
         """The inner decision, rounded; the present size where rounding would lead past it."""
-        decision, now = self.policy.next(seen), seen.batch_size
+        now = seen.batch_size
         rounded = decision.batch_size // self.multiple_of * self.multiple_of
         if (rounded - now) * (decision.batch_size - now) <= 0 or rounded == 0:
             rounded = now
@@ -106,7 +143,7 @@ class Rounded(Around):
 
 
 @dataclass(frozen=True, slots=True)
-class SpillOver(Around):
+class SpillOver(OfRate):
     """At the cap what is wanted beyond it goes into the learning rate: lr times size over wanted.
 
     lr / b then falls as if the batch had grown. When less is wanted again the rate comes back.
@@ -114,7 +151,7 @@ class SpillOver(Around):
 
     def next(self, seen: Measurement) -> Decision:
         """The inner decision, with its spill against the one already in force."""
-        decision = self.policy.next(seen)
+        decision = self._inner(seen)
         says_something = decision.wanted is not None and math.isfinite(decision.wanted)
         wanted = decision.wanted if says_something else seen.history.wanted  # else the spill in force stays
         spill = _spill(decision.batch_size, wanted)
@@ -130,7 +167,7 @@ def _spill(batch_size: int, wanted: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmUp(Around):
+class WarmUp(OfRate):
     """After a growth the learning rate starts from where it was and follows the coupling over `epochs` epochs.
 
     Where the policy decides every so many steps, `epochs` counts those decisions.
@@ -148,7 +185,7 @@ class WarmUp(Around):
 
     def next(self, seen: Measurement) -> Decision:
         """The inner decision, with a share of what the last jump still owes, less what this one takes."""
-        decision = self.policy.next(seen)
+        decision = self._inner(seen)
         if decision.batch_size == seen.batch_size:
             return replace(decision, lr_factor=decision.lr_factor * self._owed(seen) ** self._share(seen))
         jump = max(1.0, decision.batch_size / seen.batch_size) ** self.power

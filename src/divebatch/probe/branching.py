@@ -12,6 +12,8 @@ from divebatch.probe.verdict import Outcome, Probe
 
 LEAST_STEPS = 4
 """Of the largest branch, where the caller names no factors."""
+SMOOTHING = 0.2
+"""The part of the window that a branch's loss is averaged over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ def probe_critical_batch(
     coupling: str = "sqrt",
     repeats: int = 3,
     tolerance: float = 0.02,
-    smoothing: float = 0.2,
+    smoothing: float = SMOOTHING,
     evaluate: Callable[[], float] | None = None,
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> Probe:
@@ -55,8 +57,8 @@ def probe_critical_batch(
     its loss is at most `tolerance`, as a part, above that of factor 1 on the same data. Factors default to powers of
     two that leave the largest branch four steps. A branch that does not fit into memory ends the factors there.
     """
-    _require_settings(coupling, repeats, tolerance, smoothing)
-    factors = _checked_factors(factors, batch_size, window)
+    require_settings(coupling, repeats, tolerance, smoothing)
+    factors = checked_factors(factors, batch_size, window)
     window -= window % (factors[-1] * batch_size)
     state, outcomes, problem = save(), [], ""
     try:
@@ -122,7 +124,8 @@ def _outcome(
     )
 
 
-def _require_settings(coupling: str, repeats: int, tolerance: float, smoothing: float) -> None:
+def require_settings(coupling: str, repeats: int, tolerance: float, smoothing: float) -> None:
+    """Raise for what no probe can be made with."""
     known = [name for name in COUPLINGS if name not in BY_NOISE]  # branches measure nothing
     if coupling not in known:
         raise ArgumentError(f"unknown coupling {coupling!r}; known: {', '.join(known)}")
@@ -131,7 +134,8 @@ def _require_settings(coupling: str, repeats: int, tolerance: float, smoothing: 
     require_positive("smoothing", smoothing)
 
 
-def _checked_factors(factors: Sequence[int] | None, batch_size: int, window: int) -> list[int]:
+def checked_factors(factors: Sequence[int] | None, batch_size: int, window: int) -> list[int]:
+    """In rising order, with 1 among them; raise for those that the window is too short for."""
     require_count("batch_size", batch_size)
     require_count("window", window)
     if factors is None:

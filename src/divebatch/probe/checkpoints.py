@@ -9,7 +9,7 @@ import torch
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.experiments import Experiment, Run
 from divebatch.experiments.schema import Part
-from divebatch.records import EpochRecord, RunHeader, read_run
+from divebatch.records import RunHeader, read_run
 from divebatch.training import load_checkpoint
 
 SUFFIXES = (".ckpt", ".ckpt.previous")
@@ -19,11 +19,10 @@ PROBLEM = ("data", "model", "optimizer", "schedule")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A checkpoint with its run's records."""
+    """A checkpoint with the first line of its run's records."""
 
     path: Path
     header: RunHeader
-    epochs: tuple[EpochRecord, ...]
     state: dict[str, Any]
 
     @property
@@ -35,8 +34,8 @@ class Start:
     @property
     def batch_size(self) -> int:
         """The one in force from here on."""
-        following = [record.next_batch_size for record in self.epochs if record.epoch == self.epoch]
-        return following[0] if following and following[0] else int(self.header.config["method"]["batch_size"])
+        size = self.state["control"]["loader"]["batch_size"]  # may have changed since the last record
+        return int(size)
 
 
 def find_start(place: Path, experiment: str, *, method: str | None, seed: int | None, epoch: int | None) -> Start:
@@ -90,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def _checkpoints(place: Path) -> list[Path]:
-    if place.is_file():
+    if place.is_file() or (place.is_dir() and place.name.endswith(SUFFIXES)):  # several ranks make a folder
         return [place]
     return [path for suffix in SUFFIXES for path in sorted(place.rglob(f"*{suffix}"))]
 
@@ -101,15 +100,13 @@ class _Candidate:
 
     path: Path
     header: RunHeader
-    epochs: tuple[EpochRecord, ...]
 
     @classmethod
     def at(cls, path: Path) -> Self:
         records = path.with_name(path.name.removesuffix(".previous")).with_suffix(".jsonl")
         if not records.exists():
             raise ArgumentError(f"'{path}' lacks the records of its run: '{records.name}' must lie beside it")
-        header, epochs = read_run(records)
-        return cls(path, header, tuple(epochs))
+        return cls(path, read_run(records)[0])
 
     @property
     def name(self) -> str:
@@ -117,7 +114,7 @@ class _Candidate:
 
     def load(self) -> Start:
         state = load_checkpoint(self.path, device=torch.device("cpu"))
-        start = Start(self.path, self.header, self.epochs, state)
+        start = Start(self.path, self.header, state)
         try:
             _ = start.epoch, start.batch_size, state["model"], state["optimizer"], self.header.config["training"]
         except (KeyError, TypeError, ValueError) as error:

@@ -49,12 +49,12 @@ class Run:
     def batch_sizes(self) -> list[float]:
         """All that were in force, in order, those within epochs too; an epoch's record only has its last."""
         sizes: list[float] = []
+        method = self.header.config.get("method")
+        began = method.get("batch_size") if isinstance(method, Mapping) else None
         for record in self.epochs:
-            if record.changes and not sizes:
-                method = self.header.config.get("method")
-                first = method.get("batch_size") if isinstance(method, Mapping) else None
-                sizes += [first] if isinstance(first, int) else []
+            sizes += [began] if record.changes and isinstance(began, int) else []
             sizes += [size for _, size, _ in record.changes or []] or [record.batch_size]
+            began = record.next_batch_size
         return sizes
 
     def kind_of(self, *place: str) -> str | None:
