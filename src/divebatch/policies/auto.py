@@ -52,7 +52,8 @@ class Auto(Policy):
 
     It moves by doublings, so that a compiler sees few shapes; never down; and only where the whole 95 % interval of the
     estimate lies above the present size. It takes the estimator "moments" unless the controller is given one; "split"
-    is better where batches go through in two or more parts. Not for "trajectory", whose B is far too large.
+    is better where batches go through in two or more parts, and needed for decisions within epochs: in the first steps
+    "moments" is several times too large. Not for "trajectory", whose B is far too large.
 
     The learning rate follows linearly, or by the square root with `lr_coupling="sqrt"` for Adam-like optimizers; the
     controller takes that from here. After each growth it gets there over `warm_up` further decisions. Both couplings
