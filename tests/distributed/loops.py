@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +60,8 @@ class Restless(Policy):
     def next(self, seen: Measurement) -> Decision:
         """Between 20 and 59, by the second digit or so of tr(Sigma)."""
         assert seen.diversity is not None
+        if not isfinite(seen.diversity.trace):  # a single step shows nothing
+            return Decision(batch_size=seen.batch_size)
         return Decision(batch_size=20 + int(100 * abs(seen.diversity.trace)) % 40)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.loops import Problem, Run
+from distributed.loops import Problem, Restless, Run
 from distributed.team import Team
 from divebatch import Decision, DiveBatch, Fixed, Measurement, Policy
 from divebatch.errors import UsageError
@@ -70,7 +70,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
     for mine, other in zip(records, theirs[1], strict=True):
         for name in ("epoch", "batch_size", "lr", "steps", "samples", "next_batch_size"):
             assert mine[name] == pytest.approx(other[name], rel=1e-9), name
-        assert mine["sums"] == pytest.approx(other["sums"], rel=1e-9)
+        changes = zip(mine["changes"] or [], other["changes"] or [], strict=True)
+        assert all(one == pytest.approx(two, rel=1e-9) for one, two in changes)
+        assert mine["sums"] == pytest.approx(other["sums"], rel=1e-9, nan_ok=True)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 4), (4, 1)])
@@ -83,6 +85,16 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(team: Team, before: 
     assert sorted(seen) == list(range(PROBLEM.num_samples))
     expected = one_life(Ranks.alone(), PROBLEM)
     for (_, records, _), (weights, later, _) in zip(first[:1] * after, second, strict=True):
+        assert_same((weights, records + later), expected)
+
+
+def test_decisions_within_epochs_go_on_too(team: Team) -> None:
+    """The state is taken right before a decision, on four ranks, which two make."""
+    problem = replace(PROBLEM, policy=Restless(), estimator="moments", coupling="sqrt", every_steps=CUT)
+    state, records, _ = team.run(4, first_life, problem)[0]
+    expected = one_life(Ranks.alone(), problem)
+    assert len(expected[1][1]["changes"]) > 1
+    for weights, later, _ in team.run(2, second_life, problem, state):
         assert_same((weights, records + later), expected)
 
 
