@@ -1,7 +1,9 @@
 """Processes as a launcher such as torchrun starts them, without the seconds that importing torch takes each time."""
 
+import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from divebatch.experiments import Experiment, Run, execute, parse_experiment, process_group, runner
+from divebatch.experiments import Experiment, Run, execute, parse_experiment, process_group
 from divebatch.experiments.datasets.synthetic import Synthetic
 from divebatch.experiments.models import MODELS
 from divebatch.experiments.models.resnet import ResNet, group_norm, small_stem
@@ -116,15 +118,22 @@ class TinyResNet:
         return InDouble(ResNet(small_stem(8, group_norm), (8, 16), 1, num_classes, group_norm))
 
 
-def train(runs: list[Run], stop_after: dict[int, int] | None = None, seen: Path | None = None) -> None:
+def train(
+    runs: list[Run],
+    stop_after: dict[int, int] | None = None,
+    seen: Path | None = None,
+    dies_at: tuple[int, int] = (-1, 0),
+) -> None:
     """One run after the other, in float64, resuming what there is.
 
     `stop_after` is steps by rank: when each rank gets its signal. `seen` is where each rank notes which samples it
-    trained on.
+    trained on. `dies_at` is a rank and the step in which it is killed.
     """
     compute_in_double()
     if seen is not None:
         note_samples(seen)
+    if os.environ["RANK"] == str(dies_at[0]):
+        die_in_step(dies_at[1])
     with process_group("cpu") as (_, ranks):
         for run in runs:
             stop = SignalAfter(ranks, (stop_after or {}).get(ranks.rank)) if not ranks.is_alone else None
@@ -164,10 +173,21 @@ class SignalAfter(AgreedStop):
         return super().after_step()
 
 
+def die_in_step(number: int) -> None:
+    """SIGKILL before that step's gradients, for which the other ranks wait."""
+    accumulate, steps = Step._accumulate, itertools.count(1)
+
+    def last(self: Step, batch: Any, size: int) -> Tensor:
+        if next(steps) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return accumulate(self, batch, size)
+
+    Step._accumulate = last  # type: ignore[method-assign]
+
+
 def note_samples(folder: Path) -> None:
-    """Append a line to a file of this process for every step: its number, and the first feature of each sample."""
+    """Append a line to a file of this process for every step: the first feature of each sample."""
     step = Step.__call__
-    save = runner.Saver._save
     rank = os.environ["RANK"]
     notes = (folder / f"{os.getpid()}").open("a", buffering=1)
 
@@ -177,12 +197,7 @@ def note_samples(folder: Path) -> None:
         notes.write(f"{rank} step {' '.join(map(repr, features))}\n")
         return step(self, batch)
 
-    def saved(self: runner.Saver) -> None:
-        save(self)
-        notes.write(f"{rank} saved\n")
-
     Step.__call__ = noted  # type: ignore[method-assign]
-    runner.Saver._save = saved  # type: ignore[method-assign]
 
 
 # What they do it to

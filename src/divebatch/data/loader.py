@@ -28,9 +28,8 @@ class AdaptiveLoader:
 
     The order of an epoch depends on (seed, epoch) alone, so runs repeat and resume whatever the sizes were. Leaving a
     pass early (`break`, `next(iter(loader))`) does not count: the epoch starts again from its beginning. To evaluate on
-    the training data use `full_pass()`, which counts nothing. An
-    IterableDataset keeps its own order and is batched by the size in force. Any collate and its batches will do;
-    further keyword arguments go to `torch.utils.data.DataLoader`.
+    the training data use `full_pass()`, which counts nothing. An IterableDataset keeps its own order and is batched by
+    the size in force. Any collate will do; further keyword arguments go to `torch.utils.data.DataLoader`.
 
     Under an initialised process group `batch_size` and all counts are those of all ranks together, the epoch's order
     is that of one process, and each rank gets its share of each batch. Nothing is padded or repeated. `share` tells of

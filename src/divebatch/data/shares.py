@@ -43,15 +43,14 @@ def local_batches(
     ranks: Ranks,
     *,
     drop_last: bool,
-    start: int = 0,
     seed: tuple[int, int],
 ) -> Iterator[tuple[int, Any]]:
-    """This rank's batches of an epoch from number `start` on, each with its number of samples here."""
+    """This rank's batches of an epoch, each with its number of samples here."""
     if ranks.is_alone:
-        return source.batches(order, batch_size, start=start, seed=seed)
+        return source.batches(order, batch_size, start=0, seed=seed)
     mine = local_order(order, batch_size, ranks, drop_last=drop_last)
     own_seed = (*seed, ranks.rank) if ranks.rank else seed
-    return source.batches(mine, share_of(batch_size, ranks).mine, start=start, seed=own_seed)
+    return source.batches(mine, share_of(batch_size, ranks).mine, start=0, seed=own_seed)
 
 
 def size_without_stand_ins(num_samples: int, batch_size: int, ranks: Ranks) -> int:
