@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from divebatch import NormMeter
 from divebatch.errors import ArgumentError
-from divebatch.norms import DiversityMeter, sketch
+from divebatch.norms import DiversityMeter, conv, forms, sketch
 from reference import per_sample
 from reference.per_sample import mean_loss, mlp, samples, sq_norms, sum_loss
 
@@ -168,6 +168,40 @@ def test_a_layer_called_twice_is_right():
     model = Twice()
     estimates, exact, standard_error = draws(model, torch.randn(1, 3, 4, dtype=torch.float64))
     assert abs(float(estimates.mean()) - exact) <= 4 * standard_error / NUM_DRAWS + 1e-10 * exact
+
+
+# In chunks
+
+
+def sketched(layer: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, float]:
+    """Estimates and their standard error, always with the same signs."""
+    sketch.seed_signs(inputs.device, 0)
+    with NormMeter(layer, mode="sketch") as meter:
+        mean_loss(layer(inputs), targets).backward()
+    return meter.per_sample(), meter.standard_error()
+
+
+@pytest.mark.parametrize("fitting", [1, 3, 7])
+@pytest.mark.parametrize("case", [case for case in (*NOISY, *EXACT) if "conv" in case])
+def test_chunks_stay_below_the_cap_and_do_not_change_a_sketch(case: str, fitting: int, monkeypatch):
+    make, shape = (NOISY | EXACT)[case]
+    torch.manual_seed(6)
+    layer = make().double()
+    inputs = torch.randn(7, *shape, dtype=torch.float64)
+    targets, product, chunks = torch.randn_like(layer(inputs)), conv._product, []
+
+    def observed(shifts: Tensor, right: Tensor) -> Tensor:
+        chunks.append(shifts.shape)
+        return product(shifts, right)
+
+    monkeypatch.setattr(conv, "_product", observed)
+    whole = sketched(layer, inputs, targets)
+    (shape_of_whole,) = chunks
+    monkeypatch.setattr(forms, "CACHE_BYTES", fitting * shape_of_whole[1:].numel() * inputs.element_size())
+    torch.testing.assert_close(sketched(layer, inputs, targets), whole, rtol=1e-10, atol=1e-12)
+    sizes = [shape[0] for shape in chunks[1:]]
+    assert max(sizes) == fitting
+    assert sum(sizes) == shape_of_whole[0]
 
 
 # The signs

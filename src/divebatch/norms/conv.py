@@ -18,7 +18,9 @@ from divebatch.norms import fused
 from divebatch.norms.forms import (
     Explicit,
     Form,
+    cached_chunk,
     chunk_size,
+    in_chunks,
     same_dtype,
     sq_norms_of_products,
     sq_norms_of_rows,
@@ -90,11 +92,9 @@ class Patches:
         The product of two patches is a sum of products of single input positions, one a kernel entry.
         """
         left, right = map(with_room, same_dtype(self.left[samples], self.unpadded[samples]))
-        num_matrices, size = len(left) * self.groups, right.shape[2:]
-        left_NPT = left.reshape(num_matrices, left.shape[1] // self.groups, -1)
-        right_NCL = right.reshape(num_matrices, right.shape[1] // self.groups, -1)
-        patches_NTT = self._over_kernel((right_NCL.mT @ right_NCL).view(num_matrices, *size, *size)).flatten(1)
-        return patches_NTT.mul_((left_NPT.mT @ left_NPT).flatten(1)).sum(1).view(-1, self.groups).sum(1)
+        left_NPT, right_NCL, size = self._flat(left), self._flat(right), right.shape[2:]
+        patches_NTT = self._over_kernel((right_NCL.mT @ right_NCL).view(-1, *size, *size)).flatten(1)
+        return self._over_groups(patches_NTT.mul_((left_NPT.mT @ left_NPT).flatten(1)).sum(1))
 
     def _over_kernel(self, products: Tensor) -> Tensor:
         """(N, *input size twice) -> (N, *positions twice): of pairs of positions -> of pairs of patches."""
@@ -109,20 +109,15 @@ class Patches:
 
     def _by_patches(self, samples: slice) -> Tensor:
         """Copy the patches, then one product a sample: whichever is cheaper, the gradient or its Gram form."""
-        left, right = self._matrices(self.left[samples], self.right[samples])
-        sq_norms = sq_norms_of_products(left, right)
-        return sq_norms.view(-1, self.groups).sum(1) if self.groups > 1 else sq_norms
+        return self._over_groups(sq_norms_of_products(*self._matrices(samples)))
 
     def _by_shifts(self, samples: slice) -> Tensor:
         """One product a kernel entry, on a shifted view of the input."""
         left, right = same_dtype(self.left[samples], self.right[samples])
-        num_matrices = len(left) * self.groups
-        left_NPT = left.reshape(num_matrices, left.shape[1] // self.groups, -1)
-        parts = []
-        for offset in itertools.product(*map(range, self.kernel_size)):
-            right_NCT = self._at(right, offset).reshape(num_matrices, right.shape[1] // self.groups, -1)
-            parts.append(sq_norms_of_rows((left_NPT @ right_NCT.mT).flatten(1)))
-        return torch.stack(parts).sum(0).view(-1, self.groups).sum(1)
+        left_NPT, offsets = self._flat(left), itertools.product(*map(range, self.kernel_size))
+        met_NCT = (self._flat(self._at(right, offset)) for offset in offsets)
+        parts = [sq_norms_of_rows((left_NPT @ met.mT).flatten(1)) for met in met_NCT]
+        return self._over_groups(torch.stack(parts).sum(0))
 
     def _at(self, right: Tensor, offset: Sequence[int]) -> Tensor:
         """(B, channels, *positions): the input positions that one kernel entry meets, a view."""
@@ -168,14 +163,13 @@ class Patches:
         left, right = same_dtype(self.left, self.unpadded)
         if self.groups == 1 and fused.applies(left, right):
             return fused.conv2d_sketch(left, right, *self._geometry)
-        num_matrices, num_rows = len(left) * self.groups, left.shape[1] // self.groups
-        z_NHT = project(left.reshape(num_matrices, num_rows, -1))
-        shifts_NXL = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:]))
-        u_NXC = torch.bmm(shifts_NXL, right.reshape(num_matrices, right.shape[1] // self.groups, -1).mT)
-        return estimate(u_NXC.view(num_matrices, z_NHT.shape[1], -1)).summed(self.groups)
+        z_NHT = project(self._flat(left))
+        shifts, right_NLC = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:])), self._flat(right).mT
+        u_NXC = in_chunks(_product, shifts, right_NLC, cached_chunk(shifts, shifts.shape[1:].numel()))
+        return estimate(u_NXC.view(*z_NHT.shape[:2], -1)).summed(self.groups)
 
     def _shifts(self, z: Tensor) -> Tensor:
-        """(N, H * kernel, L): z at the input positions it meets through each kernel entry, in any order of entries."""
+        """(N, H, *kernel, *input size): z at the input positions it meets through each kernel entry, a view."""
         lengths, amounts = self.unpadded.shape[2:], []
         for dim, (size, stride, dilation) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True)):
             z, zeros = _spread(z, dim + 2, stride), self.padding[-2 * (dim + 1)]
@@ -183,11 +177,11 @@ class Patches:
         z = pad(z, [amount for ends in reversed(amounts) for amount in ends])
         for dim, (length, dilation) in enumerate(zip(lengths, self.dilation, strict=True)):
             z = z.unfold(dim + 2, length, dilation)  # one window a kernel entry
-        return z.reshape(z.shape[0], -1, lengths.numel())
+        return z
 
     def explicit(self, samples: slice) -> Tensor:
         """(b, *weight shape)."""
-        left, right = self._matrices(self.left[samples], self.right[samples])
+        left, right = self._matrices(samples)
         return (left.mT @ right).view(-1, *self.shape)
 
     @property
@@ -215,14 +209,21 @@ class Patches:
         zeros = map(sum, zip(self.padding[-2::-2], self.padding[-1::-2], strict=True))
         return torch.Size(map(sum, zip(self.unpadded.shape[2:], zeros, strict=True)))
 
-    def _matrices(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """(B * G, T, P) and (B * G, T, D)."""
-        left, right = same_dtype(left, right)
-        dims, num_matrices = len(self.kernel_size), len(left) * self.groups
-        left_NPT = left.reshape(num_matrices, left.shape[1] // self.groups, -1)
-        windows = self._windows(right).unflatten(1, (self.groups, -1))  # (B, G, channels, *positions, *kernel)
-        patches = windows.movedim(2, 2 + dims).reshape(num_matrices, left_NPT.shape[2], -1)  # the one copy
-        return left_NPT.mT, patches
+    def _flat(self, x: Tensor) -> Tensor:
+        """(b, G * channels, *positions) -> (b * G, channels, T)."""
+        return x.reshape(len(x) * self.groups, x.shape[1] // self.groups, -1)
+
+    def _over_groups(self, sq_norms: Tensor) -> Tensor:
+        """(b * G,) -> (b,)."""
+        return sq_norms.view(-1, self.groups).sum(1) if self.groups > 1 else sq_norms
+
+    def _matrices(self, samples: slice) -> tuple[Tensor, Tensor]:
+        """(b * G, T, P) and (b * G, T, D)."""
+        left, right = same_dtype(self.left[samples], self.right[samples])
+        left_NTP = self._flat(left).mT
+        windows = self._windows(right).unflatten(1, (self.groups, -1))  # (b, G, channels, *positions, *kernel)
+        patches = windows.movedim(2, 2 + len(self.kernel_size)).reshape(*left_NTP.shape[:2], -1)  # the one copy
+        return left_NTP, patches
 
     def _windows(self, right: Tensor) -> Tensor:
         """(B, channels, *positions, *kernel): a view."""
@@ -231,6 +232,11 @@ class Patches:
             windows = right.unfold(dim + 2, (size - 1) * dilation + 1, stride)[..., ::dilation]
             right = windows.narrow(dim + 2, 0, self.left.shape[dim + 2])  # output_padding adds windows at the end
         return right
+
+
+def _product(shifts: Tensor, right_NLC: Tensor) -> Tensor:
+    """(N, H * kernel, C): the sketch, from shifts that are copied for it."""
+    return torch.bmm(shifts.reshape(len(shifts), -1, right_NLC.shape[1]), right_NLC)
 
 
 def _spread(z: Tensor, dim: int, stride: int) -> Tensor:

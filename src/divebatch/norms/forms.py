@@ -23,6 +23,9 @@ COMPILED_CHUNK_BYTES = 256 * 2**20
 CHUNK_SHARE = 0.03
 """On a GPU the bound is this share of what is allocated when the backward pass begins, if that is more."""
 
+CACHE_BYTES = 2**20
+"""A share of a CPU's cache: temporary tensors of so many bytes are still there when they are read again."""
+
 _gpu_caps: dict[torch.device, int] = {}
 
 
@@ -183,6 +186,23 @@ def chunk_size(tensor: Tensor, entries_per_sample: int) -> int:
     return max(1, _memory_cap(tensor.device) // (entries_per_sample * tensor.element_size()))
 
 
+def cached_chunk(tensor: Tensor, entries_per_sample: int) -> int:
+    """The same for what is read again at once: as much as a CPU's cache holds, and all inside a compiler."""
+    if torch.compiler.is_compiling():
+        return len(tensor)
+    if tensor.device.type != "cpu":
+        return chunk_size(tensor, entries_per_sample)
+    return max(1, CACHE_BYTES // (entries_per_sample * tensor.element_size()))
+
+
+def in_chunks(kernel: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, chunk: int) -> Tensor:
+    """What the kernel makes of the samples' pairs, so many at a time."""
+    if chunk >= len(left):
+        return kernel(left, right)
+    pairs = zip(left.split(chunk), right.split(chunk), strict=True)
+    return torch.cat([kernel(*pair) for pair in pairs])
+
+
 def forget_memory_caps() -> None:
     """Look anew how much is allocated on the GPUs when a cap is needed next."""
     _gpu_caps.clear()
@@ -203,18 +223,8 @@ def sq_norms_of_products(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
     num_positions, num_entries = left_BTO.shape[1], left_BTO.shape[2] * right_BTI.shape[2]
     # The Gram form costs T^2 (I + O) a sample, the gradient itself T I O.
     if num_positions * (left_BTO.shape[2] + right_BTI.shape[2]) < num_entries:
-        return _in_chunks(_by_gram, left_BTO, right_BTI, 2 * num_positions**2)
-    return _in_chunks(_by_gradient, left_BTO, right_BTI, num_entries)
-
-
-def _in_chunks(
-    kernel: Callable[[Tensor, Tensor], Tensor], left_BTO: Tensor, right_BTI: Tensor, entries_per_sample: int
-) -> Tensor:
-    chunk = chunk_size(left_BTO, entries_per_sample)
-    if chunk >= len(left_BTO):
-        return kernel(left_BTO, right_BTI)
-    pairs = zip(left_BTO.split(chunk), right_BTI.split(chunk), strict=True)
-    return torch.cat([kernel(left, right) for left, right in pairs])
+        return in_chunks(_by_gram, left_BTO, right_BTI, chunk_size(left_BTO, 2 * num_positions**2))
+    return in_chunks(_by_gradient, left_BTO, right_BTI, chunk_size(left_BTO, num_entries))
 
 
 def _by_gram(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
-from divebatch.norms.forms import Explicit, Form, chunk_size
+from divebatch.norms.forms import Explicit, Form, cached_chunk, in_chunks
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import sum_dtype
-
-CACHE_BYTES = 2**20
-"""A share of a CPU's cache: products of so many bytes are still there when they are added up."""
 
 
 @rule_for(nn.LayerNorm)
@@ -145,16 +142,7 @@ def _sums_of_products(x: Tensor, dy: Tensor) -> Tensor:
     dtype = sum_dtype(torch.promote_types(x.dtype, dy.dtype))
     if x.ndim == 2:
         return x.to(dtype) * dy
-    chunk = len(x) if torch.compiler.is_compiling() else _product_chunk(x)
-    pairs = zip(x.split(chunk), dy.split(chunk), strict=True)
-    return torch.cat([(a * b).flatten(2).sum(2, dtype=dtype) for a, b in pairs])
-
-
-def _product_chunk(x: Tensor) -> int:
-    """Samples whose products stay in a CPU's cache until they are added up, or within the cap on a GPU."""
-    if x.device.type == "cpu":
-        return max(1, CACHE_BYTES // (x[0].numel() * x.element_size()))
-    return chunk_size(x, x[0].numel())
+    return in_chunks(lambda a, b: (a * b).flatten(2).sum(2, dtype=dtype), x, dy, cached_chunk(x, x.shape[1:].numel()))
 
 
 def _over_channels(layer: nn.Module, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:
