@@ -1,5 +1,6 @@
 import copy
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,11 @@ def test_every_file_of_the_catalog_reads_and_bears_its_name():
     assert {"synthetic-convex", "synthetic-nonconvex"} <= set(experiment_names())
     for name in experiment_names():
         assert get_experiment(name).name == name
+
+
+def test_the_example_file_reads_and_has_shadows():
+    watched = get_experiment(str(Path(__file__).parents[2] / "examples" / "watched.toml"))
+    assert set(watched.method("sgd-small").shadows) == {"noise-scale", "auto", "adadamp", "simigrad"}
 
 
 def test_the_papers_hyperparameters():

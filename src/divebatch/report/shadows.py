@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, pairwise
 
+import numpy as np
+
 from divebatch.report.charts import TRIAL_NOTE, Chart, Track
 from divebatch.report.curves import average_curve
 from divebatch.report.panels import size_panel
@@ -11,11 +13,12 @@ from divebatch.report.plot import Line
 from divebatch.report.runs import Run
 from divebatch.report.style import SHADOW_LOOKS, Look
 
-IN_FORCE, WATCHING = 3.0, 1.2
-"""Widths in points."""
+IN_FORCE = 3.5
+WIDEST, THINNEST = 2.0, 1.0
+"""In points: shadows often agree, and each is thinner than the one before, so that all are seen."""
 NOTE = (
-    "Solid: the batch size in force. Dashed: the size that each shadow would have put in force there, decided after "
-    "the epoch before, from the size and the weights that training then had."
+    "Solid: the batch size in force. The others: what each shadow would have put in force there, decided after the "
+    "epoch before, from the size and the weights that training then had."
 )
 
 
@@ -32,6 +35,8 @@ def make_shadow_charts(tracks: Sequence[Track]) -> list[Chart]:
 def _chart(name: str, track: Track, wishes: Sequence[Line]) -> Chart:
     in_force = average_curve(track.runs, "batch_size").measured()
     driver = Line(f"{track.method}, in force", replace(track.look, dashes="solid"), in_force, width=IN_FORCE)
+    widths = np.linspace(WIDEST, THINNEST, len(wishes)).tolist()
+    wishes = [replace(line, width=width) for line, width in zip(wishes, widths, strict=True)]
     panel = replace(
         size_panel([driver, *wishes]),
         title=f"Batch size wanted (samples), {track.method} driving",
@@ -47,7 +52,7 @@ def _wishes(track: Track) -> Iterator[Line]:
     for name, look in zip(names, looks, strict=False):
         curve = average_curve([_as_if_driven(run, name) for run in track.runs], "batch_size")
         if not curve.is_empty:
-            yield Line(name, Look(name, *look), curve, width=WATCHING)
+            yield Line(name, Look(name, *look), curve)
 
 
 def _as_if_driven(run: Run, name: str) -> Run:
