@@ -8,6 +8,7 @@ import pytest
 
 from divebatch.errors import CheckpointError
 from divebatch.experiments import Experiment, Run, execute, get_experiment, make_trainer
+from divebatch.experiments.schema import Part
 from divebatch.records import read_run
 
 
@@ -65,7 +66,7 @@ def test_a_run_from_before_these_settings_can_be_resumed(tmp_path: Path):
     execute(run)
     first, *rest = run.records_path.read_text().splitlines()
     header = json.loads(first)
-    for key in ("every_steps", "base_batch_size", "multiple_of"):
+    for key in ("every_steps", "base_batch_size", "multiple_of", "shadows"):
         del header["config"]["method"][key]
     run.records_path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
     execute(run, resume=True)
@@ -73,3 +74,36 @@ def test_a_run_from_before_these_settings_can_be_resumed(tmp_path: Path):
     run.records_path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
     with pytest.raises(CheckpointError, match="another configuration: method is"):
         execute(run, resume=True)
+
+
+def watched(experiment: Experiment) -> Experiment:
+    shadows = {
+        "pada": Part(kind="padadamp", settings=experiment.method("padadamp").policy.settings),
+        "doubling": Part(kind="adabatch", settings={"max_batch_size": 512, "every": 2}),
+        "noise": Part(kind="noise-scale", settings={"max_batch_size": 512}),
+        "loss": Part(kind="adadamp", settings={"max_batch_size": 512}),
+    }
+    method = replace(experiment.method("sgd-small"), estimator="moments", shadows=shadows)
+    return replace(experiment, methods={"sgd-small": method})
+
+
+def test_shadows_of_a_method_are_recorded_and_change_nothing(tmp_path: Path):
+    run, alone = Run(watched(small()), "sgd-small", 0, tmp_path / "a"), Run(small(), "sgd-small", 0, tmp_path / "b")
+    execute(run)
+    execute(alone)
+    header, epochs = read_run(run.records_path)
+    assert header.config["method"]["shadows"]["doubling"]["settings"] == {"max_batch_size": 512, "every": 2}
+    assert [record.shadows["doubling"] for record in epochs] == [128, 256, 128]
+    assert all(set(record.shadows) == {"pada", "doubling", "noise", "loss"} for record in epochs)
+    assert all(record.measured for record in epochs)
+    plain = read_run(alone.records_path)[1]
+    assert [record.val_loss for record in epochs] == [record.val_loss for record in plain]
+    assert [record.shadows for record in plain] == [None] * 3
+
+
+def test_a_resume_keeps_to_the_shadows_it_began_with(tmp_path: Path):
+    run = Run(watched(small()), "sgd-small", 0, tmp_path)
+    execute(run)
+    execute(run, resume=True)
+    with pytest.raises(CheckpointError, match="another configuration: method is"):
+        execute(Run(small(), "sgd-small", 0, tmp_path), resume=True)

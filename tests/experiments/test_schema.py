@@ -1,5 +1,6 @@
 import copy
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,11 @@ def test_every_file_of_the_catalog_reads_and_bears_its_name():
     assert {"synthetic-convex", "synthetic-nonconvex"} <= set(experiment_names())
     for name in experiment_names():
         assert get_experiment(name).name == name
+
+
+def test_the_example_file_reads_and_has_shadows():
+    watched = get_experiment(str(Path(__file__).parents[2] / "examples" / "watched.toml"))
+    assert set(watched.method("sgd-small").shadows) == {"noise-scale", "auto", "adadamp", "simigrad"}
 
 
 def test_the_papers_hyperparameters():
@@ -88,6 +94,14 @@ def change(path: str, value: object) -> dict:
             {"kind": "auto", "max_batch_size": 4096},
             r"\[methods.sgd-small\]: Auto moves the learning rate .* pass lr_coupling='linear'",
         ),
+        ("methods/oracle/shadows", 3, r"\[methods.oracle\] shadows: must be a table, got 3"),
+        ("methods/oracle/shadows", {"a": 3}, r"\[methods.oracle\] shadows.a: must be a table, got 3"),
+        (
+            "methods/oracle/shadows",
+            {"a": {"kind": "magic"}},
+            r"\[methods.oracle\] shadows.a: kind must be one of fixed, .*, got 'magic'",
+        ),
+        ("methods/oracle/shadows", {"a": {"kind": "cabs"}}, r"\[methods.oracle\] shadows.a: .*max_batch_size"),
         ("methods", None, r"needs at least one \[methods.NAME\]"),
         ("data", 3, r"\[data\]: must be a table, got 3"),
     ],
@@ -108,3 +122,17 @@ def test_scaling_epochs_scales_every_epoch_counted_setting():
     assert parse_experiment(waiting, "file.toml").scaled(40).methods["sgd-small"].policy.settings["patience"] == 2
     assert experiment.scaled(1).schedule.settings["every_epochs"] == 1
     assert short.schedule.settings["factor"] == experiment.schedule.settings["factor"]
+
+
+def test_shadows_are_policy_parts_and_shrink_with_the_epochs():
+    watching = {
+        "a": {"kind": "adabatch", "max_batch_size": 64, "every": 20},
+        "b": {"kind": "auto", "max_batch_size": 8},
+    }
+    experiment = parse_experiment(change("methods/sgd-small/shadows", watching), "file.toml").scaled(40)
+    shadows = experiment.methods["sgd-small"].shadows
+    assert [(name, part.kind) for name, part in shadows.items()] == [("a", "adabatch"), ("b", "auto")]
+    assert shadows["a"].settings == {"max_batch_size": 64, "every": 8}
+    none = parse_experiment(change("methods/oracle/shadows", {}), "file.toml")
+    assert none == parse_experiment(table(), "file.toml")
+    assert none.scaled(40).methods["oracle"].shadows is None

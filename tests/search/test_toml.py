@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from divebatch.experiments import experiment_names, get_experiment, parse_experiment
+from divebatch.experiments.schema import Part
 from divebatch.search import to_toml
 
 
@@ -19,6 +20,13 @@ def test_text_that_toml_treats_as_special_reads_back_equal():
     text = to_toml(experiment, comment="first\nsecond")
     assert text.startswith("# first\n# second\n")
     assert parse_experiment(tomllib.loads(text), "text") == experiment
+
+
+def test_shadows_read_back_equal():
+    experiment = get_experiment("synthetic-convex")
+    shadows = {"a tenth": Part(kind="noise-scale", settings={"max_batch_size": 64}), "b": Part(kind="fixed")}
+    experiment = replace(experiment, methods={"m": replace(experiment.method("oracle"), shadows=shadows)})
+    assert parse_experiment(tomllib.loads(to_toml(experiment)), "text") == experiment
 
 
 def test_a_file_can_be_run_by_its_path(tmp_path):

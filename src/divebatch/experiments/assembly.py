@@ -49,6 +49,7 @@ def make_trainer(run: Run) -> Trainer:
         lr_coupling=method.lr_coupling,
         base_batch_size=method.base_batch_size,
         every_steps=method.every_steps,
+        shadows={name: make_policy(part.kind, **part.settings) for name, part in (method.shadows or {}).items()},
         scheduler=[each for each in (schedule, warming) if each is not None],
         loss_fn=settings.loss_fn,
     )

@@ -66,7 +66,7 @@ class Method:
     """One way of training: its first batch size and rate, and what becomes of them.
 
     The rate grows linearly, step by step, over the first `warmup_epochs`, on top of the experiment's schedule.
-    `every_steps` and `base_batch_size` are the controller's.
+    `every_steps`, `base_batch_size` and `shadows` (policies by name that only watch) are the controller's.
     """
 
     label: str
@@ -80,11 +80,13 @@ class Method:
     base_batch_size: int | None = None
     multiple_of: int = 1
     """What the policy's sizes are rounded down to."""
+    shadows: Mapping[str, Part] | None = None
 
     def scaled(self, ratio: float) -> "Method":
         """Epoch-counted settings times `ratio`."""
         warmup = _scaled(self.warmup_epochs, ratio) if self.warmup_epochs else 0
-        return replace(self, policy=self.policy.scaled(ratio), warmup_epochs=warmup)
+        shadows = {name: part.scaled(ratio) for name, part in (self.shadows or {}).items()}
+        return replace(self, policy=self.policy.scaled(ratio), warmup_epochs=warmup, shadows=shadows or None)
 
     def for_compiler(self) -> "Method":
         """Sizes that follow a measurement are rounded down: each new one costs the compiler half a minute."""
@@ -176,6 +178,7 @@ def _require_known(name: str, value: Any, known: Mapping[Any, Any]) -> None:
 def _method(table: Any, where: str) -> Method:
     values = dict(_table(table, where))
     values["policy"] = _part(values.get("policy"), f"{where} policy", known=tuple(POLICIES))
+    values["shadows"] = _shadows(values.get("shadows", {}), f"{where} shadows")
     method = _build(Method, values, where)
     try:
         require_count("batch_size", method.batch_size)
@@ -193,6 +196,19 @@ def _method(table: Any, where: str) -> Method:
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from error
     return method
+
+
+def _shadows(table: Any, where: str) -> Mapping[str, Part] | None:
+    """Each is built once, as the policy is. They drive nothing, so no start, cap or coupling is wrong for them."""
+    shadows: dict[str, Part] = {}
+    for name, entry in _table(table, where).items():
+        part = _part(entry, f"{where}.{name}", known=tuple(POLICIES))
+        try:
+            make_policy(part.kind, **part.settings)
+        except ArgumentError as error:
+            raise ArgumentError(f"{where}.{name}: {error}") from error
+        shadows[name] = part
+    return shadows or None
 
 
 def _part(table: Any, where: str, *, known: tuple[str, ...] = ()) -> Part:

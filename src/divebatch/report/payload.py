@@ -56,7 +56,9 @@ def _chart(chart: Chart, place: dict[str, int]) -> dict[str, Any]:
 
 
 def _line(track: Track, line: Line) -> dict[str, Any]:
+    own = {"color": line.look.color, "dark": line.look.dark_color} if line.look.color != track.look.color else {}
     return {
+        **own,
         "label": line.label,
         "dash": _dash(line.look.dashes),
         "width": line.width,

@@ -196,6 +196,8 @@ def _epochs_problem(epochs: Iterable[EpochRecord]) -> str:
             return f"{wrong[0]} must be a number, got {getattr(record, wrong[0])!r} after epoch {before}"
         if not all(_is_change(change) for change in record.changes or ()):
             return f"changes must be [step, batch size, lr] each, got {record.changes!r} after epoch {before}"
+        if not all(name.isprintable() and _is_number(size) for name, size in (record.shadows or {}).items()):
+            return f"shadows must be names with batch sizes, got {record.shadows!r} after epoch {before}"
         if record.epoch <= before or record.epoch != int(record.epoch):
             return f"epoch {record.epoch} follows epoch {before}"
         before = record.epoch

@@ -14,6 +14,7 @@ from divebatch.report.figures import draw_figures
 from divebatch.report.memory import memory_table
 from divebatch.report.runs import Experiment
 from divebatch.report.settings import settings_tables, summary_line
+from divebatch.report.shadows import make_shadow_charts
 from divebatch.report.stages import stage_table
 from divebatch.report.table import Table, result_table
 from divebatch.report.verdict import verdict
@@ -76,7 +77,8 @@ def make_sections(experiments: Sequence[Experiment]) -> list[Section]:
 
 def make_section(experiment: Experiment, stem: str) -> Section:
     """All of it, drawings included; `stem` begins the names of its files."""
-    charts, bars, drawings = make_charts(experiment), make_bars(experiment), draw_figures(experiment)
+    tracks, bars, drawings = make_tracks(experiment), make_bars(experiment), draw_figures(experiment)
+    charts = make_charts(experiment) + make_shadow_charts(tracks)
     shown = {drawing.name for drawing in drawings}
     missing = [chart for chart in charts if PAPER_FIGURES.get(chart.name) not in shown]
     return Section(
@@ -87,7 +89,7 @@ def make_section(experiment: Experiment, stem: str) -> Section:
         verdict=_verdict(experiment),
         tables=result_tables(experiment),
         drawings=drawings,
-        tracks=make_tracks(experiment),
+        tracks=tracks,
         charts=charts,
         bars=bars,
         chart_drawings=_draw_all(missing, bars, experiment.name),

@@ -96,6 +96,12 @@ SPARE_LOOKS: list[tuple[str, Dashes]] = [
     ("#7F5F2A", DOTTED),
 ]
 """For methods of a user's own, in turn."""
+SHADOW_LOOKS: list[tuple[str, Dashes]] = [
+    (color, dashes)
+    for dashes in (DASHED, DOTTED)
+    for color in ("#0072B2", "#D55E00", "#009E73", "#882255", "#E69F00", "#56B4E9", "#CC79A7", "#7F5F2A", "#999999")
+]
+"""For policies that only watch, in turn."""
 EXACT = Look("exact diversity on DiveBatch's path", LOOKS["divebatch"].color, DOTTED)
 
 

@@ -30,6 +30,8 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
         values = {entry.name: getattr(value, entry.name) for entry in fields(value)}
         return {key: _plain(item) for key, item in values.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return value
 
 

@@ -144,9 +144,12 @@
       };
     }
 
+    // Its method's, unless it has its own.
+    colors(line) { return line.color ? line : this.section.methods[line.method]; }
+
     color(line) {
-      const method = this.section.methods[line.method];
-      return isDark() ? method.dark : method.color;
+      const { color, dark } = this.colors(line);
+      return isDark() ? dark : color;
     }
 
     series(line) {
@@ -179,11 +182,11 @@
         element.textContent = text;
         return element;
       };
-      const method = this.section.methods[line.method];
+      const { color, dark } = this.colors(line);
       const kind = line.dash.length ? (line.dash[0] < 3 ? "dotted" : "dashed") : "solid";
       const swatch = part(`swatch ${kind}`, "");
-      swatch.style.setProperty("--light", method.color);
-      swatch.style.setProperty("--dark", method.dark);
+      swatch.style.setProperty("--light", color);
+      swatch.style.setProperty("--dark", dark);
       const item = part("entry", "");
       item.append(swatch, part("label", line.label), " ", part("value", this.value(line, hasCursor)));
       return item;
