@@ -9,7 +9,7 @@ import pytest
 from divebatch.errors import CheckpointError
 from divebatch.experiments import Experiment, Run, execute, get_experiment, make_trainer
 from divebatch.experiments.schema import Part
-from divebatch.records import read_run
+from divebatch.records import EpochRecord, read_run
 
 
 def small(name: str = "policies-synthetic", epochs: int = 3) -> Experiment:
@@ -102,8 +102,16 @@ def test_shadows_of_a_method_are_recorded_and_change_nothing(tmp_path: Path):
 
 
 def test_a_resume_keeps_to_the_shadows_it_began_with(tmp_path: Path):
-    run = Run(watched(small()), "sgd-small", 0, tmp_path)
-    execute(run)
-    execute(run, resume=True)
+    whole, run = (Run(watched(small()), "sgd-small", 0, tmp_path / name) for name in ("whole", "broken"))
+    execute(whole)
+
+    def stop(record: EpochRecord) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        execute(run, on_epoch=stop)
     with pytest.raises(CheckpointError, match="another configuration: method is"):
-        execute(Run(small(), "sgd-small", 0, tmp_path), resume=True)
+        execute(replace(run, experiment=small()), resume=True)
+    execute(run, resume=True)
+    (_, expected), (_, epochs) = read_run(whole.records_path), read_run(run.records_path)
+    assert [record.shadows for record in epochs] == [record.shadows for record in expected]

@@ -135,4 +135,4 @@ def test_shadows_are_policy_parts_and_shrink_with_the_epochs():
     assert shadows["a"].settings == {"max_batch_size": 64, "every": 8}
     none = parse_experiment(change("methods/oracle/shadows", {}), "file.toml")
     assert none == parse_experiment(table(), "file.toml")
-    assert none.scaled(40).methods["oracle"].shadows is None
+    assert none.methods["oracle"].shadows is none.scaled(40).methods["oracle"].shadows is None
