@@ -11,7 +11,6 @@ from divebatch.experiments import Experiment, Run, execute, get_experiment, make
 from divebatch.experiments.schema import Part
 from divebatch.records import EpochRecord, read_run
 
-
 BRING_THEIR_OWN = {"divebatch", "auto"}
 """Methods that measure without naming an estimator."""
 
