@@ -27,6 +27,7 @@ import torch
 from divebatch.__main__ import main as divebatch
 from divebatch.experiments.datasets.synthetic import Synthetic
 from divebatch.records import EpochRecord, read_run
+from faults import version
 
 EXPERIMENT = "synthetic-nonconvex"
 WORDS = ("run", EXPERIMENT, "--methods", "divebatch", "--trials", "1", "--epochs", "30", "--checkpoint-steps", "5")
@@ -72,14 +73,6 @@ def ranks_of(process: "subprocess.Popen[bytes]", count: int) -> list[int]:
         return [process.pid]
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(child) for child in children]
-
-
-def version(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def live(out: Path, chance: random.Random) -> Kill | None:

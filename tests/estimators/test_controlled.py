@@ -255,3 +255,15 @@ def test_moments_work_with_any_model_and_optimizer():
             mean_loss(model(x), y).backward()
             optimizer.step()
         assert control.step().diversity is not None
+
+
+@pytest.mark.parametrize(("estimator", "is_replayed"), [("trajectory", True), ("moments", True), ("split", False)])
+def test_what_needs_python_in_each_pass_is_not_replayed(estimator, is_replayed):
+    model = mlp()
+    optimizer = SGD(model.parameters(), 0.1)
+    control = Controller(model, optimizer, AdaptiveLoader(DATA, 16), DiveBatch(0.1, 64), estimator=estimator)
+    assert control.is_measuring
+    before = control.replay_token
+    assert (before is not None) == is_replayed
+    iter(control.loader)  # a new pass: the sums of trajectory begin anew
+    assert (control.replay_token == before) == (estimator != "trajectory")

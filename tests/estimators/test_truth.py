@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import product
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from torch.optim import SGD
 from divebatch import AdaptiveLoader, Diversity, gradient_diversity, micro_batches
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Scene, Split
-from divebatch.estimators.average import PairAverage
-from divebatch.measurement import Spread
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, pair_of, samples
 
@@ -231,85 +228,6 @@ def test_uneven_chunks_tell_it_by_definition():
     expected = float((first - second) @ rows.mean(0)) ** 2 / (1 / sizes[0] + 1 / sizes[1])
     assert Loop(Split(), mlp()).run([(x, y)]).inner_variance == pytest.approx(expected, rel=1e-9)
     assert Loop(Split(), mlp()).run([samples(8)]).inner_variance is None  # three chunks
-
-
-# Averages
-
-
-def average_of(num_samples: int, *, decay: float = 1.0) -> PairAverage:
-    average = PairAverage(decay=decay)
-    average.num_samples = num_samples
-    return average
-
-
-def test_an_exponential_mean_is_not_pulled_to_zero_and_forgets():
-    steady, changed = average_of(10, decay=0.5), average_of(10, decay=0.5)
-    for step in range(20):
-        steady.add(torch.tensor([3.0, 2.0], dtype=torch.float64), 1)
-        changed.add(torch.tensor([3.0, 2.0] if step < 10 else [5.0, 1.0], dtype=torch.float64), 1)
-    assert (steady.diversity().trace, steady.diversity().sq_norm) == pytest.approx((3.0, 2.0))
-    assert (changed.diversity().trace, changed.diversity().sq_norm) == pytest.approx((5.0, 1.0), rel=2e-3)
-
-
-def test_the_first_of_an_exponential_mean_counts_whole():
-    average = average_of(7, decay=0.99)
-    average.add(torch.tensor([3.0, 2.0], dtype=torch.float64), 7)
-    assert average.diversity().trace == pytest.approx(3.0)
-    assert average.diversity().noise_scale_interval() == (0.0, math.inf)  # one estimate tells nothing of its spread
-
-
-def test_an_exponential_mean_by_hand():
-    values, decay, average = [4.0, 1.0, 7.0], 0.8, average_of(3, decay=0.8)
-    for value in values:
-        average.add(torch.tensor([value, 1.0], dtype=torch.float64), 1)
-    weights = [decay**2, decay, 1.0]
-    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    measured = average.diversity()
-    assert measured.trace == pytest.approx(mean)
-    assert measured.spread is not None
-    assert measured.spread.degrees == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) - 1)
-
-
-def test_the_spread_of_equal_weights_is_the_textbooks():
-    pairs, average = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), average_of(7)
-    for pair in pairs:
-        average.add(pair, 5)
-    spread, covariance = average.diversity().spread, (torch.cov(pairs.T) / 7).tolist()
-    assert spread is not None
-    assert (spread.trace_variance, spread.covariance) == pytest.approx((covariance[0][0], covariance[0][1]))
-    assert (spread.sq_norm_variance, spread.degrees) == pytest.approx((covariance[1][1], 6))
-
-
-def test_a_covariance_moves_the_interval_of_the_ratio():
-    """What varies together cancels in a ratio."""
-
-    def width(covariance: float) -> float:
-        spread = Spread(trace_variance=1.0, sq_norm_variance=0.01, covariance=covariance, degrees=50)
-        low, high = Diversity.from_noise(10.0, 1.0, 100, spread=spread).noise_scale_interval()
-        return high - low
-
-    assert width(0.1) < 1e-6 < width(0.05) < width(0.0) < width(-0.05)
-
-
-def test_an_interval_survives_every_number():
-    numbers = [0.0, 5e-324, 1e-200, 1e-30, 1.0, 1e30, 1e99, 1e200, 1e308, math.inf, math.nan]
-    for trace, sq_norm, first, second in product(numbers, [-1.0, *numbers], numbers, numbers):
-        spread = Spread(trace_variance=first, sq_norm_variance=second, covariance=1.0, degrees=1.0)
-        low, high = Diversity(trace, sq_norm, 10, spread).noise_scale_interval()
-        assert 0 <= low <= high
-
-
-@pytest.mark.parametrize("value", [0, -0.5, 1.5, math.nan, True, "0.9"])
-def test_a_wrong_decay_is_named(value: object):
-    for make in (PairAverage, PerSample, Split, Moments):
-        with pytest.raises(ArgumentError, match=f"decay={value!r}"):
-            make(decay=value)
-
-
-@pytest.mark.parametrize("value", [1, 0, 2.5, True])
-def test_a_wrong_window_is_named(value: object):
-    with pytest.raises(ArgumentError, match=f"window={value!r}"):
-        Moments(window=value)
 
 
 # Wrong use, and BatchNorm

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from divebatch import NormMeter, rule_for
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.norms.registry import RULES
+from divebatch.norms.sums import Sums
 from reference.per_sample import mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
 
 INPUTS, TARGETS = samples(7)
@@ -360,3 +361,13 @@ def test_a_merged_batch_dimension_gets_an_error():
     model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.Linear(4, 1))
     with NormMeter(model), pytest.raises(UsageError, match=r"layer '0' saw 5 samples and a later one 10 .*unmerged"):
         model(torch.randn(5, 2, 4)).mean().backward()
+
+
+def test_sums_stay_where_they_are_so_that_a_replayed_pass_finds_them():
+    sums, one = Sums(extrapolates=True), torch.ones((), dtype=torch.float64)
+    sums.add(one, one, torch.tensor(2))
+    before = [sums._total, sums._squares, sums._variance, sums.num_samples]
+    sums.add(one, one, torch.tensor(3))
+    after = [sums._total, sums._squares, sums._variance, sums.num_samples]
+    assert all(old is new for old, new in zip(before, after, strict=True))
+    assert (sums.total(), int(sums.num_samples), float(one)) == (2.0, 5, 1.0)

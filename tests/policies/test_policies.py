@@ -296,8 +296,9 @@ def test_adabatch_changes_no_learning_rate_where_it_changes_no_size():
     assert policy.next(seen(epoch=40, batch_size=CAP)) == Decision(batch_size=CAP)
 
 
-def test_adabatch_ends_at_a_cap_that_is_no_multiple():
+def test_adabatch_ends_at_a_cap_that_is_no_multiple_and_always_grows():
     assert AdaBatch(300).next(seen(batch_size=256)).batch_size == 300
+    assert AdaBatch(CAP, factor=1.5).next(seen(batch_size=1)).batch_size == 2  # where the factor rounds to nothing
 
 
 def test_adabatch_takes_other_factors_and_timetables():
@@ -397,7 +398,3 @@ def test_a_diversity_that_cannot_be_formed_gives_the_cap_and_says_why(make, dive
     assert decision.batch_size == CAP
     assert "undefined" in decision.reason
     assert problem in decision.reason
-
-
-def test_adabatch_grows_even_where_the_factor_rounds_to_nothing():
-    assert AdaBatch(CAP, factor=1.5).next(seen(batch_size=1)).batch_size == 2
