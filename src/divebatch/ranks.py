@@ -1,11 +1,14 @@
 """What the library may know of other processes that train the same model: how many, which one this is, their sums."""
 
 import os
+import pickle
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -96,17 +99,12 @@ class Ranks:
         """What rank 0 passed; anything that can be pickled."""
         if self.is_alone:
             return value
-        carried = [value]
-        dist.broadcast_object_list(carried, group=self._group, group_src=0)
-        return carried[0]
+        (carried,) = self._carried([value] if self.is_first else [])
+        return carried
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank passed, in the order of ranks."""
-        if self.is_alone:
-            return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        return [value] if self.is_alone else self._carried([value])
 
     def require_same(self, facts: dict[str, Any]) -> None:
         """Raise the same error on all ranks if they do not all pass the same facts."""
@@ -117,13 +115,26 @@ class Ranks:
                 told = ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
                 raise ArgumentError(f"the ranks disagree on {name}: {told}. All ranks must be set up alike")
 
+    def _carried(self, values: list[Any]) -> list[Any]:
+        """What ranks passed, in their order, on all of them: bytes that nobody else writes, added up."""
+        payload = np.frombuffer(b"".join(pickle.dumps(value) for value in values), dtype=np.uint8)
+        lengths = np.zeros(self.size)
+        lengths[self.rank] = payload.size
+        ends = np.cumsum(self.sum_numbers(lengths.tolist())).astype(int)
+        everyone = np.zeros(ends[-1], dtype=np.uint8)
+        everyone[ends[self.rank] - payload.size : ends[self.rank]] = payload
+        self.sum_([torch.from_numpy(everyone)])
+        parts = [part.tobytes() for part in np.split(everyone, ends[:-1])]
+        return [pickle.loads(part) for part in parts if part]
+
     def _summed(self, bucket: list[Tensor]) -> Tensor:
-        """One all-reduce, on a device that the group's backend can reach."""
+        """One all-reduce, on a device that the group's backend can reach: the only collective there is here."""
         here = bucket[0].device
         kinds = self._group._device_types if self._group is not None else []
         reachable = here.type in [kind.type for kind in kinds]
         summed = torch.cat(bucket).to(here if reachable else _present(kinds[0]))
         dist.all_reduce(summed, group=self._group)
+        _wait_until_let_go(summed)
         return summed.to(here)
 
 
@@ -170,6 +181,17 @@ def inside_ddp(model: nn.Module) -> nn.Module:
 def _present(kind: torch.device) -> torch.device:
     """This process's own device of that kind."""
     return torch.device(kind.type, torch.get_device_module(kind).current_device()) if kind.type != "cpu" else kind
+
+
+def _wait_until_let_go(tensor: Tensor, *, at_most: float = 1.0) -> None:
+    """Wait until gloo's worker thread has dropped the tensor it reduced, which it does a moment after saying so.
+
+    To drop it takes the interpreter's lock, and a thread that asks for the lock of an interpreter that is leaving
+    aborts the process (seen in torch 2.13): a program that ends right after a collective of ours would exit with -6.
+    """
+    deadline = time.monotonic() + at_most
+    while tensor.device.type == "cpu" and tensor._use_count() > 1 and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        time.sleep(0)  # gives the lock away
 
 
 def _buckets(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:

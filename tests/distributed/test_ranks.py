@@ -1,6 +1,9 @@
 """What ranks say to each other."""
 
-from typing import Any
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -32,7 +35,7 @@ def talk(ranks: Ranks) -> dict[str, Any]:
         "squared": squared,
         "numbers": ranks.sum_numbers([ranks.rank, 0.1]),
         "first": ranks.from_first({"rank": ranks.rank}),
-        "gathered": ranks.gather(ranks.rank),
+        "gathered": ranks.gather(ranks.rank * "long"),
         "who": (ranks.rank, ranks.size, ranks.is_first, ranks.is_alone),
     }
 
@@ -47,7 +50,7 @@ def test_sums_are_over_ranks_whatever_is_summed(team: Team, size: int) -> None:
         assert answer["squared"] == pytest.approx(sum(float(each.double().square().sum()) for each in expected))
         assert answer["numbers"] == pytest.approx([sum(range(size)), 0.1 * size], rel=1e-15)
         assert answer["first"] == {"rank": 0}
-        assert answer["gathered"] == list(range(size))
+        assert answer["gathered"] == ["long" * each for each in range(size)]
         assert answer["who"] == (rank, size, rank == 0, False)
 
 
@@ -60,6 +63,40 @@ def test_a_process_alone_talks_to_itself() -> None:
     assert (ranks.sum_numbers([0.1]), ranks.from_first(3), ranks.gather(3)) == ([0.1], 3, [3])
     assert (ranks.rank, ranks.size, ranks.is_first, ranks.is_alone) == (0, 1, True, True)
     ranks.require_same({"anything": object()})
+
+
+def held_for_a_while(tensor: Tensor, seconds: float) -> threading.Thread:
+    """What gloo's worker does: a reference dropped after the answer has been given, in a thread of its own."""
+    views = [tensor.view(-1)]
+
+    def drop() -> None:
+        time.sleep(seconds)
+        views.clear()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    return thread
+
+
+def test_a_sum_is_there_only_when_no_worker_holds_it_any_more() -> None:
+    """A worker that drops a tensor while the interpreter leaves aborts the process."""
+    workers: list[threading.Thread] = []
+    group = SimpleNamespace(_device_types=[torch.device("cpu")])
+    with (
+        patch.object(module.dist, "get_rank", return_value=0),
+        patch.object(module.dist, "get_world_size", return_value=2),
+        patch.object(module.dist, "all_reduce", lambda it, group: workers.append(held_for_a_while(it, 0.05))),
+    ):
+        ranks = Ranks(cast("Any", group))
+        assert ranks._summed([torch.ones(3)])._use_count() == 1  # type: ignore[attr-defined]
+    workers[0].join()
+
+
+def test_a_worker_that_never_lets_go_holds_nobody_up() -> None:
+    tensor = torch.ones(3)
+    view = tensor.view(-1)
+    module._wait_until_let_go(tensor, at_most=0.01)
+    assert view._base is tensor
 
 
 def differ(ranks: Ranks) -> None:
@@ -96,9 +133,12 @@ def traffic(ranks: Ranks, wrap: str) -> dict[str, Any]:
     run = Run(ranks, Problem(wrap=wrap, num_samples=103, batch_size=20))
     sent: list[int] = []
     summed = Ranks._summed
-    with patch.object(
-        Ranks, "_summed", lambda self, bucket: sent.append(sum(map(len, bucket))) or summed(self, bucket)
-    ):
+
+    def counted(self: Ranks, bucket: list[Tensor]) -> Tensor:
+        sent.append(sum(len(part) for part in bucket if part.is_floating_point()))  # without messages, which are bytes
+        return summed(self, bucket)
+
+    with patch.object(Ranks, "_summed", counted):
         for batch in run.loader:
             run.step(batch)
         within, meter = sum(sent), run.estimator._meter
@@ -111,14 +151,14 @@ def traffic(ranks: Ranks, wrap: str) -> dict[str, Any]:
 def test_steps_send_nothing_and_an_epoch_one_gradient(team: Team) -> None:
     for told in team.run(4, traffic, "ddp"):
         assert told["within"] == 0
-        assert 0 <= told["after"] - told["size"] <= 8
+        assert 0 <= told["after"] - told["size"] <= 16
         assert told["kept"] == told["size"]
 
 
 def test_sharded_sums_are_nowhere_whole(team: Team) -> None:
     answers = team.run(4, traffic, "fsdp")
     assert sum(told["kept"] for told in answers) == answers[0]["size"]
-    assert all(told["within"] == 0 and told["after"] <= 8 for told in answers)
+    assert all(told["within"] == 0 and told["after"] <= 16 for told in answers)
     assert all(told["kept"] < told["size"] / 2 for told in answers)
 
 
