@@ -56,7 +56,7 @@ class Diversity:
     spread: Spread | None = field(default=None, repr=False)
     """How sure an estimate at fixed weights is; None for what is exact, and for the paper's, whose error is bias."""
     inner_variance: float | None = field(default=None, repr=False)
-    """Var_i<g_i, g> over samples, g the batch gradient; only from estimators that compare two chunks."""
+    """Var_i<g_i, g> over samples, g the batch gradient; only from estimators that add up chunk gradients."""
 
     @classmethod
     def from_noise(cls, trace: float, sq_norm: float, num_samples: int, *, spread: Spread | None = None) -> Self:

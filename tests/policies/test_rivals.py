@@ -144,7 +144,7 @@ def test_the_inner_product_test_is_the_variance_over_the_fourth_power():
 
 
 def test_the_inner_product_test_says_what_it_needs():
-    with pytest.raises(UsageError, match="batches in two chunks: estimator='moments'"):
+    with pytest.raises(UsageError, match="the noise along the gradient: use estimator='moments' or 'split'"):
         InnerProductTest(CAP).next(seen(100.0))
 
 
