@@ -6,21 +6,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from divebatch.errors import ArgumentError
-from divebatch.measurement import Decision, Measurement
+from divebatch.measurement import Decision, Measurement, gain
 from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
 from divebatch.policies.evidence import require_diversity
 from divebatch.policies.policy import Policy
-
-
-def gain(noise_scale: float, batch_size: int, first_batch_size: int) -> float:
-    """How many steps at the first batch one step at `batch_size` is worth, between 1 and their ratio (AdaScale).
-
-    >>> gain(0.0, 512, 128), gain(float("inf"), 512, 128), gain(128.0, 256, 128)
-    (1.0, 4.0, 1.3333333333333333)
-    """
-    if noise_scale == float("inf"):
-        return batch_size / first_batch_size
-    return (noise_scale / first_batch_size + 1) / (noise_scale / batch_size + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +47,12 @@ class Goodput(Policy):
         diversity = require_diversity(self, seen)
         if not diversity.is_defined:
             return Decision(batch_size=seen.batch_size, reason=f"no noise scale: {diversity.problem}")
-        noise, line = max(0.0, diversity.noise_scale), step_time(speeds)
+        start, noise, line = seen.start, max(0.0, diversity.noise_scale), step_time(speeds)
 
         def goodput(size: int) -> float:
-            return size / (line[0] + line[1] * size) * gain(noise, size, seen.start) * seen.start / size
+            return size / (line[0] + line[1] * size) * gain(size / start, noise / start) * start / size
 
-        best = max(self._candidates(seen.start), key=goodput)
+        best = max(self._candidates(start), key=goodput)
         improvement = goodput(best) / goodput(seen.batch_size) - 1
         if improvement <= self.least_improvement:
             return Decision(batch_size=seen.batch_size, reason=f"{best} promises only {improvement:.1%} more")
