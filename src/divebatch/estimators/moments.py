@@ -10,6 +10,7 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.dropped import DropWatch, loss_scale
 from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
+from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 
 
@@ -50,7 +51,7 @@ class Moments(ChunkWise):
 
     def _attach(self, scene: Scene) -> None:
         self._chunks, self._stepped = self._new_chunks(scene), scene.samples_delivered()
-        self._handle = optimizer_of(scene, "moments").register_step_pre_hook(self._on_step)
+        self._handle = when_gradients_are_used(optimizer_of(scene, "moments"), self._on_step)
         self._watch = DropWatch(next(iter(self._chunks.parameters.values())), self._drop, self._on_pass)
 
     def _detach(self) -> None:
@@ -66,7 +67,7 @@ class Moments(ChunkWise):
         """What was delivered up to the last pass is in no gradient any more."""
         self._stepped = max(self._stepped, self._passed)
 
-    def _on_step(self, *_: Any) -> None:
+    def _on_step(self) -> None:
         chunks, scene, watch = self._chunks, self._bound(), self._watch
         assert chunks is not None
         assert watch is not None
