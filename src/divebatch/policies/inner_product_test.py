@@ -19,7 +19,8 @@ class InnerProductTest(Paced):
     gradient these are a * B / theta^2 and (1 - a) * B / nu^2 samples; the larger counts, and the size only grows.
 
     The share comes from chunks of a batch, the last one against the others: from the estimators "split" and "moments".
-    It takes the noisy g as the original does, which makes it somewhat too large.
+    It takes the noisy g as the original does, which makes it too large: 1 + B / b times for noise that is
+    alike in all directions.
     """
 
     theta: float = 0.5
