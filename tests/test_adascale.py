@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, gradient_diversity
 from divebatch.errors import ArgumentError
-from divebatch.lr import GainSum, gain
+from divebatch.lr import GainSum
+from divebatch.measurement import gain
 from divebatch.policies import PadaDamp, Policy
 from reference.per_sample import dataset, mean_loss, mlp
 

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "norms": BASE | {"measurement", "ranks"},
     "estimators": BASE | {"norms", "measurement", "ranks"},
     "data": BASE | {"ranks"},
-    "lr": BASE,
+    "lr": BASE | {"measurement"},
     "preconditions": BASE | CORE,
     "controller": BASE | CORE | {"preconditions"},
     "integrations": BASE | CORE | {"controller"},
@@ -92,3 +92,10 @@ def test_at_most_24_public_names_and_all_exist() -> None:
 
     assert len(divebatch.__all__) <= 24
     assert all(hasattr(divebatch, name) for name in divebatch.__all__)
+
+
+def test_the_gain_of_a_batch_has_one_home() -> None:
+    from divebatch import lr, measurement
+    from divebatch.policies import goodput
+
+    assert lr.COUPLINGS["adascale"] is vars(goodput)["gain"] is measurement.gain

@@ -19,22 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.errors import ArgumentError, CheckpointError
-
-
-def gain(ratio: float, noise: float | None) -> float:
-    """AdaScale's (Johnson et al. 2020): how many steps at the base batch one at `ratio` times its size is worth.
-
-    `noise` is the variance of the base batch's gradient over the squared norm of the mean gradient: the noise scale
-    over the base batch size. Without noise a larger batch gains nothing, with nothing else as much as it is larger.
-    Where it is not known the gain is 1.
-
-    >>> gain(8.0, 0.0), gain(8.0, math.inf), gain(8.0, 8.0), gain(8.0, None)
-    (1.0, 8.0, 4.5, 1.0)
-    """
-    if noise is None:
-        return 1.0
-    return ratio if noise == math.inf else (noise + 1) / (noise / ratio + 1)
-
+from divebatch.measurement import gain
 
 COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
     "none": lambda ratio, noise: 1.0,

@@ -56,7 +56,7 @@ class Diversity:
     spread: Spread | None = field(default=None, repr=False)
     """How sure an estimate at fixed weights is; None for what is exact, and for the paper's, whose error is bias."""
     inner_variance: float | None = field(default=None, repr=False)
-    """Var_i<g_i, g> over samples, g the batch gradient; only from estimators that compare two chunks."""
+    """Var_i<g_i, g> over samples, g the batch gradient; only from estimators that add up chunk gradients."""
 
     @classmethod
     def from_noise(cls, trace: float, sq_norm: float, num_samples: int, *, spread: Spread | None = None) -> Self:
@@ -266,3 +266,18 @@ class Decision:
             return self
         reason = f"{self.reason}; limited to the {dataset_size} samples there are".lstrip("; ")
         return replace(self, batch_size=dataset_size, reason=reason)
+
+
+def gain(ratio: float, noise: float | None) -> float:
+    """AdaScale's (Johnson et al. 2020): how many steps at the base batch one at `ratio` times its size is worth.
+
+    `noise` is the variance of the base batch's gradient over the squared norm of the mean gradient: the noise scale
+    over the base batch size. Without noise a larger batch gains nothing, with nothing else as much as it is larger.
+    Where it is not known the gain is 1.
+
+    >>> gain(8.0, 0.0), gain(8.0, math.inf), gain(8.0, 8.0), gain(8.0, None)
+    (1.0, 8.0, 4.5, 1.0)
+    """
+    if noise is None:
+        return 1.0
+    return ratio if noise == math.inf else (noise + 1) / (noise / ratio + 1)

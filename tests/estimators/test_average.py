@@ -1,7 +1,7 @@
 """Means of many small estimates, and their spread."""
 
 import math
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch
 from divebatch import Diversity
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Moments, PerSample, Split
-from divebatch.estimators.average import PairAverage
+from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.measurement import Spread
 
 
@@ -87,3 +87,17 @@ def test_a_wrong_decay_is_named(value: object):
 def test_a_wrong_window_is_named(value: object):
     with pytest.raises(ArgumentError, match=f"window={value!r}"):
         Moments(window=value)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2), (1, 3), (4, 2)])
+def test_batches_without_replacement_tell_of_what_the_samples_were_drawn_from(sizes: tuple[int, ...]):
+    """Over all draws from six samples: ||G||^2 is theirs less tr(Sigma) / 6, so the oracle's B is B / (1 + B / 6)."""
+    rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    draws = torch.stack([rows[list(order)] for order in permutations(range(6), sum(sizes))])
+    means = torch.stack([chunk.mean(1) for chunk in draws.split(sizes, dim=1)])
+    weighted = (torch.tensor(sizes)[:, None] * means.square().sum(2)).sum(0)
+    trace, sq_norm = unbiased(weighted, draws.mean(1).square().sum(1), len(sizes), sum(sizes)).mean(1).tolist()
+    assert trace == pytest.approx(float(rows.var(0).sum()))
+    assert sq_norm == pytest.approx(float(rows.mean(0).square().sum()) - trace / 6)
+    exact = Diversity(float(rows.square().sum()), float(rows.sum(0).square().sum()), 6).noise_scale
+    assert exact == pytest.approx(trace / (sq_norm + trace / 6) * 5 / 6)

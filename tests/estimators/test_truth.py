@@ -207,12 +207,13 @@ def test_moments_are_biased_by_the_learning_rate_as_stated():
     assert abs(stated) > 5 * error
 
 
-def test_two_chunks_tell_the_noise_along_the_gradient():
+@pytest.mark.parametrize("num_chunks", [2, 8])
+def test_chunks_tell_the_noise_along_the_gradient(num_chunks: int):
     """G' Sigma G, and the noise in g adds tr(Sigma^2) / b; Sigma from many samples."""
     size, generator = 256, torch.Generator().manual_seed(3)
     loop = Loop(Split(), linear())
     loop.loss_fn = half_squares
-    measured = loop.run(draws(generator, 300, size), parts_of=size // 2)
+    measured = loop.run(draws(generator, 300, size), parts_of=size // num_chunks)
     x, y = next(iter(draws(generator, 1, 40_000)))
     rows = x * (x @ loop.model.weight.T.detach() - y)
     covariance, mean = torch.cov(rows.T), loop.model.weight[0].detach()
@@ -227,7 +228,47 @@ def test_uneven_chunks_tell_it_by_definition():
     first, second = rows[:3].mean(0), rows[3:].mean(0)
     expected = float((first - second) @ rows.mean(0)) ** 2 / (1 / sizes[0] + 1 / sizes[1])
     assert Loop(Split(), mlp()).run([(x, y)]).inner_variance == pytest.approx(expected, rel=1e-9)
-    assert Loop(Split(), mlp()).run([samples(8)]).inner_variance is None  # three chunks
+
+
+@pytest.mark.parametrize("case", ["split", "moments"])
+def test_three_chunks_tell_it_by_the_last_against_the_others(case: str):
+    x, y = samples(8)
+    rows = per_sample.gradients(mlp(), mean_loss, x, y)
+    others, last = rows[:6].mean(0), rows[6:].mean(0)
+    expected = float((others - last) @ rows.mean(0)) ** 2 / (1 / 6 + 1 / 2)
+    if case == "split":
+        measured = Loop(Split(), mlp()).run([(x, y)])
+    else:
+        measured = Loop(Moments(window=3), mlp()).run(zip(x.split(PART), y.split(PART), strict=True))
+    assert measured.inner_variance == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_batch_in_three_parts_leaves_the_noise_along_the_gradient_of_the_others():
+    batches = [samples(6), samples(8), samples(6)]
+    each = [(Loop(Split(), mlp()).run([batch]).inner_variance, len(batch[0])) for batch in batches]
+    expected = sum(value * size for value, size in each) / 20
+    assert Loop(Split(), mlp()).run(batches).inner_variance == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("cut_at", [1, 2])
+def test_a_state_between_three_chunks_keeps_the_noise_along_the_gradient(cut_at: int):
+    (x, y), results = samples(8), []
+    for interrupted in (False, True):
+        loop = Loop(Split(), mlp())
+        loop.estimator.start()
+        for index, (part, targets) in enumerate(zip(x.split(PART), y.split(PART), strict=True)):
+            loop.delivered += len(part)
+            mean_loss(loop.model(part), targets).backward()
+            if interrupted and index == cut_at:
+                state = loop.estimator.state_dict()
+                loop.estimator.close()
+                loop.estimator = Split()
+                loop.estimator.bind(loop.scene)
+                loop.estimator.start()
+                loop.estimator.load_state_dict(state)
+        loop.optimizer.step()
+        results.append(loop.estimator.finish().inner_variance)
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
 
 
 # Wrong use, and BatchNorm

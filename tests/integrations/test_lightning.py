@@ -29,6 +29,7 @@ from integrations.plain_loop import (
     Course,
     Kept,
     Numbered,
+    Watched,
     assert_same_sums,
     each_once,
     plain_records,
@@ -136,6 +137,17 @@ def test_the_course_is_the_plain_loops(package, automatic):
     assert [record.steps for record in run.callback.records] == [record.steps for record in expected]
     assert each_once(run.module.seen.values())
     assert num_hooks(run.module) == 0
+
+
+def test_an_estimate_from_steps_is_the_plain_loops():
+    """Lightning makes gradients within the step, by a closure."""
+    policy = Watched((6, 6, 6))
+    measured, expected = (
+        Run(policy, epochs=3, estimator="moments").fit(),
+        plain_records(net(), policy, epochs=3, estimator="moments"),
+    )
+    assert course(measured.callback.records) == course(expected)
+    assert expected[0].diversity is not None
 
 
 def test_every_sample_comes_once_an_epoch_on_a_written_course():

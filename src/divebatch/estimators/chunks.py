@@ -1,5 +1,6 @@
 """Gradients of several chunks of samples, as the two sums that an unbiased estimate needs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ class Chunks:
         """Back to no chunk."""
         self._sizes: list[int] = []
         self._sq_norms: list[Tensor] = []
+        self._before_last: Tensor | None = None
+        """Squared norm of the sum that the last chunk was added to."""
         self._scales: dict[str, Tensor] | None = None
         torch._foreach_zero_(list(self._sums.values()))
 
@@ -48,6 +51,7 @@ class Chunks:
             gradients = _rescaled(gradients, self._scales)
         sums = [self._sums[name] for name in gradients]
         plain = [addend(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
+        self._before_last = self._sq_norm_of_sum() if self._sizes else None
         self._sizes.append(num_samples)
         self._sq_norms.append(scale**2 * sq_norm(plain))
         torch._foreach_add_(sums, plain, alpha=num_samples * scale)
@@ -63,19 +67,31 @@ class Chunks:
         return sum(self._sizes)
 
     def pair(self) -> Tensor:
-        """(tr(Sigma), ||G||^2) of at least two chunks, and Var_i<g_i, g> if they are two; else NaN."""
-        mean = sq_norm(list(self._sums.values())) / self.num_samples**2
+        """(tr(Sigma), ||G||^2) and Var_i<g_i, g>, from at least two chunks."""
+        mean = self._sq_norm_of_sum() / self.num_samples**2
         sq_norms = torch.stack([each.to(mean.device) for each in self._sq_norms])
         sizes = torch.tensor(self._sizes, dtype=torch.float64, device=mean.device)
         pair = unbiased((sizes * sq_norms).sum(), mean, self.num_chunks, self.num_samples)
-        inner = inner_variance(sq_norms, sizes, mean) if self.num_chunks == 2 else torch.full_like(mean, torch.nan)
-        return torch.cat([pair, inner[None]])
+        return torch.cat([pair, self._inner_variance(mean)[None]])
+
+    def _inner_variance(self, mean: Tensor) -> Tensor:
+        """From two chunks: the last, and all before it as one. Inner products of more would need their gradients."""
+        assert self._before_last is not None
+        last, rest = self._sizes[-1], self.num_samples - self._sizes[-1]
+        sq_norms = torch.stack([self._before_last.to(mean.device) / rest**2, self._sq_norms[-1].to(mean.device)])
+        return inner_variance(sq_norms, torch.tensor([rest, last], dtype=torch.float64, device=mean.device), mean)
+
+    def _sq_norm_of_sum(self) -> Tensor:
+        if self.num_chunks == 1:  # known already: two chunks cost no more norms than they must
+            return self._sizes[0] ** 2 * self._sq_norms[0]
+        return sq_norm(list(self._sums.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of chunks that wait for more."""
         return {
             "sizes": list(self._sizes),
             "sq_norms": [float(each) for each in self._sq_norms],
+            "before_last": None if self._before_last is None else float(self._before_last),
             "sums": {name: total.clone() for name, total in self._sums.items()} if self.num_chunks else {},
             "scales": {name: scale.clone() for name, scale in self._scales.items()} if self._scales else None,
         }
@@ -97,6 +113,8 @@ class Chunks:
         self.forget()
         self._sizes = list(state["sizes"])
         self._sq_norms = [torch.tensor(each, dtype=torch.float64) for each in state["sq_norms"]]
+        before_last = state.get("before_last", math.nan)  # not in states of before
+        self._before_last = None if before_last is None else torch.tensor(before_last, dtype=torch.float64)
         for name, total in state["sums"].items():
             self._sums[name].copy_(total)
         self._scales = state.get("scales")

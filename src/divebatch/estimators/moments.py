@@ -1,17 +1,21 @@
 """An estimate from the batch gradients alone."""
 
+import math
 from typing import Any
 
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import ChunkWise
+from divebatch.estimators.dropped import DropWatch, loss_scale
 from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
+from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 
 
 class Moments(ChunkWise):
-    """Gradients of `window` successive steps, taken as chunks of one large batch: nothing is attached to the model.
+    """Gradients of `window` successive steps, taken as chunks of one large batch: no layer is touched.
 
     Bias: the weights move within a window. A step at learning rate lr changes the next gradient by -lr * H g, H the
     Hessian, so to first order ||G||^2 comes out too small by lr * E[g'Hg] and tr(Sigma) too large by lr * tr(H Sigma),
@@ -19,16 +23,17 @@ class Moments(ChunkWise):
     rate. Cost: one copy of the trainable parameters and a few passes over it a step; no further backward pass, and no
     layer needs a rule. Under BatchNorm it is right for the network as it trains, normalised over its whole batches.
 
-    It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler
-    has undone its scale by then, and where ranks share a batch they are the whole batch's. Two batches scatter as two
-    chunks do in `split`, with half as many estimates.
+    It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler's
+    scale is undone, and where ranks share a batch they are the whole batch's. Batches whose step was skipped after
+    their backward pass are in no estimate; one left out before it would count with the next. Two batches scatter as
+    two chunks do in `split`, with half as many estimates.
 
     `preconditioned=True` is `split`'s; a window is divided by what its first step was.
     """
 
     sees_all_ranks = True
     replay_token = True
-    """Nothing is attached to the backward pass, so one that was recorded without may be replayed."""
+    """No pass has to be seen where no step is skipped, so one that was recorded may be replayed."""
 
     def __init__(self, *, window: int = 2, decay: float = 1.0, preconditioned: bool = False) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned)
@@ -36,6 +41,9 @@ class Moments(ChunkWise):
             raise ArgumentError(f"window must be an integer of at least 2, got window={window!r}")
         self._num_steps = window
         self._handle: RemovableHandle | None = None
+        self._watch: DropWatch | None = None
+        self._passed = 0
+        """Samples the loader had delivered at the last backward pass."""
 
     def _prepare(self, scene: Scene) -> None:
         self._require_optimizer(scene, "moments")
@@ -43,27 +51,49 @@ class Moments(ChunkWise):
 
     def _attach(self, scene: Scene) -> None:
         self._chunks, self._stepped = self._new_chunks(scene), scene.samples_delivered()
-        self._handle = optimizer_of(scene, "moments").register_step_pre_hook(self._on_step)
+        self._handle = when_gradients_are_used(optimizer_of(scene, "moments"), self._on_step)
+        self._watch = DropWatch(next(iter(self._chunks.parameters.values())), self._drop, self._on_pass)
 
     def _detach(self) -> None:
-        if self._handle is not None:
+        if self._handle is not None and self._watch is not None:
             self._handle.remove()
-        self._chunks, self._handle = None, None
+            self._watch.close()
+        self._chunks, self._handle, self._watch = None, None, None
 
-    def _on_step(self, *_: Any) -> None:
-        chunks, scene = self._chunks, self._bound()
+    def _on_pass(self) -> None:
+        self._passed = self._bound().samples_delivered()
+
+    def _drop(self) -> None:
+        """What was delivered up to the last pass is in no gradient any more."""
+        self._stepped = max(self._stepped, self._passed)
+
+    def _on_step(self) -> None:
+        chunks, scene, watch = self._chunks, self._bound(), self._watch
         assert chunks is not None
-        size = scene.samples_delivered() - self._stepped
+        assert watch is not None
+        watch.stepped()
+        size, scale = scene.samples_delivered() - self._stepped, loss_scale(optimizer_of(scene, "moments"))
         gradients = {name: p.grad for name, p in chunks.parameters.items() if p.grad is not None}
         if size == 0 or not gradients:
             return
         self._stepped += size
+        if math.isfinite(scale):
+            self._add(gradients, size, scale)
+
+    def _add(self, gradients: dict[str, Tensor], size: int, scale: float) -> None:
+        chunks, scene = self._chunks, self._bound()
         # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
-        chunks.add(gradients, size, scale=1.0 if scene.loss_reduction == "mean" else scene.ranks.size / size)
+        to_mean = 1.0 if scene.loss_reduction == "mean" else scene.ranks.size / size
+        chunks.add(gradients, size, scale=to_mean / scale)
         self._average.num_samples = self._average.num_samples + size
         if chunks.num_chunks == self._num_steps:
             self._average.add(chunks.pair(), chunks.num_samples)
             chunks.forget()
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        super()._load_own_state(state)
+        if all(p.grad is None for p in self._chunks.parameters.values()):  # a gradient under way was not saved
+            self._stepped = self._bound().samples_delivered()
 
     def _when_empty(self) -> Diversity:
         """Large batches leave an epoch with a step or two: that is no error, and no evidence either."""

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
+from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 from divebatch.norms.share import current_share
 
@@ -57,7 +58,7 @@ class Split(ChunkWise):
         self._chunks = self._new_chunks(scene)
         self._delivered = self._stepped = scene.delivered_here()
         self._batch = 0
-        self._handles = [optimizer_of(scene, self.name).register_step_pre_hook(self._end_of_batch)]
+        self._handles = [when_gradients_are_used(optimizer_of(scene, self.name), self._end_of_batch)]
         for name, parameter in self._chunks.parameters.items():
             self._handles.append(parameter.register_hook(partial(self._receive, name)))
             # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
@@ -92,6 +93,8 @@ class Split(ChunkWise):
         self._chunks.add(self._received, num_samples, scale=1 / (share * weight))
 
     def _batch_length(self) -> int:
+        if (share := self._bound().share) is not None:  # right also where the loop left batches out
+            return share().mine
         delivered = self._bound().delivered_here()
         if delivered != self._delivered:
             self._batch, self._delivered = delivered - self._delivered, delivered
@@ -99,7 +102,7 @@ class Split(ChunkWise):
 
     # One batch
 
-    def _end_of_batch(self, *_: Any) -> None:
+    def _end_of_batch(self) -> None:
         chunks, delivered = self._chunks, self._bound().delivered_here()
         assert chunks is not None
         if chunks.num_samples > delivered - self._stepped:

@@ -35,9 +35,10 @@ class Cabs(Paced):
 
 
 def traces(diversity: Diversity) -> tuple[float, float, float]:
-    """tr(Sigma) between the ends of its interval."""
+    """tr(Sigma) between the ends of its interval; a single estimate, which shows no scatter, has none above."""
     trace, spread = diversity.trace, diversity.spread
     if math.isnan(trace):
         return (math.nan, math.nan, math.nan)
-    reach = 0.0 if spread is None else spread.quantile(0.95) * math.sqrt(spread.trace_variance)
+    errors = 0.0 if spread is None else spread.quantile(0.95)
+    reach = errors * math.sqrt(spread.trace_variance) if spread is not None and errors < math.inf else errors
     return (max(0.0, trace - reach), max(0.0, trace), trace + reach)

@@ -6,21 +6,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from divebatch.errors import ArgumentError
-from divebatch.measurement import Decision, Measurement
+from divebatch.measurement import Decision, Measurement, gain
 from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
 from divebatch.policies.evidence import require_diversity
 from divebatch.policies.policy import Policy
-
-
-def gain(noise_scale: float, batch_size: int, first_batch_size: int) -> float:
-    """How many steps at the first batch one step at `batch_size` is worth, between 1 and their ratio (AdaScale).
-
-    >>> gain(0.0, 512, 128), gain(float("inf"), 512, 128), gain(128.0, 256, 128)
-    (1.0, 4.0, 1.3333333333333333)
-    """
-    if noise_scale == float("inf"):
-        return batch_size / first_batch_size
-    return (noise_scale / first_batch_size + 1) / (noise_scale / batch_size + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +19,8 @@ class Goodput(Policy):
     Candidates go from the first batch to the cap by factors of 2^(1/2). How the time of a step grows with the batch is
     a straight line through the sizes that have been run; while only one has been, half of its step's time is taken to
     be fixed cost, so that a second size gets tried. Changes that promise less than `least_improvement` are not made:
-    they cost recompiling and prove little. Time is measured, so two runs need not decide alike.
+    they cost recompiling and prove little. Nor are those that would lose at either end of the noise scale's interval.
+    Time is measured, so two runs need not decide alike.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"diversity", "throughputs"})
@@ -58,16 +48,20 @@ class Goodput(Policy):
         diversity = require_diversity(self, seen)
         if not diversity.is_defined:
             return Decision(batch_size=seen.batch_size, reason=f"no noise scale: {diversity.problem}")
-        noise, line = max(0.0, diversity.noise_scale), step_time(speeds)
+        start, line = seen.start, step_time(speeds)
 
-        def goodput(size: int) -> float:
-            return size / (line[0] + line[1] * size) * gain(noise, size, seen.start) * seen.start / size
+        def improvement(size: int, noise: float) -> float:
+            return goodput(size, start, noise, line) / goodput(seen.batch_size, start, noise, line) - 1
 
-        best = max(self._candidates(seen.start), key=goodput)
-        improvement = goodput(best) / goodput(seen.batch_size) - 1
-        if improvement <= self.least_improvement:
-            return Decision(batch_size=seen.batch_size, reason=f"{best} promises only {improvement:.1%} more")
-        return Decision(batch_size=best, reason=f"{improvement:.0%} more goodput", wanted=best)
+        best = max(self._candidates(start), key=lambda size: goodput(size, start, diversity.noise_scale, line))
+        promised = improvement(best, diversity.noise_scale)
+        if promised <= self.least_improvement:
+            return Decision(batch_size=seen.batch_size, reason=f"{best} promises only {promised:.1%} more")
+        worst = min(improvement(best, noise) for noise in diversity.noise_scale_interval())
+        if worst <= 0:
+            reason = f"{best} promises {promised:.1%} more, but with 95 % confidence only {worst:.1%}"
+            return Decision(batch_size=seen.batch_size, reason=reason)
+        return Decision(batch_size=best, reason=f"{promised:.0%} more goodput", wanted=best)
 
     def check_start(self, batch_size: int) -> None:
         """Raise if the first batch is above the cap."""
@@ -77,6 +71,13 @@ class Goodput(Policy):
         bounds = Bounds(1, self.max_batch_size, self.multiple_of)
         powers = range(math.ceil(2 * math.log2(max(1.0, self.max_batch_size / start))) + 1)
         return sorted({max(start, bounds.clamp(start * 2 ** (power / 2))) for power in powers})
+
+
+def goodput(batch_size: int, first_batch_size: int, noise_scale: float, line: tuple[float, float]) -> float:
+    """Samples a second times the worth of one, relative to one in the first batch."""
+    ratio = batch_size / first_batch_size
+    worth = gain(ratio, max(0.0, noise_scale) / first_batch_size) / ratio
+    return batch_size / (line[0] + line[1] * batch_size) * worth
 
 
 def step_time(speeds: Sequence[tuple[int, float]]) -> tuple[float, float]:

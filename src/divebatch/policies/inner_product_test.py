@@ -18,8 +18,9 @@ class InnerProductTest(Paced):
     right angles to g, `nu` times ||g||; `nu=None` leaves the second test out. With a = the share of the noise along the
     gradient these are a * B / theta^2 and (1 - a) * B / nu^2 samples; the larger counts, and the size only grows.
 
-    The share comes from batches in two chunks: the "split" estimator with batches cut in two, or "moments". It takes
-    the noisy g as the original does, which makes it somewhat too large.
+    The share comes from chunks of a batch, the last one against the others: from the estimators "split" and "moments".
+    It takes the noisy g as the original does, which makes it too large: 1 + B / b times for noise that is
+    alike in all directions.
     """
 
     theta: float = 0.5
@@ -48,7 +49,7 @@ def share_along(diversity: Diversity) -> float:
     """Var_i<g_i, g> / (tr(Sigma) ||G||^2), between 0 and 1; 1, the strictest, where it cannot be formed."""
     if diversity.inner_variance is None:
         raise UsageError(
-            "the inner product test needs batches in two chunks: estimator='moments', or 'split' with batches cut in 2"
+            "the inner product test needs the noise along the gradient: use estimator='moments' or 'split'"
         )
     below = diversity.trace * diversity.sq_norm
     share = diversity.inner_variance / below if below > 0 else math.nan

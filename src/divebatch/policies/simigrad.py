@@ -32,13 +32,17 @@ class SimiGrad(Paced):
             raise ArgumentError(f"target must be below 1, got target={self.target!r}")
 
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
-        """A tenth up or down."""
+        """A tenth up or down, and at least one multiple."""
         low, high = cosines(require_diversity(self, seen), seen.batch_size)
-        b, reason = seen.batch_size, f"likeness of halves {low:.3f} to {high:.3f}, target {self.target:g}"
+        b, least = (
+            seen.batch_size,
+            self.multiple_of,
+        )  # a step smaller than that would be rounded away, or down to nothing
+        reason = f"likeness of halves {low:.3f} to {high:.3f}, target {self.target:g}"
         if high < self.target:
-            return max(b + 1, int(1.1 * b)), reason
-        if low > self.target:
-            return max(1, min(b - 1, int(0.9 * b))), reason
+            return max(b + least, int(1.1 * b)), reason
+        if low > self.target and b > least:
+            return max(least, min(b - least, int(0.9 * b))), reason
         return None, reason
 
 
