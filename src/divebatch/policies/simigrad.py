@@ -34,10 +34,7 @@ class SimiGrad(Paced):
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
         """A tenth up or down, and at least one multiple."""
         low, high = cosines(require_diversity(self, seen), seen.batch_size)
-        b, least = (
-            seen.batch_size,
-            self.multiple_of,
-        )  # a step smaller than that would be rounded away, or down to nothing
+        b, least = seen.batch_size, self.multiple_of  # a smaller step would be rounded away, or down to nothing
         reason = f"likeness of halves {low:.3f} to {high:.3f}, target {self.target:g}"
         if high < self.target:
             return max(b + least, int(1.1 * b)), reason
