@@ -22,6 +22,7 @@ from divebatch.experiments import (
     execute_all,
     first_does,
     get_experiment,
+    in_hand,
     process_group,
     was_begun_here,
 )
@@ -87,11 +88,12 @@ def run(
         )  # fmt: skip
         runs = _all_runs(first, _method_names(planned, methods), trials or planned.trials)
         count = _num_jobs(jobs, default_jobs(device, len(runs)), num_ranks=ranks.size)
-        resume = resume or was_begun_here(out, ranks)
-        first_does(ranks, lambda: _check_can_write(runs, resume=resume))
         with errors_exit_with(FAILED):
             _make_folder(out)
-            with begun_here(out, ranks):
+        with in_hand(runs, ranks):
+            resume = resume or was_begun_here(out, ranks)
+            first_does(ranks, lambda: _check_can_write(runs, resume=resume))
+            with errors_exit_with(FAILED), begun_here(out, ranks):
                 failures = _execute(runs, count, resume, out, mode if ranks.is_first else "quiet")
                 if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
                     raise leave("\n".join(_say(failure) for failure in failures), FAILED)
