@@ -141,9 +141,8 @@ def _values(start: Start, branches: BranchTrainer, found: Probe, asked: list[Ask
 
 
 def _say(outcome: Outcome) -> None:
-    typer.echo(
-        f"batch {outcome.batch_size}, repeat {outcome.repeat + 1}: {outcome.steps} steps, loss {outcome.loss:.4f}"
-    )
+    branch = outcome.branch
+    typer.echo(f"batch {branch.batch_size}, repeat {branch.repeat + 1}: {branch.steps} steps, loss {outcome.loss:.4f}")
 
 
 def _show(heading: str, found: Probe, asked: list[Asked]) -> None:
