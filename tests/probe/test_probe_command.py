@@ -1,4 +1,5 @@
 import json
+import math
 import re
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_probe_ends_with_tables_a_file_and_a_picture(place, tmp_path):
     answer = call(place, "--out", tmp_path, "--repeats", 2)
     assert answer.exit_code == 0, answer.output
     assert re.search(r"critical batch size: (at least )?\d+ \(surely \d+", answer.output)
-    for words in ("NoiseScale", "NormTest", "InnerProductTest", "Cabs", "DiveBatch, delta 0.1", "trajectory"):
+    for words in ("Auto", "NoiseScale", "NormTest", "InnerProductTest", "Cabs", "DiveBatch, delta 0.1", "trajectory"):
         assert words in answer.output
     name = f"{NAME}-sgd-small-seed-0-epoch-4"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png", f"{name}.svg"]
@@ -50,11 +51,11 @@ def test_a_probe_ends_with_tables_a_file_and_a_picture(place, tmp_path):
     assert [gap["batch_size"] for gap in found["gaps"]] == [16, 32, 64, 128]
     assert [gap["steps"] for gap in found["gaps"]] == [56, 28, 14, 7]
     assert found["critical"]["size"] in (16, 32, 64, 128)
-    assert [each["estimator"] for each in found["asked"]] == ["split", "per-sample", "trajectory"]
+    assert [each["estimator"] for each in found["asked"]] == ["split", "per-sample", "moments", "trajectory"]
     split, per_sample = (found["asked"][k] for k in (0, 1))
     assert split["low"] <= per_sample["high"]  # two honest estimates of one thing: their intervals meet
     assert per_sample["low"] <= split["high"]
-    assert found["asked"][2]["low"] is None
+    assert found["asked"][3]["low"] is None
 
 
 def test_the_same_command_gives_the_same_numbers(place, tmp_path):
@@ -111,6 +112,23 @@ def test_policies_are_asked_from_the_checkpoint_and_leave_it(place):
     assert not branches.trainer.model._forward_hooks
 
 
+def test_auto_is_asked_from_the_size_that_the_run_began_with(place):
+    """Twin by hand: sqrt(first * noise scale) to the nearest doubling, where the interval is above the present size."""
+    found = {}
+    for first in (2, 16):
+        branches = branches_of(place)
+        branches.start.state["control"]["coupling"]["first_batch_size"] = first
+        found[first] = {each.estimator: each for each in ask_policies(branches)}
+        for kind in ("split", "per-sample", "moments"):
+            asked = found[first][kind]
+            low, wanted, high = (math.sqrt(first * noise) for noise in (asked.low, asked.noise_scale, asked.high))
+            doubling = min(1000, first * 2 ** max(0, round(math.log2(wanted / first))))
+            assert asked.sizes["Auto"] == (16 if low <= 16 <= high else max(16, doubling))
+        assert "Auto" not in found[first]["trajectory"].sizes
+    sizes = [[each.sizes.get("Auto") for each in asked.values()] for asked in found.values()]
+    assert sizes[0] != sizes[1]  # for a rule that took the present size for the first one they would be the same
+
+
 def test_every_estimator_begins_at_the_checkpoint(place, monkeypatch):
     seen = []
 
@@ -121,7 +139,7 @@ def test_every_estimator_begins_at_the_checkpoint(place, monkeypatch):
 
     monkeypatch.setattr("divebatch.probe.asked._ask", ask)
     ask_policies(branches_of(place))
-    assert len(seen) == 3
+    assert len(seen) == 4
     assert all(torch.equal(weight, seen[0]) for weight in seen)
 
 
@@ -134,7 +152,7 @@ def test_a_branch_begins_with_the_checkpoints_weights_and_rate(place):
 
 def test_the_delta_asked_about_is_the_runs_own(place):
     method = get_experiment(str(place / "tiny.toml")).method("divebatch")
-    assert "DiveBatch, delta 1" in policies_for("trajectory", method, 100)
+    assert "DiveBatch, delta 1" in policies_for("trajectory", method, 100, 16)
     assert has_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
 
 

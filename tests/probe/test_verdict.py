@@ -6,18 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divebatch.probe import Critical, Outcome, Probe
+from divebatch.probe import Branch, Critical, Outcome, Probe
 from divebatch.probe.verdict import interval
 
 
 def probe_of(losses, *, tolerance=0.02):
     """From {factor: loss of each repeat}, at batch size 10."""
-    outcomes = tuple(
-        Outcome(factor=factor, batch_size=10 * factor, repeat=repeat, steps=80 // factor, loss=loss)
-        for factor, values in losses.items()
-        for repeat, loss in enumerate(values)
-    )
-    return Probe(10, 800, "sqrt", tolerance, outcomes)
+
+    def outcome(factor, repeat, loss):
+        size, rate = 10 * factor, math.sqrt(factor)
+        return Outcome(Branch(factor=factor, batch_size=size, lr_factor=rate, steps=800 // size, repeat=repeat), loss)
+
+    outcomes = [outcome(factor, *each) for factor, values in losses.items() for each in enumerate(values)]
+    return Probe(10, 800, "sqrt", tolerance, tuple(outcomes))
 
 
 def test_the_critical_batch_is_the_last_that_keeps_up():

@@ -12,6 +12,7 @@ from divebatch.advice import Advice
 from divebatch.advice import advise as advise_on
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
+from divebatch.cli.options import DataDir, Device
 from divebatch.cli.out import make_folder, to_json, write_results
 from divebatch.cli.own import call_own, is_import_path
 from divebatch.errors import ArgumentError
@@ -32,10 +33,8 @@ def advise(
     steps: Annotated[int, typer.Option(help="Of the short run that shows the noise.")] = 300,
     timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing.")] = 60.0,
     estimator: Annotated[str, typer.Option(help="split, moments or per-sample (not for BatchNorm).")] = "split",
-    data_dir: Annotated[
-        Path, typer.Option(envvar="DIVEBATCH_DATA", help="Holds cifar-10-batches-py and its like.")
-    ] = Path("data"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    data_dir: DataDir = Path("data"),
+    device: Device = "cpu",
     precision: Annotated[str, typer.Option(help="fp32, tf32 or bf16.")] = "fp32",
     compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile: seconds for each size.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of data, model and order.")] = 0,

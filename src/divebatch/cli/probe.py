@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
+from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch
 from divebatch.cli.out import make_folder, to_json, write_results
+from divebatch.cli.probe_tables import show
 from divebatch.errors import ArgumentError
 from divebatch.experiments import get_experiment
 from divebatch.probe import Outcome, Probe, probe_critical_batch
@@ -22,11 +22,10 @@ from divebatch.probe.trainer import BranchTrainer
 from divebatch.report.drawing import require_matplotlib
 
 JUDGES = ("train", "validation")
-FILE_WIDTH = 120
 
 
 def probe(
-    experiment: Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")],
+    experiment: ExperimentName,
     checkpoint: Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that `divebatch run` wrote.")] = Path(
         "runs"
     ),
@@ -41,13 +40,11 @@ def probe(
     tolerance: Annotated[float, typer.Option(help="By what part the loss may lie above factor 1's.")] = 0.02,
     judge: Annotated[str, typer.Option(help="Loss to compare: train (smoothed) or validation (at the end).")] = "train",
     policies: Annotated[bool, typer.Option("--policies/--no-policies", help="Ask the policies too.")] = True,
-    data_dir: Annotated[
-        Path, typer.Option(envvar="DIVEBATCH_DATA", help="Holds cifar-10-batches-py and its like.")
-    ] = Path("data"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    data_dir: DataDir = Path("data"),
+    device: Device = "cpu",
     precision: Annotated[str | None, typer.Option(help="fp32, tf32 or bf16; the run's by default.")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Most samples of one backward pass.")] = None,
+    compile: Compile = None,
+    micro_batch: MicroBatch = None,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/probe"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -90,7 +87,7 @@ def probe(
     if json:
         typer.echo(to_json(values))
         return
-    _show(heading, found, asked)
+    show(heading, found, asked)
     for path in paths:
         typer.echo(str(path))
 
@@ -141,51 +138,5 @@ def _values(start: Start, branches: BranchTrainer, found: Probe, asked: list[Ask
 
 
 def _say(outcome: Outcome) -> None:
-    typer.echo(
-        f"batch {outcome.batch_size}, repeat {outcome.repeat + 1}: {outcome.steps} steps, loss {outcome.loss:.4f}"
-    )
-
-
-def _show(heading: str, found: Probe, asked: list[Asked]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
-    console.print(f"{heading}: branches of {found.window} samples, learning rate by {found.coupling}", highlight=False)
-    console.print(_gap_table(found))
-    if found.problem:
-        console.print(found.problem, highlight=False, markup=False)
-    console.print(f"critical batch size: {found.critical}", highlight=False, style="bold")
-    if asked:
-        console.print(_asked_table(asked))
-
-
-def _gap_table(found: Probe) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("batch", "steps", "loss", "above batch " + str(found.batch_size), "95 % interval"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for gap in found.gaps:
-        ends = f"{100 * gap.low:+.1f} .. {100 * gap.high:+.1f} %" if gap.factor > 1 else ""
-        above = f"{100 * gap.mean:+.1f} %" if gap.factor > 1 else ""
-        words = gap.verdict if gap.factor > 1 else ""
-        table.add_row(str(gap.batch_size), str(gap.steps), f"{gap.loss:.4f}", above, ends, words)
-    return table
-
-
-def _asked_table(asked: list[Asked]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("estimator")
-    table.add_column("asks for")
-    table.add_column("batch", justify="right")
-    for each in asked:
-        if each.estimator != "trajectory":
-            table.add_row(each.estimator, "(noise scale, 95 % interval)", _noise(each))
-        for policy, size in each.sizes.items():
-            table.add_row(each.estimator, policy, str(size))
-    return table
-
-
-def _noise(each: Asked) -> str:
-    middle = "?" if each.noise_scale is None else f"{each.noise_scale:.0f}"
-    low, high = (f"{end:.0f}" if end is not None else "" for end in (each.low, each.high))
-    return f"{middle} ({low or '0'} .. {high or 'no end'})"
+    branch = outcome.branch
+    typer.echo(f"batch {branch.batch_size}, repeat {branch.repeat + 1}: {branch.steps} steps, loss {outcome.loss:.4f}")

@@ -8,6 +8,8 @@ import typer
 
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, Quiet
+from divebatch.cli.out import make_folder
 from divebatch.cli.progress import make_display, mode_of
 from divebatch.cli.resume import command_again
 from divebatch.errors import ArgumentError, StoppedError
@@ -22,6 +24,7 @@ from divebatch.experiments import (
     execute_all,
     first_does,
     get_experiment,
+    in_hand,
     process_group,
     was_begun_here,
 )
@@ -29,22 +32,20 @@ from divebatch.loggers import make_logger
 
 
 def run(
-    experiment: Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")],
+    experiment: ExperimentName,
     methods: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds to run; the paper's number by default.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Shorten or lengthen, schedules scaled.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
-    data_dir: Annotated[
-        Path, typer.Option(envvar="DIVEBATCH_DATA", help="Holds cifar-10-batches-py and its like.")
-    ] = Path("data"),
+    data_dir: DataDir = Path("data"),
     model: Annotated[str | None, typer.Option(help="Another network, such as resnet20.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     precision: Annotated[str | None, typer.Option(help="fp32, tf32 or bf16.")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")] = None,
+    compile: Compile = None,
     cuda_graphs: Annotated[
         bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay compiled passes on a GPU.")
     ] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Most samples of one backward pass.")] = None,
+    micro_batch: MicroBatch = None,
     norms: Annotated[str | None, typer.Option(help="Per-sample norms where measured: exact or sketch.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Keep images off the device; load them with so many processes.")
@@ -63,7 +64,7 @@ def run(
     log: Annotated[
         list[str] | None, typer.Option(help="Show epochs there too: tensorboard or wandb; may be repeated.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+    quiet: Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line for every epoch.")] = False,
 ) -> None:
     """Run an experiment: all its methods, or some, over several seeds.
@@ -87,11 +88,12 @@ def run(
         )  # fmt: skip
         runs = _all_runs(first, _method_names(planned, methods), trials or planned.trials)
         count = _num_jobs(jobs, default_jobs(device, len(runs)), num_ranks=ranks.size)
-        resume = resume or was_begun_here(out, ranks)
-        first_does(ranks, lambda: _check_can_write(runs, resume=resume))
         with errors_exit_with(FAILED):
-            _make_folder(out)
-            with begun_here(out, ranks):
+            make_folder(out)
+        with in_hand(runs, ranks):
+            resume = resume or was_begun_here(out, ranks)
+            first_does(ranks, lambda: _check_can_write(runs, resume=resume))
+            with errors_exit_with(FAILED), begun_here(out, ranks):
                 failures = _execute(runs, count, resume, out, mode if ranks.is_first else "quiet")
                 if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
                     raise leave("\n".join(_say(failure) for failure in failures), FAILED)
@@ -138,13 +140,6 @@ def _execute(runs: list[Run], jobs: int, resume: bool, out: Path, mode: str) -> 
         what = str(error) or "interrupted"
         way_on = f"the same command with --resume continues the runs in '{out}':\n  {command_again('--resume')}"
         raise leave(f"{what}; {way_on}", FAILED) from None
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"cannot write to '{out}': {error.strerror}. Choose another --out folder.") from error
 
 
 def _say(failure: Failure) -> str:

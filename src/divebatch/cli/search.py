@@ -10,8 +10,10 @@ from rich.text import Text
 
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet
+from divebatch.cli.out import make_folder
 from divebatch.cli.resume import command_again
-from divebatch.errors import ArgumentError, StoppedError
+from divebatch.errors import StoppedError
 from divebatch.experiments import get_experiment
 from divebatch.search import (
     SAMPLERS,
@@ -32,7 +34,7 @@ ROWS = 10
 
 
 def search(
-    experiment: Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")],
+    experiment: ExperimentName,
     method: Annotated[str, typer.Option(help="Whose settings are searched.")] = "sgd-small",
     over: Annotated[
         list[str] | None,
@@ -50,13 +52,11 @@ def search(
     grace: Annotated[
         float, typer.Option(min=1, help="Seconds after which a silent process is dead; the same for all.")
     ] = 60.0,
-    data_dir: Annotated[
-        Path, typer.Option(envvar="DIVEBATCH_DATA", help="Holds cifar-10-batches-py and its like.")
-    ] = Path("data"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    data_dir: DataDir = Path("data"),
+    device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for records and results.")] = Path("runs/search"),
     results: Annotated[bool, typer.Option("--results", help="Run nothing; show what is there.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Search for a method's best settings on held-out training data.
 
@@ -82,7 +82,7 @@ def search(
         )
         plan.check()
         others = _others(plan, also)
-        _make_folder(out)
+        make_folder(out)
         opened = open_study(plan, grace=grace)
     if not results:
         with errors_exit_with(FAILED):
@@ -98,13 +98,6 @@ def _others(plan: Plan, also: str | None) -> list[str]:
     for name in names:
         plan.experiment.method(name)
     return names
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"cannot write to '{out}': {error.strerror}. Choose another --out folder.") from error
 
 
 def _work(plan: Plan, study: Study, quiet: bool) -> None:

@@ -3,6 +3,7 @@
 from divebatch.experiments.assembly import check_parts, make_trainer
 from divebatch.experiments.catalog import experiment_names, get_experiment
 from divebatch.experiments.history import check_can_write
+from divebatch.experiments.in_hand import in_hand
 from divebatch.experiments.pool import Failure, default_jobs, execute_all
 from divebatch.experiments.restart import begun_here, was_begun_here
 from divebatch.experiments.run import Run
@@ -24,6 +25,7 @@ __all__ = [
     "experiment_names",
     "first_does",
     "get_experiment",
+    "in_hand",
     "make_trainer",
     "parse_experiment",
     "process_group",

@@ -1,6 +1,6 @@
 """The critical batch size by trial: branches from one point of training, each with a larger batch."""
 
-from divebatch.probe.branching import Branch, probe_critical_batch
-from divebatch.probe.verdict import Critical, Gap, Outcome, Probe
+from divebatch.probe.branching import probe_critical_batch
+from divebatch.probe.verdict import Branch, Critical, Gap, Outcome, Probe
 
 __all__ = ["Branch", "Critical", "Gap", "Outcome", "Probe", "probe_critical_batch"]

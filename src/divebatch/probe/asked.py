@@ -10,7 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from divebatch.controller import Controller
 from divebatch.estimators import Estimator, make_estimator
 from divebatch.experiments.schema import Method
-from divebatch.policies import Cabs, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
+from divebatch.measurement import Decision, Measurement
+from divebatch.policies import Auto, Cabs, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
+from divebatch.policies.wrappers import Around
 from divebatch.probe.trainer import BranchTrainer
 from divebatch.records import EpochRecord
 from divebatch.training import Step, Tally, train_epoch
@@ -41,7 +43,7 @@ class Asked:
 def ask_policies(branches: BranchTrainer) -> list[Asked]:
     """One epoch at the present batch size for each estimator, always from the checkpoint, policies as shadows."""
     state = branches.save()
-    kinds = ["split", *([] if has_batch_norm(branches.trainer.model) else ["per-sample"]), "trajectory"]
+    kinds = ["split", *([] if has_batch_norm(branches.trainer.model) else ["per-sample"]), "moments", "trajectory"]
     found = []
     for kind in kinds:
         branches.restore(state)
@@ -55,14 +57,32 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def policies_for(estimator: str, method: Method, dataset_size: int) -> dict[str, Policy]:
-    """Free to shrink and to grow up to the data; on the paper's estimate only its own rule makes sense."""
+@dataclass(frozen=True, slots=True)
+class BegunWith(Around):
+    """A policy that goes by the size the run began with: the probe's own controller begins with the present one."""
+
+    first_batch_size: int
+
+    def next(self, seen: Measurement) -> Decision:
+        """As the policy decides in the run."""
+        return self.policy.next(replace(seen, first_batch_size=self.first_batch_size))
+
+
+def policies_for(estimator: str, method: Method, dataset_size: int, first_batch_size: int) -> dict[str, Policy]:
+    """Free to grow up to the data and, but for `Auto`, to shrink.
+
+    On the paper's estimate only its own rule makes sense; `moments` is what `Auto` takes where it is given no other.
+    """
+    auto = {"Auto": BegunWith(Auto(dataset_size), first_batch_size)}
+    if estimator == "moments":
+        return dict(auto)
     delta = float(method.policy.settings.get("delta", DELTA))
     divebatch = {f"DiveBatch, delta {delta:g}": DiveBatch(delta, dataset_size, monotone=False)}
     if estimator == "trajectory":
         return dict(divebatch)
     inner = {"InnerProductTest": InnerProductTest(dataset_size, monotone=False)} if estimator == "split" else {}
     return {
+        **auto,
         "NoiseScale": NoiseScale(dataset_size, monotone=False),
         "NormTest, eta 0.5": NormTest(dataset_size, monotone=False),
         **inner,
@@ -74,7 +94,8 @@ def policies_for(estimator: str, method: Method, dataset_size: int) -> dict[str,
 def _ask(branches: BranchTrainer, kind: str) -> Asked:
     dataset_size = branches.loader.dataset_size
     assert dataset_size is not None  # our datasets are no streams
-    record = _measured_epoch(branches, kind, policies_for(kind, branches.run.method, dataset_size))
+    policies = policies_for(kind, branches.run.method, dataset_size, branches.start.first_batch_size)
+    record = _measured_epoch(branches, kind, policies)
     low, high = (_noise_scale(end, dataset_size) for end in (record.diversity_low, record.diversity_high))
     noise = _noise_scale(record.diversity, dataset_size)
     return Asked(estimator=kind, noise_scale=noise, low=low, high=high, sizes=record.shadows or {})
@@ -108,7 +129,8 @@ def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Po
 
 def _estimator(branches: BranchTrainer, kind: str) -> Estimator:
     setup = branches.trainer.setup
-    return make_estimator(kind) if kind == "split" else make_estimator(kind, mode=setup.norms, compiled=setup.compile)
+    is_plain = kind in ("split", "moments")
+    return make_estimator(kind) if is_plain else make_estimator(kind, mode=setup.norms, compiled=setup.compile)
 
 
 def _noise_scale(diversity: float | None, dataset_size: int) -> float | None:

@@ -2,35 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
 from divebatch.lr import BY_NOISE, COUPLINGS
 from divebatch.policies.bounds import require_count, require_positive
-from divebatch.probe.verdict import Outcome, Probe
+from divebatch.probe.verdict import Branch, Outcome, Probe
 
 LEAST_STEPS = 4
 """Of the largest branch, where the caller names no factors."""
 SMOOTHING = 0.2
 """The part of the window that a branch's loss is averaged over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
-    """One branch to train: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate."""
-
-    factor: int
-    batch_size: int
-    lr_factor: float
-    steps: int
-    repeat: int
-    """From 0. All branches of a repeat should see the same data in the same order, another repeat another order."""
-
-    @property
-    def samples(self) -> int:
-        """Seen by the whole branch."""
-        return self.steps * self.batch_size
 
 
 def probe_critical_batch(
@@ -72,7 +54,7 @@ def probe_critical_batch(
     except BatchTooLargeError as error:
         if factor == 1:
             raise
-        outcomes = [outcome for outcome in outcomes if outcome.factor < factor]
+        outcomes = [outcome for outcome in outcomes if outcome.branch.factor < factor]
         problem = f"factor {factor} and above: {error}"
     finally:
         restore(state)
@@ -114,14 +96,7 @@ def _outcome(
     loss = course[-1] if evaluate is None else evaluate()
     if branch.factor == 1 and not math.isfinite(loss):
         raise DivergedError(f"the loss of the branch at the present batch size {branch.batch_size} is {loss}")
-    return Outcome(
-        factor=branch.factor,
-        batch_size=branch.batch_size,
-        repeat=branch.repeat,
-        steps=branch.steps,
-        loss=loss,
-        course=tuple(course),
-    )
+    return Outcome(branch, loss, tuple(course))
 
 
 def require_settings(coupling: str, repeats: int, tolerance: float, smoothing: float) -> None:

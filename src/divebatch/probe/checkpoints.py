@@ -37,6 +37,12 @@ class Start:
         size = self.state["control"]["loader"]["batch_size"]  # may have changed since the last record
         return int(size)
 
+    @property
+    def first_batch_size(self) -> int:
+        """The one the run began with."""
+        size = self.state["control"]["coupling"]["first_batch_size"]
+        return int(size)
+
 
 def find_start(place: Path, experiment: str, *, method: str | None, seed: int | None, epoch: int | None) -> Start:
     """The one checkpoint that `place`, a file or a folder that `divebatch run` wrote, and the wishes leave.
@@ -116,7 +122,8 @@ class _Candidate:
         state = load_checkpoint(self.path, device=torch.device("cpu"))
         start = Start(self.path, self.header, state)
         try:
-            _ = start.epoch, start.batch_size, state["model"], state["optimizer"], self.header.config["training"]
+            _ = start.epoch, start.batch_size, start.first_batch_size
+            _ = state["model"], state["optimizer"], self.header.config["training"]
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"'{self.path}' is not the checkpoint of a run: {what}") from error

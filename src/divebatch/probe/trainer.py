@@ -11,8 +11,8 @@ from torch import Tensor
 from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.experiments import Run, make_trainer
-from divebatch.probe.branching import Branch
 from divebatch.probe.checkpoints import Start
+from divebatch.probe.verdict import Branch
 from divebatch.training import Step, Trainer, evaluate
 from divebatch.training.precision import device_settings
 

@@ -14,13 +14,27 @@ LEVEL = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How one branch ended. `course` is the smoothed training loss after each step."""
+class Branch:
+    """One branch to train: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate."""
 
     factor: int
     batch_size: int
-    repeat: int
+    lr_factor: float
     steps: int
+    repeat: int
+    """From 0. All branches of a repeat should see the same data in the same order, another repeat another order."""
+
+    @property
+    def samples(self) -> int:
+        """Seen by the whole branch."""
+        return self.steps * self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one branch ended. `course` is the smoothed training loss after each step."""
+
+    branch: Branch
     loss: float
     course: tuple[float, ...] = ()
 
@@ -84,7 +98,7 @@ class Probe:
     @property
     def gaps(self) -> list[Gap]:
         """One for each factor, smallest first."""
-        return [self._gap(factor) for factor in sorted({outcome.factor for outcome in self.outcomes})]
+        return [self._gap(factor) for factor in sorted({outcome.branch.factor for outcome in self.outcomes})]
 
     @property
     def critical(self) -> Critical:
@@ -105,20 +119,22 @@ class Probe:
             "tolerance": self.tolerance,
             "critical": asdict(self.critical),
             "gaps": [{**asdict(gap), "verdict": gap.verdict} for gap in self.gaps],
-            "branches": [asdict(outcome) for outcome in self.outcomes],
+            "branches": [
+                {**asdict(outcome.branch), "loss": outcome.loss, "course": outcome.course} for outcome in self.outcomes
+            ],
             "problem": self.problem,
         }
 
     def _gap(self, factor: int) -> Gap:
-        first = {outcome.repeat: outcome.loss for outcome in self.outcomes if outcome.factor == 1}
-        mine = [outcome for outcome in self.outcomes if outcome.factor == factor]
-        parts = [_part_above(outcome.loss, first[outcome.repeat]) for outcome in mine]
+        first = {each.branch.repeat: each.loss for each in self.outcomes if each.branch.factor == 1}
+        mine = [each for each in self.outcomes if each.branch.factor == factor]
+        parts = [_part_above(each.loss, first[each.branch.repeat]) for each in mine]
         mean, low, high = interval(parts) if factor > 1 else (0.0, 0.0, 0.0)
         return Gap(
             factor=factor,
-            batch_size=mine[0].batch_size,
-            steps=mine[0].steps,
-            loss=fmean(outcome.loss for outcome in mine),
+            batch_size=mine[0].branch.batch_size,
+            steps=mine[0].branch.steps,
+            loss=fmean(each.loss for each in mine),
             mean=mean,
             low=low,
             high=high,
