@@ -1,7 +1,7 @@
 """Copies to measure on, and batches where they are needed: the user's own objects stay as they are."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same nesting with every tensor changed."""
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: mapped(value, function) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         items = [mapped(value, function) for value in batch]
