@@ -379,3 +379,18 @@ def test_switching_is_noticed_where_guards_look_at_attributes_only(monkeypatch):
             mean_loss(run(model, inputs), targets).backward()
         with meter:
             mean_loss(run(model, inputs), targets).backward()
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda model: model.compile() or model], ids=["wrap", "in-place"])
+def test_a_meter_that_is_not_made_for_a_compiled_model_warns(compiled):
+    model = compiled(mlp())
+    with pytest.warns(UserWarning, match=r"under torch.compile and this meter is not.*compiled=True"):
+        NormMeter(model)
+    NormMeter(model, compiled=True)
+
+
+def test_the_exact_diversity_of_a_compiled_model_is_that_of_the_model():
+    model, rows = mlp(), [samples(6)]
+    compiled = torch.compile(model, backend="aot_eager")
+    mean_loss(compiled(rows[0][0]), rows[0][1]).backward()  # its code is made before any hook
+    assert gradient_diversity(compiled, mean_loss, rows) == gradient_diversity(model, mean_loss, rows)
