@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
+from divebatch.norms.diversity import batch_pair
 from divebatch.training.accumulation import batch_length
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lion", "adafactor", "lamb")
@@ -62,14 +63,6 @@ def endless(loader: AdaptiveLoader, device: torch.device) -> Iterator[Any]:
     while True:
         for batch in loader:
             yield mapped(batch_pair(batch), lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def batch_pair(batch: Any) -> Any:
-    """The batch, if it is a pair."""
-    if not isinstance(batch, list | tuple) or len(batch) != 2:
-        length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
-        raise ArgumentError(f"batches must be pairs (inputs, targets), got {type(batch).__name__}{length}")
-    return tuple(batch)
 
 
 def tiled(batch: Any, size: int) -> Any:

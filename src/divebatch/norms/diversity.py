@@ -271,7 +271,7 @@ def gradient_diversity(
     parameters = [p for p in model.parameters() if p.requires_grad]
     meter = DiversityMeter(model, ranks=ranks, loss_reduction=loss_reduction, fallback=fallback)
     with pausing_meters(), without_weighing(), _left_as_found(model), torch.enable_grad(), meter:
-        for inputs, targets in map(_pair, batches):
+        for inputs, targets in map(batch_pair, batches):
             # grad() and not backward(): the parameters' own .grad stays untouched.
             torch.autograd.grad(loss_fn(model(inputs), targets), parameters, allow_unused=True)
         if meter.norms.num_samples == 0:
@@ -279,7 +279,8 @@ def gradient_diversity(
         return meter.diversity()
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def batch_pair(batch: Any) -> tuple[Any, Any]:
+    """The batch, if it is a pair."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise ArgumentError(f"batches must be pairs (inputs, targets), got {type(batch).__name__}{length}")
