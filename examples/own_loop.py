@@ -1,6 +1,7 @@
 """A loop of your own with checkpoint and resume: stops after three epochs, then goes on in fresh objects."""
 
 from pathlib import Path
+from typing import Any
 from tempfile import TemporaryDirectory
 
 import torch
@@ -25,7 +26,7 @@ class Training:
         self.control = Controller(
             self.model, self.optimizer, self.loader, policy, lr_coupling="linear", scheduler=self.scheduler
         )
-        self.parts = {
+        self.parts: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
