@@ -1,8 +1,8 @@
 """A loop of your own with checkpoint and resume: stops after three epochs, then goes on in fresh objects."""
 
 from pathlib import Path
-from typing import Any
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
