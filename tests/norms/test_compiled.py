@@ -366,9 +366,9 @@ def test_a_tapped_batch_norm_is_the_layer_itself(kind: type[nn.Module], size, fr
         torch.testing.assert_close(tapped.get_buffer(name), buffer)
 
 
-def test_switching_is_noticed_where_guards_look_at_attributes_only(monkeypatch):
+@torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True)
+def test_switching_is_noticed_where_guards_look_at_attributes_only():
     # torch up to 2.12 does so by default, and then a class that changes goes unnoticed.
-    monkeypatch.setattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", True)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 16, 3))
     inputs, targets = images(6)
     meter = NormMeter(model, compiled=True)

@@ -52,7 +52,9 @@ def test_a_rule_states_the_parameters_it_names():
 @pytest.mark.usefixtures("_rules_put_back")
 def test_a_rule_that_names_no_parameters_says_how_to():
     rule_for(Gate)(lambda _, x, dy: {"slope": x * dy, "shift": dy})
-    with pytest.raises(CoverageError, match=r"'1.slope' of Gate \(it has a rule, .* rule_for\(Gate, parameters="):
+    with pytest.raises(
+        CoverageError, match=r"'1.slope' of Gate \(which its rule does not state\).*rule_for\(LayerType, parameters="
+    ):
         NormMeter(gated())
 
 

@@ -178,7 +178,7 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
             covered.append(CoveredLayer(name or "(model)", module, entry))
         place = f"{name}." if name else ""
         missed = [key for key in own if entry is None or not entry.states(module, key)]
-        uncovered += [f"'{place}{key}' of {type(module).__name__}{_why(module, key)}" for key in missed]
+        uncovered += [f"'{place}{key}' of {type(module).__name__}{_why(module)}" for key in missed]
     if uncovered:
         raise CoverageError(_message(uncovered, fallback))
     return covered
@@ -209,11 +209,8 @@ def _require_batch_first(model: nn.Module) -> None:
             raise CoverageError(f"'{name or '(model)'}' ({type(module).__name__}) must be made with batch_first=True")
 
 
-def _why(module: nn.Module, name: str) -> str:
-    kind = original_type(module)
-    if kind not in RULES:
-        return ""
-    return f" (it has a rule, which does not state this one: rule_for({kind.__name__}, parameters=('{name}', ...)))"
+def _why(module: nn.Module) -> str:
+    return " (which its rule does not state)" if original_type(module) in RULES else ""
 
 
 def _message(uncovered: list[str], fallback: Entry | None) -> str:
@@ -223,5 +220,5 @@ def _message(uncovered: list[str], fallback: Entry | None) -> str:
         way = "pass fallback='vmap' (in a controller: estimator=Trajectory(fallback='vmap'))"
     return (
         f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}. Register one with "
-        f"@divebatch.rule_for(LayerType), {way}, or freeze the parameter (requires_grad_(False))."
+        f"@divebatch.rule_for(LayerType, parameters=(...)), {way}, or freeze the parameter (requires_grad_(False))."
     )
