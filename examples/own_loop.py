@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class Training:
         self.control = Controller(
             self.model, self.optimizer, self.loader, policy, lr_coupling="linear", scheduler=self.scheduler
         )
-        self.parts = {
+        self.parts: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,

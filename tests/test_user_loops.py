@@ -127,6 +127,14 @@ def test_an_epoch_without_a_backward_pass_is_no_reason_for_the_cap():
         loop.control.step()
 
 
+def test_a_loss_that_is_told_is_in_the_record():
+    loop = Loop(Fixed())
+    loop.train()
+    assert loop.control.step(loss=torch.tensor(0.5)).train_loss == 0.5
+    loop.train()
+    assert loop.control.step().train_loss is None
+
+
 def test_parts_of_the_wrong_kind_are_named():
     loader, model = AdaptiveLoader(dataset(40), 10), nn.Linear(4, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -136,5 +144,7 @@ def test_parts_of_the_wrong_kind_are_named():
         Controller(model, optimizer, loader, DiveBatch)
     with pytest.raises(ArgumentError, match="optimizer must be a torch optimizer, got Linear"):
         Controller(model, model, loader, Fixed())
+    with pytest.raises(ArgumentError, match=r"estimator must be a name or an object such as Trajectory\(\)"):
+        Controller(model, optimizer, loader, Fixed(), estimator=Trajectory)
     with pytest.raises(ArgumentError, match="unknown estimator 'orcle'; known: trajectory, oracle"):
         Controller(model, optimizer, loader, Fixed(), estimator="orcle")

@@ -67,7 +67,7 @@ class Controller:
         every_steps: int | None = None,
         weigh_gradients: bool = True,
     ) -> None:
-        require_parts(model, optimizer, loader, policy)
+        require_parts(model, optimizer, loader, policy, estimator)
         lr_coupling = lr_coupling or getattr(policy, "lr_coupling", None) or "none"
         self.ranks = loader.ranks
         require_same_setup(
@@ -114,7 +114,8 @@ class Controller:
     def step(self, *, loss: float | None = None) -> EpochRecord:
         """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next.
 
-        `loss` is the epoch's mean training loss, for policies that need it: of this rank's samples, or of all.
+        `loss` is the epoch's mean training loss, for policies that need it and for the record: of this rank's samples,
+        or of all.
         """
         self._check_may_step()
         loss = self._loss_of_all_ranks(loss)
@@ -302,6 +303,7 @@ class Controller:
             lr=self._lr,
             steps=seen.step,
             samples=seen.samples,
+            train_loss=None if seen.loss is None else float(seen.loss),
             diversity=diversity.value if diversity is not None and diversity.is_defined else None,
             diversity_low=low,
             diversity_high=high,

@@ -32,12 +32,16 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
         )
 
 
-def require_parts(model: nn.Module, optimizer: object, loader: object, policy: Policy) -> None:
-    """Raise for what is no optimizer, loader or policy, and where there is nothing to train."""
+def require_parts(
+    model: nn.Module, optimizer: object, loader: object, policy: Policy, estimator: object = None
+) -> None:
+    """Raise for what is no optimizer, loader, policy or estimator, and where there is nothing to train."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
     if isinstance(policy, type) or not callable(getattr(policy, "next", None)):
         raise ArgumentError(f"policy must be a policy object such as DiveBatch(0.1, 4096), got {policy!r}")
+    if isinstance(estimator, type):
+        raise ArgumentError(f"estimator must be a name or an object such as {estimator.__name__}(), got the class")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
     if not isinstance(loader, AdaptiveLoader):

@@ -24,6 +24,8 @@ def test_list_shows_every_experiment_and_method():
     for name in experiment_names():
         assert name in shown.output
         assert all(method in shown.output for method in get_experiment(name).methods)
+    assert "delta=0.01," in shown.output
+    assert "…" not in shown.output  # at 80 columns settings are wrapped, not cut
 
 
 @pytest.mark.parametrize(

@@ -366,9 +366,9 @@ def test_a_tapped_batch_norm_is_the_layer_itself(kind: type[nn.Module], size, fr
         torch.testing.assert_close(tapped.get_buffer(name), buffer)
 
 
-def test_switching_is_noticed_where_guards_look_at_attributes_only(monkeypatch):
+@torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True)
+def test_switching_is_noticed_where_guards_look_at_attributes_only():
     # torch up to 2.12 does so by default, and then a class that changes goes unnoticed.
-    monkeypatch.setattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", True)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 16, 3))
     inputs, targets = images(6)
     meter = NormMeter(model, compiled=True)
@@ -379,3 +379,18 @@ def test_switching_is_noticed_where_guards_look_at_attributes_only(monkeypatch):
             mean_loss(run(model, inputs), targets).backward()
         with meter:
             mean_loss(run(model, inputs), targets).backward()
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda model: model.compile() or model], ids=["wrap", "in-place"])
+def test_a_meter_that_is_not_made_for_a_compiled_model_warns(compiled):
+    model = compiled(mlp())
+    with pytest.warns(UserWarning, match=r"under torch.compile and this meter is not.*compiled=True"):
+        NormMeter(model)
+    NormMeter(model, compiled=True)
+
+
+def test_the_exact_diversity_of_a_compiled_model_is_that_of_the_model():
+    model, rows = mlp(), [samples(6)]
+    compiled = torch.compile(model, backend="aot_eager")
+    mean_loss(compiled(rows[0][0]), rows[0][1]).backward()  # its code is made before any hook
+    assert gradient_diversity(compiled, mean_loss, rows) == gradient_diversity(model, mean_loss, rows)

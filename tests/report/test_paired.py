@@ -51,6 +51,14 @@ def test_two_pairs_have_a_wide_interval():
     assert not found.excludes_zero
 
 
+def test_two_pairs_have_no_effect_size():
+    """The correction for few pairs is zero there: it would call every difference negligible."""
+    found = pair([1.0, 20.0])
+    assert math.isnan(found.effect)
+    assert found.effect_in_words == "too few for an effect size; 2 seeds"
+    assert pair([1.0, 20.0, 11.0]).effect_in_words.startswith("effect size 0.64, medium")
+
+
 def test_differences_without_spread():
     assert pair([0.0, 0.0]).effect == 0
     assert not pair([0.0, 0.0]).excludes_zero

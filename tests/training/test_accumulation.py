@@ -1,4 +1,4 @@
-from collections import namedtuple
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -69,6 +69,15 @@ def test_any_nesting_is_cut_and_what_is_no_tensor_goes_to_every_part():
     assert [part["pair"].second[0].tolist() for part in parts] == [[0, 3], [6, 9], [12]]
     assert all(isinstance(part["pair"], Pair) and part["name"] == "text" for part in parts)
     assert [factor for _, factor in micro_batches(batch, 2)] == [0.4, 0.4, 0.2]
+
+
+def test_mappings_that_are_no_dicts_are_cut_too():
+    """Hugging Face's BatchEncoding is a UserDict."""
+    parts = [part for part, _ in micro_batches(UserDict(input_ids=torch.arange(3), labels=torch.arange(3)), 2)]
+    assert [{key: value.tolist() for key, value in part.items()} for part in parts] == [
+        {"input_ids": [0, 1], "labels": [0, 1]},
+        {"input_ids": [2], "labels": [2]},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Copies to measure on, and batches where they are needed: the user's own objects stay as they are."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
+from divebatch.norms.diversity import batch_pair
 from divebatch.training.accumulation import batch_length
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lion", "adafactor", "lamb")
@@ -64,14 +65,6 @@ def endless(loader: AdaptiveLoader, device: torch.device) -> Iterator[Any]:
             yield mapped(batch_pair(batch), lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def batch_pair(batch: Any) -> Any:
-    """The batch, if it is a pair."""
-    if not isinstance(batch, list | tuple) or len(batch) != 2:
-        length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
-        raise ArgumentError(f"batches must be pairs (inputs, targets), got {type(batch).__name__}{length}")
-    return tuple(batch)
-
-
 def tiled(batch: Any, size: int) -> Any:
     """A batch of `size` samples from those of another, over and over: good enough to time."""
     present = batch_length(batch)
@@ -82,7 +75,7 @@ def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same nesting with every tensor changed."""
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: mapped(value, function) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         items = [mapped(value, function) for value in batch]

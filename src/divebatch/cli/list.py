@@ -19,10 +19,10 @@ def list_experiments() -> None:
 
 
 def _methods(experiment: Experiment) -> Table:
-    table = Table(box=None, padding=(0, 2))
-    for column in ("method", "policy", "batch size", "lr", "lr coupling"):
-        justify: Literal["left", "right"] = "right" if column in ("batch size", "lr") else "left"
-        table.add_column(column, justify=justify, no_wrap=column == "method")
+    table = Table(box=None, padding=(0, 1))
+    for column in ("method", "policy", "batch", "lr", "coupling"):
+        justify: Literal["left", "right"] = "right" if column in ("batch", "lr") else "left"
+        table.add_column(column, justify=justify, no_wrap=column == "method", overflow="fold")
     for name, method in experiment.methods.items():
         settings = ", ".join(f"{key}={value}" for key, value in method.policy.settings.items())
         policy = f"{method.policy.kind}({settings})" + (f" with {method.estimator}" if method.estimator else "")

@@ -98,7 +98,7 @@ def run(
                 if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
                     raise leave("\n".join(_say(failure) for failure in failures), FAILED)
         if mode == "show" and ranks.is_first:
-            typer.echo(f"{len(runs)} runs in {out / planned.name}; next: divebatch report {out}")
+            typer.echo(f"{len(runs)} run{'s' * (len(runs) > 1)} in {out / planned.name}; next: divebatch report {out}")
 
 
 def _num_jobs(asked: int | None, default: int, *, num_ranks: int) -> int:

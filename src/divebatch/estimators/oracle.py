@@ -8,19 +8,20 @@ from torch import Tensor
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.estimator import Scene, require_whole
 from divebatch.measurement import Diversity
-from divebatch.norms import gradient_diversity
-from divebatch.norms.registry import cover
+from divebatch.norms import NormMeter, gradient_diversity
+from divebatch.norms.compilation import uncompiled
 
 
 class Oracle:
     """Exact, unbiased, and dear: one more forward and backward pass over all data after each measured epoch.
 
     It needs the loss, `loss_fn(model(inputs), targets)`, given here or to the controller; batches must be
-    `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass.
+    `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass. `fallback="vmap"` is
+    for layers without a norm rule.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None = None) -> None:
-        self._loss_fn = loss_fn
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None = None, *, fallback: str | None = None) -> None:
+        self._loss_fn, self._fallback = loss_fn, fallback
         self._scene: Scene | None = None
 
     def bind(self, scene: Scene) -> None:
@@ -31,7 +32,7 @@ class Oracle:
                 "pass Controller(..., estimator='oracle', loss_fn=...) or estimator=Oracle(loss_fn)"
             )
         require_whole(scene, "oracle")
-        cover(scene.model)
+        NormMeter(uncompiled(scene.model), fallback=self._fallback)  # never attached: its making checks the coverage
         self._scene = scene
 
     def start(self) -> None:
@@ -50,8 +51,14 @@ class Oracle:
             raise UsageError("this estimator belongs to no controller yet: bind() comes first")
         scene, loss_fn = self._scene, self._loss_fn or self._scene.loss_fn
         assert loss_fn is not None
-        batches, reduction = scene.full_pass(), scene.loss_reduction
-        return gradient_diversity(scene.model, loss_fn, batches, loss_reduction=reduction, ranks=scene.ranks)
+        return gradient_diversity(
+            scene.model,
+            loss_fn,
+            scene.full_pass(),
+            loss_reduction=scene.loss_reduction,
+            fallback=self._fallback,
+            ranks=scene.ranks,
+        )
 
     def close(self) -> None:
         """Nothing is attached."""

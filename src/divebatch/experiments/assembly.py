@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from divebatch.controller import Controller
+from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator, make_estimator
@@ -40,19 +41,8 @@ def make_trainer(run: Run) -> Trainer:
     loader = split.loader(method.batch_size, seed=run.seed)
     schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
     warming = warm_up(optimizer, method.warmup_epochs * len(loader))
-    control = Controller(
-        parallel.module,
-        optimizer,
-        loader,
-        _policy(method),
-        estimator=_estimator(run),
-        lr_coupling=method.lr_coupling,
-        base_batch_size=method.base_batch_size,
-        every_steps=method.every_steps,
-        shadows={name: make_policy(part.kind, **part.settings) for name, part in (method.shadows or {}).items()},
-        scheduler=[each for each in (schedule, warming) if each is not None],
-        loss_fn=settings.loss_fn,
-    )
+    schedulers = [each for each in (schedule, warming) if each is not None]
+    control = _make_controller(run, parallel.module, optimizer, loader, scheduler=schedulers, loss_fn=settings.loss_fn)
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
@@ -69,6 +59,22 @@ def make_trainer(run: Run) -> Trainer:
     if not ranks.is_first:
         trainer.draw_apart()
     return trainer
+
+
+def _make_controller(run: Run, module: nn.Module, optimizer: SGD, loader: AdaptiveLoader, **parts: Any) -> Controller:
+    method = run.method
+    return Controller(
+        module,
+        optimizer,
+        loader,
+        _policy(method),
+        estimator=_estimator(run),
+        lr_coupling=method.lr_coupling,
+        base_batch_size=method.base_batch_size,
+        every_steps=method.every_steps,
+        shadows={name: make_policy(part.kind, **part.settings) for name, part in (method.shadows or {}).items()},
+        **parts,
+    )
 
 
 def check_parts(experiment: Experiment) -> None:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
 from divebatch.measurement import Diversity
 from divebatch.norms.backward import Backward
+from divebatch.norms.compilation import WAY_OUT, uncompiled
 from divebatch.norms.meter import NormMeter, pausing_meters
 from divebatch.norms.sharded import ShardSums, is_sharded
 from divebatch.norms.sketch import sum_dtype
@@ -236,8 +237,8 @@ class DiversityMeter:
 
 def _not_called(missed: list[str]) -> CoverageError:
     return CoverageError(
-        f"parameters {missed} received gradients although their layer was not called: "
-        f"call the layer itself, not a function on its weight"
+        f"parameters {missed} received gradients although their layer was not called: call the layer itself, not a "
+        f"function on its weight. If the model is under torch.compile, {WAY_OUT}"
     )
 
 
@@ -251,12 +252,14 @@ def gradient_diversity(
     batches: Iterable[Any],
     *,
     loss_reduction: str = "mean",
+    fallback: str | None = None,
     ranks: Ranks | None = None,
 ) -> Diversity:
     """Exact gradient diversity of the samples in `batches`, at the model's present weights.
 
     `batches` yields `(inputs, targets)`; the loss is `loss_fn(model(inputs), targets)`, reduced as `loss_reduction`
-    says. The model runs in the mode it is in, and is left as found: weights, gradients, buffers, mode, random state.
+    says. `fallback="vmap"` is for layers without a rule, as in `NormMeter`. The model runs in the mode it is in,
+    without its compiled code if it has any, and is left as found: weights, gradients, buffers, mode, random state.
     Where each of several `ranks` brings batches of its own (`loader.full_pass()`), the answer is that for all of them.
 
     >>> model = nn.Linear(1, 1, bias=False)
@@ -264,16 +267,24 @@ def gradient_diversity(
     >>> gradient_diversity(model, lambda out, _: out.mean(), data)  # gradients 1 and 3: (1 + 9) / (1 + 3)^2
     Diversity(sum_of_sq_norms=10.0, sq_norm_of_sum=16.0, num_samples=2)
     """
-    model = inside_ddp(model)
+    model = uncompiled(inside_ddp(model))
     parameters = [p for p in model.parameters() if p.requires_grad]
-    meter = DiversityMeter(model, ranks=ranks, loss_reduction=loss_reduction)
+    meter = DiversityMeter(model, ranks=ranks, loss_reduction=loss_reduction, fallback=fallback)
     with pausing_meters(), without_weighing(), _left_as_found(model), torch.enable_grad(), meter:
-        for inputs, targets in batches:
+        for inputs, targets in map(batch_pair, batches):
             # grad() and not backward(): the parameters' own .grad stays untouched.
             torch.autograd.grad(loss_fn(model(inputs), targets), parameters, allow_unused=True)
         if meter.norms.num_samples == 0:
             raise ArgumentError("gradient_diversity was given no batches")
         return meter.diversity()
+
+
+def batch_pair(batch: Any) -> tuple[Any, Any]:
+    """The batch, if it is a pair."""
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise ArgumentError(f"batches must be pairs (inputs, targets), got {type(batch).__name__}{length}")
+    return batch[0], batch[1]
 
 
 @contextmanager

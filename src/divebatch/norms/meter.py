@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.norms.backward import Backward
+from divebatch.norms.compilation import warn_if_compiled
 from divebatch.norms.fallback import FALLBACKS
 from divebatch.norms.hooks import Hooks
 from divebatch.norms.registry import cover
@@ -82,6 +83,7 @@ class NormMeter:
         if compiled:
             self._engine = Taps(model, self.layers, mode, self._finish)
         else:
+            warn_if_compiled(model)
             self._engine = Hooks(self.layers, mode, self._finish)
         self._clock = next(p for p in model.parameters() if p.requires_grad)
         self._ticks: RemovableHandle | None = None

@@ -71,7 +71,10 @@ def rule_for(
 
     def register(rule: Rule) -> Rule:
         if kind in RULES:
-            raise ArgumentError(f"{kind.__name__} already has a rule: {RULES[kind].rule}")
+            raise ArgumentError(
+                f"{kind.__name__} already has a rule: {RULES[kind].rule}. To put another in its place, take it out "
+                f"first: divebatch.norms.registry.RULES.pop({kind.__name__})"
+            )
         RULES[kind] = Entry(rule, parameters, all_inputs or reruns, reruns, look)
         return rule
 
@@ -134,10 +137,33 @@ class CoveredLayer:
 
     def gradients(self, x: Any, dy: Tensor) -> Iterator[tuple[int, Form]]:
         """One call's gradients by the identity of the parameter, which layers may share."""
-        for name, gradient in self.entry.rule(self.module, x, dy).items():
+        stated = self.entry.rule(self.module, x, dy)
+        self._require_all(stated)
+        for name, gradient in stated.items():
             parameter = parameter_of(self.module, name)
             if parameter is not None and parameter.requires_grad:
-                yield id(parameter), Explicit(gradient) if isinstance(gradient, Tensor) else gradient
+                yield id(parameter), self._form(name, gradient, parameter)
+
+    def _require_all(self, stated: Mapping[str, Form | Tensor]) -> None:
+        if self.entry.reruns:  # one output after the other, and not every parameter is behind each
+            return
+        missing = [name for name in self.module._parameters if name not in stated and is_trainable(self.module, name)]
+        if missing:
+            raise CoverageError(f"the rule of {self._place} gave no gradients of {missing}, which it should state")
+
+    def _form(self, name: str, gradient: Form | Tensor, parameter: nn.Parameter) -> Form:
+        if not isinstance(gradient, Tensor):
+            return gradient
+        if gradient.shape[1:] != parameter.shape:
+            raise CoverageError(
+                f"the rule of {self._place} gave gradients of shape {tuple(gradient.shape)} for '{name}'; they must be "
+                f"(batch, *parameter shape), here (batch, {', '.join(map(str, parameter.shape))}): sum over positions"
+            )
+        return Explicit(gradient)
+
+    @property
+    def _place(self) -> str:
+        return f"'{self.name}' ({type(self.module).__name__})"
 
 
 def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLayer]:
@@ -152,7 +178,7 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
             covered.append(CoveredLayer(name or "(model)", module, entry))
         place = f"{name}." if name else ""
         missed = [key for key in own if entry is None or not entry.states(module, key)]
-        uncovered += [f"'{place}{key}' of {type(module).__name__}" for key in missed]
+        uncovered += [f"'{place}{key}' of {type(module).__name__}{_why(module)}" for key in missed]
     if uncovered:
         raise CoverageError(_message(uncovered, fallback))
     return covered
@@ -183,10 +209,16 @@ def _require_batch_first(model: nn.Module) -> None:
             raise CoverageError(f"'{name or '(model)'}' ({type(module).__name__}) must be made with batch_first=True")
 
 
+def _why(module: nn.Module) -> str:
+    return " (which its rule does not state)" if original_type(module) in RULES else ""
+
+
 def _message(uncovered: list[str], fallback: Entry | None) -> str:
     known = ", ".join(sorted(kind.__name__ for kind in RULES))
-    way = "pass fallback='vmap'" if fallback is None else "replace the layer (the fallback cannot run it)"
+    way = "replace the layer (the fallback cannot run it)"
+    if fallback is None:
+        way = "pass fallback='vmap' (in a controller: estimator=Trajectory(fallback='vmap'))"
     return (
         f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}. Register one with "
-        f"@divebatch.rule_for(LayerType), {way}, or freeze the parameter (requires_grad_(False))."
+        f"@divebatch.rule_for(LayerType, parameters=(...)), {way}, or freeze the parameter (requires_grad_(False))."
     )

@@ -33,17 +33,29 @@ class Paired:
 
     @property
     def effect(self) -> float:
-        """Mean over standard deviation of the differences, with Hedges' correction for few pairs; may be infinite."""
+        """Mean over standard deviation of the differences, with Hedges' correction for few pairs; may be infinite.
+
+        NaN for two pairs that differ: the correction would make it zero, whatever the differences.
+        """
         if self.std == 0:
             return 0.0 if self.mean == 0 else math.copysign(math.inf, self.mean)
+        if self.num_pairs == 2:
+            return math.nan
         return self.mean / self.std * (1 - 3 / (4 * (self.num_pairs - 1) - 1))
 
     @property
     def effect_in_words(self) -> str:
         """For instance `effect size 1.32, large; 5 seeds`."""
+        return f"{self._size_in_words}; {self.num_pairs} seeds"
+
+    @property
+    def _size_in_words(self) -> str:
+        if self.std == 0:
+            return "the same in every seed"
+        if math.isnan(self.effect):
+            return "too few for an effect size"
         word = next(word for bound, word in SIZES if abs(self.effect) < bound or bound == math.inf)
-        size = "the same in every seed" if self.std == 0 else f"effect size {self.effect:.2f}, {word}"
-        return f"{size}; {self.num_pairs} seeds"
+        return f"effect size {self.effect:.2f}, {word}"
 
 
 def pair(differences: Sequence[float]) -> Paired:

@@ -98,7 +98,7 @@ class Study:
             if wanted.get(key) != found.get(key):
                 raise ArgumentError(
                     f"study '{self._study.study_name}' has begun with another {key}: {found.get(key)!r}, "
-                    f"not {wanted.get(key)!r}. Use another --study name."
+                    f"not {wanted.get(key)!r}. Use another --study name, or give what it began with."
                 )
 
     @property

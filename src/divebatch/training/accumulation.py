@@ -1,6 +1,6 @@
 """A batch in several backward passes: any batch size in the memory of a small one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +17,9 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: str = "mean") -> Ite
     Multiply each part's loss by its factor and call `backward()` within the loop: the gradients add up to those of one
     backward pass over the whole batch. For a loss that is a mean over samples the factor is the part's share of the
     batch; for a sum it is 1. Meters and controllers know of the cut, so measured norms stay right. `batch` is a tensor
-    or any nesting of tuples, lists and dicts of tensors with the batch dimension first; what is no tensor is passed on
-    to every part. BatchNorm sees one part at a time: its statistics are those of `size` samples, not of the batch.
+    or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors with the batch
+    dimension first; what is no tensor is passed on to every part, and mappings come out as dicts. BatchNorm sees one
+    part at a time: its statistics are those of `size` samples, not of the batch.
 
     >>> import torch
     >>> x, w = torch.arange(5.0), torch.ones((), requires_grad=True)
@@ -51,7 +52,7 @@ def batch_length(batch: Any) -> int:
 def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from _tensors(value)
     elif isinstance(batch, list | tuple):
@@ -63,7 +64,7 @@ def cut(batch: Any, start: int, stop: int) -> Any:
     """The samples from `start` to before `stop`."""
     if isinstance(batch, Tensor):
         return batch[start:stop]
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: cut(value, start, stop) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         parts = [cut(value, start, stop) for value in batch]
