@@ -115,14 +115,15 @@ def test_estimates_at_fixed_weights_are_near_the_oracles_where_the_papers_is_not
 @pytest.mark.parametrize("estimator", [Split, Moments, PerSample])
 @pytest.mark.parametrize("stop_after", [1, 3])
 def test_a_resume_in_the_middle_of_an_epoch_gives_the_same_decision(estimator: type, stop_after: int):
+    """Without losses: those of this loop are of the batches since the resume."""
     whole = Training(NoiseScale(CAP), estimator=estimator())
-    expected = [whole.epoch(), whole.epoch()]
+    expected = [whole.epoch(tell_loss=False), whole.epoch(tell_loss=False)]
     stopped = Training(NoiseScale(CAP), estimator=estimator())
-    first = stopped.epoch()
+    first = stopped.epoch(tell_loss=False)
     stopped.epoch(stop_after=stop_after)
     resumed = Training(NoiseScale(CAP), estimator=estimator())
     resumed.load(stopped.save())
-    assert [first, resumed.epoch()] == expected
+    assert [first, resumed.epoch(tell_loss=False)] == expected
 
 
 def test_a_pass_left_early_is_forgotten():
