@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -95,8 +96,8 @@ class Backward:
     num_samples: int = 0
     layers: list[CoveredLayer] = field(default_factory=list)
     """Those that were reached."""
-    _sum: Tensor | None = None
-    _variance: Tensor | None = None
+    _estimates: list[Estimate] = field(default_factory=list)
+    """One a parameter, added up at the end and at once: on a GPU each addition by itself would be a launch."""
     _waiting: dict[Family, list[tuple[int, Form]]] = field(default_factory=dict)
 
     def add(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
@@ -109,7 +110,7 @@ class Backward:
         is_last = not family.open_calls and not runs_again
         if is_last and family not in self._waiting:  # the usual case: one layer, called once
             for _, form in gradients:
-                self._add(measured(form, self.mode))
+                self._estimates.append(measured(form, self.mode))
             return
         self._waiting.setdefault(family, []).extend(gradients)
         if is_last:
@@ -124,18 +125,18 @@ class Backward:
         """A pass within this one is over."""
         self.num_samples = inner.num_samples
         self.layers += inner.layers
-        self._add(Estimate(inner.sq_norms, inner.variances))
+        self._estimates += inner._estimates
 
     @property
     def sq_norms(self) -> Tensor:
         """(B,): squared norms so far, in the scale of the loss that was differentiated."""
-        assert self._sum is not None
-        return self._sum
+        return torch.stack([each.sq_norms for each in self._estimates]).sum(0)
 
     @property
     def variances(self) -> Tensor | None:
         """(B,): of `sq_norms`, where they are estimates."""
-        return self._variance
+        variances = [each.variances for each in self._estimates if each.variances is not None]
+        return torch.stack(variances).sum(0) if variances else None
 
     def gradient_scale(self, loss_reduction: str) -> int:
         """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
@@ -146,12 +147,8 @@ class Backward:
         for parameter, form in self._waiting.pop(family):
             by_parameter.setdefault(parameter, []).append(form)
         for forms in by_parameter.values():
-            self._add(measured(forms[0], self.mode) if len(forms) == 1 else Estimate(total(forms), None))
-
-    def _add(self, more: Estimate) -> None:
-        self._sum = more.sq_norms if self._sum is None else self._sum + more.sq_norms
-        if more.variances is not None:
-            self._variance = more.variances if self._variance is None else self._variance + more.variances
+            is_one = len(forms) == 1
+            self._estimates.append(measured(forms[0], self.mode) if is_one else Estimate(total(forms), None))
 
     def _check_batch(self, layer: CoveredLayer, num_samples: int) -> None:
         if self.num_samples not in (0, num_samples):
