@@ -189,8 +189,9 @@ def _wait_until_let_go(tensor: Tensor, *, at_most: float = 1.0) -> None:
     To drop it takes the interpreter's lock, and a thread that asks for the lock of an interpreter that is leaving
     aborts the process (seen in torch 2.13): a program that ends right after a collective of ours would exit with -6.
     """
+    holders = getattr(tensor, "_use_count", lambda: 1)  # not public: a torch without it is not waited for
     deadline = time.monotonic() + at_most
-    while tensor.device.type == "cpu" and tensor._use_count() > 1 and time.monotonic() < deadline:  # type: ignore[attr-defined]
+    while tensor.device.type == "cpu" and holders() > 1 and time.monotonic() < deadline:
         time.sleep(0)  # gives the lock away
 
 

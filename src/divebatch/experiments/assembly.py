@@ -20,7 +20,7 @@ from divebatch.experiments.schema import Experiment, Method, Part, build_setting
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded, make_policy
 from divebatch.ranks import Ranks
-from divebatch.training import Clock, Trainer
+from divebatch.training import Clock, Setup, Trainer
 from divebatch.training.distributed import spread
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
@@ -110,12 +110,15 @@ def _policy(method: Method) -> Policy:
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
-def _estimator(run: Run) -> str | Estimator | None:
-    """Those that measure norms do so in the way the run trains."""
-    kind, training = run.method.estimator or _policy(run.method).estimator or "trajectory", run.experiment.training
-    if kind not in ("trajectory", "per-sample"):
-        return kind
-    return make_estimator(kind, mode=training.norms, compiled=training.compile)
+def estimator_for(kind: str, training: Setup) -> Estimator:
+    """By name; those that measure norms do so in the way the run trains."""
+    measures_norms = kind in ("trajectory", "per-sample")
+    return make_estimator(kind, **({"mode": training.norms, "compiled": training.compile} if measures_norms else {}))
+
+
+def _estimator(run: Run) -> Estimator:
+    kind = run.method.estimator or _policy(run.method).estimator or "trajectory"
+    return estimator_for(kind, run.experiment.training)
 
 
 def _settings(registry: dict[str, type[Any]], part: Part, where: str) -> Any:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from divebatch.controller import Controller
-from divebatch.estimators import Estimator, make_estimator
+from divebatch.experiments.assembly import estimator_for
 from divebatch.experiments.schema import Method
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Auto, Cabs, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
@@ -114,7 +114,7 @@ def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Po
             trainer.optimizer,
             loader,
             Fixed(),
-            estimator=_estimator(branches, kind),
+            estimator=estimator_for(kind, branches.trainer.setup),
             scheduler=schedulers,
             shadows=shadows,
         ) as control,
@@ -125,12 +125,6 @@ def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Po
         trainer.passes.begin_epoch(step.part_size(loader.batch_size))
         loss = train_epoch(step, loader, Tally(), lambda: None)
         return replace(control.step(loss=loss), train_loss=loss)
-
-
-def _estimator(branches: BranchTrainer, kind: str) -> Estimator:
-    setup = branches.trainer.setup
-    is_plain = kind in ("split", "moments")
-    return make_estimator(kind) if is_plain else make_estimator(kind, mode=setup.norms, compiled=setup.compile)
 
 
 def _noise_scale(diversity: float | None, dataset_size: int) -> float | None:
