@@ -11,11 +11,14 @@ there: what a time limit cuts off is only the rest.
 """
 
 import argparse
+import fcntl
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,7 +63,6 @@ def timed(method: Method | Built, setting: Setting, calls: int) -> float:
 
 def compare(method: Method | Built, base: Method | Built, setting: Setting, repeats: int) -> dict[str, object]:
     """Median, least and greatest of the rounds' time ratios to `base`, and the ratio of peak memory."""
-    warm = warm_up(method, setting)
     least = 8 if setting.device == "cuda" else 1 + int(0.05 / timed(PLAIN, setting, 1))  # outlast cold caches
     calls = -(-least // method.every) * method.every
     times = [(timed(base, setting, calls), timed(method, setting, calls)) for _ in range(repeats)]
@@ -70,7 +72,6 @@ def compare(method: Method | Built, base: Method | Built, setting: Setting, repe
         "range": [round(min(ratios), 3), round(max(ratios), 3)],
         "ms": round(1000 * statistics.median(ours for _, ours in times), 3),
         "base_ms": round(1000 * statistics.median(theirs for theirs, _ in times), 3),
-        "warm_up_s": round(warm, 1),
     }
     if setting.device == "cuda":
         result["memory"] = round(peak_bytes(method, setting) / peak_bytes(base, setting), 3)
@@ -87,18 +88,35 @@ def peak_bytes(method: Method | Built, setting: Setting) -> int:
         return torch.cuda.max_memory_allocated() - before
 
 
-def measure(setting: Setting, methods: Methods, repeats: int) -> Iterator[dict[str, object]]:
+def measure(setting: Setting, methods: Methods, repeats: int, turn: Path | None) -> Iterator[dict[str, object]]:
     """One result a method, as soon as it is there."""
     known: Methods = {"plain": PLAIN, **METHODS}
-    yield {"method": "plain", "warm_up_s": round(warm_up(PLAIN, setting), 1)}
-    for name, method in methods.items():
-        if not method.can_do(setting):
-            continue
-        try:
-            result = compare(method, known[method.base], setting, repeats)
-        except Exception as error:  # a peer that cannot do this model says so in its own way
-            result = {"error": f"{type(error).__name__}: {str(error).strip()[:100]}"}
-        yield {"method": name, "base": method.base, **result}
+    usable = {name: method for name, method in methods.items() if method.can_do(setting)}
+    with locked(turn, fcntl.LOCK_SH):
+        warm = {name: tried(warm_up, method, setting) for name, method in {"plain": PLAIN, **usable}.items()}
+    with locked(turn, fcntl.LOCK_EX):
+        for name, method in usable.items():
+            result = warm[name]
+            if not isinstance(result, dict):
+                result = {**tried(compare, method, known[method.base], setting, repeats), "warm_up_s": round(result, 1)}
+            yield {"method": name, "base": method.base, **result}
+
+
+def tried(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Its result, or what went wrong: a peer that cannot do a model says so in its own way."""
+    try:
+        return work(*arguments)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).strip()[:100]}"}
+
+
+@contextmanager
+def locked(path: Path | None, kind: int) -> Iterator[None]:
+    """Inside, this process has its turn."""
+    with nullcontext() if path is None else path.open("a") as file:
+        if file is not None:
+            fcntl.flock(file, kind)
+        yield
 
 
 def main() -> None:
@@ -118,7 +136,7 @@ def main() -> None:
             torch.compiler.reset()
             setting = Setting(name, int(batch_size), options.device, options.precision, kind)
             setting.clock = time.process_time if options.processor_time else time.perf_counter
-            for result in measure(setting, chosen, options.repeats):
+            for result in measure(setting, chosen, options.repeats, options.turn):
                 say(options.out, {**shape, **result})
             del setting
             if options.device == "cuda":
@@ -136,6 +154,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
         "--processor-time", action="store_true", help="one thread's own time: for a CPU that others use meanwhile"
+    )
+    parser.add_argument(
+        "--turn", type=Path, help="a file by which processes of one machine compile at once and time alone"
     )
     parser.add_argument("--out", type=Path, help="a file to which results are appended, beside the screen")
     return parser.parse_args()

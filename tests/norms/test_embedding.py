@@ -119,6 +119,17 @@ def test_the_diversity_meter_adds_gradients_of_any_table(table: str):
     assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("table", ["plain", "padding"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_comparing_all_pairs_is_the_same_as_sorting(shape: tuple[int, ...], table: str, dtype: torch.dtype):
+    """A GPU compares, a CPU sorts."""
+    layer = nn.Embedding(NUM_TOKENS, WIDTH, dtype=dtype, **TABLES[table])
+    form = embedding(layer, tokens_of(*shape), torch.randn(*shape, WIDTH, dtype=dtype))["weight"]
+    found = form._by_comparing(form.per_sample)
+    torch.testing.assert_close(found, form._by_sorting(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 def test_scaling_by_frequency_is_refused():
     layer = nn.Embedding(NUM_TOKENS, WIDTH, scale_grad_by_freq=True)
     with pytest.raises(CoverageError, match=r"scale_grad_by_freq=True.* mixes the samples"):

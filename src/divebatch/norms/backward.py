@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from divebatch.errors import UsageError
-from divebatch.norms.forms import Form, total
+from divebatch.norms.forms import Form, joined, total
 from divebatch.norms.registry import CoveredLayer
 from divebatch.norms.sketch import Estimate
 
@@ -109,8 +109,7 @@ class Backward:
         family.open_calls.discard(call)
         is_last = not family.open_calls and not runs_again
         if is_last and family not in self._waiting:  # the usual case: one layer, called once
-            for _, form in gradients:
-                self._estimates.append(measured(form, self.mode))
+            self._estimates += measured([form for _, form in gradients], self.mode)
             return
         self._waiting.setdefault(family, []).extend(gradients)
         if is_last:
@@ -148,7 +147,7 @@ class Backward:
             by_parameter.setdefault(parameter, []).append(form)
         for forms in by_parameter.values():
             is_one = len(forms) == 1
-            self._estimates.append(measured(forms[0], self.mode) if is_one else Estimate(total(forms), None))
+            self._estimates += measured(forms, self.mode) if is_one else [Estimate(total(forms), None)]
 
     def _check_batch(self, layer: CoveredLayer, num_samples: int) -> None:
         if self.num_samples not in (0, num_samples):
@@ -160,6 +159,8 @@ class Backward:
         self.num_samples = num_samples
 
 
-def measured(form: Form, mode: str) -> Estimate:
-    """Squared norms as the mode wants them."""
-    return form.sketch() if mode == "sketch" else Estimate(form.sq_norms(), None)
+def measured(forms: Sequence[Form], mode: str, *, seed: Tensor | None = None) -> list[Estimate]:
+    """Squared norms of one call's parameters, as the mode wants them; `seed` is what signs may be drawn from."""
+    if mode == "sketch":
+        return [form.sketch(seed=seed) for form in joined(forms, mode)]
+    return [Estimate(form.sq_norms(), None) for form in joined(forms, mode)]

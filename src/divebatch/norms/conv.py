@@ -59,14 +59,19 @@ class Patches:
 
     def sq_norms(self) -> Tensor:
         """By the kernel that was fastest on this shape, in chunks of samples."""
-        if self.groups == 1 and fused.applies_exactly(self.left, self.unpadded):
-            return fused.conv2d_sq_norms(self.left, self.unpadded, *self._geometry)
+        left, right = same_dtype(self.left, self.unpadded)
+        if self._suits_kernels() and fused.applies_exactly(left, right):
+            return fused.conv2d_sq_norms(left, right, *self._geometry)
         chunk = chunk_size(self.unpadded, self._entries_per_sample)
         first = slice(0, min(chunk, self.num_samples))
         kernel = fastest(self._kernels(), first, key=self._shape())
         if chunk >= self.num_samples:
             return kernel(first)
         return torch.cat([kernel(slice(at, at + chunk)) for at in range(0, self.num_samples, chunk)])
+
+    def _suits_kernels(self) -> bool:
+        """Whether `fused` can do a convolution of this kind at all. One row alone is its own, exact sketch."""
+        return self.groups == 1 and self.left.ndim == 4 and self.left.shape[1] > 1
 
     def _kernels(self) -> dict[str, Kernel]:
         """Those that may be fastest; a compiler takes the first."""
@@ -158,11 +163,11 @@ class Patches:
             right = right.narrow(dim + 2, 0, span)  # what no window reaches would add one
         return [0] * len(spans), right
 
-    def sketch(self) -> Estimate:
+    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
         """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
         left, right = same_dtype(self.left, self.unpadded)
-        if self.groups == 1 and fused.applies(left, right):
-            return fused.conv2d_sketch(left, right, *self._geometry)
+        if self._suits_kernels() and fused.applies(left, right):
+            return fused.conv2d_sketch(left, right, *self._geometry, seed=seed)
         z_NHT = project(self._flat(left))
         shifts, right_NLC = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:])), self._flat(right).mT
         u_NXC = in_chunks(_product, shifts, right_NLC, cached_chunk(shifts, shifts.shape[1:].numel()))

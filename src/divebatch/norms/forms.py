@@ -6,12 +6,13 @@ Gradients of several calls, or of several layers that share the parameter, add u
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from divebatch.norms import fused
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
 
 CHUNK_BYTES = 16 * 2**20
@@ -36,8 +37,11 @@ class Form(Protocol):
         """(B,): each sample's squared norm."""
         ...
 
-    def sketch(self) -> Estimate:
-        """An unbiased estimate of each sample's squared norm, from new random signs."""
+    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
+        """An unbiased estimate of each sample's squared norm, from new random signs.
+
+        `seed`: a number on the device, (1,), from which a kernel may draw them; there is none but for speed.
+        """
         ...
 
     def explicit(self, samples: slice) -> Tensor:
@@ -67,7 +71,7 @@ class Explicit:
     def _sq_norms(self) -> Tensor:
         return sq_norms_of_rows(self.gradients if self.gradients.ndim == 2 else self.gradients.flatten(1))
 
-    def sketch(self) -> Estimate:
+    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
         """Exact: nothing cheaper exists."""
         return Estimate(self.sq_norms(), None)
 
@@ -91,19 +95,28 @@ class Outer:
     """(B, I) for a single position, else (B, ..., I)."""
     rows: Explicit | None = None
     """`left` as a form of its own, where somebody else needs its norms too."""
+    with_bias: bool = False
+    """Whether the bias is counted too (by kernels alone: `joined`)."""
 
     def sq_norms(self) -> Tensor:
         """By the cheapest of three ways that agree."""
         if self.left.ndim == 2:  # rank one: ||left right^T|| = ||left|| ||right||
             left = sq_norms_of_rows(self.left) if self.rows is None else self.rows.sq_norms()
             return sq_norms_of_rows(self.right).mul_(left)
-        return sq_norms_of_products(*same_dtype(positions(self.left), positions(self.right)))
+        left, right = same_dtype(positions(self.left), positions(self.right))
+        return (
+            fused.outer_sq_norms(left, right)
+            if fused.applies_exactly(left, right)
+            else sq_norms_of_products(left, right)
+        )
 
-    def sketch(self) -> Estimate:
+    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
         """One vector-matrix product a half; exact for a single position, where that is as cheap."""
         if self.left.ndim == 2:
             return Estimate(self.sq_norms(), None)
         left, right = same_dtype(positions(self.left), positions(self.right))
+        if left.shape[2] > 1 and fused.applies(left, right):
+            return fused.outer_sketch(left, right, seed=seed, with_bias=self.with_bias)
         return estimate(torch.bmm(project(left.mT), right))
 
     def explicit(self, samples: slice) -> Tensor:
@@ -118,6 +131,41 @@ class Outer:
 
 
 @dataclass(slots=True)
+class RowSums:
+    """The gradients of a bias: sums over positions of the `left` of its weight's gradients."""
+
+    left: Tensor
+    """(B, ..., O)."""
+
+    def sq_norms(self) -> Tensor:
+        """Of the sums."""
+        return sq_norms_of_rows(self.explicit(slice(None)))
+
+    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
+        """Exact: nothing cheaper exists."""
+        return Estimate(self.sq_norms(), None)
+
+    def explicit(self, samples: slice) -> Tensor:
+        """(b, O)."""
+        return positions(self.left[samples]).sum(1)
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return self.left.shape[0]
+
+
+def joined(forms: Sequence[Form], mode: str) -> Sequence[Form]:
+    """One form for a weight and its bias where a kernel counts both while it reads `left` once."""
+    match forms:
+        case [RowSums() as bias, Outer() as weight] if bias.left is weight.left:
+            left, right = same_dtype(weight.left, weight.right)
+            applies = fused.applies if mode == "sketch" and left.shape[-1] > 1 else fused.applies_exactly
+            return [replace(weight, with_bias=True)] if applies(left, right) else forms
+    return forms
+
+
+@dataclass(slots=True)
 class Stacked:
     """The gradients of a parameter whose rows come in blocks, each block with a form of its own."""
 
@@ -127,7 +175,7 @@ class Stacked:
         """The blocks' added up."""
         return torch.stack([block.sq_norms() for block in self.blocks]).sum(0)
 
-    def sketch(self) -> Estimate:
+    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
         """The blocks' added up: their signs are drawn apart, so that variances add too."""
         parts = [block.sketch() for block in self.blocks]
         variances = [part.variances for part in parts if part.variances is not None]

@@ -1,25 +1,24 @@
 """Norms by hand-written GPU kernels where they apply; the plain path stays, and is what they are tested against.
 
-Off unless the environment says DIVEBATCH_FUSED=1: the kernels are checked by Triton's interpreter and have not been
-timed on a GPU yet.
+They are used on NVIDIA GPUs with tensor cores for bfloat16, where Triton is installed (it comes with torch for GPUs):
+for sketches in any type, and for exact norms in 16-bit types. DIVEBATCH_TRITON=0 in the environment switches them off.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from divebatch.norms.sketch import Estimate, random_seed
+from divebatch.norms.sketch import Estimate, random_seeds
 
-AVAILABLE = find_spec("triton") is not None
-ENABLED = AVAILABLE and os.environ.get("DIVEBATCH_FUSED") == "1"
+AVAILABLE = find_spec("triton") is not None and torch.version.hip is None
+ENABLED = AVAILABLE and os.environ.get("DIVEBATCH_TRITON") != "0"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEWEST_POSITIONS = 128
-"""With fewer output positions the Gram form of the plain path is less work than the gradient itself."""
+LEAST_CAPABILITY = (8, 0)
+"""Of an NVIDIA GPU: the first with products of bfloat16 on tensor cores."""
 
 
 @contextmanager
@@ -33,62 +32,63 @@ def switched(on: bool) -> Iterator[None]:
         ENABLED = before
 
 
+def applies(left: Tensor, right: Tensor) -> bool:
+    """Whether the kernels can sketch gradients of `left` with inputs `right`: of a batch, of one type, on a GPU."""
+    if not ENABLED or not left.is_cuda or left.dtype != right.dtype or left.dtype not in DTYPES:
+        return False
+    is_capable: bool = _is_capable(left.device.index)
+    return is_capable
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_capable(device_index: int | None) -> bool:
+    return torch.cuda.get_device_capability(device_index) >= LEAST_CAPABILITY
+
+
 def applies_exactly(left: Tensor, right: Tensor) -> bool:
     """The same for exact norms: in float32 tensor cores would round what must be exact."""
-    return applies(left, right) and left.dtype.itemsize == 2 and left.shape[2:].numel() >= FEWEST_POSITIONS
+    return applies(left, right) and left.dtype.itemsize == 2
 
 
-def applies(left: Tensor, right: Tensor) -> bool:
-    """Whether the kernels can take gradients `left` (B, P, H, W) with inputs `right` (B, C, H, W)."""
-    if not ENABLED or not left.is_cuda or left.ndim != 4 or left.shape[1] == 1:
-        return False
-    return left.dtype == right.dtype and left.dtype in DTYPES
-
-
-def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int]) -> Tensor:
+def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_bias: bool = False) -> Tensor:
     """(B,): exact squared norms of the weight gradients of a convolution without groups.
 
-    `geometry`: kernel size, stride, zeros before each dimension, dilation.
+    `left` (B, P, H, W), `right` (B, C, H', W'); `geometry`: kernel size, stride, zeros before each dimension, dilation.
     """
-    sq_norms: Tensor = _conv2d_sq_norms(left, right, *map(list, geometry))
-    return sq_norms
+    from divebatch.norms.triton_kernels import sq_norms  # needs triton, which comes with torch for GPUs
+
+    found: Tensor = sq_norms(left, right, *map(list, geometry), with_bias)
+    return found
 
 
-def conv2d_sketch(left: Tensor, right: Tensor, *geometry: Sequence[int]) -> Estimate:
-    """Estimates of the same."""
-    sums = _conv2d_sketch(left, right, random_seed(left.device), *map(list, geometry))
+def conv2d_sketch(
+    left: Tensor, right: Tensor, *geometry: Sequence[int], seed: Tensor | None = None, with_bias: bool = False
+) -> Estimate:
+    """Estimates of the same, with signs by `seed` (one int64 on the device) or by one of our own."""
+    from divebatch.norms.triton_kernels import sketch
+
+    seed = random_seeds(1, left.device) if seed is None else seed
+    sums = sketch(left, right, seed, *map(list, geometry), with_bias)
     return Estimate(sums[:, 0], sums[:, 1].square() * 4)
 
 
-@torch.library.custom_op("divebatch::conv2d_sketch", mutates_args=())
-def _conv2d_sketch(
-    left: Tensor,
-    right: Tensor,
-    seed: Tensor,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-) -> Tensor:
-    from divebatch.norms.triton_kernels import conv2d_sketch  # needs triton, which comes with torch for GPUs
+def outer_sq_norms(left: Tensor, right: Tensor, *, with_bias: bool = False) -> Tensor:
+    """(B,): ||sum_t left_t right_t^T||^2, exact, of left (B, T, P) and right (B, T, C).
 
-    return conv2d_sketch(left, right, seed, kernel_size, stride, padding, dilation)
+    With a bias ||sum_t left_t||^2 is in it: a bias is the weight of one more input, which is always one.
+    """
+    return conv2d_sq_norms(_as_image(left), _as_image(right), *ONE_ENTRY, with_bias=with_bias)
 
 
-@_conv2d_sketch.register_fake
-def _(left: Tensor, *_: Any) -> Tensor:
-    return left.new_empty((left.shape[0], 2), dtype=torch.float32)
+def outer_sketch(left: Tensor, right: Tensor, *, seed: Tensor | None = None, with_bias: bool = False) -> Estimate:
+    """Estimates of the same."""
+    return conv2d_sketch(_as_image(left), _as_image(right), *ONE_ENTRY, seed=seed, with_bias=with_bias)
 
 
-@torch.library.custom_op("divebatch::conv2d_sq_norms", mutates_args=())
-def _conv2d_sq_norms(
-    left: Tensor, right: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
-    from divebatch.norms.triton_kernels import conv2d_sq_norms
-
-    return conv2d_sq_norms(left, right, kernel_size, stride, padding, dilation)
+ONE_ENTRY = ((1, 1), (1, 1), (0, 0), (1, 1))
+"""Geometry of a convolution that is a linear layer on every position."""
 
 
-@_conv2d_sq_norms.register_fake
-def _(left: Tensor, *_: Any) -> Tensor:
-    return left.new_empty((left.shape[0],), dtype=torch.float32)
+def _as_image(x: Tensor) -> Tensor:
+    """(B, T, C) -> (B, C, T, 1): a view."""
+    return x.mT[..., None]

@@ -72,10 +72,10 @@ def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
     return _signs(torch.arange(4, device=device).view(1, 4)).to(dtype).T
 
 
-def random_seed(device: torch.device) -> Tensor:
-    """(1,): from which a kernel draws its own signs."""
+def random_seeds(number: int, device: torch.device) -> Tensor:
+    """(number,): from each of which a kernel draws its own signs."""
     generator = None if torch.compiler.is_compiling() else _generator(device)
-    return torch.randint(0, 2**31 - 1, (1,), device=device, generator=generator)
+    return torch.randint(0, 2**31 - 1, (number,), device=device, generator=generator)
 
 
 _generators: dict[torch.device, torch.Generator] = {}

@@ -20,6 +20,7 @@ from divebatch.errors import CoverageError, UsageError
 from divebatch.norms.backward import families, measured
 from divebatch.norms.batch_norm_tap import batch_norm, message, uses_batch_statistics
 from divebatch.norms.registry import CoveredLayer, original_type
+from divebatch.norms.sketch import random_seeds
 
 
 @dataclass(slots=True)
@@ -49,9 +50,13 @@ class Taps:
         device = next(layers[0].module.parameters()).device
         self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self._accumulator.register_hook(self._receive)
+        self._seeds = random_seeds(len(layers), device)
         self._most_calls: Tensor | None = None
         self._is_on = False
-        self._kinds = [(layer.module, original_type(layer.module), self._tapped(layer)) for layer in layers]
+        self._kinds = [
+            (layer.module, original_type(layer.module), self._tapped(layer, place))
+            for place, layer in enumerate(layers)
+        ]
         # torch refuses to change in place what a custom function returned.
         self._in_place: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False)]
 
@@ -91,7 +96,7 @@ class Taps:
         zero = self._accumulator.detach()[0]
         return Tapped(zero, None, zero, self._layers)
 
-    def _tapped(self, layer: CoveredLayer) -> type[nn.Module]:
+    def _tapped(self, layer: CoveredLayer, place: int) -> type[nn.Module]:
         taps, kind = self, original_type(layer.module)
 
         class TappedLayer(kind):  # type: ignore[misc, valid-type]
@@ -107,7 +112,8 @@ class Taps:
                 output: Tensor = kind.forward(self, *args, **kwargs)
                 if not is_on:
                     return output
-                tapped: Tensor = _Tap.apply(output, x, taps._accumulator, layer, taps._mode)  # type: ignore[no-untyped-call]
+                both = (taps._accumulator, taps._seeds)
+                tapped: Tensor = _Tap.apply(output, x, *both, place, layer, taps._mode)  # type: ignore[no-untyped-call]
                 return tapped
 
         TappedLayer.__name__, TappedLayer.__qualname__ = kind.__name__, kind.__qualname__
@@ -118,6 +124,10 @@ class Taps:
 
     def _finish(self, gradient: Tensor) -> None:
         self._accumulator.grad = None
+        if self._mode == "sketch":
+            # Other signs next time, also where this pass is recorded and replayed. By `data`, as other passes may wait
+            # for their backward part: whether they find these seeds or the next ones does not matter.
+            self._seeds.data.add_(1)
         sq_norms, variance, samples, layers = gradient.unbind()
         self._most_calls = layers.clone() if self._most_calls is None else torch.maximum(self._most_calls, layers)
         variances = variance if self._mode == "sketch" else None
@@ -147,16 +157,19 @@ class _Tap(torch.autograd.Function):
     """Identity; its backward adds (squared norms, their variance, samples, 1) to the accumulator."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, accumulator: Tensor, layer: CoveredLayer, mode: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer, ctx.mode = layer, mode
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, accumulator: Tensor, seeds: Tensor, place: int, layer: CoveredLayer, mode: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, seeds)
+        ctx.place, ctx.layer, ctx.mode = place, layer, mode
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        estimates = [measured(form, ctx.mode) for _, form in ctx.layer.gradients(x, dy)]
+        x, seeds = ctx.saved_tensors
+        forms = [form for _, form in ctx.layer.gradients(x, dy)]
+        estimates = measured(forms, ctx.mode, seed=seeds[ctx.place : ctx.place + 1])
         sq_norms = torch.stack([e.sq_norms.sum(dtype=torch.float64) for e in estimates]).sum()
         variances = [e.variances.sum(dtype=torch.float64) for e in estimates if e.variances is not None]
         variance = torch.stack(variances).sum() if variances else None
-        return dy, None, message(sq_norms, variance, dy.shape[0]), None, None
+        return dy, None, message(sq_norms, variance, dy.shape[0]), None, None, None, None
