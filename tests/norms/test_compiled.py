@@ -338,34 +338,6 @@ def test_a_second_compiled_meter_at_the_same_time_is_refused():
     assert type(model.first) is nn.Conv2d
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
-@pytest.mark.parametrize(("kind", "size"), [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (4,)), (nn.BatchNorm2d, (3, 5))])
-def test_a_tapped_batch_norm_is_the_layer_itself(kind: type[nn.Module], size, frozen: str | None, momentum):
-    torch.manual_seed(0)
-    plain, tapped = (kind(3, momentum=momentum).double() for _ in range(2))
-    for layer in (plain, tapped):
-        with torch.no_grad():
-            layer.weight.copy_(torch.tensor([0.5, -2.0, 1.0]))
-        if frozen:
-            getattr(layer, frozen).requires_grad_(False)
-    x = torch.randn(6, 3, *size, dtype=torch.float64)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    with NormMeter(tapped, compiled=True, loss_reduction="sum") as counted:
-        tapped(inputs[1]).sin().sum().backward()
-    with NormMeter(plain, loss_reduction="sum") as expected:
-        plain(inputs[0]).sin().sum().backward()
-    assert counted.sum_of_sq_norms() == pytest.approx(expected.sum_of_sq_norms(), rel=1e-10)
-    assert counted.num_samples == 6
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-10, atol=1e-12)
-    for one, other in zip(plain.parameters(), tapped.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)
-    for name, buffer in plain.named_buffers():
-        torch.testing.assert_close(tapped.get_buffer(name), buffer)
-
-
 @torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True)
 def test_switching_is_noticed_where_guards_look_at_attributes_only():
     # torch up to 2.12 does so by default, and then a class that changes goes unnoticed.

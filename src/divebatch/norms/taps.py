@@ -18,7 +18,7 @@ from torch.autograd import Variable
 
 from divebatch.errors import CoverageError, UsageError
 from divebatch.norms.backward import families, measured
-from divebatch.norms.batch_norm_tap import batch_norm, message, uses_batch_statistics
+from divebatch.norms.norm_taps import message, own_tap
 from divebatch.norms.registry import CoveredLayer, original_type
 from divebatch.norms.sketch import random_seeds
 
@@ -105,10 +105,11 @@ class Taps:
             def forward(self, *args: Any, **kwargs: Any) -> Tensor:
                 x = args[0] if args else next(iter(kwargs.values()))
                 is_on = torch.is_grad_enabled() and not taps.paused
-                if is_on and uses_batch_statistics(self):
+                tap = own_tap(self) if is_on else None
+                if tap is not None:
                     with torch.no_grad():
-                        kind.forward(self, x)  # its running statistics; the compiler drops what is not used
-                    return batch_norm(self, x, taps._accumulator)
+                        like = kind.forward(self, x)  # for running statistics; the compiler drops what is not used
+                    return tap(self, x, like.dtype, taps._accumulator)
                 output: Tensor = kind.forward(self, *args, **kwargs)
                 if not is_on:
                     return output
@@ -154,7 +155,7 @@ def _require_simple(layers: Sequence[CoveredLayer]) -> None:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity; its backward adds (squared norms, their variance, samples, 1) to the accumulator."""
+    """Identity; its backward adds a `message` to the gradient of the accumulator."""
 
     @staticmethod
     def forward(
@@ -169,7 +170,7 @@ class _Tap(torch.autograd.Function):
         x, seeds = ctx.saved_tensors
         forms = [form for _, form in ctx.layer.gradients(x, dy)]
         estimates = measured(forms, ctx.mode, seed=seeds[ctx.place : ctx.place + 1])
-        sq_norms = torch.stack([e.sq_norms.sum(dtype=torch.float64) for e in estimates]).sum()
-        variances = [e.variances.sum(dtype=torch.float64) for e in estimates if e.variances is not None]
-        variance = torch.stack(variances).sum() if variances else None
-        return dy, None, message(sq_norms, variance, dy.shape[0]), None, None, None, None
+        sq_norms = torch.stack([each.sq_norms for each in estimates]).sum(0)
+        variances = [each.variances for each in estimates if each.variances is not None]
+        counted = message(sq_norms, torch.stack(variances).sum(0) if variances else None)
+        return dy, None, counted, None, None, None, None

@@ -1,0 +1,128 @@
+"""Normalisation layers that count their samples' contributions on the way, for compiled models.
+
+The gradients of weight and bias are sums of dy * x_hat and of dy over samples and positions. Here they are formed
+sample by sample first, which is what is counted, and then added up: the activations are read as often as without
+counting.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from divebatch.norms.normalization import batch_statistics
+from divebatch.norms.registry import require_batch
+from divebatch.norms.sketch import sum_dtype
+
+Tapped = Callable[[Any, Tensor, torch.dtype, Tensor], Tensor]
+"""From layer, input, the output's type and accumulator to the output; its backward pass adds a `message` to the
+gradient of the accumulator."""
+
+
+def own_tap(layer: nn.Module) -> Tapped | None:
+    """How to run a layer so that it counts by itself; None where a tap on its output must do."""
+    if isinstance(layer, nn.LayerNorm):
+        return layer_norm
+    is_batch_norm = isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+    by_batch = is_batch_norm and (layer.training or layer.running_mean is None)
+    return batch_norm if by_batch and layer.weight is not None else None
+
+
+def message(sq_norms: Tensor, variances: Tensor | None) -> Tensor:
+    """What a layer adds to the accumulator: sums over samples of squared norm, its variance, and 1; then a single 1.
+
+    One sum makes all four, so that a compiler needs one kernel a layer; nothing comes from the host.
+    """
+    ones = torch.ones_like(sq_norms)
+    is_first = torch.arange(len(sq_norms), device=sq_norms.device) == 0
+    columns = [sq_norms, torch.zeros_like(sq_norms) if variances is None else variances, ones, is_first]
+    return torch.stack([column.double() for column in columns], 1).sum(0)
+
+
+def batch_norm(layer: Any, x: Tensor, dtype: torch.dtype, accumulator: Tensor) -> Tensor:
+    """By the batch's own statistics."""
+    output: Tensor = _BatchNorm.apply(x, layer.weight, layer.bias, accumulator, layer.eps, dtype)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, accumulator: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        mean, inverse_std = batch_statistics(x, eps)
+        ctx.save_for_backward(x, weight, mean, inverse_std)
+        normal = (x.to(mean.dtype) - _channels(mean, x)) * _channels(inverse_std, x)
+        return (normal * _channels(weight, x) + _channels(bias, x)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, mean, inverse_std = ctx.saved_tensors
+        wide_x, wide_dy = x.to(sum_dtype(x.dtype)), dy.to(sum_dtype(x.dtype))
+        dy_BC = wide_dy.flatten(2).sum(2) if x.ndim > 2 else wide_dy
+        dyx_BC = (wide_dy * wide_x).flatten(2).sum(2) if x.ndim > 2 else wide_dy * wide_x
+        dw_BC = (dyx_BC - mean * dy_BC) * inverse_std
+        dw, db = dw_BC.sum(0), dy_BC.sum(0)
+        normal = (wide_x - _channels(mean, x)) * _channels(inverse_std, x)
+        count = x.numel() // x.shape[1]
+        centred = wide_dy - _channels(db / count, x) - normal * _channels(dw / count, x)
+        dx = (centred * _channels(weight * inverse_std, x)).to(x.dtype)
+        counted = _counted(ctx, dw_BC, dy_BC)
+        return dx, dw.to(weight.dtype), db.to(weight.dtype), counted, None, None
+
+
+def layer_norm(layer: Any, x: Tensor, dtype: torch.dtype, accumulator: Tensor) -> Tensor:
+    """Each position by itself."""
+    num_dims = len(layer.normalized_shape)
+    require_batch(layer, x, num_dims + 1)
+    settings = (layer.eps, dtype, num_dims)
+    output: Tensor = _LayerNorm.apply(x, layer.weight, layer.bias, accumulator, *settings)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        accumulator: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        num_dims: int,
+    ) -> Tensor:
+        wide = x.to(sum_dtype(x.dtype))
+        ctx.dims = list(range(x.ndim - num_dims, x.ndim))
+        var, mean = torch.var_mean(wide, ctx.dims, correction=0, keepdim=True)
+        inverse_std = torch.rsqrt(var + eps)
+        ctx.save_for_backward(x, weight, mean, inverse_std)
+        output = (wide - mean) * inverse_std * weight
+        return (output if bias is None else output + bias).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, mean, inverse_std = ctx.saved_tensors
+        wide_dy, normal = dy.to(mean.dtype), (x.to(mean.dtype) - mean) * inverse_std
+        between = list(range(1, ctx.dims[0]))
+        dw_B, db_B = ((part.sum(between) if between else part) for part in (wide_dy * normal, wide_dy))
+        dn = wide_dy * weight
+        along = (dn * normal).mean(ctx.dims, keepdim=True)
+        dx = (dn - dn.mean(ctx.dims, keepdim=True) - normal * along) * inverse_std
+        dw, db = (part.sum(0).to(weight.dtype) for part in (dw_B, db_B))
+        counted = _counted(ctx, dw_B, db_B)
+        return dx.to(x.dtype), dw, db if ctx.needs_input_grad[2] else None, counted, None, None, None
+
+
+def _counted(ctx: Any, dw_B: Tensor, db_B: Tensor) -> Tensor:
+    """The message of a layer with these contributions to the gradients of weight and bias, as far as they train."""
+    wanted = zip((dw_B, db_B), ctx.needs_input_grad[1:3], strict=True)
+    return message(
+        torch.stack([grad.square().flatten(1).sum(1) for grad, is_wanted in wanted if is_wanted]).sum(0), None
+    )
+
+
+def _channels(vector: Tensor, like: Tensor) -> Tensor:
+    """(C,) as it goes with (B, C, *positions)."""
+    return vector.view(1, -1, *[1] * (like.ndim - 2))
