@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton", reason="needs triton")
 
-from divebatch.norms import fused, triton_kernels
+from divebatch.norms import NormMeter, fused, normalization, triton_kernels
 from divebatch.norms.conv import Patches
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
@@ -67,6 +67,19 @@ def test_the_sums_are_those_of_the_projected_weight_gradient(case, memory_format
     expected = torch.stack([u.square().sum((1, 2)), (u[:, 0] * u[:, 1]).sum(1)], 1)
     error = (sums - expected).abs() / expected[:, :1]  # products of both halves cancel: their size is the norms'
     assert error.max() < (1e-4 if DEVICE == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shape", [(3, 5, 4, 6), (2, 130, 17, 9), (1, 3, 1, 1)])
+def test_sums_of_a_normalisation_layer(shape, memory_format, per_sample):
+    torch.manual_seed(0)
+    x, dy = (torch.randn(shape, device=DEVICE).contiguous(memory_format=memory_format) for _ in range(2))
+    mean, inverse_std = (torch.rand(shape[:2] if per_sample else shape[1:2], device=DEVICE) for _ in range(2))
+    normal = (x - mean[..., None, None]) * inverse_std[..., None, None]
+    weight, bias = fused.channel_sums(x, dy, mean, inverse_std)
+    torch.testing.assert_close(weight, (normal * dy).sum((2, 3)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bias, dy.sum((2, 3)), rtol=1e-4, atol=1e-4)
 
 
 OUTERS = {
@@ -139,3 +152,50 @@ def test_the_switch_is_put_back_and_stays_off_without_triton(monkeypatch):
     monkeypatch.setattr(fused, "AVAILABLE", False)
     with fused.switched(True):
         assert not fused.ENABLED
+
+
+class Everything(torch.nn.Module):
+    """Layers of each kind that a kernel may take: with and without bias, few and many positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.batch_norm = torch.nn.Conv2d(3, 6, 3, padding=1, bias=False), torch.nn.BatchNorm2d(6)
+        self.second, self.group_norm = torch.nn.Conv2d(6, 40, 3, stride=2), torch.nn.GroupNorm(4, 40)
+        self.linear, self.last = torch.nn.Linear(40, 5), torch.nn.Linear(5, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.group_norm(self.second(self.batch_norm(self.first(x)).relu()))
+        return self.last(self.linear(x.flatten(2).mT).tanh()).mean(1)
+
+
+def counted(model: torch.nn.Module, mode: str, passes: int) -> NormMeter:
+    x, y = torch.randn(5, 3, 9, 9, device=DEVICE), torch.randint(4, (5,), device=DEVICE)
+    with NormMeter(model, mode=mode) as meter:
+        for _ in range(passes):
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+    return meter
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("exact", 1), ("sketch", 25)])
+def test_a_network_measured_by_kernels_is_the_network_measured_without(mode, passes, monkeypatch):
+    model = Everything().to(DEVICE)
+    with fused.switched(False):
+        torch.manual_seed(1)
+        expected = counted(model, "exact", passes)
+    used = []
+    for name in ("conv2d_sq_norms", "conv2d_sketch", "channel_sums"):
+        plain = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *a, plain=plain, name=name, **k: (used.append(name), plain(*a, **k))[1])
+    for name in ("applies", "applies_exactly"):
+        monkeypatch.setattr(fused, name, lambda left, right: left.dtype == right.dtype)
+    monkeypatch.setattr(normalization, "_layer_kernel_applies", lambda *_: False)  # it is a CPU's
+    torch.manual_seed(1)
+    found = counted(model, mode, passes)
+    kernel = "conv2d_sq_norms" if mode == "exact" else "conv2d_sketch"
+    assert (used.count(kernel), used.count("channel_sums")) == (4 * passes, 2 * passes)
+    assert found.num_samples == expected.num_samples == 5 * passes
+    tolerance = 5 * found.standard_error() if mode == "sketch" else 1e-2 * expected.sum_of_sq_norms()
+    assert abs(found.sum_of_sq_norms() - expected.sum_of_sq_norms()) < tolerance
+    if mode == "sketch":
+        assert 0 < found.standard_error() < 0.2 * expected.sum_of_sq_norms()

@@ -77,7 +77,13 @@ class Patches:
         """Those that may be fastest; a compiler takes the first."""
         kernels: dict[str, Kernel] = {"positions": self._by_positions} if self._has_few_positions() else {}
         kernels |= {"patches": self._by_patches, "shifts": self._by_shifts, "grouped": self._by_grouped_convolution}
+        if not torch.compiler.is_compiling() and self._suits_kernels() and fused.may_apply(self.left, self.unpadded):
+            kernels["fused"] = self._by_fused_kernel
         return kernels
+
+    def _by_fused_kernel(self, samples: slice) -> Tensor:
+        """Squared where they are added up, without any copy."""
+        return fused.conv2d_sq_norms(self.left[samples], self.unpadded[samples], *self._geometry)
 
     def _has_few_positions(self) -> bool:
         """Whether inner products of positions are fewer multiplications than the gradient."""

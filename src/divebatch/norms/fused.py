@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ def applies(left: Tensor, right: Tensor) -> bool:
     """Whether the kernels can sketch gradients of `left` with inputs `right`: of a batch, of one type, on a GPU."""
     if not ENABLED or not left.is_cuda or left.dtype != right.dtype or left.dtype not in DTYPES:
         return False
-    is_capable: bool = _is_capable(left.device.index)
-    return is_capable
+    return bool(_is_capable(left.device.index))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -50,26 +50,41 @@ def applies_exactly(left: Tensor, right: Tensor) -> bool:
     return applies(left, right) and left.dtype.itemsize == 2
 
 
+def may_apply(left: Tensor, right: Tensor) -> bool:
+    """Whether they are worth a try for exact norms in float32, where the user lets torch round products to TF32."""
+    return torch.get_float32_matmul_precision() != "highest" and applies(left, right)
+
+
 def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_bias: bool = False) -> Tensor:
     """(B,): exact squared norms of the weight gradients of a convolution without groups.
 
     `left` (B, P, H, W), `right` (B, C, H', W'); `geometry`: kernel size, stride, zeros before each dimension, dilation.
     """
-    from divebatch.norms.triton_kernels import sq_norms  # needs triton, which comes with torch for GPUs
+    from divebatch.norms import triton_kernels  # needs triton, which comes with torch for GPUs
 
-    found: Tensor = sq_norms(left, right, *map(list, geometry), with_bias)
-    return found
+    run: Any = triton_kernels.traced_sq_norms if torch.compiler.is_compiling() else triton_kernels.sq_norms
+    sq_norms: Tensor = run(left, right, *map(list, geometry), with_bias)
+    return sq_norms
 
 
 def conv2d_sketch(
     left: Tensor, right: Tensor, *geometry: Sequence[int], seed: Tensor | None = None, with_bias: bool = False
 ) -> Estimate:
     """Estimates of the same, with signs by `seed` (one int64 on the device) or by one of our own."""
-    from divebatch.norms.triton_kernels import sketch
+    from divebatch.norms import triton_kernels
 
     seed = random_seeds(1, left.device) if seed is None else seed
-    sums = sketch(left, right, seed, *map(list, geometry), with_bias)
+    run: Any = triton_kernels.traced_sketch if torch.compiler.is_compiling() else triton_kernels.sketch
+    sums: Tensor = run(left, right, seed, *map(list, geometry), with_bias)
     return Estimate(sums[:, 0], sums[:, 1].square() * 4)
+
+
+def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, C) each: what a normalisation layer's weight and bias get from each sample. See the kernel."""
+    from divebatch.norms import triton_kernels
+
+    weight, bias = triton_kernels.channel_sums(x, dy, mean, inverse_std).unbind(1)
+    return weight, bias
 
 
 def outer_sq_norms(left: Tensor, right: Tensor, *, with_bias: bool = False) -> Tensor:

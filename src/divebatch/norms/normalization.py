@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
+from divebatch.norms import fused
 from divebatch.norms.forms import Explicit, Form, cached_chunk, in_chunks
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import sum_dtype
@@ -111,6 +112,9 @@ def _by_statistics(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, invers
     """sum_t dy_t x_hat_t = (sum_t dy_t x_t - mean * sum_t dy_t) / std: no normalised copy of the input."""
     if _layer_kernel_applies(x, dy, mean):
         return _by_layer_kernel(layer, x, dy, mean, inverse_std)
+    if _own_kernel_applies(x, dy):
+        weight, bias = fused.channel_sums(x, dy, mean, inverse_std)
+        return _trainable(layer, weight, bias)
     dtype = sum_dtype(x.dtype)
     dy_sums = dy.flatten(2).sum(2, dtype=dtype) if dy.ndim > 2 else dy.to(dtype)
     gradients: dict[str, Form] = {}
@@ -133,7 +137,15 @@ def _by_layer_kernel(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, inve
     _, weight, bias = torch.ops.aten.native_batch_norm_backward(
         dy.view(one_sample), x.view(one_sample), None, None, None, *statistics, True, 0.0, [False, True, True]
     )
-    found = {"weight": Explicit(weight.view(shape)), "bias": Explicit(bias.view(shape))}
+    return _trainable(layer, weight.view(shape), bias.view(shape))
+
+
+def _own_kernel_applies(x: Tensor, dy: Tensor) -> bool:
+    return x.ndim > 2 and not torch.compiler.is_compiling() and fused.applies(dy, x)
+
+
+def _trainable(layer: nn.Module, weight: Tensor, bias: Tensor) -> dict[str, Form]:
+    found = {"weight": Explicit(weight), "bias": Explicit(bias)}
     return {name: form for name, form in found.items() if is_trainable(layer, name)}
 
 

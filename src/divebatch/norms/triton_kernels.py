@@ -6,7 +6,8 @@ output channels, T output positions, C input channels, L input positions, K kern
 A linear layer is a convolution of one column with one kernel entry.
 """
 
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -20,29 +21,8 @@ ROWS_PER_DOT = 16
 ENOUGH_PROGRAMS = 128
 """Work is cut finer where it would keep fewer programs busy than this: about one for each of a GPU's processors."""
 
-ENTRIES_PER_PROJECTION = 8192
-"""Of the output gradient, that a program has in its registers at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """A convolution's, known to the compiler of the kernels: divisions by it cost nothing."""
-
-    in_height: int
-    in_width: int
-    out_height: int
-    out_width: int
-    kernel_width: int
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    """Zeros before each dimension."""
-    dilation: tuple[int, int]
-
-    @property
-    def constants(self) -> tuple[int, ...]:
-        """As the kernels take them."""
-        *sizes, stride, padding, dilation = astuple(self)
-        return *sizes, *stride, *padding, *dilation
+ENTRIES_PER_PROGRAM = 8192
+"""Of the tensors a program reads once, that it has in its registers at a time."""
 
 
 @triton.jit
@@ -199,8 +179,37 @@ def _square_gram(
     tl.store(out, tl.sum(lefts * rights) * tl.where(across == down, 1.0, 2.0))
 
 
+@triton.jit
+def _channel_sums(
+    x, dy, mean, inverse_std, sums, T, C, x_n, x_c, x_t, dy_n, dy_c, dy_t, mean_n, mean_c,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """sums[n, 0, c] = sum over t of dy * (x - mean) * inverse_std, and sums[n, 1, c] = sum over t of dy."""
+    n = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    products = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    singles = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    for start in range(0, T, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        inside = (t < T)[:, None] & (c < C)[None, :]
+        at = tl.load(x + n * x_n + t[:, None] * x_t + c[None, :] * x_c, mask=inside, other=0.0).to(tl.float32)
+        dy_at = tl.load(dy + n * dy_n + t[:, None] * dy_t + c[None, :] * dy_c, mask=inside, other=0.0).to(tl.float32)
+        products += at * dy_at
+        singles += dy_at
+    bias = tl.sum(singles, 0)
+    places = n * mean_n + c * mean_c
+    weight = tl.sum(products, 0) - tl.load(mean + places, mask=c < C, other=0.0) * bias
+    weight *= tl.load(inverse_std + places, mask=c < C, other=0.0)
+    tl.store(sums + n * 2 * C + c, weight, mask=c < C)
+    tl.store(sums + n * 2 * C + C + c, bias, mask=c < C)
+
+
+Launch = Callable[[Any], Any]
+"""What a kernel is launched through: `wrap_triton` inside a compiler, which shows it the kernel; nothing outside."""
+
+
 @triton_op("divebatch::sq_norms", mutates_args={})
-def sq_norms(
+def traced_sq_norms(
     left: Tensor,
     right: Tensor,
     kernel: list[int],
@@ -209,6 +218,21 @@ def sq_norms(
     dilation: list[int],
     with_bias: bool,
 ) -> Tensor:
+    """`sq_norms` for a compiler."""
+    return sq_norms(left, right, kernel, stride, padding, dilation, with_bias, launch=wrap_triton)
+
+
+def sq_norms(
+    left: Tensor,
+    right: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    with_bias: bool,
+    *,
+    launch: Launch = lambda jitted: jitted,
+) -> Tensor:
     """(B,): each sample's squared norm of the weight gradient, added up in float32, by the quicker of two ways.
 
     With a bias, the squared norm of its gradient is in it. `padding`: zeros before each dimension.
@@ -216,12 +240,12 @@ def sq_norms(
     flat, channels, entries = left.flatten(2), right.shape[1], kernel[0] * kernel[1]
     num_samples, rows, positions = flat.shape
     by_gram = _is_quicker_by_gram(rows, entries * channels, positions)
-    blocks: dict[str, int] = (_gram_blocks if by_gram else _gradient_blocks)(rows, channels, entries, positions)
+    blocks = (_gram_blocks if by_gram else _gradient_blocks)(rows, channels, entries, positions, flat.element_size())
     tiles = blocks.pop("TILES")
     sums = torch.empty(num_samples, tiles, dtype=torch.float32, device=flat.device)
-    wrap_triton(_square_gram if by_gram else _square_gradient)[(tiles, num_samples)](
-        flat, right, sums, rows, *flat.stride(), *_strides(right),
-        *_geometry(left, right, kernel, stride, padding, dilation).constants, entries, channels, with_bias, **blocks,
+    launch(_square_gram if by_gram else _square_gradient)[(tiles, num_samples)](
+        flat, right, sums, rows, *flat.stride(), *right.stride(),
+        *_geometry(left, right, kernel, stride, padding, dilation), entries, channels, with_bias, **blocks,
     )  # fmt: skip
     return sums.sum(1)
 
@@ -234,22 +258,22 @@ def _is_quicker_by_gram(rows: int, columns: int, positions: int) -> bool:
     return (positions + _block(positions, 64)) * (rows + columns) < 2.5 * rows * columns
 
 
-def _gram_blocks(rows: int, channels: int, entries: int, positions: int) -> dict[str, int]:
-    block = _block(positions, 64)
-    sizes = {"BLOCK_T": block, "BLOCK_P": _block(rows, 128), "BLOCK_C": _block(channels, 128)}
+def _gram_blocks(rows: int, channels: int, entries: int, positions: int, entry_bytes: int) -> dict[str, int]:
+    block, most = _block(positions, 64), 256 // entry_bytes
+    sizes = {"BLOCK_T": block, "BLOCK_P": _block(rows, most), "BLOCK_C": _block(channels, most)}
     return {"TILES": triton.cdiv(positions, block) ** 2, **sizes, "num_warps": block // 16, "num_stages": 3}
 
 
-def _gradient_blocks(rows: int, channels: int, entries: int, positions: int) -> dict[str, int]:
+def _gradient_blocks(rows: int, channels: int, entries: int, positions: int, entry_bytes: int) -> dict[str, int]:
     columns, block_p = entries * channels, _block(rows, 128)
     block_d = 64 if rows <= 32 or columns <= 64 else 128
-    sizes = {"BLOCK_D": block_d, "BLOCK_P": block_p, "BLOCK_T": _block(positions, 32)}
+    sizes = {"BLOCK_D": block_d, "BLOCK_P": block_p, "BLOCK_T": _block(positions, 64 // entry_bytes)}
     tiles = triton.cdiv(columns, block_d) * triton.cdiv(rows, block_p)
     return {"TILES": tiles, **sizes, "num_warps": 4, "num_stages": 3}
 
 
 @triton_op("divebatch::sketch", mutates_args={})
-def sketch(
+def traced_sketch(
     left: Tensor,
     right: Tensor,
     seed: Tensor,
@@ -259,16 +283,32 @@ def sketch(
     dilation: list[int],
     with_bias: bool,
 ) -> Tensor:
+    """`sketch` for a compiler."""
+    return sketch(left, right, seed, kernel, stride, padding, dilation, with_bias, launch=wrap_triton)
+
+
+def sketch(
+    left: Tensor,
+    right: Tensor,
+    seed: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    with_bias: bool,
+    *,
+    launch: Launch = lambda jitted: jitted,
+) -> Tensor:
     """(B, 2): ||u||^2 over both halves, and u_first . u_second. `seed`: one int64 on the device; the rest as above."""
-    z, (num_samples, channels), entries = projected(left.flatten(2), seed), right.shape[:2], kernel[0] * kernel[1]
-    block_c = _block(channels, 128)
+    z, (num_samples, channels) = projected(left.flatten(2), seed, launch=launch), right.shape[:2]
+    entries, block_c = kernel[0] * kernel[1], _block(channels, 128)
     while block_c > 32 and num_samples * triton.cdiv(channels, block_c) < ENOUGH_PROGRAMS:
         block_c //= 2
     blocks = triton.cdiv(channels, block_c)
     sums = torch.empty(num_samples, blocks, 2, dtype=torch.float32, device=left.device)
-    wrap_triton(_square)[(blocks, num_samples)](
-        z, right, sums, channels, *_strides(right),
-        *_geometry(left, right, kernel, stride, padding, dilation).constants, entries, with_bias,
+    launch(_square)[(blocks, num_samples)](
+        z, right, sums, channels, *right.stride(),
+        *_geometry(left, right, kernel, stride, padding, dilation), entries, with_bias,
         ROWS=max(ROWS_PER_DOT, triton.next_power_of_2(entries)),
         BLOCK_L=_block(right.shape[2] * right.shape[3], 64), BLOCK_C=block_c,
         num_warps=1 if block_c <= 32 else 2, num_stages=3,
@@ -276,29 +316,43 @@ def sketch(
     return sums.sum(1)
 
 
-def projected(flat: Tensor, seed: Tensor) -> Tensor:
+def projected(flat: Tensor, seed: Tensor, *, launch: Launch = lambda jitted: jitted) -> Tensor:
     """(B, 2, T): the rows of (B, P, T) added up with random signs, each in one of two halves; float32."""
     num_samples, rows, positions = flat.shape
     block_p = _block(rows, 256)
-    block_t = _block(positions, ENTRIES_PER_PROJECTION // block_p)
+    block_t = _block(positions, ENTRIES_PER_PROGRAM // block_p)
     while block_t > ROWS_PER_DOT and num_samples * triton.cdiv(positions, block_t) < ENOUGH_PROGRAMS:
         block_t //= 2
     z = torch.empty(num_samples, 2, positions, dtype=torch.float32, device=flat.device)
     grid = (num_samples, triton.cdiv(positions, block_t))
-    wrap_triton(_project)[grid](flat, z, seed, rows, positions, *flat.stride(), BLOCK_T=block_t, BLOCK_P=block_p)
+    launch(_project)[grid](flat, z, seed, rows, positions, *flat.stride(), BLOCK_T=block_t, BLOCK_P=block_p)
     return z
+
+
+def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
+    """(B, 2, C): sums over positions of dy * (x - mean) * inverse_std, and of dy; float32.
+
+    x and dy (B, C, *positions); mean and inverse_std (C,), or (B, C) where each sample has its own. Not for compilers,
+    which have no need of it.
+    """
+    flat_x, flat_dy = x.flatten(2), dy.flatten(2)
+    num_samples, channels, positions = flat_x.shape
+    strides = mean.stride() if mean.ndim == 2 else (0, mean.stride(0))
+    block_c = _block(channels, 64)
+    block_t = _block(positions, ENTRIES_PER_PROGRAM // 2 // block_c)
+    sums = torch.empty(num_samples, 2, channels, dtype=torch.float32, device=x.device)
+    _channel_sums[(triton.cdiv(channels, block_c), num_samples)](
+        flat_x, flat_dy, mean, inverse_std, sums, positions, channels,
+        *flat_x.stride(), *flat_dy.stride(), *strides, BLOCK_T=block_t, BLOCK_C=block_c,
+    )  # fmt: skip
+    return sums
 
 
 def _geometry(
     left: Tensor, right: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> Geometry:
-    pairs = [(part[0], part[1]) for part in (stride, padding, dilation)]
-    (height, width), (out_height, out_width) = right.shape[2:], left.shape[2:]
-    return Geometry(height, width, out_height, out_width, kernel[1], *pairs)
-
-
-def _strides(x: Tensor) -> tuple[int, int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2), x.stride(3)
+) -> tuple[int, ...]:
+    """As the kernels take it: constants, by which to divide costs nothing."""
+    return *right.shape[2:], *left.shape[2:], kernel[1], *stride, *padding, *dilation
 
 
 def _block(size: int, most: int) -> int:
