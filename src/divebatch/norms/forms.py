@@ -104,11 +104,9 @@ class Outer:
             left = sq_norms_of_rows(self.left) if self.rows is None else self.rows.sq_norms()
             return sq_norms_of_rows(self.right).mul_(left)
         left, right = same_dtype(positions(self.left), positions(self.right))
-        return (
-            fused.outer_sq_norms(left, right)
-            if fused.applies_exactly(left, right)
-            else sq_norms_of_products(left, right)
-        )
+        if fused.applies_exactly(left, right):
+            return fused.outer_sq_norms(left, right, with_bias=self.with_bias)
+        return sq_norms_of_products(left, right)
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
         """One vector-matrix product a half; exact for a single position, where that is as cheap."""
