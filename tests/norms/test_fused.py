@@ -199,3 +199,24 @@ def test_a_network_measured_by_kernels_is_the_network_measured_without(mode, pas
     assert abs(found.sum_of_sq_norms() - expected.sum_of_sq_norms()) < tolerance
     if mode == "sketch":
         assert 0 < found.standard_error() < 0.2 * expected.sum_of_sq_norms()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: Triton's interpreter does not run inside the compiler")
+@pytest.mark.parametrize("mode", ["exact", "sketch"])
+def test_a_compiled_network_measured_by_kernels_is_the_network_measured_without(mode):
+    model, passes = Everything().to(DEVICE), 20
+    x, y = torch.randn(64, 3, 9, 9, device=DEVICE), torch.randint(4, (64,), device=DEVICE)
+    found = {}
+    for by_kernels in (False, True):
+        torch.compiler.reset()
+        run = torch.compile(model)
+        with fused.switched(by_kernels), NormMeter(model, mode=mode if by_kernels else "exact", compiled=True) as meter:
+            for _ in range(passes):
+                with torch.autocast(DEVICE, torch.bfloat16):
+                    loss = torch.nn.functional.cross_entropy(run(x), y)
+                loss.backward()
+        found[by_kernels] = meter
+    assert found[True].num_samples == found[False].num_samples == 64 * passes
+    expected = found[False].sum_of_sq_norms()
+    tolerance = 5 * found[True].standard_error() if mode == "sketch" else 0
+    assert abs(found[True].sum_of_sq_norms() - expected) < tolerance + 1e-2 * expected

@@ -94,3 +94,21 @@ def test_replayed_passes_train_the_same_weights_statistics_and_losses():
     assert len(set(losses)) == len(losses)
     for name, value in plain.items():
         torch.testing.assert_close(replayed[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_replayed_sketches_draw_other_signs_each_time():
+    model, optimizer, passes = make_parts(cuda_graphs=True)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    meter = DiversityMeter(model, compiled=True, mode="sketch")
+    batch = torch.randn(32, 3, 12, 12, device="cuda"), torch.randint(4, (32,), device="cuda")
+    with meter:
+        watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
+        passes.begin_epoch(32)
+        sums = [0.0]
+        for _ in range(8):
+            watched(batch)
+            sums.append(meter.norms.sum_of_sq_norms())
+    added = {round(after - before, 9) for before, after in zip(sums, sums[1:], strict=False)}
+    assert passes._recording is not None
+    assert len(added) == 8
