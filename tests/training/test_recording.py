@@ -1,5 +1,7 @@
 """Replayed passes against the same passes run one kernel at a time. Needs a GPU."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,6 @@ def test_replayed_sketches_draw_other_signs_each_time():
         for _ in range(8):
             watched(batch)
             sums.append(meter.norms.sum_of_sq_norms())
-    added = {round(after - before, 9) for before, after in zip(sums, sums[1:], strict=False)}
+    added = {round(after - before, 9) for before, after in itertools.pairwise(sums)}
     assert passes._recording is not None
     assert len(added) == 8
