@@ -98,7 +98,7 @@ class Backward:
     """Those that were reached."""
     _estimates: list[Estimate] = field(default_factory=list)
     """One a parameter, added up at the end and at once: on a GPU each addition by itself would be a launch."""
-    _waiting: dict[Family, list[tuple[int, Form]]] = field(default_factory=dict)
+    _waiting: dict[Family, list[tuple[nn.Parameter, Form]]] = field(default_factory=dict)
 
     def add(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
         """One call was reached; its family is counted as soon as no other call of it can follow."""
@@ -144,7 +144,7 @@ class Backward:
     def _count(self, family: Family) -> None:
         by_parameter: dict[int, list[Form]] = {}
         for parameter, form in self._waiting.pop(family):
-            by_parameter.setdefault(parameter, []).append(form)
+            by_parameter.setdefault(id(parameter), []).append(form)
         for forms in by_parameter.values():
             is_one = len(forms) == 1
             self._estimates += measured(forms, self.mode) if is_one else [Estimate(total(forms), None)]

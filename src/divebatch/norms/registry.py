@@ -135,14 +135,14 @@ class CoveredLayer:
         """Those the rule answers for."""
         return list(self.module.parameters(recurse=self.entry.reruns))
 
-    def gradients(self, x: Any, dy: Tensor) -> Iterator[tuple[int, Form]]:
-        """One call's gradients by the identity of the parameter, which layers may share."""
+    def gradients(self, x: Any, dy: Tensor) -> Iterator[tuple[nn.Parameter, Form]]:
+        """One call's gradients by the parameter, which layers may share."""
         stated = self.entry.rule(self.module, x, dy)
         self._require_all(stated)
         for name, gradient in stated.items():
             parameter = parameter_of(self.module, name)
             if parameter is not None and parameter.requires_grad:
-                yield id(parameter), self._form(name, gradient, parameter)
+                yield parameter, self._form(name, gradient, parameter)
 
     def _require_all(self, stated: Mapping[str, Form | Tensor]) -> None:
         if self.entry.reruns:  # one output after the other, and not every parameter is behind each

@@ -3,13 +3,13 @@
 Each covered layer's output passes through an identity whose backward hands the layer's squared norms to an
 accumulator, as if they were its gradient; autograd adds the layers up inside the compiled graph.
 
-While switched on, each covered layer is of a subclass made for it. The compiler checks the types of modules but not
+While switched on, each covered layer is of a subclass of its own kind. The compiler checks the types of modules but not
 their hooks, so this, unlike a hook, cannot be overlooked by code that was compiled before.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -53,10 +53,7 @@ class Taps:
         self._seeds = random_seeds(len(layers), device)
         self._most_calls: Tensor | None = None
         self._is_on = False
-        self._kinds = [
-            (layer.module, original_type(layer.module), self._tapped(layer, place))
-            for place, layer in enumerate(layers)
-        ]
+        self._places = [Place(self, layer, number) for number, layer in enumerate(layers)]
         # torch refuses to change in place what a custom function returned.
         self._in_place: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False)]
 
@@ -64,7 +61,7 @@ class Taps:
         """Use the compiled variant with taps."""
         if self._is_on:
             return
-        if any(type(module) is not kind for module, kind, _ in self._kinds):
+        if any(isinstance(layer.module, _Tapped) for layer in self._layers):
             raise UsageError("another compiled meter is attached to this model: detach it first")
         self._switch(True)
 
@@ -75,9 +72,8 @@ class Taps:
 
     def _switch(self, on: bool) -> None:
         self._is_on = on
-        for module, kind, tapped in self._kinds:
-            module.__class__ = tapped if on else kind
-            _touch(vars(module))
+        for place in self._places:
+            place.switch(on)
         for module in self._in_place:
             module.inplace = not on
 
@@ -96,30 +92,6 @@ class Taps:
         zero = self._accumulator.detach()[0]
         return Tapped(zero, None, zero, self._layers)
 
-    def _tapped(self, layer: CoveredLayer, place: int) -> type[nn.Module]:
-        taps, kind = self, original_type(layer.module)
-
-        class TappedLayer(kind):  # type: ignore[misc, valid-type]
-            divebatch_original = kind
-
-            def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-                x = args[0] if args else next(iter(kwargs.values()))
-                is_on = torch.is_grad_enabled() and not taps.paused
-                tap = own_tap(self) if is_on else None
-                if tap is not None:
-                    with torch.no_grad():
-                        like = kind.forward(self, x)  # for running statistics; the compiler drops what is not used
-                    return tap(self, x, like.dtype, taps._accumulator)
-                output: Tensor = kind.forward(self, *args, **kwargs)
-                if not is_on:
-                    return output
-                both = (taps._accumulator, taps._seeds)
-                tapped: Tensor = _Tap.apply(output, x, *both, place, layer, taps._mode)  # type: ignore[no-untyped-call]
-                return tapped
-
-        TappedLayer.__name__, TappedLayer.__qualname__ = kind.__name__, kind.__qualname__
-        return TappedLayer
-
     def _receive(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(partial(self._finish, gradient.detach()))
 
@@ -135,10 +107,60 @@ class Taps:
         self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
 
 
-def _touch(attributes: dict[str, Any]) -> None:
-    """Change them and change them back: some torch versions look at a module's class again only after that."""
-    attributes["divebatch_touch"] = True
-    del attributes["divebatch_touch"]
+@dataclass(slots=True, eq=False)
+class Place:
+    """What a tapped layer carries with it: where it leads. Its class leads nowhere, since compiled code keeps that."""
+
+    taps: Taps
+    layer: CoveredLayer
+    number: int
+
+    def switch(self, on: bool) -> None:
+        """Exchange the layer's class. The attribute tells torch versions that look at a class again only after that."""
+        module: Any = self.layer.module
+        kind = original_type(module)
+        if on:
+            module.divebatch_place = self
+            module.__class__ = tapped(kind)  # type: ignore[arg-type]
+        else:
+            module.__class__ = kind
+            del module.divebatch_place
+
+    def __deepcopy__(self, _: object) -> "Place":
+        """A copy of the model leads where the model does."""
+        return self
+
+
+class _Tapped:
+    """Marks a layer whose class is exchanged."""
+
+
+@cache
+def tapped(kind: type[nn.Module]) -> type[nn.Module]:
+    """Layers of this kind, tapped."""
+
+    class TappedLayer(kind, _Tapped):  # type: ignore[misc, valid-type]
+        divebatch_original = kind
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            x = args[0] if args else next(iter(kwargs.values()))
+            place: Place = self.divebatch_place
+            taps = place.taps
+            is_on = torch.is_grad_enabled() and not taps.paused
+            tap = own_tap(self) if is_on else None
+            if tap is not None:
+                with torch.no_grad():
+                    like = kind.forward(self, x)  # for running statistics; the compiler drops what is not used
+                return tap(self, x, like.dtype, taps._accumulator)
+            output: Tensor = kind.forward(self, *args, **kwargs)
+            if not is_on:
+                return output
+            both = (taps._accumulator, taps._seeds)
+            counted: Tensor = _Tap.apply(output, x, *both, place.number, place.layer, taps._mode)  # type: ignore[no-untyped-call]
+            return counted
+
+    TappedLayer.__name__, TappedLayer.__qualname__ = kind.__name__, kind.__qualname__
+    return TappedLayer
 
 
 def _require_simple(layers: Sequence[CoveredLayer]) -> None:
