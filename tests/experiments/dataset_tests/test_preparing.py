@@ -1,5 +1,6 @@
 """The compiled preparation of a batch; its slow twin is `prepare`, operator by operator."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from divebatch.experiments.datasets.augment import CropFlip, CropFlipRotate, Who
 from divebatch.experiments.datasets.images import Colours, HostImages, image_split
 from divebatch.experiments.datasets.resample import RandomResizedCrop, ResizeCentreCrop
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # torch's own
+NEEDS_COMPILER = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler"
+)
 COLOURS = Colours(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 """Neighbouring pixel values are at least 0.009 apart once normalised."""
 LAST_BIT = 1e-6
@@ -48,6 +53,7 @@ def assert_same_but_for_rounding(batches, others) -> None:
         assert (x.dtype, y.dtype) == (other_x.dtype, other_y.dtype)
 
 
+@NEEDS_COMPILER
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_compiled_batches_are_the_plain_ones_and_one_compilation_serves_all_sizes(name):
     plain, compiled = (make_split(name, compile=each, channels_last=True) for each in (False, True))
@@ -63,6 +69,7 @@ def test_compiled_batches_are_the_plain_ones_and_one_compilation_serves_all_size
     assert num_compiled() == before
 
 
+@NEEDS_COMPILER
 def test_images_from_the_host_are_compiled_once_too_and_in_either_layout():
     plain, compiled = (make_split("crop", compile=each, on_device=False) for each in (False, True))
     here, there = plain.loader(NUM_TRAIN, seed=1), compiled.loader(NUM_TRAIN, seed=1)
@@ -73,6 +80,7 @@ def test_images_from_the_host_are_compiled_once_too_and_in_either_layout():
     assert num_compiled() == before
 
 
+@NEEDS_COMPILER
 def test_a_loader_is_compiled_when_it_is_made_and_leaves_no_trace_in_its_course():
     before = num_compiled()
     assert make_split("crop", compile=False).loader(4, seed=0).samples_delivered == 0
