@@ -48,7 +48,7 @@ def _compiled() -> Callable[..., Batch]:
 def prepare_compiled(
     fetched: Fetched, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What `prepare` gives, to the last bit or so, in a kernel or two: places and pixels never reach memory.
+    """What `prepare` gives, to the last bit or so, in few kernels, which keep places and pixels out of memory.
 
     The compiler makes code once for a transform, a layout and a store; only the number of samples stays open. It takes
     1 for a constant, so a single sample goes without it.
