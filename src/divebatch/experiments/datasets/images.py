@@ -18,6 +18,8 @@ from divebatch.experiments.datasets.split import DataPlace, Split
 
 AUGMENTATION = 4
 """The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
+COMPILED_WITH = 256
+"""Samples the compiler is shown: its code serves any number, but is laid out for the one it saw."""
 
 
 class ImageSet(Protocol):
@@ -161,8 +163,8 @@ class ImageLoader(AdaptiveLoader):
         super().__init__(store.dataset, batch_size, seed=seed, **store.loader_settings)
         self._store, self._transform, self._normalise = store, transform, normalise
         self._make = prepare_compiled if compile else prepare
-        if compile:  # now, where nobody's training time runs, with a batch of the size to come
-            self._preparation()(store.first(min(max(2, batch_size), len(store.dataset))))
+        if compile:  # now, where nobody's training time runs
+            self._preparation()(store.first(min(COMPILED_WITH, len(store.dataset))))
 
     def __iter__(self) -> Iterator[Batch]:
         batches = super().__iter__()  # first: it may close the epoch before

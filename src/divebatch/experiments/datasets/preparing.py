@@ -30,9 +30,7 @@ class Fetched:
     """Whether `images` are all there are, the same for every batch, and not this batch's alone."""
 
 
-def prepare(
-    fetched: Fetched, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def prepare(fetched: Fetched, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]) -> Batch:
     """The batch's images, changed by their rows of `plan` and normalised, and its labels."""
     pixels = transform.apply(fetched.images, fetched.which, plan.index_select(0, fetched.index))
     return normalise(pixels), fetched.labels.index_select(0, fetched.which)
@@ -47,7 +45,7 @@ def _compiled() -> Callable[..., Batch]:
 
 def prepare_compiled(
     fetched: Fetched, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+) -> Batch:
     """What `prepare` gives, to the last bit or so, in few kernels, which keep places and pixels out of memory.
 
     The compiler makes code once for a transform, a layout and a store; only the number of samples stays open. It takes
@@ -55,12 +53,10 @@ def prepare_compiled(
     """
     if len(fetched.which) == 1:
         return prepare(fetched, plan, transform, normalise)
-    varying = [fetched.which, fetched.index] if fetched.holds_all else [*_tensors(fetched)]
-    for tensor in varying:
+    of_this_batch = [fetched.which, fetched.index]
+    if not fetched.holds_all:
+        of_this_batch += [fetched.images, fetched.labels]
+    for tensor in of_this_batch:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     with torch.no_grad():  # whatever the caller does: the compiler makes code for either mode
         return _compiled()(fetched, plan, transform, normalise)
-
-
-def _tensors(fetched: Fetched) -> tuple[Tensor, ...]:
-    return fetched.images, fetched.labels, fetched.which, fetched.index
