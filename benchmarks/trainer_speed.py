@@ -5,7 +5,9 @@
 Prints one JSON line a row. The bare loop has the training images on the device, normalised, and draws batches by one
 `index_select`: no augmentation, no controller, no records. Epochs of both alternate; ratios are of medians. `measuring`
 is the trainer with gradient norms measured in every epoch, `bare-graphs` the bare loop compiled with
-mode="reduce-overhead", which records CUDA graphs as the trainer does.
+mode="reduce-overhead", which records CUDA graphs as the trainer does. `--profile` then profiles one more epoch of each
+row and prints its wall time, how long the GPU was busy, what ran outside CUDA graphs, the largest kernels and the
+longest times the GPU had nothing to do.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from divebatch.experiments import Experiment, Method, Run, get_experiment, make_trainer
 from divebatch.experiments.models import MODELS
 from divebatch.experiments.schema import Part
+from epoch_profile import Marked, profiled
 
 METHODS = {
     "trainer": Part(kind="fixed"),
@@ -47,6 +51,7 @@ def trainer_epochs(options: argparse.Namespace, name: str, batch_size: int) -> I
     with tempfile.TemporaryDirectory() as folder:
         run = Run(experiment_for(options, batch_size), name, 0, Path(folder), options.device, data_dir=options.data_dir)
         trainer = make_trainer(run)
+        trainer.validation = Marked(trainer.validation)
         before = 0.0
         while True:
             record = trainer.run_epoch()
@@ -130,6 +135,12 @@ def measure(options: argparse.Namespace, batch_size: int) -> Iterator[dict[str, 
             "speed_of_bare": round(bare / middle, 4), "n": len(seconds),
             "spread": [round(min(seconds), 4), round(max(seconds), 4)], "torch": torch.__version__,
         }  # fmt: skip
+    for name, course in courses.items() if options.profile else ():
+        yield {
+            "batch_size": batch_size,
+            "profile": name,
+            **profiled(partial(next, course), torch.device(options.device)),
+        }
 
 
 def main() -> None:
@@ -144,6 +155,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=["trainer", "measuring"], choices=[*METHODS, "bare-graphs"])
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True  # as the trainer has it
     for batch_size in options.batch_sizes:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
+from divebatch.data.source import Numbers
 from divebatch.errors import ArgumentError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -101,6 +102,17 @@ def test_tensors_in_memory_come_as_from_a_torch_loader(tensors, shuffle, drop_la
     ours = list(AdaptiveLoader(data, 5, shuffle=shuffle, seed=1, drop_last=drop_last))
     assert [type(batch) for batch in ours] == [type(batch) for batch in by_torch]
     torch.testing.assert_close(ours, by_torch, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_numbers_come_as_from_a_tensor_of_them(drop_last):
+    looked_up, themselves = TensorDataset(torch.arange(23)), Numbers(23, torch.device("cpu"))
+    expected, ours = (AdaptiveLoader(data, 5, seed=1, drop_last=drop_last) for data in (looked_up, themselves))
+    for _ in range(2):
+        torch.testing.assert_close(list(ours), list(expected), rtol=0, atol=0)
+    torch.testing.assert_close(list(ours.full_pass()), list(expected.full_pass()), rtol=0, atol=0)
+    by_torch = list(DataLoader(themselves, batch_size=5))
+    torch.testing.assert_close(list(AdaptiveLoader(themselves, 5, shuffle=False)), by_torch, rtol=0, atol=0)
 
 
 # The size

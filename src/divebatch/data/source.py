@@ -43,7 +43,24 @@ class TensorSource:
         indices = order.to(self.tensors[0].device)
         for batch in indices.split(batch_size)[start:]:
             if batch.numel() == batch_size or not self.drop_last:
-                yield batch.numel(), [tensor.index_select(0, batch) for tensor in self.tensors]
+                yield batch.numel(), self._look_up(batch)
+
+    def _look_up(self, indices: Tensor) -> list[Tensor]:
+        return [tensor.index_select(0, indices) for tensor in self.tensors]
+
+
+class Numbers(TensorDataset):
+    """A dataset whose samples are their own numbers, 0 .. size - 1, on a device."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(torch.arange(size, device=device))
+
+
+class NumberSource(TensorSource):
+    """A batch of numbers is a part of the order itself: there is nothing to look up."""
+
+    def _look_up(self, indices: Tensor) -> list[Tensor]:
+        return [indices]
 
 
 class _Batches:
@@ -126,9 +143,10 @@ def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> S
     """The fastest source that gives what `DataLoader(dataset, **settings)` would."""
     if isinstance(dataset, IterableDataset):
         return StreamSource(dataset, drop_last=drop_last, settings=dict(settings))
-    if type(dataset) is TensorDataset and _is_plain(dataset, settings):
+    if type(dataset) in (TensorDataset, Numbers) and _is_plain(dataset, settings):
         DataLoader(dataset, **settings)  # refuses what a DataLoader refuses
-        return TensorSource(dataset.tensors, drop_last=drop_last)
+        kind = NumberSource if isinstance(dataset, Numbers) else TensorSource
+        return kind(dataset.tensors, drop_last=drop_last)
     return MapSource(dataset, drop_last=drop_last, settings=settings)
 
 

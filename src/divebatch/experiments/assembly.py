@@ -22,6 +22,7 @@ from divebatch.policies import Policy, Rounded, make_policy
 from divebatch.ranks import Ranks
 from divebatch.training import Clock, Setup, Trainer
 from divebatch.training.distributed import spread
+from divebatch.training.precision import device_settings
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL, SIGNS = (0, 2), (0, 3), (0, 5)
@@ -31,14 +32,15 @@ def make_trainer(run: Run) -> Trainer:
     """Data, model, optimizer, schedule and controller as configured; everything random follows from the seed."""
     experiment, method, device = run.experiment, run.method, torch.device(run.device)
     seed_signs(device, mixed_seed(run.seed, *SIGNS))
-    split = _load_data(run)
+    with device_settings(experiment.training.precision, device):  # code is compiled for the settings it will meet
+        split = _load_data(run)
+        loader = split.loader(method.batch_size, seed=run.seed)
     settings: ModelSettings = _settings(MODELS, experiment.model, "model")
     ranks = Ranks.here()
     parallel = spread(_build_model(run, settings, split), ranks, sharding=run.sharding)
     model = parallel.model
     is_fused = device.type == "cuda" and not parallel.is_sharded
     optimizer = SGD(model.parameters(), lr=method.lr, **asdict(experiment.optimizer), fused=True if is_fused else None)
-    loader = split.loader(method.batch_size, seed=run.seed)
     schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
     warming = warm_up(optimizer, method.warmup_epochs * len(loader))
     schedulers = [each for each in (schedule, warming) if each is not None]
@@ -86,15 +88,22 @@ def check_parts(experiment: Experiment) -> None:
             raise ArgumentError(f"{experiment.name}: {error}") from error
 
 
-def _load_data(run: Run) -> Split:
-    place = DataPlace(
-        torch.device(run.device),
+def place_for(run: Run) -> DataPlace:
+    """Where its data is and how it wants its batches."""
+    device = torch.device(run.device)
+    return DataPlace(
+        device,
         folder=run.data_dir,
         channels_last=run.experiment.training.channels_last,
         on_device=run.on_device,
         num_workers=run.num_workers,
+        compile=run.experiment.training.compile and device.type == "cuda",
     )
-    split: Split = _settings(DATASETS, run.experiment.data, "data").load(mixed_seed(run.seed, *DATA), place)
+
+
+def _load_data(run: Run) -> Split:
+    data = _settings(DATASETS, run.experiment.data, "data")
+    split: Split = data.load(mixed_seed(run.seed, *DATA), place_for(run))
     return split
 
 

@@ -7,18 +7,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
+from divebatch.data.source import Numbers
 from divebatch.experiments.datasets.augment import Transform, with_margin
+from divebatch.experiments.datasets.preparing import Batch, Fetched, prepare, prepare_compiled
 from divebatch.experiments.datasets.split import DataPlace, Split
 
 AUGMENTATION = 4
 """The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
-
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
+COMPILED_WITH = 256
+"""Samples the compiler is shown: its code serves any number, but is laid out for the one it saw."""
 
 
 class ImageSet(Protocol):
@@ -54,19 +55,6 @@ class HostImages(Dataset[Any]):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """The pixels a batch is made from, on the device."""
-
-    images: Tensor
-    """With their margin; on-device storage hands out all it has."""
-    which: Tensor
-    """The batch's places in `images`."""
-    index: Tensor
-    """The batch's sample numbers."""
-    labels: Tensor
-
-
 class Store(Protocol):
     """Where images wait to be batched."""
 
@@ -78,6 +66,10 @@ class Store(Protocol):
         """Bring a batch of `dataset` to the device."""
         ...
 
+    def first(self, count: int) -> Any:
+        """The batch of the first `count` samples."""
+        ...
+
 
 class DeviceStore:
     """All images on the device: a batch is a list of sample numbers, and nothing is copied to it."""
@@ -86,13 +78,17 @@ class DeviceStore:
         held = images.in_memory()
         self.images = with_margin(held.images.to(device), padding)
         self.labels = held.labels.to(device)
-        self.dataset: Any = TensorDataset(torch.arange(len(held), device=device))
+        self.dataset: Any = Numbers(len(held), device)
         self.loader_settings: dict[str, Any] = {}
 
     def fetch(self, batch: Any) -> Fetched:
-        """Only the labels are looked up."""
+        """Nothing moves."""
         (index,) = batch
-        return Fetched(self.images, index, index, self.labels.index_select(0, index))
+        return Fetched(self.images, self.labels, index, index, holds_all=True)
+
+    def first(self, count: int) -> Any:
+        """Their numbers."""
+        return self.dataset[:count]
 
 
 class HostStore:
@@ -112,7 +108,11 @@ class HostStore:
         """Copy the batch."""
         images, labels, index = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         which = torch.arange(len(index), device=self.device)
-        return Fetched(with_margin(images, self.padding), which, index, labels)
+        return Fetched(with_margin(images, self.padding), labels, which, index, holds_all=False)
+
+    def first(self, count: int) -> Any:
+        """Read here, without starting a worker process."""
+        return self.dataset.__getitems__(range(count))
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -158,9 +158,13 @@ class ImageLoader(AdaptiveLoader):
         batch_size: int,
         *,
         seed: int = 0,
+        compile: bool = False,
     ) -> None:
         super().__init__(store.dataset, batch_size, seed=seed, **store.loader_settings)
         self._store, self._transform, self._normalise = store, transform, normalise
+        self._make = prepare_compiled if compile else prepare
+        if compile:  # now, where nobody's training time runs
+            self._preparation()(store.first(min(COMPILED_WITH, len(store.dataset))))
 
     def __iter__(self) -> Iterator[Batch]:
         batches = super().__iter__()  # first: it may close the epoch before
@@ -180,9 +184,7 @@ class ImageLoader(AdaptiveLoader):
         return torch.rand(len(self.dataset), self._transform.num_uniforms, generator=generator)
 
     def _prepare(self, plan: Tensor, batch: Any) -> Batch:
-        fetched = self._store.fetch(batch)
-        pixels = self._transform.apply(fetched.images, fetched.which, plan.index_select(0, fetched.index))
-        return self._normalise(pixels), fetched.labels
+        return self._make(self._store.fetch(batch), plan, self._transform, self._normalise)
 
 
 class Evaluation:
@@ -208,9 +210,10 @@ def image_split(
 ) -> Split:
     """Both sets where `place` wants them."""
     normalise = Normaliser(colours, place)
-    held_out = ImageLoader(_store(*validation, place), validation[1], normalise, eval_batch_size)
+    make_loader = partial(ImageLoader, compile=place.compile)
+    held_out = make_loader(_store(*validation, place), validation[1], normalise, eval_batch_size)
     return Split(
-        loader=partial(ImageLoader, _store(*train, place), train[1], normalise),
+        loader=partial(make_loader, _store(*train, place), train[1], normalise),
         validation=Evaluation(held_out),
         num_classes=num_classes,
     )

@@ -26,6 +26,8 @@ class DataPlace:
     """False: images stay in host memory, or on disk, and come through a DataLoader."""
     num_workers: int = 0
     """Processes of that DataLoader."""
+    compile: bool = False
+    """Whether what is done to images on the device goes through the compiler."""
 
 
 class MakeLoader(Protocol):
