@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from divebatch.experiments import Run, get_experiment
 from divebatch.experiments.assembly import place_for
-from divebatch.experiments.datasets import DataPlace
+from divebatch.experiments.datasets import DataPlace, preparing
 from divebatch.experiments.datasets.augment import CropFlip, CropFlipRotate, Whole
 from divebatch.experiments.datasets.images import Colours, HostImages, image_split
 from divebatch.experiments.datasets.resample import RandomResizedCrop, ResizeCentreCrop
@@ -53,9 +53,25 @@ def assert_same_but_for_rounding(batches, others) -> None:
         assert (x.dtype, y.dtype) == (other_x.dtype, other_y.dtype)
 
 
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's front end alone, which is quick: it decides what is compiled anew and what its code computes."""
+    traced = torch.compile(preparing.prepare, backend="aot_eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(preparing, "_compiled", lambda: traced)
+
+
 @NEEDS_COMPILER
+def test_generated_code_prepares_what_the_operators_do():
+    compare("crop")
+
+
+@pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_compiled_batches_are_the_plain_ones_and_one_compilation_serves_all_sizes(name):
+    compare(name)
+
+
+def compare(name: str) -> None:
     plain, compiled = (make_split(name, compile=each, channels_last=True) for each in (False, True))
     here, there = plain.loader(4, seed=1), compiled.loader(4, seed=1)
     before = num_compiled()
@@ -69,7 +85,7 @@ def test_compiled_batches_are_the_plain_ones_and_one_compilation_serves_all_size
     assert num_compiled() == before
 
 
-@NEEDS_COMPILER
+@pytest.mark.usefixtures("traced_only")
 def test_images_from_the_host_are_compiled_once_too_and_in_either_layout():
     plain, compiled = (make_split("crop", compile=each, on_device=False) for each in (False, True))
     here, there = plain.loader(NUM_TRAIN, seed=1), compiled.loader(NUM_TRAIN, seed=1)
@@ -80,7 +96,7 @@ def test_images_from_the_host_are_compiled_once_too_and_in_either_layout():
     assert num_compiled() == before
 
 
-@NEEDS_COMPILER
+@pytest.mark.usefixtures("traced_only")
 def test_a_loader_is_compiled_when_it_is_made_and_leaves_no_trace_in_its_course():
     before = num_compiled()
     assert make_split("crop", compile=False).loader(4, seed=0).samples_delivered == 0
