@@ -179,8 +179,8 @@ class NormMeter:
         scale = self.gradient_scale(done) ** 2
         sq_norms, variances = done.sq_norms, done.variances
         self._last = (sq_norms, scale) if sq_norms.ndim else None
-        variance = None if variances is None else variances.sum(dtype=torch.float64) * scale**2
-        total = sq_norms.sum(dtype=torch.float64) * scale
+        variance = None if variances is None else _summed(variances) * scale**2
+        total = _summed(sq_norms) * scale
         if self._grad_scaler is not None:  # it skips the steps that overflowed: they are in no sum
             self.last_counts = total.isfinite()
             total = torch.where(self.last_counts, total, 0.0)
@@ -208,8 +208,15 @@ class NormMeter:
     def gradient_scale(self, done: Backward | Tapped) -> float | Tensor:
         """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
         weight = self._loss_weight()
-        factor = done.gradient_scale(self.loss_reduction) / (current_share() * weight) if weight else 0.0
+        share = current_share() * weight
+        scale = done.gradient_scale(self.loss_reduction)
+        factor = 0.0 if not weight else scale if share == 1.0 else scale / share  # each operation may be a launch
         return factor if self._grad_scaler is None else factor / _loss_scale(self._grad_scaler)
+
+
+def _summed(values: Tensor) -> Tensor:
+    """A single number, in float64; a compiled pass brings it as one."""
+    return values.sum(dtype=torch.float64) if values.ndim else values
 
 
 def _loss_scale(grad_scaler: Any) -> float | Tensor:
