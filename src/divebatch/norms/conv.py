@@ -71,7 +71,8 @@ class Patches:
 
     def _suits_kernels(self) -> bool:
         """Whether `fused` can do a convolution of this kind at all. One row alone is its own, exact sketch."""
-        return self.groups == 1 and self.left.ndim == 4 and self.left.shape[1] > 1
+        is_plain = self.groups == 1 and self.left.ndim == 4 and self.left.shape[1] > 1
+        return is_plain and self._kernel_entries <= fused.MOST_KERNEL_ENTRIES
 
     def _kernels(self) -> dict[str, Kernel]:
         """Those that may be fastest; a compiler takes the first."""

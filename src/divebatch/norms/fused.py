@@ -18,6 +18,8 @@ from divebatch.norms.sketch import Estimate, random_seeds
 AVAILABLE = find_spec("triton") is not None and torch.version.hip is None
 ENABLED = AVAILABLE and os.environ.get("DIVEBATCH_TRITON") != "0"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_KERNEL_ENTRIES = 64
+"""Of a convolution's kernel: a sketch holds all of them in registers."""
 LEAST_CAPABILITY = (8, 0)
 """Of an NVIDIA GPU: the first with products of bfloat16 on tensor cores."""
 

@@ -15,8 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from divebatch.norms.fused import MOST_KERNEL_ENTRIES
+
 ROWS_PER_DOT = 16
 """The least rows of a product on tensor cores; kernel entries are rounded up to a power of two of at least it."""
+
+SHARED_BYTES = 96 * 1024
+"""Of shared memory that a program may have on GPUs without much of it."""
 
 ENOUGH_PROGRAMS = 128
 """Work is cut finer where it would keep fewer programs busy than this: about one for each of a GPU's processors."""
@@ -304,14 +309,14 @@ def sketch(
     entries, block_c = kernel[0] * kernel[1], _block(channels, 128)
     while block_c > 32 and num_samples * triton.cdiv(channels, block_c) < ENOUGH_PROGRAMS:
         block_c //= 2
-    blocks = triton.cdiv(channels, block_c)
+    blocks, block_l = triton.cdiv(channels, block_c), _block(right.shape[2] * right.shape[3], 64)
+    rows = _block(entries, MOST_KERNEL_ENTRIES)
     sums = torch.empty(num_samples, blocks, 2, dtype=torch.float32, device=left.device)
     launch(_square)[(blocks, num_samples)](
         z, right, sums, channels, *right.stride(),
         *_geometry(left, right, kernel, stride, padding, dilation), entries, with_bias,
-        ROWS=max(ROWS_PER_DOT, triton.next_power_of_2(entries)),
-        BLOCK_L=_block(right.shape[2] * right.shape[3], 64), BLOCK_C=block_c,
-        num_warps=1 if block_c <= 32 else 2, num_stages=3,
+        ROWS=rows, BLOCK_L=block_l, BLOCK_C=block_c, num_warps=1 if block_c <= 32 else 2,
+        num_stages=_stages(block_l * (2 * rows * z.element_size() + block_c * right.element_size())),
     )  # fmt: skip
     return sums.sum(1)
 
@@ -353,6 +358,11 @@ def _geometry(
 ) -> tuple[int, ...]:
     """As the kernels take it: constants, by which to divide costs nothing."""
     return *right.shape[2:], *left.shape[2:], kernel[1], *stride, *padding, *dilation
+
+
+def _stages(num_bytes: int) -> int:
+    """How many steps of a loop may have such a number of bytes in shared memory at once, on any GPU."""
+    return max(1, min(3, SHARED_BYTES // num_bytes))
 
 
 def _block(size: int, most: int) -> int:
