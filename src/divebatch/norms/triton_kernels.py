@@ -315,7 +315,7 @@ def sketch(
     launch(_square)[(blocks, num_samples)](
         z, right, sums, channels, *right.stride(),
         *_geometry(left, right, kernel, stride, padding, dilation), entries, with_bias,
-        ROWS=rows, BLOCK_L=block_l, BLOCK_C=block_c, num_warps=1 if block_c <= 32 else 2,
+        ROWS=rows, BLOCK_L=block_l, BLOCK_C=block_c, num_warps=rows // ROWS_PER_DOT * (1 if block_c <= 32 else 2),
         num_stages=_stages(block_l * (2 * rows * z.element_size() + block_c * right.element_size())),
     )  # fmt: skip
     return sums.sum(1)
