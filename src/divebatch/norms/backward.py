@@ -1,5 +1,6 @@
 """The book-keeping of one backward pass: which calls have arrived, and what they add up to."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -162,5 +163,6 @@ class Backward:
 def measured(forms: Sequence[Form], mode: str, *, seed: Tensor | None = None) -> list[Estimate]:
     """Squared norms of one call's parameters, as the mode wants them; `seed` is what signs may be drawn from."""
     if mode == "sketch":
-        return [form.sketch(seed=seed) for form in joined(forms, mode)]
+        seeds = (seed if seed is None or not number else seed + number for number in itertools.count())
+        return [form.sketch(seed=own) for form, own in zip(joined(forms, mode), seeds, strict=False)]
     return [Estimate(form.sq_norms(), None) for form in joined(forms, mode)]

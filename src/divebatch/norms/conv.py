@@ -59,12 +59,12 @@ class Patches:
 
     def sq_norms(self) -> Tensor:
         """By the kernel that was fastest on this shape, in chunks of samples."""
-        left, right = same_dtype(self.left, self.unpadded)
-        if self._suits_kernels() and fused.applies_exactly(left, right):
-            return fused.conv2d_sq_norms(left, right, *self._geometry)
+        if self._suits_kernels() and fused.applies_exactly(self.left, self.unpadded):
+            return fused.conv2d_sq_norms(*same_dtype(self.left, self.unpadded), *self._geometry)
         chunk = chunk_size(self.unpadded, self._entries_per_sample)
         first = slice(0, min(chunk, self.num_samples))
-        kernel = fastest(self._kernels(), first, key=self._shape())
+        kernels = self._kernels()
+        kernel = fastest(kernels, first, key=(*kernels, self._shape()))
         if chunk >= self.num_samples:
             return kernel(first)
         return torch.cat([kernel(slice(at, at + chunk)) for at in range(0, self.num_samples, chunk)])

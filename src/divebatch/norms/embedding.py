@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.errors import CoverageError
-from divebatch.norms.forms import Form, sq_norms_of_rows, with_room
+from divebatch.norms.forms import Form, chunk_size, in_chunks, sq_norms_of_rows
 from divebatch.norms.registry import rule_for
 from divebatch.norms.sketch import Estimate, sum_dtype
 
@@ -32,17 +32,15 @@ class Rows:
 
     def sq_norms(self) -> Tensor:
         """By the quicker of two ways that agree: a GPU multiplies faster than it sorts."""
-        if self.per_sample is not None and self.per_sample <= MOST_COMPARED and self.values.is_cuda:
+        if self.per_sample and self.per_sample <= MOST_COMPARED and self.values.is_cuda:
             return self._by_comparing(self.per_sample)
         return self._by_sorting()
 
     def _by_comparing(self, per_sample: int) -> Tensor:
         """The sum of v_t . v_s over the pairs of a sample's entries t, s that fall on the same row."""
-        values_BTW = with_room(self.values.view(self.num_samples, per_sample, -1))
+        values_BTW = self.values.view(self.num_samples, per_sample, self.values.shape[1])
         rows_BT = self.rows.view(self.num_samples, per_sample)
-        products_BTT = values_BTW @ values_BTW.mT
-        is_same = rows_BT[:, :, None] == rows_BT[:, None, :]
-        return (products_BTT * is_same).sum((1, 2), dtype=sum_dtype(products_BTT.dtype))
+        return in_chunks(_over_equal, values_BTW, rows_BT, chunk_size(values_BTW, 3 * per_sample**2))
 
     def _by_sorting(self) -> Tensor:
         """Entries of the same sample and row are added, then squared. Sorting keeps it free of synchronisation."""
@@ -67,6 +65,13 @@ class Rows:
         table = self.values.new_zeros(last - first, self.num_rows, self.values.shape[1])
         place = (self.samples[chosen] - first, self.rows[chosen])
         return table.index_put_(place, self.values[chosen], accumulate=True)
+
+
+def _over_equal(values_BTW: Tensor, rows_BT: Tensor) -> Tensor:
+    """(B,): the values' products, added up over the pairs with equal rows."""
+    values_BTW = values_BTW.to(sum_dtype(values_BTW.dtype))
+    is_same = rows_BT[:, :, None] == rows_BT[:, None, :]
+    return (values_BTW @ values_BTW.mT).mul_(is_same).sum((1, 2))
 
 
 @rule_for(nn.Embedding)

@@ -157,9 +157,11 @@ def joined(forms: Sequence[Form], mode: str) -> Sequence[Form]:
     """One form for a weight and its bias where a kernel counts both while it reads `left` once."""
     match forms:
         case [RowSums() as bias, Outer() as weight] if bias.left is weight.left:
-            left, right = same_dtype(weight.left, weight.right)
-            applies = fused.applies if mode == "sketch" and left.shape[-1] > 1 else fused.applies_exactly
-            return [replace(weight, with_bias=True)] if applies(left, right) else forms
+            if mode == "sketch":  # one row alone is its own, exact sketch, which no kernel takes
+                is_counted = weight.left.shape[-1] > 1 and fused.applies(weight.left, weight.right)
+            else:
+                is_counted = fused.applies_exactly(weight.left, weight.right)
+            return [replace(weight, with_bias=True)] if is_counted else forms
     return forms
 
 

@@ -8,18 +8,25 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from divebatch.norms.sketch import Estimate, random_seeds
 
-AVAILABLE = find_spec("triton") is not None and torch.version.hip is None
+HAS_COMPILER = any(map(which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+"""Triton builds its launchers with a C compiler."""
+AVAILABLE = find_spec("triton") is not None and torch.version.hip is None and HAS_COMPILER
 ENABLED = AVAILABLE and os.environ.get("DIVEBATCH_TRITON") != "0"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KERNEL_ENTRIES = 64
 """Of a convolution's kernel: a sketch holds all of them in registers."""
+MOST_SAMPLES = 65_535
+"""One row of programs a sample; CUDA has no more rows."""
+MOST_ENTRIES = 2**31
+"""That lie between the first and the last entry of a sample: the kernels count them in 32 bits."""
 LEAST_CAPABILITY = (8, 0)
 """Of an NVIDIA GPU: the first with products of bfloat16 on tensor cores."""
 
@@ -36,10 +43,23 @@ def switched(on: bool) -> Iterator[None]:
 
 
 def applies(left: Tensor, right: Tensor) -> bool:
-    """Whether the kernels can sketch gradients of `left` with inputs `right`: of a batch, of one type, on a GPU."""
-    if not ENABLED or not left.is_cuda or left.dtype != right.dtype or left.dtype not in DTYPES:
+    """Whether the kernels can sketch gradients of `left` with inputs `right`, brought to the lower type of both."""
+    if not ENABLED or not left.is_cuda or not all(_is_within_reach(tensor) for tensor in (left, right)):
         return False
     return bool(_is_capable(left.device.index))
+
+
+def _is_within_reach(tensor: Tensor) -> bool:
+    """Whether a kernel may read it: not through torch.func or DTensor, and not beyond its numbers."""
+    if not torch.compiler.is_compiling() and not _is_plain(tensor):
+        return False
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    return tensor.dtype in DTYPES and 0 < len(tensor) <= MOST_SAMPLES and span < MOST_ENTRIES
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in (Tensor, nn.Parameter) and not is_wrapped
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -49,12 +69,19 @@ def _is_capable(device_index: int | None) -> bool:
 
 def applies_exactly(left: Tensor, right: Tensor) -> bool:
     """The same for exact norms: in float32 tensor cores would round what must be exact."""
-    return applies(left, right) and left.dtype.itemsize == 2
+    return min(left.dtype.itemsize, right.dtype.itemsize) == 2 and applies(left, right)
 
 
 def may_apply(left: Tensor, right: Tensor) -> bool:
     """Whether they are worth a try for exact norms in float32, where the user lets torch round products to TF32."""
-    return torch.get_float32_matmul_precision() != "highest" and applies(left, right)
+    return left.dtype == right.dtype == torch.float32 and applies(left, right) and _may_round()
+
+
+def _may_round() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # set by torch's newer switch, after which the older one cannot be read
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_bias: bool = False) -> Tensor:
@@ -64,9 +91,12 @@ def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_
     """
     from divebatch.norms import triton_kernels  # needs triton, which comes with torch for GPUs
 
-    run: Any = triton_kernels.traced_sq_norms if torch.compiler.is_compiling() else triton_kernels.sq_norms
-    sq_norms: Tensor = run(left, right, *map(list, geometry), with_bias)
-    return sq_norms
+    arguments: Any = (left, right, *map(list, geometry), with_bias)
+    if torch.compiler.is_compiling():
+        traced: Tensor = triton_kernels.traced_sq_norms(*arguments)
+        return traced
+    with torch.cuda.device_of(left):
+        return triton_kernels.sq_norms(*arguments)
 
 
 def conv2d_sketch(
@@ -76,8 +106,12 @@ def conv2d_sketch(
     from divebatch.norms import triton_kernels
 
     seed = random_seeds(1, left.device) if seed is None else seed
-    run: Any = triton_kernels.traced_sketch if torch.compiler.is_compiling() else triton_kernels.sketch
-    sums: Tensor = run(left, right, seed, *map(list, geometry), with_bias)
+    arguments: Any = (left, right, seed, *map(list, geometry), with_bias)
+    if torch.compiler.is_compiling():
+        sums = triton_kernels.traced_sketch(*arguments)
+    else:
+        with torch.cuda.device_of(left):
+            sums = triton_kernels.sketch(*arguments)
     return Estimate(sums[:, 0], sums[:, 1].square() * 4)
 
 
@@ -85,7 +119,8 @@ def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> tu
     """(B, C) each: what a normalisation layer's weight and bias get from each sample. See the kernel."""
     from divebatch.norms import triton_kernels
 
-    weight, bias = triton_kernels.channel_sums(x, dy, mean, inverse_std).unbind(1)
+    with torch.cuda.device_of(x):
+        weight, bias = triton_kernels.channel_sums(x, dy, mean, inverse_std).unbind(1)
     return weight, bias
 
 

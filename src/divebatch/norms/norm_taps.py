@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from divebatch.norms.normalization import batch_statistics
 from divebatch.norms.registry import require_batch
@@ -57,6 +58,7 @@ class _BatchNorm(torch.autograd.Function):
         return (normal * _channels(weight, x) + _channels(bias, x)).to(dtype)
 
     @staticmethod
+    @once_differentiable  # statistics would count as constants in a second derivative
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, mean, inverse_std = ctx.saved_tensors
         wide_x, wide_dy = x.to(sum_dtype(x.dtype)), dy.to(sum_dtype(x.dtype))
@@ -102,6 +104,7 @@ class _LayerNorm(torch.autograd.Function):
         return (output if bias is None else output + bias).to(dtype)
 
     @staticmethod
+    @once_differentiable  # statistics would count as constants in a second derivative
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, mean, inverse_std = ctx.saved_tensors
         wide_dy, normal = dy.to(mean.dtype), (x.to(mean.dtype) - mean) * inverse_std

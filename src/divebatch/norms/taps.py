@@ -20,6 +20,7 @@ from divebatch.errors import CoverageError, UsageError
 from divebatch.norms.backward import families, measured
 from divebatch.norms.norm_taps import message, own_tap
 from divebatch.norms.registry import CoveredLayer, original_type
+from divebatch.norms.sharded import is_sharded
 from divebatch.norms.sketch import random_seeds
 
 
@@ -86,6 +87,8 @@ class Taps:
         """Start anew."""
         self._accumulator.grad = None
         self._most_calls = None
+        if self._mode == "sketch":  # in place, where recorded passes read them
+            self._seeds.data.copy_(random_seeds(len(self._layers), self._seeds.device))
 
     def backward_of(self, task: int) -> Tapped:
         """Compiled passes are seen as a whole."""
@@ -114,17 +117,22 @@ class Place:
     taps: Taps
     layer: CoveredLayer
     number: int
+    _kind: type[nn.Module] | None = None
+    """The class to put back: FSDP2 exchanges it too."""
 
     def switch(self, on: bool) -> None:
         """Exchange the layer's class. The attribute tells torch versions that look at a class again only after that."""
         module: Any = self.layer.module
-        kind = original_type(module)
         if on:
-            module.divebatch_place = self
-            module.__class__ = tapped(kind)  # type: ignore[arg-type]
+            self._kind, module.divebatch_place = type(module), self
+            module.__class__ = tapped(type(module))  # type: ignore[arg-type]
         else:
-            module.__class__ = kind
+            module.__class__ = self._kind
             del module.divebatch_place
+
+    def is_for(self, module: nn.Module) -> bool:
+        """Whether this is the layer, and no copy of it, and passes count now."""
+        return self.layer.module is module and self.taps._is_on and not self.taps.paused
 
     def __deepcopy__(self, _: object) -> "Place":
         """A copy of the model leads where the model does."""
@@ -146,7 +154,7 @@ def tapped(kind: type[nn.Module]) -> type[nn.Module]:
             x = args[0] if args else next(iter(kwargs.values()))
             place: Place = self.divebatch_place
             taps = place.taps
-            is_on = torch.is_grad_enabled() and not taps.paused
+            is_on = torch.is_grad_enabled() and place.is_for(self)
             tap = own_tap(self) if is_on else None
             if tap is not None:
                 with torch.no_grad():
@@ -167,6 +175,11 @@ def _require_simple(layers: Sequence[CoveredLayer]) -> None:
     synced = [layer.name for layer in layers if original_type(layer.module) is nn.SyncBatchNorm]
     if synced:
         raise CoverageError(f"a compiled meter cannot see the statistics of all ranks in SyncBatchNorm '{synced[0]}'")
+    sharded = [layer.name for layer in layers if any(map(is_sharded, layer.parameters))]
+    if sharded:
+        raise CoverageError(
+            f"parameters sharded by FSDP2, like those of '{sharded[0]}', cannot be measured with: compiled"
+        )
     shared = [family for family in families(layers) if len(family.layers) > 1]
     if shared:
         names = ", ".join(layer.name for layer in shared[0].layers)

@@ -57,7 +57,7 @@ def _project(left, z, seed, P, T, stride_n, stride_p, stride_t, BLOCK_T: tl.cons
 @triton.jit
 def _square(
     z, right, sums, C, stride_n, stride_c, stride_h, stride_w,
-    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KW: tl.constexpr,
+    H, OH, W: tl.constexpr, OW: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
     K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _square(
 @triton.jit
 def _square_gradient(
     left, right, sums, P, left_n, left_p, left_t, stride_n, stride_c, stride_h, stride_w,
-    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KW: tl.constexpr,
+    H, OH, W: tl.constexpr, OW: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -139,14 +139,14 @@ def _square_gradient(
 @triton.jit
 def _square_gram(
     left, right, sums, P, left_n, left_p, left_t, stride_n, stride_c, stride_h, stride_w,
-    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KW: tl.constexpr,
+    H, OH, W: tl.constexpr, OW: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    IS_ONE_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sum of (left_t . left_s) (patch_t . patch_s) over one tile of positions t and s, doubled off the diagonal."""
     n = tl.program_id(1).to(tl.int64)
-    blocks: tl.constexpr = (OH * OW + BLOCK_T - 1) // BLOCK_T
+    blocks = tl.cdiv(OH * OW, BLOCK_T)
     across, down = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     out = sums + n * blocks * blocks + tl.program_id(0)
     if across < down:  # the other triangle has the same
@@ -159,7 +159,7 @@ def _square_gram(
     for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         of_t = tl.load(at_t[:, None] + p[None, :] * left_p, mask=t_inside[:, None] & (p < P)[None, :], other=0.0)
-        if blocks == 1:
+        if IS_ONE_TILE:
             of_s = of_t
         else:
             of_s = tl.load(at_s[:, None] + p[None, :] * left_p, mask=s_inside[:, None] & (p < P)[None, :], other=0.0)
@@ -173,7 +173,7 @@ def _square_gram(
         meets = t_inside & (i >= 0) & (i < H) & (j >= 0) & (j < W)
         places = right + n * stride_n + (i * stride_h + j * stride_w)[:, None] + c[None, :] * stride_c
         of_t = tl.load(places, mask=meets[:, None] & (c < C)[None, :], other=0.0)
-        if blocks == 1:
+        if IS_ONE_TILE:
             of_s = of_t
         else:
             i, j = s_row + (k // KW) * DH - PH, s_column + (k % KW) * DW - PW
@@ -266,7 +266,8 @@ def _is_quicker_by_gram(rows: int, columns: int, positions: int) -> bool:
 def _gram_blocks(rows: int, channels: int, entries: int, positions: int, entry_bytes: int) -> dict[str, int]:
     block, most = _block(positions, 64), 256 // entry_bytes
     sizes = {"BLOCK_T": block, "BLOCK_P": _block(rows, most), "BLOCK_C": _block(channels, most)}
-    return {"TILES": triton.cdiv(positions, block) ** 2, **sizes, "num_warps": block // 16, "num_stages": 3}
+    tiles = triton.cdiv(positions, block) ** 2
+    return {"TILES": tiles, "IS_ONE_TILE": tiles == 1, **sizes, "num_warps": block // 16, "num_stages": 3}
 
 
 def _gradient_blocks(rows: int, channels: int, entries: int, positions: int, entry_bytes: int) -> dict[str, int]:
@@ -356,8 +357,12 @@ def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> Te
 def _geometry(
     left: Tensor, right: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> tuple[int, ...]:
-    """As the kernels take it: constants, by which to divide costs nothing."""
-    return *right.shape[2:], *left.shape[2:], kernel[1], *stride, *padding, *dilation
+    """As the kernels take it: all but the heights are constants to them, by which to divide costs nothing.
+
+    The height of a linear layer's input is a sequence's length, and texts come in many.
+    """
+    (height, width), (out_height, out_width) = right.shape[2:], left.shape[2:]
+    return height, out_height, width, out_width, kernel[1], *stride, *padding, *dilation
 
 
 def _stages(num_bytes: int) -> int:

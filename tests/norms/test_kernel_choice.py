@@ -1,0 +1,121 @@
+"""When the GPU kernels are asked, and when they must not be; without running any of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from divebatch.norms import NormMeter, fused
+from divebatch.norms.conv import Patches
+from divebatch.norms.forms import Outer, RowSums, joined
+from divebatch.norms.sketch import seed_signs
+from reference.per_sample import mean_loss, mlp, samples
+
+
+@pytest.fixture
+def willing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that would take anything."""
+    for name in ("applies", "applies_exactly", "may_apply"):
+        monkeypatch.setattr(fused, name, lambda *_: True)
+
+
+def weight_and_bias(rows: int) -> list[RowSums | Outer]:
+    left = torch.randn(2, 5, rows)
+    return [RowSums(left), Outer(left, torch.randn(2, 5, 3))]
+
+
+@pytest.mark.usefixtures("willing")
+@pytest.mark.parametrize(
+    ("rows", "mode", "num_forms"), [(4, "exact", 1), (4, "sketch", 1), (1, "exact", 1), (1, "sketch", 2)]
+)
+def test_a_bias_is_joined_to_its_weight_where_a_kernel_counts_both(rows: int, mode: str, num_forms: int):
+    forms = joined(weight_and_bias(rows), mode)
+    assert len(forms) == num_forms
+    assert forms[-1].with_bias == (num_forms == 1)
+
+
+def test_without_kernels_a_bias_stays_by_itself():
+    assert len(joined(weight_and_bias(4), "exact")) == 2
+
+
+def patches(kernel: int, *, groups: int = 1) -> Patches:
+    layer = nn.Conv2d(2 * groups, 4 * groups, kernel, groups=groups)
+    x = torch.randn(2, 2 * groups, 18, 18)
+    sizes = (layer.kernel_size, layer.stride, layer.dilation, groups)
+    return Patches(torch.randn_like(layer(x)), x, [0, 0, 0, 0], *sizes, layer.weight.shape)
+
+
+@pytest.mark.parametrize(("kernel", "groups", "suits"), [(3, 1, True), (8, 1, True), (9, 1, False), (3, 2, False)])
+def test_only_plain_convolutions_with_small_kernels_suit(kernel: int, groups: int, suits: bool):
+    assert patches(kernel, groups=groups)._suits_kernels() is suits
+
+
+def test_a_kernel_that_was_fastest_and_is_gone_is_not_missed(monkeypatch: pytest.MonkeyPatch):
+    form = patches(3)
+    expected = form.sq_norms()
+    with monkeypatch.context() as patched:
+        patched.setattr(fused, "may_apply", lambda *_: True)
+        patched.setattr(fused, "conv2d_sq_norms", lambda *_: expected)  # at no cost
+        torch.testing.assert_close(form.sq_norms(), expected)
+    torch.testing.assert_close(form.sq_norms(), expected)
+
+
+def test_torchs_newer_switch_for_float32_does_not_stop_a_pass():
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert fused._may_round()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("tensor", "within_reach"),
+    [
+        (torch.zeros(2, 3), True),
+        (torch.zeros(2, 3, dtype=torch.float64), False),
+        (torch.zeros(0, 3), False),
+        (torch.zeros(1).expand(65_536, 3), False),
+        (torch.zeros(8, 2, 3).transpose(0, 1), True),
+        (torch.empty(2, 3, 2**30, device="meta"), False),
+    ],
+)  # fmt: skip
+def test_what_a_kernel_may_read(tensor: Tensor, within_reach: bool):
+    assert fused._is_within_reach(tensor) is within_reach
+
+
+def test_tensors_of_a_transform_are_out_of_reach():
+    seen = []
+    torch.func.grad(lambda x: (seen.append(fused._is_within_reach(x)), x.sum())[1])(torch.ones(3))
+    assert seen == [False]
+
+
+def test_a_copy_of_a_model_with_taps_does_not_count():
+    model, (x, y) = mlp(), samples(4)
+    with NormMeter(model, compiled=True) as meter:
+        twin = copy.deepcopy(model)
+        mean_loss(model(x), y).backward()
+        mean_loss(twin(x), y).backward()
+    mean_loss(twin(x), y).backward()
+    assert meter.num_samples == 4
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(3), nn.BatchNorm1d(3)])
+def test_second_derivatives_through_tapped_layers_are_refused(layer: nn.Module):
+    x = torch.randn(4, 3, requires_grad=True)
+    with NormMeter(layer, compiled=True):
+        (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.square().sum().backward()
+
+
+def test_seeds_are_drawn_anew_from_the_signs_own_state():
+    meter, drawn = NormMeter(mlp(), compiled=True, mode="sketch"), []
+    for seed in (1, 2, 1):
+        seed_signs(torch.device("cpu"), seed)
+        meter.reset()
+        drawn.append(meter._engine._seeds.clone())
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
