@@ -47,8 +47,8 @@ def form_of(case: str, memory_format: torch.memory_format) -> Patches:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_exact_norms_are_those_of_the_weight_gradient(case, memory_format, with_bias):
     form = form_of(case, memory_format)
-    geometry = [list(part) for part in form._geometry]
-    sq_norms = triton_kernels.sq_norms(form.left, form.unpadded, *geometry, with_bias)
+    geometry = [number for part in form._geometry for number in part]
+    sq_norms = triton_kernels.sq_norms(form.left, form.unpadded, geometry, with_bias)
     expected = form.explicit(slice(None)).flatten(1).square().sum(1)
     expected += form.left.flatten(2).sum(2).square().sum(1) * with_bias
     torch.testing.assert_close(sq_norms, expected, rtol=1e-5 if DEVICE == "cpu" else 1e-2, atol=1e-5)
@@ -59,8 +59,8 @@ def test_exact_norms_are_those_of_the_weight_gradient(case, memory_format, with_
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_sums_are_those_of_the_projected_weight_gradient(case, memory_format, with_bias):
     form, seed = form_of(case, memory_format), torch.tensor([7], device=DEVICE)
-    geometry = [list(part) for part in form._geometry]
-    sums = triton_kernels.sketch(form.left, form.unpadded, seed, *geometry, with_bias)
+    geometry = [number for part in form._geometry for number in part]
+    sums = triton_kernels.sketch(form.left, form.unpadded, seed, geometry, with_bias)
     drawn = signs(*form.left.shape[:2], seed)
     gradients = torch.cat([form.explicit(slice(None)).flatten(2), form.left.flatten(2).sum(2, True) * with_bias], 2)
     u = torch.einsum("bhp,bpd->bhd", drawn, gradients)

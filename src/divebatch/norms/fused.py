@@ -4,6 +4,7 @@ They are used on NVIDIA GPUs with tensor cores for bfloat16, where Triton is ins
 for sketches in any type, and for exact norms in 16-bit types. DIVEBATCH_TRITON=0 in the environment switches them off.
 """
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_
     """
     from divebatch.norms import triton_kernels  # needs triton, which comes with torch for GPUs
 
-    arguments: Any = (left, right, *map(list, geometry), with_bias)
+    arguments: Any = (left, right, [*itertools.chain(*geometry)], with_bias)
     if torch.compiler.is_compiling():
         traced: Tensor = triton_kernels.traced_sq_norms(*arguments)
         return traced
@@ -106,7 +107,7 @@ def conv2d_sketch(
     from divebatch.norms import triton_kernels
 
     seed = random_seeds(1, left.device) if seed is None else seed
-    arguments: Any = (left, right, seed, *map(list, geometry), with_bias)
+    arguments: Any = (left, right, seed, [*itertools.chain(*geometry)], with_bias)
     if torch.compiler.is_compiling():
         sums = triton_kernels.traced_sketch(*arguments)
     else:

@@ -214,35 +214,20 @@ Launch = Callable[[Any], Any]
 
 
 @triton_op("divebatch::sq_norms", mutates_args={})
-def traced_sq_norms(
-    left: Tensor,
-    right: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    with_bias: bool,
-) -> Tensor:
+def traced_sq_norms(left: Tensor, right: Tensor, geometry: list[int], with_bias: bool) -> Tensor:
     """`sq_norms` for a compiler."""
-    return sq_norms(left, right, kernel, stride, padding, dilation, with_bias, launch=wrap_triton)
+    return sq_norms(left, right, geometry, with_bias, launch=wrap_triton)
 
 
 def sq_norms(
-    left: Tensor,
-    right: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    with_bias: bool,
-    *,
-    launch: Launch = lambda jitted: jitted,
+    left: Tensor, right: Tensor, geometry: list[int], with_bias: bool, *, launch: Launch = lambda jitted: jitted
 ) -> Tensor:
     """(B,): each sample's squared norm of the weight gradient, added up in float32, by the quicker of two ways.
 
-    With a bias, the squared norm of its gradient is in it. `padding`: zeros before each dimension.
+    With a bias, the squared norm of its gradient is in it. `geometry`: kernel size, stride, zeros before each
+    dimension and dilation, two numbers each.
     """
-    flat, channels, entries = left.flatten(2), right.shape[1], kernel[0] * kernel[1]
+    flat, channels, entries = left.flatten(2), right.shape[1], geometry[0] * geometry[1]
     num_samples, rows, positions = flat.shape
     by_gram = _is_quicker_by_gram(rows, entries * channels, positions)
     blocks = (_gram_blocks if by_gram else _gradient_blocks)(rows, channels, entries, positions, flat.element_size())
@@ -250,7 +235,7 @@ def sq_norms(
     sums = torch.empty(num_samples, tiles, dtype=torch.float32, device=flat.device)
     launch(_square_gram if by_gram else _square_gradient)[(tiles, num_samples)](
         flat, right, sums, rows, *flat.stride(), *right.stride(),
-        *_geometry(left, right, kernel, stride, padding, dilation), entries, channels, with_bias, **blocks,
+        *_constants(left, right, geometry), entries, channels, with_bias, **blocks,
     )  # fmt: skip
     return sums.sum(1)
 
@@ -279,35 +264,23 @@ def _gradient_blocks(rows: int, channels: int, entries: int, positions: int, ent
 
 
 @triton_op("divebatch::sketch", mutates_args={})
-def traced_sketch(
-    left: Tensor,
-    right: Tensor,
-    seed: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    with_bias: bool,
-) -> Tensor:
+def traced_sketch(left: Tensor, right: Tensor, seed: Tensor, geometry: list[int], with_bias: bool) -> Tensor:
     """`sketch` for a compiler."""
-    return sketch(left, right, seed, kernel, stride, padding, dilation, with_bias, launch=wrap_triton)
+    return sketch(left, right, seed, geometry, with_bias, launch=wrap_triton)
 
 
 def sketch(
     left: Tensor,
     right: Tensor,
     seed: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    geometry: list[int],
     with_bias: bool,
     *,
     launch: Launch = lambda jitted: jitted,
 ) -> Tensor:
     """(B, 2): ||u||^2 over both halves, and u_first . u_second. `seed`: one int64 on the device; the rest as above."""
     z, (num_samples, channels) = projected(left.flatten(2), seed, launch=launch), right.shape[:2]
-    entries, block_c = kernel[0] * kernel[1], _block(channels, 128)
+    entries, block_c = geometry[0] * geometry[1], _block(channels, 128)
     while block_c > 32 and num_samples * triton.cdiv(channels, block_c) < ENOUGH_PROGRAMS:
         block_c //= 2
     blocks, block_l = triton.cdiv(channels, block_c), _block(right.shape[2] * right.shape[3], 64)
@@ -315,7 +288,7 @@ def sketch(
     sums = torch.empty(num_samples, blocks, 2, dtype=torch.float32, device=left.device)
     launch(_square)[(blocks, num_samples)](
         z, right, sums, channels, *right.stride(),
-        *_geometry(left, right, kernel, stride, padding, dilation), entries, with_bias,
+        *_constants(left, right, geometry), entries, with_bias,
         ROWS=rows, BLOCK_L=block_l, BLOCK_C=block_c, num_warps=rows // ROWS_PER_DOT * (1 if block_c <= 32 else 2),
         num_stages=_stages(block_l * (2 * rows * z.element_size() + block_c * right.element_size())),
     )  # fmt: skip
@@ -354,15 +327,13 @@ def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> Te
     return sums
 
 
-def _geometry(
-    left: Tensor, right: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> tuple[int, ...]:
-    """As the kernels take it: all but the heights are constants to them, by which to divide costs nothing.
+def _constants(left: Tensor, right: Tensor, geometry: list[int]) -> tuple[int, ...]:
+    """Sizes and geometry as the kernels take them: all but the heights are constants, by which to divide costs nothing.
 
     The height of a linear layer's input is a sequence's length, and texts come in many.
     """
     (height, width), (out_height, out_width) = right.shape[2:], left.shape[2:]
-    return height, out_height, width, out_width, kernel[1], *stride, *padding, *dilation
+    return height, out_height, width, out_width, *geometry[1:]
 
 
 def _stages(num_bytes: int) -> int:
