@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.norms import NormMeter, fused
+from divebatch.norms.backward import measured
 from divebatch.norms.conv import Patches
 from divebatch.norms.forms import Outer, RowSums, joined
-from divebatch.norms.sketch import seed_signs
+from divebatch.norms.sketch import Estimate, seed_signs
 from reference.per_sample import mean_loss, mlp, samples
 
 
@@ -52,13 +53,32 @@ def test_only_plain_convolutions_with_small_kernels_suit(kernel: int, groups: in
 
 
 def test_a_kernel_that_was_fastest_and_is_gone_is_not_missed(monkeypatch: pytest.MonkeyPatch):
-    form = patches(3)
-    expected = form.sq_norms()
+    form = patches(5)  # a shape that no other test has chosen a kernel for
+    expected = form.explicit(slice(None)).flatten(1).square().sum(1)
     with monkeypatch.context() as patched:
         patched.setattr(fused, "may_apply", lambda *_: True)
         patched.setattr(fused, "conv2d_sq_norms", lambda *_: expected)  # at no cost
-        torch.testing.assert_close(form.sq_norms(), expected)
+        assert form.sq_norms() is expected
     torch.testing.assert_close(form.sq_norms(), expected)
+
+
+class Asked:
+    """A form that only notes the seed it was given."""
+
+    num_samples = 1
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def sketch(self, *, seed: Tensor) -> Estimate:
+        self.seen.append(int(seed))
+        return Estimate(torch.zeros(1), None)
+
+
+def test_each_parameter_of_a_layer_has_signs_of_its_own():
+    seen: list[int] = []
+    measured([Asked(seen) for _ in range(3)], "sketch", seed=torch.tensor([7]))
+    assert seen == [7, 8, 9]
 
 
 def test_torchs_newer_switch_for_float32_does_not_stop_a_pass():
