@@ -1,6 +1,5 @@
 """The book-keeping of one backward pass: which calls have arrived, and what they add up to."""
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -163,6 +162,10 @@ class Backward:
 def measured(forms: Sequence[Form], mode: str, *, seed: Tensor | None = None) -> list[Estimate]:
     """Squared norms of one call's parameters, as the mode wants them; `seed` is what signs may be drawn from."""
     if mode == "sketch":
-        seeds = (seed if seed is None or not number else seed + number for number in itertools.count())
-        return [form.sketch(seed=own) for form, own in zip(joined(forms, mode), seeds, strict=False)]
+        return [form.sketch(seed=_moved(seed, number)) for number, form in enumerate(joined(forms, mode))]
     return [Estimate(form.sq_norms(), None) for form in joined(forms, mode)]
+
+
+def _moved(seed: Tensor | None, number: int) -> Tensor | None:
+    """Another seed for each form of a call; the first one's is as it was, at no cost."""
+    return seed if seed is None or number == 0 else seed + number

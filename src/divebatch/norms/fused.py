@@ -1,7 +1,8 @@
 """Norms by hand-written GPU kernels where they apply; the plain path stays, and is what they are tested against.
 
 They are used on NVIDIA GPUs with tensor cores for bfloat16, where Triton is installed (it comes with torch for GPUs):
-for sketches in any type, and for exact norms in 16-bit types. DIVEBATCH_TRITON=0 in the environment switches them off.
+for sketches in any type but float64, and for exact norms in 16-bit types; in float32 where products may be rounded to
+TF32 and they are the fastest. DIVEBATCH_TRITON=0 in the environment switches them off.
 """
 
 import itertools
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 
 from divebatch.norms.sketch import Estimate, random_seeds
 
-HAS_COMPILER = any(map(which, (os.environ.get("CC", "cc"), "gcc", "clang")))
-"""Triton builds its launchers with a C compiler."""
-AVAILABLE = find_spec("triton") is not None and torch.version.hip is None and HAS_COMPILER
+C_COMPILERS = (os.environ.get("CC", "cc"), "gcc", "clang")
+"""Triton builds its launchers with one."""
+AVAILABLE = find_spec("triton") is not None and torch.version.hip is None and any(map(which, C_COMPILERS))
 ENABLED = AVAILABLE and os.environ.get("DIVEBATCH_TRITON") != "0"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KERNEL_ENTRIES = 64

@@ -16,12 +16,12 @@ from divebatch.norms.normalization import batch_statistics
 from divebatch.norms.registry import require_batch
 from divebatch.norms.sketch import sum_dtype
 
-Tapped = Callable[[Any, Tensor, torch.dtype, Tensor], Tensor]
+OwnTap = Callable[[Any, Tensor, torch.dtype, Tensor], Tensor]
 """From layer, input, the output's type and accumulator to the output; its backward pass adds a `message` to the
 gradient of the accumulator."""
 
 
-def own_tap(layer: nn.Module) -> Tapped | None:
+def own_tap(layer: nn.Module) -> OwnTap | None:
     """How to run a layer so that it counts by itself; None where a tap on its output must do."""
     if isinstance(layer, nn.LayerNorm):
         return layer_norm

@@ -51,7 +51,7 @@ class Taps:
         device = next(layers[0].module.parameters()).device
         self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self._accumulator.register_hook(self._receive)
-        self._seeds = random_seeds(len(layers), device)
+        self._seeds = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self._most_calls: Tensor | None = None
         self._is_on = False
         self._places = [Place(self, layer, number) for number, layer in enumerate(layers)]
@@ -62,7 +62,7 @@ class Taps:
         """Use the compiled variant with taps."""
         if self._is_on:
             return
-        if any(isinstance(layer.module, _Tapped) for layer in self._layers):
+        if any(hasattr(layer.module, "divebatch_place") for layer in self._layers):
             raise UsageError("another compiled meter is attached to this model: detach it first")
         self._switch(True)
 
@@ -139,15 +139,11 @@ class Place:
         return self
 
 
-class _Tapped:
-    """Marks a layer whose class is exchanged."""
-
-
 @cache
 def tapped(kind: type[nn.Module]) -> type[nn.Module]:
     """Layers of this kind, tapped."""
 
-    class TappedLayer(kind, _Tapped):  # type: ignore[misc, valid-type]
+    class TappedLayer(kind):  # type: ignore[misc, valid-type]
         divebatch_original = kind
 
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
