@@ -97,6 +97,19 @@ def test_images_from_the_host_are_compiled_once_too_and_in_either_layout():
 
 
 @pytest.mark.usefixtures("traced_only")
+def test_a_model_is_compiled_for_the_size_of_its_batch_and_for_no_other():
+    seen = []
+
+    def watch(graph, inputs):
+        seen.extend(inputs)
+        return graph.forward
+
+    model = torch.compile(lambda x, y: x.sum() + y.sum(), dynamic=False, backend=watch)
+    model(*next(iter(make_split("crop", compile=True).loader(4, seed=1))))
+    assert [type(size) for tensor in seen for size in tensor.shape] == [int] * 5
+
+
+@pytest.mark.usefixtures("traced_only")
 def test_a_loader_is_compiled_when_it_is_made_and_leaves_no_trace_in_its_course():
     before = num_compiled()
     assert make_split("crop", compile=False).loader(4, seed=0).samples_delivered == 0

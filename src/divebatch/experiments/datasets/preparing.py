@@ -59,4 +59,5 @@ def prepare_compiled(
     for tensor in of_this_batch:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     with torch.no_grad():  # whatever the caller does: the compiler makes code for either mode
-        return _compiled()(fetched, plan, transform, normalise)
+        inputs, targets = _compiled()(fetched, plan, transform, normalise)
+    return inputs.detach(), targets.detach()  # what comes out is marked too: a model would be compiled for any size
