@@ -202,20 +202,20 @@ def test_a_network_measured_by_kernels_is_the_network_measured_without(mode, pas
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: Triton's interpreter does not run inside the compiler")
+@pytest.mark.parametrize("in_bfloat16", [False, True])
 @pytest.mark.parametrize("mode", ["exact", "sketch"])
-def test_a_compiled_network_measured_by_kernels_is_the_network_measured_without(mode):
+def test_a_compiled_network_measured_by_kernels_is_the_network_measured_without_either(mode, in_bfloat16):
     model, passes = Everything().to(DEVICE), 20
     x, y = torch.randn(64, 3, 9, 9, device=DEVICE), torch.randint(4, (64,), device=DEVICE)
+    torch.compiler.reset()
     found = {}
-    for by_kernels in (False, True):
-        torch.compiler.reset()
-        run = torch.compile(model)
-        with fused.switched(by_kernels), NormMeter(model, mode=mode if by_kernels else "exact", compiled=True) as meter:
+    for both, run in ((False, model), (True, torch.compile(model))):
+        with fused.switched(both), NormMeter(model, mode=mode if both else "exact", compiled=both) as meter:
             for _ in range(passes):
-                with torch.autocast(DEVICE, torch.bfloat16):
+                with torch.autocast(DEVICE, torch.bfloat16, enabled=in_bfloat16):
                     loss = torch.nn.functional.cross_entropy(run(x), y)
                 loss.backward()
-        found[by_kernels] = meter
+        found[both] = meter
     assert found[True].num_samples == found[False].num_samples == 64 * passes
     expected = found[False].sum_of_sq_norms()
     tolerance = 5 * found[True].standard_error() if mode == "sketch" else 0

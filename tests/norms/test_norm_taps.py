@@ -77,3 +77,36 @@ def test_a_layer_norm_without_a_batch_is_refused():
     layer = nn.LayerNorm(3)
     with NormMeter(layer, compiled=True), pytest.raises(CoverageError, match="LayerNorm"):
         layer(torch.randn(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("case", ["BatchNorm2d", "LayerNorm, positions"])
+def test_what_a_compiler_sees_holds_no_tensor_under_two_names(case: str):
+    """torch 2.11 makes each name an output of its own, and the gradient of the layer's output went to the wrong one."""
+    build, shape = CASES[case]
+    layer, conversions = build(), []
+
+    def watch(module, _):
+        graphs = [part.graph for name, part in module.named_modules() if "fwd_body" in name]
+        nodes = [node for graph in graphs for node in graph.nodes if node.target == "to"]
+        conversions.extend((node.args[0].meta["example_value"].dtype, node.args[1]) for node in nodes)
+        assert graphs
+        return module
+
+    compiled = torch.compile(lambda x: layer(x).sum(), backend=watch, fullgraph=True)
+    with NormMeter(layer, compiled=True):
+        compiled(torch.randn(shape))
+        with torch.autocast("cpu", torch.bfloat16):
+            compiled(torch.randn(shape).bfloat16())
+    assert all(old != new for old, new in conversions)
+    assert conversions  # of bfloat16
+
+
+def test_layers_that_a_pass_does_not_reach_are_not_lost_without_a_word():
+    both = nn.ModuleList([nn.BatchNorm1d(3), nn.Linear(3, 1)])
+    with NormMeter(both, compiled=True) as meter:
+        both[1](both[0](torch.randn(4, 3))).mean().backward()
+        assert meter.sum_of_sq_norms() > 0
+        both[1](torch.randn(4, 3)).mean().backward()
+        with pytest.warns(UserWarning, match="reached 1 of the 2 layers"):
+            meter.sum_of_sq_norms()

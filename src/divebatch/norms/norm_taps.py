@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from divebatch.norms.normalization import batch_statistics
+from divebatch.norms.normalization import batch_statistics, cast
 from divebatch.norms.registry import require_batch
 from divebatch.norms.sketch import sum_dtype
 
@@ -54,8 +54,8 @@ class _BatchNorm(torch.autograd.Function):
     ) -> Tensor:
         mean, inverse_std = batch_statistics(x, eps)
         ctx.save_for_backward(x, weight, mean, inverse_std)
-        normal = (x.to(mean.dtype) - _channels(mean, x)) * _channels(inverse_std, x)
-        return (normal * _channels(weight, x) + _channels(bias, x)).to(dtype)
+        normal = (cast(x, mean.dtype) - _channels(mean, x)) * _channels(inverse_std, x)
+        return cast(normal * _channels(weight, x) + _channels(bias, x), dtype)
 
     @staticmethod
     @once_differentiable  # statistics would count as constants in a second derivative
@@ -95,13 +95,13 @@ class _LayerNorm(torch.autograd.Function):
         dtype: torch.dtype,
         num_dims: int,
     ) -> Tensor:
-        wide = x.to(sum_dtype(x.dtype))
+        wide = cast(x, sum_dtype(x.dtype))
         ctx.dims = list(range(x.ndim - num_dims, x.ndim))
         var, mean = torch.var_mean(wide, ctx.dims, correction=0, keepdim=True)
         inverse_std = torch.rsqrt(var + eps)
         ctx.save_for_backward(x, weight, mean, inverse_std)
         output = (wide - mean) * inverse_std * weight
-        return (output if bias is None else output + bias).to(dtype)
+        return cast(output if bias is None else output + bias, dtype)
 
     @staticmethod
     @once_differentiable  # statistics would count as constants in a second derivative

@@ -180,4 +180,10 @@ def _over_last_dims(layer: Any, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(sum_dtype(x.dtype))
+    return cast(x, sum_dtype(x.dtype))
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """To another type. To its own would be the same tensor under a second name, which torch 2.11's compiler makes a
+    second output of the custom function it is in: the gradient then arrives at the wrong one, and is lost unseen."""
+    return x if x.dtype == dtype else x.to(dtype)

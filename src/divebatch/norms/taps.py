@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,8 @@ class Taps:
         self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self._accumulator.register_hook(self._receive)
         self._seeds = torch.zeros(len(layers), dtype=torch.int64, device=device)
-        self._most_calls: Tensor | None = None
+        self._calls: tuple[Tensor, Tensor] | None = None
+        """The fewest and the most of a pass."""
         self._is_on = False
         self._places = [Place(self, layer, number) for number, layer in enumerate(layers)]
         # torch refuses to change in place what a custom function returned.
@@ -80,13 +82,20 @@ class Taps:
 
     def check(self) -> None:
         """Raise if a layer was called more often than once in a pass: its gradients were squared apart."""
-        if self._most_calls is not None and int(self._most_calls) > len(self._layers):
+        fewest, most = (len(self._layers),) * 2 if self._calls is None else map(int, self._calls)
+        if most > len(self._layers):
             raise CoverageError("a layer was called several times in one forward pass: a compiled meter cannot add up")
+        if fewest < len(self._layers):
+            warn(
+                f"a backward pass reached {fewest} of the {len(self._layers)} layers of a compiled meter, and the rest "
+                "counts as without gradient; if the loss does depend on them, measure with compiled=False",
+                stacklevel=2,
+            )
 
     def forget(self) -> None:
         """Start anew."""
         self._accumulator.grad = None
-        self._most_calls = None
+        self._calls = None
         if self._mode == "sketch":  # in place, where recorded passes read them
             self._seeds.data.copy_(random_seeds(len(self._layers), self._seeds.device))
 
@@ -105,7 +114,8 @@ class Taps:
             # for their backward part: whether they find these seeds or the next ones does not matter.
             self._seeds.data.add_(1)
         sq_norms, variance, samples, layers = gradient.unbind()
-        self._most_calls = layers.clone() if self._most_calls is None else torch.maximum(self._most_calls, layers)
+        fewest, most = self._calls or (layers, layers)
+        self._calls = torch.minimum(fewest, layers), torch.maximum(most, layers)
         variances = variance if self._mode == "sketch" else None
         self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
 
