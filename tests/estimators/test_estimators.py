@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset
 
 from divebatch import AdaptiveLoader, Diversity, Oracle, Trajectory, gradient_diversity, micro_batches
@@ -98,6 +99,33 @@ def test_training_is_the_same_with_and_without(case: str):
     train(plain, sgd(plain), AdaptiveLoader(DATA, 4), parts_of=2)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+class Traffic(TorchDispatchMode):
+    """Operators that bring numbers from the host to a device, or back: on a GPU each of them waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_neither_read_from_the_device_nor_send_to_it(case: str):
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    optimizer = sgd(model)
+    estimator.bind(scene(model, loader, optimizer))
+    estimator.start()
+    traffic = Traffic()
+    for batch in loader:
+        with traffic:
+            train(model, optimizer, [batch], parts_of=2)
+    estimator.close()
+    assert traffic.seen == []
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -59,12 +59,13 @@ class AcrossRanks(Split):
     def _count(self, chunks: Any) -> None:
         """A step's row; the mean's norm is the same on all ranks and goes into the first one's."""
         gradients = [p.grad for p in chunks.parameters.values() if p.grad is not None]
-        row = torch.zeros(COLUMNS, dtype=torch.float64)
+        row = torch.zeros(COLUMNS, dtype=torch.float64, device=chunks.device)
         if chunks.num_chunks:
-            row = torch.stack([chunks.weighted_sq_norms(), *row[1:].to(chunks.device)])
+            row[0] = chunks.weighted_sq_norms()
         if self._bound().ranks.is_first and self._sum_of_shares:
             row[1] = sq_norm(gradients) / self._sum_of_shares**2
-        row[2], row[3] = chunks.num_chunks, chunks.num_samples
+        row[2].fill_(chunks.num_chunks)
+        row[3].fill_(chunks.num_samples)
         self._rows.append(row)
         self._sum_of_shares = 0.0
 

@@ -29,7 +29,8 @@ class PairAverage:
     A third number may come with each pair: the variance of <g_i, g>.
 
     With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
-    weights, so its start does not pull it towards zero. Sums stay on the device until they are read.
+    weights, so its start does not pull it towards zero. Sums stay on the device until they are read, and nothing is
+    sent there: a copy from the host would wait for all that a GPU still has to do.
     """
 
     def __init__(self, *, decay: float = 1.0) -> None:
@@ -44,8 +45,12 @@ class PairAverage:
 
     def add(self, pair: Tensor, weight: Any) -> None:
         """One more estimate. A weight of zero counts for nothing, whatever the pair holds."""
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=pair.device)
-        row = torch.cat([torch.ones_like(pair[:1]), torch.where(weight > 0, pair, 0.0)]) * weight
+        if isinstance(weight, Tensor):
+            weight = weight.to(pair.device)
+            pair = torch.where(weight > 0, pair, 0.0)
+        elif not weight > 0:
+            pair = torch.zeros_like(pair)
+        row = torch.cat([torch.ones_like(pair[:1]), pair]) * weight
         self._first = self._first.to(pair.device) * self.decay + row
         self._second = self._second.to(pair.device) * self.decay**2 + torch.outer(row, row)
 

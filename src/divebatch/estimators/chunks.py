@@ -69,17 +69,16 @@ class Chunks:
     def pair(self) -> Tensor:
         """(tr(Sigma), ||G||^2) and Var_i<g_i, g>, from at least two chunks."""
         mean = self._sq_norm_of_sum() / self.num_samples**2
-        sq_norms = torch.stack([each.to(mean.device) for each in self._sq_norms])
-        sizes = torch.tensor(self._sizes, dtype=torch.float64, device=mean.device)
-        pair = unbiased((sizes * sq_norms).sum(), mean, self.num_chunks, self.num_samples)
+        parts = [size * each.to(mean.device) for size, each in zip(self._sizes, self._sq_norms, strict=True)]
+        pair = unbiased(torch.stack(parts).sum(), mean, self.num_chunks, self.num_samples)
         return torch.cat([pair, self._inner_variance(mean)[None]])
 
     def _inner_variance(self, mean: Tensor) -> Tensor:
         """From two chunks: the last, and all before it as one. Inner products of more would need their gradients."""
         assert self._before_last is not None
         last, rest = self._sizes[-1], self.num_samples - self._sizes[-1]
-        sq_norms = torch.stack([self._before_last.to(mean.device) / rest**2, self._sq_norms[-1].to(mean.device)])
-        return inner_variance(sq_norms, torch.tensor([rest, last], dtype=torch.float64, device=mean.device), mean)
+        sq_norms = self._before_last.to(mean.device) / rest**2, self._sq_norms[-1].to(mean.device)
+        return inner_variance(sq_norms, (rest, last), mean)
 
     def _sq_norm_of_sum(self) -> Tensor:
         if self.num_chunks == 1:  # known already: two chunks cost no more norms than they must
@@ -157,15 +156,15 @@ class ChunkWise(Stepwise):
         self._stepped -= state["since_step"]
 
 
-def inner_variance(sq_norms: Tensor, sizes: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+def inner_variance(sq_norms: tuple[Tensor, Tensor], sizes: tuple[int, int], sq_norm_of_mean: Tensor) -> Tensor:
     """Var_i<g_i, g> over samples, from the squared norms of two chunks' mean gradients and of their common mean g.
 
     <g_1 - g_2, g> has the variance of one sample times 1/s_1 + 1/s_2, and mean zero. It follows from norms alone.
     """
-    weighted = (sizes**2 * sq_norms).sum()
-    between = (sizes.sum() ** 2 * sq_norm_of_mean - weighted) / (2 * sizes.prod())  # <g_1, g_2>
-    inner = (sizes[0] * sq_norms[0] - sizes[1] * sq_norms[1] + (sizes[1] - sizes[0]) * between) / sizes.sum()
-    return inner.square() / (1 / sizes).sum()
+    (first, second), (size, other) = sq_norms, sizes
+    between = ((size + other) ** 2 * sq_norm_of_mean - size**2 * first - other**2 * second) / (2 * size * other)
+    inner = (size * first - other * second + (other - size) * between) / (size + other)
+    return inner.square() / (1 / size + 1 / other)
 
 
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:

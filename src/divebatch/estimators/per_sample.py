@@ -81,7 +81,7 @@ class _PassMeter(DiversityMeter):
         pair = unbiased(sq_norms, sq_norm(sums) / size**2, size, size)
         torch._foreach_zero_(sums)
         is_finite = self.norms.last_counts
-        counts = torch.as_tensor(size, device=pair.device) > 1
+        counts = size > 1
         self._on_pass(pair, size, counts if is_finite is None else counts & is_finite)
 
     def _require_own_gradients(self) -> None:
