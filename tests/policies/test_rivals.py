@@ -167,9 +167,10 @@ def test_no_rule_acts_on_an_interval_that_holds_the_present_size():
         assert "95 % confidence" in sure.reason
 
 
-def test_a_gradient_lost_in_noise_moves_the_batch_to_what_is_certain_and_not_to_the_cap():
+@pytest.mark.parametrize("sq_norm", [-0.05, 1e-9, 0.05])
+def test_a_gradient_lost_in_noise_moves_the_batch_to_what_is_certain_and_not_to_the_cap(sq_norm: float):
     spread = Spread(trace_variance=1.0, sq_norm_variance=0.01, covariance=0.0, degrees=1e6)
-    lost = Diversity.from_noise(100.0, -0.05, N, spread=spread)
+    lost = Diversity.from_noise(100.0, sq_norm, N, spread=spread)
     low, high = lost.noise_scale_interval()
     assert 100 < low < high == math.inf
     decision = DiveBatch(1.0, CAP).next(replace(seen(), diversity=lost))

@@ -27,8 +27,9 @@ def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float])
     """What `rule`, which grows with the noise scale, asks for on this evidence, and a remark on it.
 
     A noise scale comes with an interval. Where the sizes that the interval allows lie on both sides of the present
-    one, nothing is known that would justify a change: None, for the present size. Without a spread the value is taken
-    as it is, and one that cannot be formed counts as infinite.
+    one, nothing is known that would justify a change: None, for the present size. An interval without an upper end says
+    that ||G||^2 cannot be told from zero; the value, a division by it, may then be anything, so the lower end is taken.
+    Without a spread the value is taken as it is, and one that cannot be formed counts as infinite.
 
     >>> asked(Diversity(0.02, 1.0, 50_000), 128, lambda noise_scale: 0.1 * (1 + noise_scale))
     (100.0, '')
@@ -38,7 +39,7 @@ def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float])
     low, high = map(rule, diversity.noise_scale_interval())
     if low <= batch_size <= high:
         return None, f"the wanted size is between {low:.0f} and {high:.0f} with 95 % confidence: no change"
-    if diversity.is_defined:
+    if diversity.is_defined and high < math.inf:
         return rule(diversity.noise_scale), f"between {low:.0f} and {high:.0f} with 95 % confidence"
     return low, f"at least {low:.0f} with 95 % confidence"
 
