@@ -164,6 +164,12 @@ class Controller:
         """A recorded backward pass may be replayed while this is the same; None: what is measured needs Python."""
         return getattr(self._estimator, "replay_token", None) if self._measuring else _NOT_MEASURED
 
+    def see_replay(self, gradients: Mapping[str, Tensor]) -> None:
+        """A recorded backward pass was replayed, which no hook sees: its own gradients, by the parameters' names."""
+        see = getattr(self._estimator, "see_replay", None)
+        if self._measuring and see is not None:
+            see(gradients)
+
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
         self._is_closed = True

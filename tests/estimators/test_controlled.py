@@ -258,7 +258,10 @@ def test_moments_work_with_any_model_and_optimizer():
         assert control.step().diversity is not None
 
 
-@pytest.mark.parametrize(("estimator", "is_replayed"), [("trajectory", True), ("moments", True), ("split", False)])
+REPLAYED = {"trajectory": True, "moments": True, "split": True, "per-sample": False}
+
+
+@pytest.mark.parametrize(("estimator", "is_replayed"), REPLAYED.items())
 def test_what_needs_python_in_each_pass_is_not_replayed(estimator, is_replayed):
     model = mlp()
     optimizer = SGD(model.parameters(), 0.1)

@@ -1,12 +1,15 @@
 """Replayed passes against the same passes run one kernel at a time. Needs a GPU."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from divebatch import Diversity
+from divebatch.estimators import Scene, Split
 from divebatch.norms import DiversityMeter
 from divebatch.training import Clock, Passes, Setup, Step
 from divebatch.training.distributed import Parallel
@@ -16,7 +19,7 @@ SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
 """A first pass, a recorded one, replays, a short last batch; then another size."""
 
 
-def make_parts(*, cuda_graphs: bool, compile: bool = True) -> tuple[nn.Module, torch.optim.Optimizer, Passes]:
+def make_parts(*, cuda_graphs: bool, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer, Passes]:
     torch.manual_seed(0)
     device = torch.device("cuda")
     layers = nn.Sequential(
@@ -24,7 +27,7 @@ def make_parts(*, cuda_graphs: bool, compile: bool = True) -> tuple[nn.Module, t
     )
     model = layers.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
-    setup = Setup(compile=compile, cuda_graphs=cuda_graphs)
+    setup = Setup(**{"compile": True, **settings}, cuda_graphs=cuda_graphs)
     return model, optimizer, Passes(Parallel.alone(model), cross_entropy, setup, Clock(device))
 
 
@@ -32,7 +35,7 @@ def run_steps(step: Step, sizes: list[int]) -> list[float]:
     losses = []
     for size in sizes:
         if size in (32, 64):
-            step.passes.begin_epoch(size)
+            step.passes.begin_epoch(step.part_size(size))
         inputs = torch.randn(size, 3, 12, 12, device="cuda").contiguous(memory_format=torch.channels_last)
         losses.append(step((inputs, torch.randint(4, (size,), device="cuda"))).item())
     return losses
@@ -44,9 +47,9 @@ def trained(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float],
     return model.state_dict(), losses, passes
 
 
-def measured(*, cuda_graphs: bool, mode: str, compile: bool = True) -> list[tuple[float, float, int]]:
+def measured(*, cuda_graphs: bool, mode: str, compile: bool = True, **settings: Any) -> list[tuple[float, float, int]]:
     """Both sums of two measured epochs, with plain steps in between."""
-    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=compile)
+    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=compile, **settings)
     meter, found = DiversityMeter(model, compiled=compile, mode=mode), []
     plain = Step(passes, optimizer)
     watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
@@ -60,9 +63,11 @@ def measured(*, cuda_graphs: bool, mode: str, compile: bool = True) -> list[tupl
     return found
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 16])
 @pytest.mark.parametrize(("mode", "tolerance"), [("exact", 2e-3), ("sketch", 0.2)])
-def test_replayed_passes_measure_what_plain_ones_do(mode, tolerance):
-    plain, replayed = measured(cuda_graphs=False, mode=mode, compile=False), measured(cuda_graphs=True, mode=mode)
+def test_replayed_passes_measure_what_plain_ones_do(mode, tolerance, micro_batch_size):
+    settings = {"mode": mode, "micro_batch_size": micro_batch_size}
+    plain, replayed = measured(cuda_graphs=False, compile=False, **settings), measured(cuda_graphs=True, **settings)
     for expected, found in zip(plain, replayed, strict=True):
         assert found[0] == pytest.approx(expected[0], rel=tolerance)
         assert found[1] == pytest.approx(expected[1], rel=2e-3)
@@ -96,6 +101,31 @@ def test_replayed_passes_train_the_same_weights_statistics_and_losses():
     assert len(set(losses)) == len(losses)
     for name, value in plain.items():
         torch.testing.assert_close(replayed[name], value, rtol=1e-3, atol=1e-5)
+
+
+def watched_in_parts(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float], Diversity]:
+    """In halves, for `split`."""
+    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=cuda_graphs)
+    estimator, delivered = Split(), itertools.accumulate(SIZES)
+    now = [0]
+    estimator.bind(Scene(model, lambda: iter(()), "mean", cross_entropy, optimizer, lambda: now[0]))
+    estimator.start()
+    step = Step(passes, optimizer, is_measuring=lambda: True, min_parts=lambda: 2, on_replay=estimator.see_replay)
+    losses = []
+    for size in SIZES:
+        now[0] = next(delivered)
+        losses += run_steps(step, [size])
+    assert (passes._recording is not None) == cuda_graphs
+    return model.state_dict(), losses, estimator.finish()
+
+
+def test_replayed_parts_train_and_are_seen_as_plain_ones():
+    plain, plain_losses, expected = watched_in_parts(cuda_graphs=False)
+    replayed, losses, found = watched_in_parts(cuda_graphs=True)
+    assert losses == pytest.approx(plain_losses, rel=1e-3)
+    assert (found.trace, found.num_samples) == (pytest.approx(expected.trace, rel=1e-2), sum(SIZES))
+    for name, value in plain.items():
+        torch.testing.assert_close(replayed[name], value, rtol=5e-3, atol=1e-4)
 
 
 def test_replayed_sketches_draw_other_signs_each_time():

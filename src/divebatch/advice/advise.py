@@ -111,9 +111,10 @@ class _Measuring:
         estimator.bind(
             Scene(model, loader.full_pass, "mean", self.loss_fn, optimizer, lambda: loader.samples_delivered)
         )
-        parts = int(getattr(estimator, "min_parts", 1))
+        parts, token = int(getattr(estimator, "min_parts", 1)), getattr(estimator, "replay_token", None)
         passes = Passes(Parallel.alone(model), self.loss_fn, self.setup, Clock(self.device))
-        step = Step(passes, optimizer, lambda: True, min_parts=lambda: parts)
+        step = Step(passes, optimizer, lambda: True, replay_token=lambda: token, min_parts=lambda: parts)
+        step.on_replay = getattr(estimator, "see_replay", step.on_replay)
         passes.begin_epoch(step.part_size(loader.batch_size))
         return measure_noise(step, endless(loader, self.device), estimator, steps=steps)
 

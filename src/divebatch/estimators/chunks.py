@@ -164,7 +164,7 @@ def inner_variance(sq_norms: tuple[Tensor, Tensor], sizes: tuple[int, int], sq_n
     (first, second), (size, other) = sq_norms, sizes
     between = ((size + other) ** 2 * sq_norm_of_mean - size**2 * first - other**2 * second) / (2 * size * other)
     inner = (size * first - other * second + (other - size) * between) / (size + other)
-    return inner.square() / (1 / size + 1 / other)
+    return inner.square() * size * other / (size + other)
 
 
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:

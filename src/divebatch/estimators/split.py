@@ -1,5 +1,6 @@
 """An unbiased estimate from the chunks that a batch is cut into."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,8 @@ class Split(ChunkWise):
 
     min_parts = 2
     name = "split"
+    replay_token = True
+    """A pass that was recorded may be replayed, where `see_replay` is told."""
 
     def __init__(self, *, decay: float = 1.0, preconditioned: bool = False) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned)
@@ -71,14 +74,21 @@ class Split(ChunkWise):
 
     # One backward pass
 
+    def see_replay(self, gradients: Mapping[str, Tensor]) -> None:
+        """A recorded pass was replayed: what the hooks would have seen."""
+        self._received = {name: gradients[name] for name in self._chunks.parameters if name in gradients}
+        self._end_of_pass()
+
     def _receive(self, name: str, gradient: Tensor) -> None:
+        if _is_recorded(gradient):
+            return
         task = torch._C._current_graph_task_id()
         if task != self._task:  # what an earlier pass left, which died half-way, is dropped
             self._task, self._received, self._counts = task, {}, False
         self._received[name] = gradient.detach()
 
-    def _accumulated(self, _: Tensor) -> None:
-        if not self._counts:
+    def _accumulated(self, parameter: Tensor) -> None:
+        if not (self._counts or _is_recorded(parameter)):
             self._counts = True
             Variable._execution_engine.queue_callback(self._end_of_pass)
 
@@ -123,3 +133,8 @@ class Split(ChunkWise):
         raise UsageError(
             f"the epoch has ended, and no batch in it went through in two or more backward passes; {HOW_TO_CUT}"
         )
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether this pass is only written down for a CUDA graph: its replays are those that count."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -119,9 +119,7 @@ def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Po
             shadows=shadows,
         ) as control,
     ):
-        step = Step(
-            trainer.passes, trainer.optimizer, lambda: control.is_measuring, min_parts=lambda: control.min_parts
-        )
+        step = Step.under(control, trainer.passes, trainer.optimizer)
         trainer.passes.begin_epoch(step.part_size(loader.batch_size))
         loss = train_epoch(step, loader, Tally(), lambda: None)
         return replace(control.step(loss=loss), train_loss=loss)

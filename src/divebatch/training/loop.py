@@ -1,7 +1,7 @@
 """The central loop: forward, backward, step, in one place."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from divebatch.controller import Controller
 from divebatch.errors import BatchTooLargeError
 from divebatch.norms.meter import pausing_meters
 from divebatch.ranks import Ranks, Share
@@ -46,6 +47,21 @@ class Step:
     """Into how many parts a batch must be cut at least: some estimators compare the parts."""
     share: Callable[[], Share | None] = lambda: None
     """This rank's part of the batch under way, where there are several."""
+    on_replay: Callable[[Mapping[str, Tensor]], None] = lambda _: None
+    """Told the gradients of each pass that no hook sees."""
+
+    @classmethod
+    def under(cls, control: Controller, passes: Passes, optimizer: Optimizer) -> "Step":
+        """The way a controller's estimator needs it."""
+        return cls(
+            passes,
+            optimizer,
+            is_measuring=lambda: control.is_measuring,
+            replay_token=lambda: control.replay_token,
+            min_parts=lambda: control.min_parts,
+            share=lambda: control.loader.share,
+            on_replay=control.see_replay,
+        )
 
     def __call__(self, batch: Any) -> Tensor:
         """Forward, backward, step. The batch's mean loss, at the weights before the step."""
@@ -74,6 +90,7 @@ class Step:
                 measuring=self.is_measuring(),
                 token=self.replay_token(),
                 is_last=number == count,
+                on_replay=self.on_replay,
             )
             loss = part if loss is None else loss + part
         assert loss is not None

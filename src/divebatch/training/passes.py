@@ -1,8 +1,8 @@
 """From inputs to gradients: a forward and a backward pass, plain, compiled, or recorded and replayed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from divebatch.training.setup import Setup
 
 LossFn = Callable[[Any, Any], Tensor]
 
-Key = tuple[int, bool, object]
-"""Samples, whether norms are measured, and the token for which a recording is valid."""
+Key = tuple[int, bool, object, float]
+"""Samples, whether norms are measured, the token for which a recording is valid, and the share of the batch."""
 
 MOST_VARIANTS = 256
 """Of one function that the compiler may make: batch sizes times measuring or not, over all runs of a process."""
@@ -50,8 +50,9 @@ class Passes:
     """Runs the passes of a training run in the fastest way its setup allows.
 
     The compiler makes code for one shape, which takes seconds, so only batches of `full_size` samples go through it;
-    a shorter last one runs uncompiled. On a GPU a compiled pass is recorded the second time it comes and replayed from
-    then on. A recording that measures adds to the sums it was made with, so it is made anew whenever those are.
+    a shorter last one runs uncompiled. On a GPU a compiled pass, of a whole batch or of a part, is recorded the second
+    time it comes and replayed from then on. A recording that measures adds to the sums it was made with, so it is made
+    anew whenever those are.
     """
 
     def __init__(self, parallel: Parallel, loss_fn: LossFn, setup: Setup, clock: Clock) -> None:
@@ -87,19 +88,22 @@ class Passes:
         measuring: bool,
         token: object = True,
         is_last: bool = True,
+        on_replay: Callable[[Mapping[str, Tensor]], None] = lambda _: None,
     ) -> Tensor:
         """Add the gradients of the mean loss times `share` to the parameters'; that product.
 
-        Passes may be recorded once and replayed while `token` is the same and not None. `is_last`: no pass of this
-        batch follows, and gradients are brought together over ranks.
+        Passes may be recorded once and replayed while `token` is the same and not None; no hook sees a replay, so
+        `on_replay` is told its gradients. `is_last`: no pass of this batch follows, and gradients are brought together
+        over ranks.
         """
         variant = (len(targets), measuring)
-        key = (*variant, token) if share == 1 and token is not None and self._may_record(variant) else None
+        key = (*variant, token, share) if share > 0 and token is not None and self._may_record(variant) else None
         if key is not None and key in (self._recorded_key, self._ran_last):
-            return self._replay(key, inputs, targets)
+            loss = self._replay(key, inputs, targets)
+            on_replay(self._recording.gradients)  # type: ignore[union-attr]
+            return loss
         with self._first_time(variant), self.parallel.adding_up(is_last=is_last):
-            loss = self._loss(inputs, targets)
-            loss = loss if share == 1 else loss * share
+            loss = self._loss(inputs, targets, share)
             loss.backward()
         self._ran_last = key or self._ran_last
         return loss.detach()
@@ -114,10 +118,11 @@ class Passes:
         """Since the epoch began; what a recording takes was allocated when it was made."""
         return max(peak_memory_bytes(self.clock.device), self._recorded_peak if self._recording else 0)
 
-    def _loss(self, inputs: Any, targets: Any) -> Tensor:
+    def _loss(self, inputs: Any, targets: Any, share: float) -> Tensor:
         is_compiled = self.setup.compile and len(targets) == self.full_size
         function = compiled_loss_of(fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
-        return function(self.parallel.module, self.loss_fn, inputs, targets, self.setup.precision)
+        loss = function(self.parallel.module, self.loss_fn, inputs, targets, self.setup.precision)
+        return loss if share == 1 else loss * share
 
     @contextmanager
     def _first_time(self, variant: tuple[int, bool]) -> Iterator[None]:
@@ -135,13 +140,23 @@ class Passes:
         return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant[0] == self.full_size
 
     def _replay(self, key: Key, inputs: Any, targets: Any) -> Tensor:
+        *_, share = key
         if self._recording is None or key != self._recorded_key:
             self._forget_recording()  # first, so that there is never memory for two
             with self.clock.lap("compile"):
                 forget_peak_memory(self.clock.device)
-                self._recording = Recording(list(self.parallel.model.parameters()), self._loss, inputs, targets)
+                self._recording = self._recorded(inputs, targets, share)
                 self._recorded_key, self._recorded_peak = key, peak_memory_bytes(self.clock.device)
-        return self._recording(inputs, targets)
+        loss = self._recording(inputs, targets)
+        if share == 1:
+            self._recording.hand_over()
+            return loss
+        self._recording.add_up()
+        return loss.clone()  # the batch's next part writes where it is
+
+    def _recorded(self, inputs: Any, targets: Any, share: float) -> Recording:
+        trainable = {name: each for name, each in self.parallel.model.named_parameters() if each.requires_grad}
+        return Recording(trainable, partial(self._loss, share=share), inputs, targets)
 
     def _forget_recording(self) -> None:
         self._recording = self._recorded_key = None

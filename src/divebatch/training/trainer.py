@@ -97,14 +97,7 @@ class Trainer:
     def _train(self, after_step: Callable[[], None]) -> float:
         self.model.train()
         loader, ranks = self.control.loader, self.ranks
-        step = Step(
-            self.passes,
-            self.optimizer,
-            is_measuring=lambda: self.control.is_measuring,
-            replay_token=lambda: self.control.replay_token,
-            min_parts=lambda: self.control.min_parts,
-            share=lambda: loader.share,
-        )
+        step = Step.under(self.control, self.passes, self.optimizer)
         self.passes.begin_epoch(step.part_size(share_of(loader.batch_size, ranks).mine))
 
         def one_step(batch: Any) -> Tensor:

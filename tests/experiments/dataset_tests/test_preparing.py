@@ -56,6 +56,7 @@ def assert_same_but_for_rounding(batches, others) -> None:
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's front end alone, which is quick: it decides what is compiled anew and what its code computes."""
+    torch.compiler.reset()  # one function has a limited number of variants, and each test adds some
     traced = torch.compile(preparing.prepare, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(preparing, "_compiled", lambda: traced)
 
