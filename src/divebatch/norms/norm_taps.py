@@ -30,15 +30,17 @@ def own_tap(layer: nn.Module) -> OwnTap | None:
     return batch_norm if by_batch and layer.weight is not None else None
 
 
-def message(sq_norms: Tensor, variances: Tensor | None) -> Tensor:
-    """What a layer adds to the accumulator: sums over samples of squared norm, its variance, and 1; then a single 1.
+def message(sq_norms: Tensor, variances: Tensor | None, num_samples: int) -> Tensor:
+    """What a layer adds to the accumulator: the sum of squared norms, that of their variances, samples, and 1.
 
-    One sum makes all four, so that a compiler needs one kernel a layer; nothing comes from the host.
+    `sq_norms` and `variances` may be cut into entries by samples or otherwise. One sum makes all four numbers, and what
+    it adds up is nowhere in memory: a compiler needs one kernel a layer. Nothing comes from the host.
     """
-    ones = torch.ones_like(sq_norms)
+    row = torch.arange(4, device=sq_norms.device).view(4, 1)
     is_first = torch.arange(len(sq_norms), device=sq_norms.device) == 0
-    columns = [sq_norms, torch.zeros_like(sq_norms) if variances is None else variances, ones, is_first]
-    return torch.stack([column.double() for column in columns], 1).sum(0)
+    counts = torch.where(is_first & (row >= 2), torch.where(row == 2, num_samples, 1), 0)
+    entries = torch.where(row == 0, sq_norms.double(), counts)
+    return (entries if variances is None else torch.where(row == 1, variances.double(), entries)).sum(1)
 
 
 def batch_norm(layer: Any, x: Tensor, dtype: torch.dtype, accumulator: Tensor) -> Tensor:
@@ -119,11 +121,13 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _counted(ctx: Any, dw_B: Tensor, db_B: Tensor) -> Tensor:
-    """The message of a layer with these contributions to the gradients of weight and bias, as far as they train."""
+    """The message of a layer with these contributions to the gradients of weight and bias, as far as they train.
+
+    Squares are added up over samples, as the contributions themselves are for the gradients: by the same kernel.
+    """
     wanted = zip((dw_B, db_B), ctx.needs_input_grad[1:3], strict=True)
-    return message(
-        torch.stack([grad.square().flatten(1).sum(1) for grad, is_wanted in wanted if is_wanted]).sum(0), None
-    )
+    squares = [each.square() for each, is_wanted in wanted if is_wanted]
+    return message(sum(squares[1:], squares[0]).sum(0).flatten(), None, len(dw_B))
 
 
 def _channels(vector: Tensor, like: Tensor) -> Tensor:

@@ -213,5 +213,5 @@ class _Tap(torch.autograd.Function):
         estimates = measured(forms, ctx.mode, seed=seeds[ctx.place : ctx.place + 1])
         sq_norms = torch.stack([each.sq_norms for each in estimates]).sum(0)
         variances = [each.variances for each in estimates if each.variances is not None]
-        counted = message(sq_norms, torch.stack(variances).sum(0) if variances else None)
+        counted = message(sq_norms, torch.stack(variances).sum(0) if variances else None, len(dy))
         return dy, None, counted, None, None, None, None
