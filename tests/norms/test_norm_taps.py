@@ -110,3 +110,12 @@ def test_layers_that_a_pass_does_not_reach_are_not_lost_without_a_word():
         both[1](torch.randn(4, 3)).mean().backward()
         with pytest.warns(UserWarning, match="reached 1 of the 2 layers"):
             meter.sum_of_sq_norms()
+
+
+def test_how_many_layers_were_reached_is_kept_where_recorded_passes_find_it():
+    layer = nn.BatchNorm1d(3)
+    with NormMeter(layer, compiled=True) as meter:
+        layer(torch.randn(4, 3)).sum().backward()
+        kept = meter._engine._calls
+        layer(torch.randn(4, 3)).sum().backward()
+        assert all(now is before for now, before in zip(meter._engine._calls, kept, strict=True))

@@ -1,15 +1,39 @@
 """When a pass is recorded and what a recording serves, with a stand-in for the GPU's own recording."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
 
-from divebatch.estimators import Scene, Split
-from divebatch.training import Clock, Passes, Setup, Step
+from divebatch import AdaptiveLoader, Controller, EpochRecord
+from divebatch.estimators import dropped, split
+from divebatch.policies import NoiseScale
+from divebatch.training import Clock, Passes, Setup, Step, Tally, train_epoch
 from divebatch.training import passes as module
 from divebatch.training.distributed import Parallel
 from divebatch.training.recording import Recording
+
+
+class Written:
+    """In place of a CUDA graph."""
+
+    under_way = False
+
+    def replay(self) -> None:
+        """`Played` does it."""
+
+
+@contextmanager
+def written(_: Written) -> Iterator[None]:
+    Written.under_way = True
+    try:
+        yield
+    finally:
+        Written.under_way = False
 
 
 class Played(Recording):
@@ -20,9 +44,8 @@ class Played(Recording):
 
     def __init__(self, parameters, run, inputs, targets):
         Played.made += 1
-        self._run, self._parameters, self._totals = run, parameters, {}
-        self._loss = torch.full((), torch.nan, dtype=torch.float64)
-        self.gradients = {name: torch.full_like(each, torch.nan) for name, each in parameters.items()}
+        self._run = run
+        super().__init__(parameters, run, inputs, targets)
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         Played.replayed += 1
@@ -37,16 +60,19 @@ def on_a_gpu(monkeypatch):
     Played.made = Played.replayed = 0
     monkeypatch.setattr(module, "Recording", Played)
     monkeypatch.setattr(Passes, "_may_record", lambda self, variant: variant[0] == self.full_size)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Written)
+    monkeypatch.setattr(torch.cuda, "graph", written)
+    for place in (split, dropped):
+        monkeypatch.setattr(place, "is_recorded", lambda _: Written.under_way)
 
 
-def make_passes(model: nn.Module | None = None) -> Passes:
-    model = model or nn.Linear(3, 1)
-    return Passes(Parallel.alone(model), mse_loss, Setup(), Clock(torch.device("cpu")))
+def make_passes(model: nn.Module, micro_batch_size: int | None = None) -> Passes:
+    return Passes(Parallel.alone(model), mse_loss, Setup(micro_batch_size=micro_batch_size), Clock(torch.device("cpu")))
 
 
 @pytest.fixture
 def passes(on_a_gpu):
-    made = make_passes()
+    made = make_passes(nn.Linear(3, 1))
     made.begin_epoch(4)
     return made
 
@@ -65,11 +91,19 @@ def test_the_second_pass_is_recorded_and_a_short_one_is_not(passes):
     assert Played.made == 1
 
 
-def test_parts_of_a_batch_have_a_recording_of_their_own(passes):
-    assert [run(passes, share=0.5) for _ in range(3)] == [False, True, True]
-    assert [run(passes) for _ in range(3)] == [False, True, True]
-    assert Played.made == 2
+def test_parts_of_all_batches_have_one_recording(passes):
+    assert [run(passes, share=share) for share in (0.5, 0.5, 0.25, 1.0)] == [False, True, True, True]
+    assert Played.made == 1
     assert not any(run(passes, share=0.0) for _ in range(3))  # keeps others company
+
+
+def test_a_recording_that_fails_leaves_the_gradients_of_earlier_parts(passes, monkeypatch):
+    run(passes, share=0.5)
+    before = passes.parallel.model.weight.grad
+    monkeypatch.setattr(passes, "_loss", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        passes(torch.ones(4, 3), torch.ones(4, 1), share=0.5, measuring=False)
+    assert passes.parallel.model.weight.grad is before
 
 
 def test_sums_that_begin_anew_run_once_kernel_by_kernel_before_they_are_recorded(passes):
@@ -90,40 +124,41 @@ def test_another_size_drops_the_recording(passes):
     assert [run(passes, 5), run(passes, 5)] == [False, True]
 
 
-class Watched:
-    """A model trained in parts of a batch, watched by `split`."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-        self.optimizer, self.delivered = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9), 0
-        self.split = Split()
-        self.split.bind(Scene(self.model, lambda: iter(()), "mean", mse_loss, self.optimizer, lambda: self.delivered))
-        passes = make_passes(self.model)
-        self.step = Step(passes, self.optimizer, min_parts=lambda: 2, on_replay=self.split.see_replay)
-
-    def train(self, sizes: list[int]) -> list[float]:
-        losses = []
-        self.split.start()
-        self.step.passes.begin_epoch(self.step.part_size(sizes[0]))
-        for size in sizes:
-            self.delivered += size
-            batch = torch.randn(size, 3, dtype=torch.float64), torch.randn(size, 1, dtype=torch.float64)
-            losses.append(float(self.step(batch)))
-        return losses
+INPUTS = torch.linspace(-1, 2, 183, dtype=torch.float64).view(61, 3).sin()
+DATA = TensorDataset(INPUTS, 3 + INPUTS.sum(1, keepdim=True))
 
 
-def test_replayed_parts_are_seen_and_train_as_plain_ones_do(request):
-    sizes = [8, 8, 8, 7, 8, 5]  # 7 goes through in 4 and 3
-    plain = Watched()
-    expected_losses, expected = plain.train(sizes), plain.split.finish()
+def trained(estimator: str, micro_batch_size: int | None) -> tuple[list[EpochRecord], list[Tensor]]:
+    """Three epochs with batches of 8, the last of them of 5."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    loader, passes = AdaptiveLoader(DATA, 8), make_passes(model, micro_batch_size)
+    records = []
+    with Controller(model, optimizer, loader, NoiseScale(8), estimator=estimator) as control:
+        step = Step.under(control, passes, optimizer)
+        for _ in range(3):
+            passes.begin_epoch(step.part_size(8))
+            loss = train_epoch(step, loader, Tally(), lambda: None)
+            records.append(control.step(loss=loss))
+    passes.begin_epoch(step.part_size(8))
+    step(DATA[:8])  # after the controller is closed
+    return records, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2, 3])
+@pytest.mark.parametrize("estimator", ["split", "moments"])
+def test_what_is_replayed_trains_and_is_measured_as_what_is_not(estimator, micro_batch_size, request):
+    expected, expected_weights = trained(estimator, micro_batch_size)
     request.getfixturevalue("on_a_gpu")
-    replayed = Watched()
-    losses, found = replayed.train(sizes), replayed.split.finish()
-    assert (Played.made, Played.replayed) == (1, 7)
-    assert losses == pytest.approx(expected_losses, rel=1e-12)
-    assert (found.trace, found.sq_norm, found.num_samples) == pytest.approx(
-        (expected.trace, expected.sq_norm, sum(sizes)), rel=1e-10
-    )
-    for mine, theirs in zip(replayed.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    found, weights = trained(estimator, micro_batch_size)
+    assert Played.made == 1
+    assert Played.replayed >= 3 * 7
+    for one, other in zip(found, expected, strict=True):
+        assert one.measured == other.measured
+        assert (one.diversity, one.diversity_low, one.train_loss) == pytest.approx(
+            (other.diversity, other.diversity_low, other.train_loss), rel=1e-9
+        )
+    for mine, theirs in zip(weights, expected_weights, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)

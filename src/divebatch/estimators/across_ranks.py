@@ -52,8 +52,8 @@ class AcrossRanks(Split):
     def _new_chunks(self, scene: Scene) -> Any:
         return ChunkNorms(scene.model)
 
-    def _add_chunk(self, num_samples: int, share: float, weight: float) -> None:
-        super()._add_chunk(num_samples, share, weight)
+    def _add_chunk(self, num_samples: int, share: float, *, scale: float) -> None:
+        super()._add_chunk(num_samples, share, scale=scale)
         self._sum_of_shares += share
 
     def _count(self, chunks: Any) -> None:

@@ -51,8 +51,12 @@ class PairAverage:
         elif not weight > 0:
             pair = torch.zeros_like(pair)
         row = torch.cat([torch.ones_like(pair[:1]), pair]) * weight
-        self._first = self._first.to(pair.device) * self.decay + row
-        self._second = self._second.to(pair.device) * self.decay**2 + torch.outer(row, row)
+        squares = torch.outer(row, row)
+        if self._first.ndim:
+            self._first = self._first.to(pair.device) * self.decay + row
+            self._second = self._second.to(pair.device) * self.decay**2 + squares
+        else:  # nothing yet, which need not be sent there
+            self._first, self._second = row, squares
 
     @property
     def is_empty(self) -> bool:

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from divebatch.estimators.recorded import is_recorded
+
 
 class DropWatch:
     """Calls `on_drop` where a backward pass finds that the gradient of the one before is gone without a step.
@@ -34,10 +36,14 @@ class DropWatch:
         while self._handles:
             self._handles.pop().remove()
 
-    def _before(self, _: Tensor) -> None:
+    def _before(self, gradient: Tensor) -> None:
+        if is_recorded(gradient):
+            return
         self._is_gone = self._waits and self._was_cleared()
 
     def _after(self, parameter: Tensor) -> None:
+        if is_recorded(parameter):
+            return
         if self._is_gone:
             self._on_drop()
         assert parameter.grad is not None

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
+from divebatch.estimators.recorded import is_recorded
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 from divebatch.norms.share import current_share
@@ -74,13 +75,8 @@ class Split(ChunkWise):
 
     # One backward pass
 
-    def see_replay(self, gradients: Mapping[str, Tensor]) -> None:
-        """A recorded pass was replayed: what the hooks would have seen."""
-        self._received = {name: gradients[name] for name in self._chunks.parameters if name in gradients}
-        self._end_of_pass()
-
     def _receive(self, name: str, gradient: Tensor) -> None:
-        if _is_recorded(gradient):
+        if is_recorded(gradient):
             return
         task = torch._C._current_graph_task_id()
         if task != self._task:  # what an earlier pass left, which died half-way, is dropped
@@ -88,19 +84,29 @@ class Split(ChunkWise):
         self._received[name] = gradient.detach()
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if not (self._counts or _is_recorded(parameter)):
+        if not (self._counts or is_recorded(parameter)):
             self._counts = True
             Variable._execution_engine.queue_callback(self._end_of_pass)
 
+    def see_replay(self, gradients: Mapping[str, Tensor]) -> None:
+        """A recorded pass was replayed, which no hook sees: the gradients of its own mean loss."""
+        if self._chunks is not None:
+            self._received = {name: gradients[name] for name in self._chunks.parameters if name in gradients}
+            self._take(1.0)
+
     def _end_of_pass(self) -> None:
+        self._take(current_share())
+
+    def _take(self, factor: float) -> None:
+        """What was received is one chunk's mean gradient times `factor`."""
         share, weight = current_share(), self._bound().loss_weight()
         if self._chunks is not None and weight:
-            self._add_chunk(round(share * self._batch_length()), share, weight)
+            self._add_chunk(round(share * self._batch_length()), share, scale=1 / (factor * weight))
         self._received = {}
 
-    def _add_chunk(self, num_samples: int, share: float, weight: float) -> None:
+    def _add_chunk(self, num_samples: int, share: float, *, scale: float) -> None:
         assert self._chunks is not None
-        self._chunks.add(self._received, num_samples, scale=1 / (share * weight))
+        self._chunks.add(self._received, num_samples, scale=scale)
 
     def _batch_length(self) -> int:
         if (share := self._bound().share) is not None:  # right also where the loop left batches out
@@ -133,8 +139,3 @@ class Split(ChunkWise):
         raise UsageError(
             f"the epoch has ended, and no batch in it went through in two or more backward passes; {HOW_TO_CUT}"
         )
-
-
-def _is_recorded(tensor: Tensor) -> bool:
-    """Whether this pass is only written down for a CUDA graph: its replays are those that count."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -114,10 +114,17 @@ class Taps:
             # for their backward part: whether they find these seeds or the next ones does not matter.
             self._seeds.data.add_(1)
         sq_norms, variance, samples, layers = gradient.unbind()
-        fewest, most = self._calls or (layers, layers)
-        self._calls = torch.minimum(fewest, layers), torch.maximum(most, layers)
+        self._note_calls(layers)
         variances = variance if self._mode == "sketch" else None
         self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
+
+    def _note_calls(self, layers: Tensor) -> None:
+        """In place, where recorded passes find them."""
+        if self._calls is None:
+            self._calls = layers.clone(), layers.clone()
+        fewest, most = self._calls
+        torch.minimum(fewest, layers, out=fewest)
+        torch.maximum(most, layers, out=most)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
 """The central loop: forward, backward, step, in one place."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from divebatch.errors import BatchTooLargeError
 from divebatch.norms.meter import pausing_meters
 from divebatch.ranks import Ranks, Share
 from divebatch.training.accumulation import batch_length, cut, micro_batches
-from divebatch.training.passes import Passes
+from divebatch.training.passes import OnReplay, Passes
 
 
 @dataclass(slots=True)
@@ -47,8 +47,8 @@ class Step:
     """Into how many parts a batch must be cut at least: some estimators compare the parts."""
     share: Callable[[], Share | None] = lambda: None
     """This rank's part of the batch under way, where there are several."""
-    on_replay: Callable[[Mapping[str, Tensor]], None] = lambda _: None
-    """Told the gradients of each pass that no hook sees."""
+    on_replay: OnReplay = lambda _: None
+    """For passes that no hook sees."""
 
     @classmethod
     def under(cls, control: Controller, passes: Passes, optimizer: Optimizer) -> "Step":

@@ -2,21 +2,24 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from divebatch.norms.share import part_of_batch
 from divebatch.training.clock import Clock, forget_peak_memory, peak_memory_bytes
 from divebatch.training.distributed import Parallel
 from divebatch.training.recording import Recording
 from divebatch.training.setup import Setup
 
 LossFn = Callable[[Any, Any], Tensor]
+OnReplay = Callable[[Mapping[str, Tensor]], None]
+"""Told the gradients of a pass by the parameters' names."""
 
-Key = tuple[int, bool, object, float]
-"""Samples, whether norms are measured, the token for which a recording is valid, and the share of the batch."""
+Key = tuple[int, bool, object]
+"""Samples, whether norms are measured, and the token for which a recording is valid."""
 
 MOST_VARIANTS = 256
 """Of one function that the compiler may make: batch sizes times measuring or not, over all runs of a process."""
@@ -88,22 +91,22 @@ class Passes:
         measuring: bool,
         token: object = True,
         is_last: bool = True,
-        on_replay: Callable[[Mapping[str, Tensor]], None] = lambda _: None,
+        on_replay: OnReplay = lambda _: None,
     ) -> Tensor:
         """Add the gradients of the mean loss times `share` to the parameters'; that product.
 
-        Passes may be recorded once and replayed while `token` is the same and not None; no hook sees a replay, so
-        `on_replay` is told its gradients. `is_last`: no pass of this batch follows, and gradients are brought together
-        over ranks.
+        Passes may be recorded once and replayed while `token` is the same and not None. No hook sees a replay, so
+        `on_replay` is told its gradients, those of the mean loss itself. `is_last`: no pass of this batch follows, and
+        gradients are brought together over ranks.
         """
         variant = (len(targets), measuring)
-        key = (*variant, token, share) if share > 0 and token is not None and self._may_record(variant) else None
+        key = (*variant, token) if share > 0 and token is not None and self._may_record(variant) else None
         if key is not None and key in (self._recorded_key, self._ran_last):
-            loss = self._replay(key, inputs, targets)
-            on_replay(self._recording.gradients)  # type: ignore[union-attr]
-            return loss
+            recording = self._recording_for(key, inputs, targets)
+            return self._replay(recording, inputs, targets, share, on_replay)
         with self._first_time(variant), self.parallel.adding_up(is_last=is_last):
-            loss = self._loss(inputs, targets, share)
+            loss = self._loss(inputs, targets)
+            loss = loss if share == 1 else loss * share
             loss.backward()
         self._ran_last = key or self._ran_last
         return loss.detach()
@@ -118,11 +121,10 @@ class Passes:
         """Since the epoch began; what a recording takes was allocated when it was made."""
         return max(peak_memory_bytes(self.clock.device), self._recorded_peak if self._recording else 0)
 
-    def _loss(self, inputs: Any, targets: Any, share: float) -> Tensor:
+    def _loss(self, inputs: Any, targets: Any) -> Tensor:
         is_compiled = self.setup.compile and len(targets) == self.full_size
         function = compiled_loss_of(fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
-        loss = function(self.parallel.module, self.loss_fn, inputs, targets, self.setup.precision)
-        return loss if share == 1 else loss * share
+        return function(self.parallel.module, self.loss_fn, inputs, targets, self.setup.precision)
 
     @contextmanager
     def _first_time(self, variant: tuple[int, bool]) -> Iterator[None]:
@@ -139,24 +141,30 @@ class Passes:
         on_gpu = self.clock.device.type == "cuda" and self.parallel.ranks.is_alone
         return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant[0] == self.full_size
 
-    def _replay(self, key: Key, inputs: Any, targets: Any) -> Tensor:
-        *_, share = key
+    def _replay(self, recording: Recording, inputs: Any, targets: Any, share: float, on_replay: OnReplay) -> Tensor:
+        loss = recording(inputs, targets)
+        if share == 1:
+            recording.hand_over()
+        else:
+            recording.add_up(share)
+            loss = loss * share
+        on_replay(recording.gradients)
+        return loss
+
+    def _recording_for(self, key: Key, inputs: Any, targets: Any) -> Recording:
         if self._recording is None or key != self._recorded_key:
             self._forget_recording()  # first, so that there is never memory for two
             with self.clock.lap("compile"):
                 forget_peak_memory(self.clock.device)
-                self._recording = self._recorded(inputs, targets, share)
+                self._recording = self._recorded(inputs, targets)
                 self._recorded_key, self._recorded_peak = key, peak_memory_bytes(self.clock.device)
-        loss = self._recording(inputs, targets)
-        if share == 1:
-            self._recording.hand_over()
-            return loss
-        self._recording.add_up()
-        return loss.clone()  # the batch's next part writes where it is
+        return self._recording
 
-    def _recorded(self, inputs: Any, targets: Any, share: float) -> Recording:
+    def _recorded(self, inputs: Any, targets: Any) -> Recording:
+        """Of a batch by itself, so that it serves for parts of batches of all sizes."""
         trainable = {name: each for name, each in self.parallel.model.named_parameters() if each.requires_grad}
-        return Recording(trainable, partial(self._loss, share=share), inputs, targets)
+        with part_of_batch(1.0):
+            return Recording(trainable, self._loss, inputs, targets)
 
     def _forget_recording(self) -> None:
         self._recording = self._recorded_key = None

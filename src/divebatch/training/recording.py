@@ -21,20 +21,21 @@ class Recording:
         targets: Tensor,
     ) -> None:
         self._inputs, self._targets = inputs.clone(), targets.clone()
-        waiting = {name: parameter.grad for name, parameter in parameters.items()}
-        for parameter in parameters.values():
-            parameter.grad = None  # made within the recording, they are written and not added to
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            loss = run(self._inputs, self._targets)
-            loss.backward()
-        self._loss = loss.detach()
-        self._parameters = {name: each for name, each in parameters.items() if each.grad is not None}
-        self.gradients: dict[str, Tensor] = {name: each.grad for name, each in self._parameters.items()}  # type: ignore[misc]
-        """Of the last replay alone, whatever was added up; valid until the next one."""
-        self._totals: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            parameter.grad = waiting[name]  # of earlier parts of the batch
+        waiting = {name: parameter.grad for name, parameter in parameters.items()}  # of the batch's earlier parts
+        try:
+            for parameter in parameters.values():
+                parameter.grad = None  # made within the recording, they are written and not added to
+            with torch.cuda.graph(self._graph):
+                loss = run(self._inputs, self._targets)
+                loss.backward()
+            self._loss = loss.detach()
+            self._parameters = {name: each for name, each in parameters.items() if each.grad is not None}
+            self.gradients: dict[str, Tensor] = {name: each.grad for name, each in self._parameters.items()}  # type: ignore[misc]
+            """Of the last replay alone, whatever was added up; valid until the next one."""
+        finally:
+            for name, parameter in parameters.items():
+                parameter.grad = waiting[name]
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the pass on new data; its loss, valid until the next one. The parameters' gradients stay as they are."""
@@ -48,23 +49,16 @@ class Recording:
         for name, parameter in self._parameters.items():
             parameter.grad = self.gradients[name]
 
-    def add_up(self) -> None:
-        """The last replay's gradients are added to the parameters'; costs one copy of the trainable parameters."""
-        self._totals = self._totals or {name: torch.empty_like(each) for name, each in self.gradients.items()}
-        first = [name for name, parameter in self._parameters.items() if parameter.grad is None]
-        others = [name for name in self._parameters if name not in first]
-        for name in first:
-            self._parameters[name].grad = self._totals[name]
-        _each(torch._foreach_copy_, self._parameters, first, self.gradients)
-        _each(torch._foreach_add_, self._parameters, others, self.gradients)
-
-
-def _each(
-    change: Callable[[list[Tensor], list[Tensor]], object],
-    parameters: Mapping[str, Tensor],
-    names: list[str],
-    by: Mapping[str, Tensor],
-) -> None:
-    """All at once: each by itself would be a launch."""
-    if names:
-        change([parameters[name].grad for name in names], [by[name] for name in names])  # type: ignore[misc]
+    def add_up(self, share: float) -> None:
+        """The last replay's gradients times `share` are added to the parameters'; costs one copy of them."""
+        first: list[str] = []
+        others: list[str] = []
+        for name, parameter in self._parameters.items():
+            (first if parameter.grad is None else others).append(name)
+        if others:
+            totals = [self._parameters[name].grad for name in others]
+            torch._foreach_add_(totals, [self.gradients[name] for name in others], alpha=share)  # type: ignore[arg-type]
+        if first:
+            scaled = torch._foreach_mul([self.gradients[name] for name in first], share)
+            for name, gradient in zip(first, scaled, strict=True):
+                self._parameters[name].grad = gradient
