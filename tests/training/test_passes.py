@@ -1,7 +1,7 @@
 """When a pass is recorded and what a recording serves, with a stand-in for the GPU's own recording."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -104,6 +104,19 @@ def test_a_recording_that_fails_leaves_the_gradients_of_earlier_parts(passes, mo
     with pytest.raises(ZeroDivisionError):
         passes(torch.ones(4, 3), torch.ones(4, 1), share=0.5, measuring=False)
     assert passes.parallel.model.weight.grad is before
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_first_pass_of_each_size_is_compiling_where_it_is_compiled(compiles, monkeypatch):
+    monkeypatch.setattr(module, "compiled_loss_of", lambda **_: module.loss_of)
+    passes = Passes(Parallel.alone(nn.Linear(3, 1)), mse_loss, Setup(compile=compiles), Clock(torch.device("cpu")))
+    passes.begin_epoch(4)
+    laps = []
+    monkeypatch.setattr(passes.clock, "lap", lambda name: laps.append(name) or nullcontext())
+    for size in (4, 4, 3, 4, 3, 2):
+        run(passes, size)
+    assert laps == ["compile" if compiles else "train"] * 3
+    assert passes.num_compiled == (1 if compiles else 0)  # a short batch is not
 
 
 def test_sums_that_begin_anew_run_once_kernel_by_kernel_before_they_are_recorded(passes):

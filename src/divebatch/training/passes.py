@@ -62,7 +62,9 @@ class Passes:
         self.parallel, self.loss_fn, self.setup, self.clock = parallel, loss_fn, setup, clock
         self.full_size = 0
         self.variants: set[tuple[int, bool]] = set()
-        """(samples, whether norms are measured) that ran so far."""
+        """(samples, whether norms are measured) of full batches that ran so far."""
+        self._short: set[tuple[int, bool]] = set()
+        """The same of shorter ones."""
         self.compiled_before = 0
         """Variants of an earlier life of this run."""
         self._recording: Recording | None = None
@@ -128,14 +130,18 @@ class Passes:
 
     @contextmanager
     def _first_time(self, variant: tuple[int, bool]) -> Iterator[None]:
-        """The first pass of its kind is the compiler's time, and the memory it takes to try kernels is no peak."""
-        if variant in self.variants or variant[0] != self.full_size:
+        """The first pass of its kind is the compiler's time, or that of a GPU's library, which takes a second for the
+        convolutions of a short batch it has not seen. The memory a compiler takes to try kernels is no peak."""
+        is_full = variant[0] == self.full_size
+        known = self.variants if is_full else self._short
+        if variant in known:
             yield
             return
         with self.clock.lap("compile" if self.setup.compile else "train"):
             yield
-        self.variants.add(variant)
-        forget_peak_memory(self.clock.device)
+        known.add(variant)
+        if is_full:
+            forget_peak_memory(self.clock.device)
 
     def _may_record(self, variant: tuple[int, bool]) -> bool:
         on_gpu = self.clock.device.type == "cuda" and self.parallel.ranks.is_alone
