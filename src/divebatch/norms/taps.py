@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +52,7 @@ class Taps:
         self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self._accumulator.register_hook(self._receive)
         self._seeds = torch.zeros(len(layers), dtype=torch.int64, device=device)
-        self._calls: tuple[Tensor, Tensor] | None = None
-        """The fewest and the most of a pass."""
+        self._most_calls: Tensor | None = None
         self._is_on = False
         self._places = [Place(self, layer, number) for number, layer in enumerate(layers)]
         # torch refuses to change in place what a custom function returned.
@@ -82,20 +80,13 @@ class Taps:
 
     def check(self) -> None:
         """Raise if a layer was called more often than once in a pass: its gradients were squared apart."""
-        fewest, most = (len(self._layers),) * 2 if self._calls is None else map(int, self._calls)
-        if most > len(self._layers):
+        if self._most_calls is not None and int(self._most_calls) > len(self._layers):
             raise CoverageError("a layer was called several times in one forward pass: a compiled meter cannot add up")
-        if fewest < len(self._layers):
-            warn(
-                f"a backward pass reached {fewest} of the {len(self._layers)} layers of a compiled meter, and the rest "
-                "counts as without gradient; if the loss does depend on them, measure with compiled=False",
-                stacklevel=2,
-            )
 
     def forget(self) -> None:
         """Start anew."""
         self._accumulator.grad = None
-        self._calls = None
+        self._most_calls = None
         if self._mode == "sketch":  # in place, where recorded passes read them
             self._seeds.data.copy_(random_seeds(len(self._layers), self._seeds.device))
 
@@ -119,12 +110,10 @@ class Taps:
         self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
 
     def _note_calls(self, layers: Tensor) -> None:
-        """In place, where recorded passes find them."""
-        if self._calls is None:
-            self._calls = layers.clone(), layers.clone()
-        fewest, most = self._calls
-        torch.minimum(fewest, layers, out=fewest)
-        torch.maximum(most, layers, out=most)
+        """In place, where recorded passes find it."""
+        if self._most_calls is None:
+            self._most_calls = layers.clone()
+        torch.maximum(self._most_calls, layers, out=self._most_calls)
 
 
 @dataclass(slots=True, eq=False)
