@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from divebatch import NormMeter, gradient_diversity
 from divebatch.errors import CoverageError, DivebatchError, UsageError
-from divebatch.norms import DiversityMeter
+from divebatch.norms import DiversityMeter, fused
 from divebatch.norms.conv import Patches
 from reference import per_sample
 from reference.per_sample import mean_loss, mlp, samples, sum_loss
@@ -53,6 +53,12 @@ class Transformer(nn.Module):
         return self.head(x + self.down(self.up(self.norms[1](x)).tanh()))
 
 
+def by_running_statistics() -> ConvNet:
+    model = ConvNet()
+    model.norm.eval()
+    return model
+
+
 def images(count: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(count)
     return torch.randn(count, 3, 6, 6, generator=generator), torch.randn(count, 3, generator=generator)
@@ -77,7 +83,7 @@ def nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def compiled(model: nn.Module, backend: str = "aot_eager") -> Callable[[Tensor], Tensor]:
+def compiled(model: nn.Module, backend: "str | Callable[..., object]" = "aot_eager") -> Callable[[Tensor], Tensor]:
     """A graph break would be an error."""
     return torch.compile(model, fullgraph=True, backend=backend)
 
@@ -129,6 +135,25 @@ def test_a_compiled_convolution_of_few_positions_takes_their_products(monkeypatc
     with NormMeter(model, compiled=True) as meter:
         backward(compiled(model), batch)
     assert_same(meter, expected)
+
+
+@pytest.mark.parametrize("mode", ["exact", "sketch"])
+@pytest.mark.parametrize(("make", "batch"), [*CASES.values(), (by_running_statistics, images)])
+def test_no_gradient_is_copied_to_learn_its_strides(make, batch, mode: str, monkeypatch: pytest.MonkeyPatch):
+    """The compiler does that to all that go into a backward function which asks for one's."""
+    monkeypatch.setattr(fused, "applies", lambda *both: not all(map(fused._is_within_reach, both)))  # asked as on a GPU
+    functions: list[str] = []
+
+    def seen(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        functions.extend(part.code for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
+        return graph
+
+    model = make()
+    with NormMeter(model, mode=mode, compiled=True) as meter:
+        backward(compiled(model, seen), batch(6))
+    assert meter.num_samples == 6
+    assert len(functions) > 1
+    assert not [code for code in functions if "contiguous" in code]
 
 
 @pytest.mark.parametrize("case", CASES)

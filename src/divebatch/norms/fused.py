@@ -55,8 +55,19 @@ def _is_within_reach(tensor: Tensor) -> bool:
     """Whether a kernel may read it: not through torch.func or DTensor, and not beyond its numbers."""
     if not torch.compiler.is_compiling() and not _is_plain(tensor):
         return False
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-    return tensor.dtype in DTYPES and 0 < len(tensor) <= MOST_SAMPLES and span < MOST_ENTRIES
+    return tensor.dtype in DTYPES and 0 < len(tensor) <= MOST_SAMPLES and _span(tensor) < MOST_ENTRIES
+
+
+def _span(tensor: Tensor) -> int:
+    """Entries between the first and the last of a sample.
+
+    A compiler is asked for sizes alone: it does not know a gradient's strides while it reads a backward function, and
+    once asked, it copies every gradient that goes in, to be sure of them.
+    """
+    sizes = tensor.shape[1:]
+    if torch.compiler.is_compiling():
+        return sizes.numel()
+    return sum((size - 1) * stride for size, stride in zip(sizes, tensor.stride()[1:], strict=True))
 
 
 def _is_plain(tensor: Tensor) -> bool:

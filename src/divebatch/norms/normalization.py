@@ -126,8 +126,9 @@ def _by_statistics(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, invers
 
 
 def _layer_kernel_applies(x: Tensor, dy: Tensor, mean: Tensor) -> bool:
-    is_plain = x.is_contiguous() and dy.is_contiguous() and x.dtype == dy.dtype == mean.dtype
-    return is_plain and x.device.type == "cpu" and x.ndim > 2 and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.ndim == 2:
+        return False
+    return x.is_contiguous() and dy.is_contiguous() and x.dtype == dy.dtype == mean.dtype
 
 
 def _by_layer_kernel(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> dict[str, Form]:
