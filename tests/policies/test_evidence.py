@@ -28,7 +28,7 @@ def estimate(noise_scale: float, *, error: float = 0.0, degrees: float = 1e6) ->
     return Diversity.from_noise(noise_scale, 1.0, 1000, spread=spread)
 
 
-TIMED = History(throughputs=tuple((b, b / (1.0 + 0.002 * b)) for b in (128, 256)))
+TIMED = History(epochs_at_size=2, throughputs=tuple((b, b / (1.0 + 0.002 * b)) for b in (128, 256)))
 RULES: list[Policy] = [
     NoiseScale(CAP),
     NormTest(CAP),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -257,7 +258,7 @@ def test_step_time_is_a_line_through_what_was_measured():
 
 
 def timed(fixed: float, each: float, *sizes: int) -> History:
-    return History(throughputs=tuple((b, b / (fixed + each * b)) for b in sizes))
+    return History(epochs_at_size=2, throughputs=tuple((b, b / (fixed + each * b)) for b in sizes))
 
 
 def by_hand(fixed: float, each: float, noise_scale: float, candidates: list[int]) -> int:
@@ -292,7 +293,18 @@ def test_goodput_stays_where_little_is_to_be_gained():
 
 def test_goodput_tries_a_second_size_and_none_before_it_knows_a_speed():
     assert size(Goodput(CAP), 2000.0, history=timed(0.0, 0.01, 128)) > 128
-    assert size(Goodput(CAP), 2000.0, history=History()) == 128
+    assert size(Goodput(CAP), 2000.0, history=History(epochs_at_size=2)) == 128
+
+
+def test_goodput_is_not_misled_by_what_a_compiler_does_in_the_first_epoch_at_a_size():
+    """At 1024, in truth the fastest, ten times the time: by that alone 128 would be the best."""
+    fair = timed(1.0, 0.001, 128, 1024)
+    misled = replace(fair, throughputs=((128, fair.throughputs[0][1]), (1024, fair.throughputs[1][1] / 10)))
+    measured = partial(seen, 2000.0, batch_size=1024)
+    assert Goodput(CAP).next(measured(history=misled)).batch_size == 128
+    first = Goodput(CAP).next(measured(history=replace(misled, epochs_at_size=1)))
+    assert (first.batch_size, first.reason) == (1024, "the first epoch at a size does not tell its speed")
+    assert Goodput(CAP).next(measured(history=fair.with_throughput(1024, 1.0))).batch_size >= 1024
 
 
 # Timetables

@@ -20,6 +20,7 @@ class Goodput(Policy):
     a straight line through the sizes that have been run; while only one has been, half of its step's time is taken to
     be fixed cost, so that a second size gets tried. Changes that promise less than `least_improvement` are not made:
     they cost recompiling and prove little. Nor are those that would lose at either end of the noise scale's interval.
+    The first epoch at a size decides nothing: what compilers and GPU libraries do once is in its time.
     Time is measured, so two runs need not decide alike.
     """
 
@@ -45,6 +46,8 @@ class Goodput(Policy):
         speeds = [(size, speed) for size, speed in seen.history.throughputs if speed > 0]
         if not self.measures(seen.epoch, seen.batch_size) or not speeds:
             return Decision(batch_size=seen.batch_size)
+        if seen.history.epochs_at_size < 2:
+            return Decision(batch_size=seen.batch_size, reason="the first epoch at a size does not tell its speed")
         diversity = require_diversity(self, seen)
         if not diversity.is_defined:
             return Decision(batch_size=seen.batch_size, reason=f"no noise scale: {diversity.problem}")
