@@ -20,6 +20,7 @@ CASES: dict[str, Callable[[], Estimator]] = {
     "oracle": lambda: Oracle(mean_loss),
     "per-sample": PerSample,
     "split": Split,
+    "split, one batch in 2": lambda: Split(every=2),
     "moments": Moments,
     "ranks": AcrossRanks,
 }
@@ -55,7 +56,7 @@ def assert_same(measured: Diversity, expected: Diversity) -> None:
 
 
 def test_every_estimator_of_the_catalog_is_in_the_case_table():
-    assert CASES.keys() == ESTIMATORS.keys()
+    assert {case.split(",")[0] for case in CASES} == ESTIMATORS.keys()
 
 
 @pytest.mark.parametrize("case", OF_ALL_SAMPLES)
@@ -302,3 +303,38 @@ def test_oracle_measures_the_samples_of_a_resumed_epoch():
 def test_oracle_without_a_loss_gets_an_error_that_says_how_to_give_one():
     with pytest.raises(ArgumentError, match=r"needs the loss: pass Controller\(.*loss_fn=.*Oracle\(loss_fn\)"):
         Oracle().bind(scene(mlp(), AdaptiveLoader(DATA, 4)))
+
+
+def seen_by(estimator: Split, batches: list, *, cut_all: bool) -> Diversity:
+    """Of a moving model; batches that need not be cut go through whole, unless `cut_all`."""
+    model, delivered = mlp(), 0
+    optimizer = sgd(model)
+    estimator.bind(Scene(model, lambda: iter(()), "mean", None, optimizer, lambda: delivered))
+    estimator.start()
+    for batch in batches:
+        delivered += len(batch[0])
+        train(model, optimizer, [batch], parts_of=2 if cut_all else len(batch[0]) // estimator.min_parts)
+    return estimator.finish()
+
+
+@pytest.mark.parametrize("cut_all", [False, True])
+def test_one_batch_in_three_is_looked_at_wherever_the_loop_cuts(cut_all: bool):
+    """Against gradients kept by hand, of the halves of those batches at the weights they met."""
+    batches = [tuple(part[at : at + 4] for part in dataset(28).tensors) for at in range(0, 28, 4)]
+    found = seen_by(Split(every=3), batches, cut_all=cut_all)
+    model, pairs = mlp(), []
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(batches):
+        if number in (0, 3, 6):
+            halves = [per_sample.gradients(model, mean_loss, x[half], y[half]) for half in (slice(2), slice(2, 4))]
+            pairs.append(per_sample.pair_of(halves))
+        train(model, optimizer, [(x, y)])
+    trace, sq_norm = (sum(each) / 3 for each in zip(*pairs, strict=True))
+    assert (found.trace, found.sq_norm) == (pytest.approx(trace, rel=1e-9), pytest.approx(sq_norm, rel=1e-9))
+    assert found.num_samples == 28
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+def test_every_must_be_a_whole_number(every):
+    with pytest.raises(ArgumentError, match=r"every must be an integer of at least 1, got every="):
+        Split(every=every)

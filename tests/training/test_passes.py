@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, EpochRecord
-from divebatch.estimators import dropped, split
+from divebatch.estimators import Split, dropped, split
 from divebatch.policies import NoiseScale
 from divebatch.training import Clock, Passes, Setup, Step, Tally, train_epoch
 from divebatch.training import passes as module
@@ -133,15 +134,33 @@ def test_without_a_token_nothing_is_recorded(passes):
 def test_another_size_drops_the_recording(passes):
     assert [run(passes), run(passes)] == [False, True]
     passes.expect(5)
-    assert passes._recording is None
+    assert not passes._recorded
     assert [run(passes, 5), run(passes, 5)] == [False, True]
+
+
+def parts(passes: Passes, size: int, batch_size: int) -> bool:
+    passes.expect(size, batch_size=batch_size)
+    return run(passes, size, share=size / batch_size)
+
+
+def test_whole_batches_and_halves_have_a_recording_each_until_the_size_changes(passes):
+    assert [parts(passes, size, 8) for size in (4, 8, 4, 8, 8, 4)] == [False, False, True, True, True, True]
+    assert (Played.made, len(passes._recorded)) == (2, 2)
+    assert parts(passes, 8, 16)  # halves of larger batches: what was recorded serves on
+    assert [variant[0] for variant in passes._recorded] == [8]
+    assert Played.made == 2
 
 
 INPUTS = torch.linspace(-1, 2, 183, dtype=torch.float64).view(61, 3).sin()
 DATA = TensorDataset(INPUTS, 3 + INPUTS.sum(1, keepdim=True))
 
 
-def trained(estimator: str, micro_batch_size: int | None) -> tuple[list[EpochRecord], list[Tensor]]:
+def expected_step(step: Step, batch: object) -> Tensor:
+    step.passes.expect(step.part_size(8), batch_size=8)
+    return step(batch)
+
+
+def trained(estimator: str | Split, micro_batch_size: int | None) -> tuple[list[EpochRecord], list[Tensor]]:
     """Three epochs with batches of 8, the last of them of 5."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -152,8 +171,8 @@ def trained(estimator: str, micro_batch_size: int | None) -> tuple[list[EpochRec
     with Controller(model, optimizer, loader, NoiseScale(8), estimator=estimator) as control:
         step = Step.under(control, passes, optimizer)
         for _ in range(3):
-            passes.begin_epoch(step.part_size(8))
-            loss = train_epoch(step, loader, Tally(), lambda: None)
+            passes.begin_epoch(step.part_size(8), batch_size=8)
+            loss = train_epoch(partial(expected_step, step), loader, Tally(), lambda: None)
             records.append(control.step(loss=loss))
     passes.begin_epoch(step.part_size(8))
     step(DATA[:8])  # after the controller is closed
@@ -161,12 +180,13 @@ def trained(estimator: str, micro_batch_size: int | None) -> tuple[list[EpochRec
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2, 3])
-@pytest.mark.parametrize("estimator", ["split", "moments"])
-def test_what_is_replayed_trains_and_is_measured_as_what_is_not(estimator, micro_batch_size, request):
-    expected, expected_weights = trained(estimator, micro_batch_size)
+@pytest.mark.parametrize("kind", ["split", "moments", "split, one batch in 3"])
+def test_what_is_replayed_trains_and_is_measured_as_what_is_not(kind, micro_batch_size, request):
+    make = (lambda: Split(every=3)) if "," in kind else lambda: kind
+    expected, expected_weights = trained(make(), micro_batch_size)
     request.getfixturevalue("on_a_gpu")
-    found, weights = trained(estimator, micro_batch_size)
-    assert Played.made == 1
+    found, weights = trained(make(), micro_batch_size)
+    assert Played.made == (2 if "," in kind and micro_batch_size is None else 1)
     assert Played.replayed >= 3 * 7
     for one, other in zip(found, expected, strict=True):
         assert one.measured == other.measured

@@ -35,7 +35,7 @@ def run_steps(step: Step, sizes: list[int]) -> list[float]:
     losses = []
     for size in sizes:
         if size in (32, 64):
-            step.passes.begin_epoch(step.part_size(size))
+            step.passes.begin_epoch(step.part_size(size), batch_size=size)
         inputs = torch.randn(size, 3, 12, 12, device="cuda").contiguous(memory_format=torch.channels_last)
         losses.append(step((inputs, torch.randint(4, (size,), device="cuda"))).item())
     return losses
@@ -59,7 +59,7 @@ def measured(*, cuda_graphs: bool, mode: str, compile: bool = True, **settings: 
             run_steps(watched, SIZES)
             seen = meter.diversity()
         found.append((seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples))
-    assert (passes._recording is not None) == cuda_graphs
+    assert bool(passes._recorded) == cuda_graphs
     return found
 
 
@@ -79,22 +79,22 @@ def test_sums_that_begin_anew_are_recorded_anew_and_no_token_means_no_recording(
     with DiversityMeter(model, compiled=True) as meter:
         watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
         run_steps(watched, [32, 32, 32])
-        first = passes._recording
+        (first,) = passes._recorded.values()
         meter.reset()
         run_steps(watched, [32, 32, 32])
-        assert passes._recording is not first
+        assert first not in passes._recorded.values()
         assert meter.diversity().num_samples == 96
         watched.replay_token = lambda: None
-        passes._forget_recording()
+        passes._keep(lambda *_: False)
         run_steps(watched, [32, 32, 32])
-        assert passes._recording is None
+        assert not passes._recorded
         assert meter.diversity().num_samples == 192
 
 
 def test_replayed_passes_train_the_same_weights_statistics_and_losses():
     plain, plain_losses, _ = trained(cuda_graphs=False)
     replayed, losses, passes = trained(cuda_graphs=True)
-    assert passes._recording is not None
+    assert passes._recorded
     assert passes.peak_memory_bytes > 0
     assert passes.num_compiled == 2
     assert losses == pytest.approx(plain_losses, rel=1e-4)
@@ -103,25 +103,27 @@ def test_replayed_passes_train_the_same_weights_statistics_and_losses():
         torch.testing.assert_close(replayed[name], value, rtol=1e-3, atol=1e-5)
 
 
-def watched_in_parts(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float], Diversity]:
-    """In halves, for `split`."""
+def watched_in_parts(*, cuda_graphs: bool, every: int) -> tuple[dict[str, torch.Tensor], list[float], Diversity]:
+    """In halves, for `split`, or one batch in so many."""
     model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=cuda_graphs)
-    estimator, delivered = Split(), itertools.accumulate(SIZES)
+    estimator, delivered = Split(every=every), itertools.accumulate(SIZES)
     now = [0]
     estimator.bind(Scene(model, lambda: iter(()), "mean", cross_entropy, optimizer, lambda: now[0]))
     estimator.start()
-    step = Step(passes, optimizer, is_measuring=lambda: True, min_parts=lambda: 2, on_replay=estimator.see_replay)
+    step = Step(passes, optimizer, is_measuring=lambda: True, on_replay=estimator.see_replay)
+    step.min_parts = lambda: estimator.min_parts
     losses = []
     for size in SIZES:
         now[0] = next(delivered)
         losses += run_steps(step, [size])
-    assert (passes._recording is not None) == cuda_graphs
+    assert bool(passes._recorded) == cuda_graphs
     return model.state_dict(), losses, estimator.finish()
 
 
-def test_replayed_parts_train_and_are_seen_as_plain_ones():
-    plain, plain_losses, expected = watched_in_parts(cuda_graphs=False)
-    replayed, losses, found = watched_in_parts(cuda_graphs=True)
+@pytest.mark.parametrize("every", [1, 2])
+def test_replayed_parts_train_and_are_seen_as_plain_ones(every):
+    plain, plain_losses, expected = watched_in_parts(cuda_graphs=False, every=every)
+    replayed, losses, found = watched_in_parts(cuda_graphs=True, every=every)
     assert losses == pytest.approx(plain_losses, rel=1e-3)
     assert (found.trace, found.num_samples) == (pytest.approx(expected.trace, rel=1e-2), sum(SIZES))
     for name, value in plain.items():
@@ -142,5 +144,5 @@ def test_replayed_sketches_draw_other_signs_each_time():
             watched(batch)
             sums.append(meter.norms.sum_of_sq_norms())
     added = {round(after - before, 9) for before, after in itertools.pairwise(sums)}
-    assert passes._recording is not None
+    assert passes._recorded
     assert len(added) == 8

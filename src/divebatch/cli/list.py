@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from divebatch.experiments import Experiment, experiment_names, get_experiment
+from divebatch.experiments.schema import Part
 
 
 def list_experiments() -> None:
@@ -24,7 +25,16 @@ def _methods(experiment: Experiment) -> Table:
         justify: Literal["left", "right"] = "right" if column in ("batch", "lr") else "left"
         table.add_column(column, justify=justify, no_wrap=column == "method", overflow="fold")
     for name, method in experiment.methods.items():
-        settings = ", ".join(f"{key}={value}" for key, value in method.policy.settings.items())
-        policy = f"{method.policy.kind}({settings})" + (f" with {method.estimator}" if method.estimator else "")
+        policy = f"{method.policy.kind}({_settings(method.policy)})"
+        if method.estimator is not None:
+            policy += f" with {_estimator(method.estimator)}"
         table.add_row(name, policy, str(method.batch_size), f"{method.lr:g}", method.lr_coupling)
     return table
+
+
+def _estimator(chosen: str | Part) -> str:
+    return chosen if isinstance(chosen, str) else f"{chosen.kind}({_settings(chosen)})"
+
+
+def _settings(part: Part) -> str:
+    return ", ".join(f"{key}={value}" for key, value in part.settings.items())

@@ -37,7 +37,7 @@ class AcrossRanks(Split):
         self._sum_of_shares = 0.0
 
     @property
-    def min_parts(self) -> int:  # type: ignore[override]
+    def min_parts(self) -> int:
         """Micro-batches that a rank's share must be cut into at least."""
         return 2 if self._bound().ranks.is_alone else 1
 

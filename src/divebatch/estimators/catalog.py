@@ -26,4 +26,7 @@ def make_estimator(kind: str, **settings: Any) -> Estimator:
     """Build an estimator from its name and settings."""
     if kind not in ESTIMATORS:
         raise ArgumentError(f"unknown estimator {kind!r}; known: {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[kind](**settings)
+    try:
+        return ESTIMATORS[kind](**settings)
+    except TypeError as error:
+        raise ArgumentError(f"estimator {kind!r} cannot be built from {settings}: {error}") from error

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.errors import UsageError
 from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.dropped import DropWatch, loss_scale
-from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
+from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 
@@ -37,8 +37,7 @@ class Moments(ChunkWise):
 
     def __init__(self, *, window: int = 2, decay: float = 1.0, preconditioned: bool = False) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned)
-        if isinstance(window, bool) or not isinstance(window, int) or window < 2:
-            raise ArgumentError(f"window must be an integer of at least 2, got window={window!r}")
+        require_number("window", window, least=2)
         self._num_steps = window
         self._handle: RemovableHandle | None = None
         self._watch: DropWatch | None = None

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import ChunkWise
-from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
+from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
 from divebatch.estimators.recorded import is_recorded
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
@@ -30,24 +30,38 @@ class Split(ChunkWise):
     batches of the loader, or over parts of one from `divebatch.micro_batches`. The loss must be a mean over samples.
 
     Bias: none, with chunks of any sizes. Under BatchNorm it is right too, for the network as it trains: normalised
-    over one chunk at a time. Cost: one copy of the trainable parameters; more backward passes only where batches would
-    not have been cut anyway. Two chunks scatter more than `per-sample`; the interval says how much. Works with every
-    model, since no layer needs a rule. Under a GradScaler use `moments`.
+    over one chunk at a time. Cost: one copy of the trainable parameters (the trainer's replayed passes take one more, or
+    two); more backward passes only where batches would not have been cut anyway. Two chunks scatter more than
+    `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. Under a GradScaler
+    use `moments`.
 
     `preconditioned=True` measures gradients as an Adam-like optimizer sees them, each coordinate over the root of its
     running second moment. Exact: all chunks of a batch are divided by the same.
+
+    `every=q` looks at one batch in q, the first of them: the others may go through as a whole, and cost nothing.
+    `control.min_parts` says for each batch whether it is to be cut.
     """
 
-    min_parts = 2
     name = "split"
     replay_token = True
     """A pass that was recorded may be replayed, where `see_replay` is told."""
 
-    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False) -> None:
+    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every: int = 1) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned)
+        require_number("every", every, least=1)
+        self._every, self._num_batches = every, 0
         self._handles: list[RemovableHandle] = []
         self._received: dict[str, Tensor] = {}
         self._task, self._counts = -1, False
+
+    @property
+    def min_parts(self) -> int:
+        """Backward passes that the batch under way must go through in at least."""
+        return 2 if self._looks else 1
+
+    @property
+    def _looks(self) -> bool:
+        return self._num_batches % self._every == 0
 
     def _prepare(self, scene: Scene) -> None:
         if scene.loss_reduction != "mean":
@@ -61,7 +75,7 @@ class Split(ChunkWise):
     def _attach(self, scene: Scene) -> None:
         self._chunks = self._new_chunks(scene)
         self._delivered = self._stepped = scene.delivered_here()
-        self._batch = 0
+        self._batch = self._num_batches = 0
         self._handles = [when_gradients_are_used(optimizer_of(scene, self.name), self._end_of_batch)]
         for name, parameter in self._chunks.parameters.items():
             self._handles.append(parameter.register_hook(partial(self._receive, name)))
@@ -76,7 +90,7 @@ class Split(ChunkWise):
     # One backward pass
 
     def _receive(self, name: str, gradient: Tensor) -> None:
-        if is_recorded(gradient):
+        if not self._looks or is_recorded(gradient):
             return
         task = torch._C._current_graph_task_id()
         if task != self._task:  # what an earlier pass left, which died half-way, is dropped
@@ -84,13 +98,13 @@ class Split(ChunkWise):
         self._received[name] = gradient.detach()
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if not (self._counts or is_recorded(parameter)):
+        if self._looks and not (self._counts or is_recorded(parameter)):
             self._counts = True
             Variable._execution_engine.queue_callback(self._end_of_pass)
 
     def see_replay(self, gradients: Mapping[str, Tensor]) -> None:
         """A recorded pass was replayed, which no hook sees: the gradients of its own mean loss."""
-        if self._chunks is not None:
+        if self._chunks is not None and self._looks:
             self._received = {name: gradients[name] for name in self._chunks.parameters if name in gradients}
             self._take(1.0)
 
@@ -126,14 +140,26 @@ class Split(ChunkWise):
                 f"the backward passes since the last optimizer step held {chunks.num_samples} samples by the loader's "
                 f"count, and it delivered {delivered - self._stepped}: {HOW_TO_CUT}"
             )
-        self._count(chunks)
+        if self._looks:
+            self._count(chunks)
+            chunks.forget()
+        else:
+            self._average.num_samples = self._average.num_samples + delivered - self._stepped
+            self._delivered = delivered
         self._stepped = delivered
-        chunks.forget()
+        self._num_batches += 1
 
     def _count(self, chunks: Any) -> None:
         if chunks.num_chunks > 1:
             self._average.add(chunks.pair(), chunks.num_samples)
         self._average.num_samples = self._average.num_samples + chunks.num_samples
+
+    def _own_state(self) -> dict[str, Any]:
+        return {**super()._own_state(), "num_batches": self._num_batches}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        super()._load_own_state(state)
+        self._num_batches = state.get("num_batches", 0)  # not in states of before
 
     def _when_empty(self) -> Diversity:
         raise UsageError(

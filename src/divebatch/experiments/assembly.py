@@ -119,15 +119,17 @@ def _policy(method: Method) -> Policy:
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
-def estimator_for(kind: str, training: Setup) -> Estimator:
+def estimator_for(kind: str, training: Setup, **settings: Any) -> Estimator:
     """By name; those that measure norms do so in the way the run trains."""
-    measures_norms = kind in ("trajectory", "per-sample")
-    return make_estimator(kind, **({"mode": training.norms, "compiled": training.compile} if measures_norms else {}))
+    if kind in ("trajectory", "per-sample"):
+        settings = {"mode": training.norms, "compiled": training.compile, **settings}
+    return make_estimator(kind, **settings)
 
 
 def _estimator(run: Run) -> Estimator:
-    kind = run.method.estimator or _policy(run.method).estimator or "trajectory"
-    return estimator_for(kind, run.experiment.training)
+    chosen = run.method.estimator or _policy(run.method).estimator or "trajectory"
+    part = Part(kind=chosen) if isinstance(chosen, str) else chosen
+    return estimator_for(part.kind, run.experiment.training, **part.settings)
 
 
 def _settings(registry: dict[str, type[Any]], part: Part, where: str) -> Any:

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from divebatch.errors import ArgumentError
-from divebatch.estimators import ESTIMATORS
+from divebatch.estimators import ESTIMATORS, make_estimator
 from divebatch.lr import COUPLINGS
 from divebatch.policies import POLICIES, make_policy
 from divebatch.policies.bounds import require_count, require_coupling, require_positive
@@ -74,7 +74,8 @@ class Method:
     lr: float
     policy: Part
     lr_coupling: str = "none"
-    estimator: str | None = None
+    estimator: str | Part | None = None
+    """A name, or one with settings."""
     warmup_epochs: int = 0
     every_steps: int | None = None
     base_batch_size: int | None = None
@@ -178,6 +179,7 @@ def _require_known(name: str, value: Any, known: Mapping[Any, Any]) -> None:
 def _method(table: Any, where: str) -> Method:
     values = dict(_table(table, where))
     values["policy"] = _part(values.get("policy"), f"{where} policy", known=tuple(POLICIES))
+    values["estimator"] = _estimator(values.get("estimator"), f"{where} estimator")
     values["shadows"] = _shadows(values.get("shadows", {}), f"{where} shadows")
     method = _build(Method, values, where)
     try:
@@ -189,13 +191,24 @@ def _method(table: Any, where: str) -> Method:
             if getattr(method, name) is not None:
                 require_count(name, getattr(method, name))
         _require_known("lr_coupling", method.lr_coupling, COUPLINGS)
-        _require_known("estimator", method.estimator, {None: None, **ESTIMATORS})
         policy = make_policy(method.policy.kind, **method.policy.settings)
         policy.check_start(method.batch_size)
         require_coupling(policy, method.lr_coupling)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from error
     return method
+
+
+def _estimator(entry: Any, where: str) -> str | Part | None:
+    """Built once, as the policy is."""
+    if entry is None:
+        return None
+    part = _part({"kind": entry} if isinstance(entry, str) else entry, where, known=tuple(ESTIMATORS))
+    try:
+        make_estimator(part.kind, **part.settings)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from error
+    return part if part.settings else part.kind
 
 
 def _shadows(table: Any, where: str) -> Mapping[str, Part] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,8 +19,8 @@ LossFn = Callable[[Any, Any], Tensor]
 OnReplay = Callable[[Mapping[str, Tensor]], None]
 """Told the gradients of a pass by the parameters' names."""
 
-Key = tuple[int, bool, object]
-"""Samples, whether norms are measured, and the token for which a recording is valid."""
+Variant = tuple[int, bool]
+"""Samples, and whether norms are measured."""
 
 MOST_VARIANTS = 256
 """Of one function that the compiler may make: batch sizes times measuring or not, over all runs of a process."""
@@ -49,40 +50,54 @@ def compiled_loss_of(*, fullgraph: bool = True) -> Callable[..., Tensor]:
     return torch.compile(loss_of, dynamic=False, fullgraph=fullgraph)
 
 
+@dataclass(slots=True)
+class Recorded:
+    """A recording, and what it is good for."""
+
+    recording: Recording
+    token: object
+    """It is valid for this one."""
+    peak_bytes: int
+
+
 class Passes:
     """Runs the passes of a training run in the fastest way its setup allows.
 
-    The compiler makes code for one shape, which takes seconds, so only batches of `full_size` samples go through it;
-    a shorter last one runs uncompiled. On a GPU a compiled pass, of a whole batch or of a part, is recorded the second
-    time it comes and replayed from then on. A recording that measures adds to the sums it was made with, so it is made
-    anew whenever those are.
+    The compiler makes code for one shape, which takes seconds, so only passes of `full_size` samples go through it; one
+    of a shorter last batch runs uncompiled. On a GPU a compiled pass, of a whole batch or of a part, is recorded the
+    second time it comes and replayed from then on. A recording that measures adds to the sums it was made with, so it
+    is made anew whenever those are. Where some batches go through in parts and some as a whole, there is one for each.
     """
 
     def __init__(self, parallel: Parallel, loss_fn: LossFn, setup: Setup, clock: Clock) -> None:
         self.parallel, self.loss_fn, self.setup, self.clock = parallel, loss_fn, setup, clock
-        self.full_size = 0
-        self.variants: set[tuple[int, bool]] = set()
-        """(samples, whether norms are measured) of full batches that ran so far."""
-        self._short: set[tuple[int, bool]] = set()
+        self.full_size = self._batch_size = 0
+        self.variants: set[Variant] = set()
+        """Of full size, that ran so far."""
+        self._short: set[Variant] = set()
         """The same of shorter ones."""
         self.compiled_before = 0
         """Variants of an earlier life of this run."""
-        self._recording: Recording | None = None
-        self._recorded_key: Key | None = None
-        self._recorded_peak = 0
-        self._ran_last: Key | None = None
-        """What ran last of those that may be recorded, kernel by kernel: nothing is left to compile or to choose."""
+        self._recorded: dict[Variant, Recorded] = {}
+        self._ran: dict[Variant, object] = {}
+        """The tokens with which those that may be recorded ran last, kernel by kernel: nothing is left to compile or
+        to choose."""
 
-    def begin_epoch(self, full_size: int) -> None:
-        """Batches have this many samples from now on, but for the last."""
-        self.expect(full_size)
+    def begin_epoch(self, full_size: int, *, batch_size: int | None = None) -> None:
+        """As `expect`."""
+        self.expect(full_size, batch_size=batch_size)
         forget_peak_memory(self.clock.device)
 
-    def expect(self, full_size: int) -> None:
-        """The same, also within an epoch: what was recorded for another size is dropped."""
-        if full_size != self.full_size:
-            self._forget_recording()
-        self.full_size = full_size
+    def expect(self, full_size: int, *, batch_size: int | None = None) -> None:
+        """Passes have `full_size` samples from now on, but for the last ones of an epoch.
+
+        They are the parts of batches of `batch_size`, or these as a whole. With another such size, what was recorded of
+        passes of other sizes is dropped.
+        """
+        batch_size = full_size if batch_size is None else batch_size
+        if batch_size != self._batch_size:
+            self._keep(lambda variant, _: variant[0] == full_size)
+        self.full_size, self._batch_size = full_size, batch_size
 
     def __call__(
         self,
@@ -102,15 +117,16 @@ class Passes:
         gradients are brought together over ranks.
         """
         variant = (len(targets), measuring)
-        key = (*variant, token) if share > 0 and token is not None and self._may_record(variant) else None
-        if key is not None and key in (self._recorded_key, self._ran_last):
-            recording = self._recording_for(key, inputs, targets)
+        may_record = share > 0 and token is not None and self._may_record(variant)
+        if may_record and (self._find(variant, token) is not None or self._ran.get(variant) == token):
+            recording = self._recording_for(variant, token, inputs, targets)
             return self._replay(recording, inputs, targets, share, on_replay)
         with self._first_time(variant), self.parallel.adding_up(is_last=is_last):
             loss = self._loss(inputs, targets)
             loss = loss if share == 1 else loss * share
             loss.backward()
-        self._ran_last = key or self._ran_last
+        if may_record:
+            self._ran[variant] = token
         return loss.detach()
 
     @property
@@ -121,7 +137,7 @@ class Passes:
     @property
     def peak_memory_bytes(self) -> int:
         """Since the epoch began; what a recording takes was allocated when it was made."""
-        return max(peak_memory_bytes(self.clock.device), self._recorded_peak if self._recording else 0)
+        return max([peak_memory_bytes(self.clock.device), *(each.peak_bytes for each in self._recorded.values())])
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         is_compiled = self.setup.compile and len(targets) == self.full_size
@@ -129,7 +145,7 @@ class Passes:
         return function(self.parallel.module, self.loss_fn, inputs, targets, self.setup.precision)
 
     @contextmanager
-    def _first_time(self, variant: tuple[int, bool]) -> Iterator[None]:
+    def _first_time(self, variant: Variant) -> Iterator[None]:
         """The first pass of its kind is the compiler's time, or that of a GPU's library, which takes a second for the
         convolutions of a short batch it has not seen. The memory a compiler takes to try kernels is no peak."""
         is_full = variant[0] == self.full_size
@@ -143,7 +159,7 @@ class Passes:
         if is_full:
             forget_peak_memory(self.clock.device)
 
-    def _may_record(self, variant: tuple[int, bool]) -> bool:
+    def _may_record(self, variant: Variant) -> bool:
         on_gpu = self.clock.device.type == "cuda" and self.parallel.ranks.is_alone
         return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant[0] == self.full_size
 
@@ -157,20 +173,26 @@ class Passes:
         on_replay(recording.gradients)
         return loss
 
-    def _recording_for(self, key: Key, inputs: Any, targets: Any) -> Recording:
-        if self._recording is None or key != self._recorded_key:
-            self._forget_recording()  # first, so that there is never memory for two
+    def _find(self, variant: Variant, token: object) -> Recorded | None:
+        found = self._recorded.get(variant)
+        return found if found is not None and found.token == token else None
+
+    def _recording_for(self, variant: Variant, token: object, inputs: Any, targets: Any) -> Recording:
+        found = self._find(variant, token)
+        if found is None:
+            self._keep(lambda other, made: other != variant and made.token == token)  # no memory for more than needed
             with self.clock.lap("compile"):
                 forget_peak_memory(self.clock.device)
-                self._recording = self._recorded(inputs, targets)
-                self._recorded_key, self._recorded_peak = key, peak_memory_bytes(self.clock.device)
-        return self._recording
+                recording = self._record(inputs, targets)
+                found = Recorded(recording, token, peak_memory_bytes(self.clock.device))
+            self._recorded[variant] = found
+        return found.recording
 
-    def _recorded(self, inputs: Any, targets: Any) -> Recording:
+    def _record(self, inputs: Any, targets: Any) -> Recording:
         """Of a batch by itself, so that it serves for parts of batches of all sizes."""
         trainable = {name: each for name, each in self.parallel.model.named_parameters() if each.requires_grad}
         with part_of_batch(1.0):
             return Recording(trainable, self._loss, inputs, targets)
 
-    def _forget_recording(self) -> None:
-        self._recording = self._recorded_key = None
+    def _keep(self, is_of_use: Callable[[Variant, Recorded], bool]) -> None:
+        self._recorded = {variant: each for variant, each in self._recorded.items() if is_of_use(variant, each)}

@@ -98,11 +98,12 @@ class Trainer:
         self.model.train()
         loader, ranks = self.control.loader, self.ranks
         step = Step.under(self.control, self.passes, self.optimizer)
-        self.passes.begin_epoch(step.part_size(share_of(loader.batch_size, ranks).mine))
+        size = share_of(loader.batch_size, ranks).mine
+        self.passes.begin_epoch(step.part_size(size), batch_size=size)
 
         def one_step(batch: Any) -> Tensor:
-            # The controller may have changed the size since.
-            self.passes.expect(step.part_size(share_of(loader.batch_size, ranks).mine))
+            size = share_of(loader.batch_size, ranks).mine  # the controller may have changed it, or want other parts
+            self.passes.expect(step.part_size(size), batch_size=size)
             return step(batch)
 
         train_loss = train_epoch(
