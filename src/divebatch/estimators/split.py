@@ -30,7 +30,7 @@ class Split(ChunkWise):
     batches of the loader, or over parts of one from `divebatch.micro_batches`. The loss must be a mean over samples.
 
     Bias: none, with chunks of any sizes. Under BatchNorm it is right too, for the network as it trains: normalised
-    over one chunk at a time. Cost: one copy of the trainable parameters (the trainer's replayed passes take one more, or
+    over one chunk at a time. Cost: one copy of the trainable parameters (the trainer's replays take one more, or
     two); more backward passes only where batches would not have been cut anyway. Two chunks scatter more than
     `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. Under a GradScaler
     use `moments`.
