@@ -73,6 +73,10 @@ def _plus(total: Any, more: Any) -> Any:
 
 
 def addend(gradient: Tensor, total: Tensor) -> Tensor:
-    """A gradient as it is added to a sum of gradients: dense, in the sum's type, cut off from the graph."""
-    gradient = gradient.detach()
-    return (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
+    """A gradient as it is added to a sum of gradients: dense, in the sum's type, cut off from the graph.
+
+    Mostly it is that already: each needless operation is a microsecond or more, times the parameters, a step.
+    """
+    gradient = gradient.detach() if gradient.requires_grad else gradient
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return gradient if gradient.dtype == total.dtype else gradient.to(total.dtype)
