@@ -96,7 +96,8 @@ def test_batches_without_replacement_tell_of_what_the_samples_were_drawn_from(si
     draws = torch.stack([rows[list(order)] for order in permutations(range(6), sum(sizes))])
     means = torch.stack([chunk.mean(1) for chunk in draws.split(sizes, dim=1)])
     weighted = (torch.tensor(sizes)[:, None] * means.square().sum(2)).sum(0)
-    trace, sq_norm = unbiased(weighted, draws.mean(1).square().sum(1), len(sizes), sum(sizes)).mean(1).tolist()
+    means_of_all = draws.mean(1).square().sum(1)
+    trace, sq_norm = (float(each.mean()) for each in unbiased(weighted, means_of_all, len(sizes), sum(sizes)))
     assert trace == pytest.approx(float(rows.var(0).sum()))
     assert sq_norm == pytest.approx(float(rows.mean(0).square().sum()) - trace / 6)
     exact = Diversity(float(rows.square().sum()), float(rows.sum(0).square().sum()), 6).noise_scale

@@ -73,7 +73,7 @@ class AcrossRanks(Split):
         ranks, average = self._bound().ranks, PairAverage(decay=self._decay)
         if self._rows:
             weighted, mean, chunks, samples = self._summed_rows(ranks).unbind(1)
-            pairs = unbiased(weighted, mean, chunks, samples).unbind(1)
+            pairs = torch.stack(unbiased(weighted, mean, chunks, samples), 1)
             for pair, weight in zip(pairs, samples * (chunks > 1), strict=True):
                 average.add(pair, weight)
             average.num_samples = int(samples.sum())

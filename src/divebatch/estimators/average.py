@@ -12,15 +12,26 @@ from divebatch.measurement import Diversity, Spread
 from divebatch.ranks import Ranks
 
 
-def unbiased(weighted_sq_norms: Tensor, sq_norm_of_mean: Tensor, num_chunks: Any, num_samples: Any) -> Tensor:
+def unbiased(weighted_sq_norms: Any, sq_norm_of_mean: Any, num_chunks: Any, num_samples: Any) -> tuple[Any, Any]:
     """(tr(Sigma), ||G||^2) from the mean gradients of two or more chunks of samples at the same weights.
 
     `weighted_sq_norms` is the sum over chunks of s_j ||g_j||^2, s_j samples with the mean gradient g_j, and
     `sq_norm_of_mean` is ||sum_j s_j g_j / b||^2 over all b = `num_samples`. Chunks may differ in size. Single samples
-    are chunks of one, so per-sample norms give the same formula.
+    are chunks of one, so per-sample norms give the same formula. Numbers, or tensors of them.
     """
     trace = (weighted_sq_norms - num_samples * sq_norm_of_mean) / (num_chunks - 1)
-    return torch.stack([trace, sq_norm_of_mean - trace / num_samples])
+    return trace, sq_norm_of_mean - trace / num_samples
+
+
+def inner_variance(sq_norms: tuple[float, float], sizes: tuple[int, int], sq_norm_of_mean: float) -> float:
+    """Var_i<g_i, g> over samples, from the squared norms of two chunks' mean gradients and of their common mean g.
+
+    <g_1 - g_2, g> has the variance of one sample times 1/s_1 + 1/s_2, and mean zero. It follows from norms alone.
+    """
+    (first, second), (size, other) = sq_norms, sizes
+    between = ((size + other) ** 2 * sq_norm_of_mean - size**2 * first - other**2 * second) / (2 * size * other)
+    inner = (size * first - other * second + (other - size) * between) / (size + other)
+    return inner**2 * size * other / (size + other)
 
 
 class PairAverage:

@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from divebatch.errors import CheckpointError, UsageError
-from divebatch.estimators.average import unbiased
+from divebatch.estimators.average import PairAverage
 from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.estimators.precondition import Preconditioner, require_second_moment
+from divebatch.estimators.rows import Norms, Row, norms_of, numbers_of, read
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.norms.sketch import sum_dtype
 from divebatch.norms.sums import addend
+
+MOST_WAITING = 512
+"""Steps whose norms may lie on the device unread."""
 
 
 class Chunks:
@@ -33,17 +37,21 @@ class Chunks:
     def forget(self) -> None:
         """Back to no chunk."""
         self._sizes: list[int] = []
-        self._sq_norms: list[Tensor] = []
-        self._before_last: Tensor | None = None
-        """Squared norm of the sum that the last chunk was added to."""
+        self._factors: list[float] = []
+        self._norms: list[Norms] = []
+        self._before_last: Norms | None = None
+        """Of the sum that the last chunk was added to, where there was more in it than the first."""
         self._scales: dict[str, Tensor] | None = None
         torch._foreach_zero_(list(self._sums.values()))
 
     def add(self, gradients: Mapping[str, Tensor], num_samples: int, *, scale: float = 1.0) -> None:
         """A chunk of `num_samples` samples whose mean gradient is `scale` times `gradients`.
 
-        Before an optimizer's first step there is nothing to divide by, and the chunk is left out.
+        Before an optimizer's first step there is nothing to divide by, and the chunk is left out. So is one of no
+        samples, which is what a loader counts that was left within an epoch and begins anew.
         """
+        if num_samples == 0:
+            return
         if self._preconditioner is not None:
             self._scales = self._scales or self._preconditioner.scales()
             if self._scales is None:
@@ -51,9 +59,10 @@ class Chunks:
             gradients = _rescaled(gradients, self._scales)
         sums = [self._sums[name] for name in gradients]
         plain = [addend(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
-        self._before_last = self._sq_norm_of_sum() if self._sizes else None
+        self._before_last = self._norms_of_sum() if self.num_chunks > 1 else None  # two cost no more than they must
         self._sizes.append(num_samples)
-        self._sq_norms.append(scale**2 * sq_norm(plain))
+        self._factors.append(scale**2)
+        self._norms.append(norms_of(plain))
         torch._foreach_add_(sums, plain, alpha=num_samples * scale)
 
     @property
@@ -66,31 +75,19 @@ class Chunks:
         """In all chunks so far."""
         return sum(self._sizes)
 
-    def pair(self) -> Tensor:
-        """(tr(Sigma), ||G||^2) and Var_i<g_i, g>, from at least two chunks."""
-        mean = self._sq_norm_of_sum() / self.num_samples**2
-        parts = [size * each.to(mean.device) for size, each in zip(self._sizes, self._sq_norms, strict=True)]
-        pair = unbiased(torch.stack(parts).sum(), mean, self.num_chunks, self.num_samples)
-        return torch.cat([pair, self._inner_variance(mean)[None]])
+    def row(self) -> Row:
+        """What two chunks or more showed."""
+        return Row(self._sizes, self._factors, self._norms, self._norms_of_sum(), self._before_last)
 
-    def _inner_variance(self, mean: Tensor) -> Tensor:
-        """From two chunks: the last, and all before it as one. Inner products of more would need their gradients."""
-        assert self._before_last is not None
-        last, rest = self._sizes[-1], self.num_samples - self._sizes[-1]
-        sq_norms = self._before_last.to(mean.device) / rest**2, self._sq_norms[-1].to(mean.device)
-        return inner_variance(sq_norms, (rest, last), mean)
-
-    def _sq_norm_of_sum(self) -> Tensor:
-        if self.num_chunks == 1:  # known already: two chunks cost no more norms than they must
-            return self._sizes[0] ** 2 * self._sq_norms[0]
-        return sq_norm(list(self._sums.values()))
+    def _norms_of_sum(self) -> Norms:
+        return norms_of(list(self._sums.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of chunks that wait for more."""
         return {
             "sizes": list(self._sizes),
-            "sq_norms": [float(each) for each in self._sq_norms],
-            "before_last": None if self._before_last is None else float(self._before_last),
+            "sq_norms": [factor * each for factor, each in zip(self._factors, read(self._norms), strict=True)],
+            "before_last": None if self._before_last is None else read([self._before_last])[0],
             "sums": {name: total.clone() for name, total in self._sums.items()} if self.num_chunks else {},
             "scales": {name: scale.clone() for name, scale in self._scales.items()} if self._scales else None,
         }
@@ -110,10 +107,8 @@ class Chunks:
         """Go on with saved sums."""
         self.check_state(state)
         self.forget()
-        self._sizes = list(state["sizes"])
-        self._sq_norms = [torch.tensor(each, dtype=torch.float64) for each in state["sq_norms"]]
-        before_last = state.get("before_last", math.nan)  # not in states of before
-        self._before_last = None if before_last is None else torch.tensor(before_last, dtype=torch.float64)
+        self._sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
+        self._factors, self._before_last = [1.0] * len(self._norms), state.get("before_last", math.nan)
         for name, total in state["sums"].items():
             self._sums[name].copy_(total)
         self._scales = state.get("scales")
@@ -126,6 +121,8 @@ class ChunkWise(Stepwise):
         super().__init__(decay=decay)
         self._preconditioned = preconditioned
         self._chunks: Any = None
+        self._waiting: list[Row] = []
+        """To be read and averaged."""
         self._stepped = 0
         """Samples the loader had delivered at the last optimizer step."""
 
@@ -136,6 +133,24 @@ class ChunkWise(Stepwise):
 
     def _new_chunks(self, scene: Scene) -> Any:
         return Chunks(scene.model, optimizer=scene.optimizer if self._preconditioned else None)
+
+    def _add_row(self, row: Row) -> None:
+        self._waiting.append(row)
+        if len(self._waiting) >= MOST_WAITING:
+            self._settle()
+
+    def _settle(self) -> None:
+        rows, self._waiting = self._waiting, []
+        for row, numbers in zip(rows, numbers_of(rows), strict=True):
+            self._average.add(torch.tensor(numbers, dtype=torch.float64), row.num_samples)
+
+    def _of_all_ranks(self) -> PairAverage:
+        self._settle()
+        return super()._of_all_ranks()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._waiting = []
 
     def _samples_delivered(self) -> int:
         return self._bound().samples_delivered() if self.sees_all_ranks else self._bound().delivered_here()
@@ -154,17 +169,6 @@ class ChunkWise(Stepwise):
         assert self._chunks is not None
         self._chunks.load_state_dict(state["chunks"])
         self._stepped -= state["since_step"]
-
-
-def inner_variance(sq_norms: tuple[Tensor, Tensor], sizes: tuple[int, int], sq_norm_of_mean: Tensor) -> Tensor:
-    """Var_i<g_i, g> over samples, from the squared norms of two chunks' mean gradients and of their common mean g.
-
-    <g_1 - g_2, g> has the variance of one sample times 1/s_1 + 1/s_2, and mean zero. It follows from norms alone.
-    """
-    (first, second), (size, other) = sq_norms, sizes
-    between = ((size + other) ** 2 * sq_norm_of_mean - size**2 * first - other**2 * second) / (2 * size * other)
-    inner = (size * first - other * second + (other - size) * between) / (size + other)
-    return inner.square() * size * other / (size + other)
 
 
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:

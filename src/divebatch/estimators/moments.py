@@ -86,7 +86,7 @@ class Moments(ChunkWise):
         chunks.add(gradients, size, scale=to_mean / scale)
         self._average.num_samples = self._average.num_samples + size
         if chunks.num_chunks == self._num_steps:
-            self._average.add(chunks.pair(), chunks.num_samples)
+            self._add_row(chunks.row())
             chunks.forget()
 
     def _load_own_state(self, state: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class _PassMeter(DiversityMeter):
         sums = list(self._sums.values())
         size = self.norms.num_counted(done)
         sq_norms = done.sq_norms.sum(dtype=torch.float64) * self.norms.gradient_scale(done) ** 2
-        pair = unbiased(sq_norms, sq_norm(sums) / size**2, size, size)
+        pair = torch.stack(unbiased(sq_norms, sq_norm(sums) / size**2, size, size))
         torch._foreach_zero_(sums)
         is_finite = self.norms.last_counts
         counts = size > 1

@@ -151,7 +151,7 @@ class Split(ChunkWise):
 
     def _count(self, chunks: Any) -> None:
         if chunks.num_chunks > 1:
-            self._average.add(chunks.pair(), chunks.num_samples)
+            self._add_row(chunks.row())
         self._average.num_samples = self._average.num_samples + chunks.num_samples
 
     def _own_state(self) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""What the chunks of a batch showed: norms that stay on the device until somebody reads them.
+
+On a GPU each operation on a single number is a launch as any other. So nothing is computed with the norms of a step
+before they are read, many steps at once, and then on the host.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from divebatch.estimators.average import inner_variance, unbiased
+
+Norms = Tensor | float
+"""Of several tensors, one norm each, where they were computed; or, once read, the sum of their squares."""
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Norms:
+    """Two launches."""
+    return torch.stack(torch._foreach_norm(list(tensors))) if tensors else 0.0
+
+
+def read(many: Sequence[Norms]) -> list[float]:
+    """The sums of squares, in float64. Waits for the device, once for all of one kind."""
+    found = [each if isinstance(each, float) else 0.0 for each in many]
+    places = [place for place, each in enumerate(many) if isinstance(each, Tensor)]
+
+    def kind(place: int) -> tuple[str, str]:
+        norms = many[place]
+        assert isinstance(norms, Tensor)
+        return str(norms.device), str(norms.dtype)
+
+    for _, group in itertools.groupby(sorted(places, key=kind), kind):
+        alike = list(group)
+        tensors = [each for place in alike if isinstance(each := many[place], Tensor)]
+        squares = torch.cat(tensors).cpu().double().square().split([len(each) for each in tensors])
+        for place, part in zip(alike, squares, strict=True):
+            found[place] = float(part.sum())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The mean gradients of two or more chunks of samples at the same weights."""
+
+    sizes: Sequence[int]
+    """Samples of each chunk."""
+    factors: Sequence[float]
+    """What the squared norm of each chunk is to be multiplied with."""
+    norms: Sequence[Norms]
+    """Of each chunk."""
+    of_sum: Norms
+    """Of the sum over all samples."""
+    before_last: Norms | None
+    """Of the sum that the last chunk was added to; None where that was the first chunk."""
+
+    @property
+    def num_samples(self) -> int:
+        """In all chunks."""
+        return sum(self.sizes)
+
+    @property
+    def parts(self) -> list[Norms]:
+        """All that is to be read."""
+        return [*self.norms, self.of_sum, *([] if self.before_last is None else [self.before_last])]
+
+    def numbers(self, squares: Sequence[float]) -> tuple[float, float, float]:
+        """tr(Sigma), ||G||^2 and Var_i<g_i, g>, from what `parts` were read as."""
+        count, total = len(self.sizes), self.num_samples
+        of_chunks = [factor * square for factor, square in zip(self.factors, squares[:count], strict=True)]
+        mean, last = squares[count] / total**2, self.sizes[-1]
+        weighted = sum(size * square for size, square in zip(self.sizes, of_chunks, strict=True))
+        before = self.sizes[0] ** 2 * of_chunks[0] if self.before_last is None else squares[count + 1]
+        rest = total - last
+        inner = inner_variance((before / rest**2, of_chunks[-1]), (rest, last), mean)
+        return (*unbiased(weighted, mean, count, total), inner)
+
+
+def numbers_of(rows: Sequence[Row]) -> Iterator[tuple[float, float, float]]:
+    """Of each row, in order; one look at the device for all."""
+    squares: Iterable[float] = iter(read([part for row in rows for part in row.parts]))
+    for row in rows:
+        yield row.numbers(list(itertools.islice(squares, len(row.parts))))
