@@ -31,7 +31,7 @@ def inner_variance(sq_norms: tuple[float, float], sizes: tuple[int, int], sq_nor
     (first, second), (size, other) = sq_norms, sizes
     between = ((size + other) ** 2 * sq_norm_of_mean - size**2 * first - other**2 * second) / (2 * size * other)
     inner = (size * first - other * second + (other - size) * between) / (size + other)
-    return inner**2 * size * other / (size + other)
+    return inner * inner * size * other / (size + other)
 
 
 class PairAverage:
