@@ -338,3 +338,42 @@ def test_one_batch_in_three_is_looked_at_wherever_the_loop_cuts(cut_all: bool):
 def test_every_must_be_a_whole_number(every):
     with pytest.raises(ArgumentError, match=r"every must be an integer of at least 1, got every="):
         Split(every=every)
+
+
+def test_a_resumed_epoch_looks_at_the_batches_it_would_have_looked_at():
+    turns = []
+    for stop in range(6):
+        model, loader = mlp(), AdaptiveLoader(dataset(28), 4)
+        optimizer, estimator, resumed = sgd(model), Split(every=3), Split(every=3)
+        for each in (estimator, resumed):
+            each.bind(scene(model, loader, optimizer))
+        estimator.start()
+        for _, batch in zip(range(stop), loader, strict=False):
+            train(model, optimizer, [batch], parts_of=2)
+        resumed.start()
+        resumed.load_state_dict(estimator.state_dict())
+        turns.append((estimator.min_parts, resumed.min_parts))
+    assert turns == [(2, 2), (1, 1), (1, 1), (2, 2), (1, 1), (1, 1)]
+
+
+def test_a_batch_that_showed_nothing_leaves_its_turn_to_the_next():
+    """Adam has nothing to divide by before its first step."""
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Split(every=8, preconditioned=True)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    estimator.bind(scene(model, loader, optimizer))
+    estimator.start()
+    train(model, optimizer, loader, parts_of=2)
+    assert estimator.finish().num_samples == 9  # the first four are in no estimate at all
+
+
+def test_sums_that_were_loaded_are_the_only_ones():
+    model, loader, estimator = mlp(), AdaptiveLoader(dataset(28), 4), Split()
+    optimizer = sgd(model)
+    estimator.bind(scene(model, loader, optimizer))
+    estimator.start()
+    for number, batch in enumerate(loader):
+        train(model, optimizer, [batch], parts_of=2)
+        if number == 2:
+            state = estimator.state_dict()
+    estimator.load_state_dict(state)
+    assert estimator.state_dict()["average"] == state["average"]

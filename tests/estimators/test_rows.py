@@ -1,5 +1,6 @@
 """Norms that are read late, against the same norms at once."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from divebatch import AdaptiveLoader, Controller, micro_batches
 from divebatch.estimators import Moments, Oracle, Split, chunks
+from divebatch.estimators.average import PairAverage
 from divebatch.estimators.rows import Row, norms_of, numbers_of, read
 from divebatch.policies import NoiseScale
 from reference import per_sample
@@ -43,7 +45,7 @@ def test_a_row_is_the_analysis_of_variance_between_its_chunks(sizes: tuple[int, 
 
 
 class Launches(TorchDispatchMode):
-    """Operators that would be launches on a GPU."""
+    """Operators that would be launches on a GPU, one or more each."""
 
     FREE = ("view", "detach", "alias", "slice", "select", "empty")
 
@@ -95,3 +97,21 @@ def test_it_does_not_matter_when_they_are_read(kind, monkeypatch: pytest.MonkeyP
                 step(model, optimizer, batch, 2)
             found.append(control.step())
     assert found[0] == found[1] == found[2]
+
+
+def test_squares_beyond_all_numbers_are_infinite_and_no_error():
+    huge = norms_of([torch.full((2,), 1e155, dtype=torch.float64)])
+    (found,) = numbers_of([Row((2, 2), (1.0, 1.0), (huge, 0.0), huge, None)])
+    assert not any(map(math.isfinite, found))
+
+
+def test_numbers_on_the_host_are_averaged_as_tensors_are():
+    generator = torch.Generator().manual_seed(0)
+    pairs, weights = torch.randn(5, 3, generator=generator, dtype=torch.float64), [4.0, 1.0, 0.0, 2.0, 3.0]
+    by_one, at_once = PairAverage(decay=0.9), PairAverage(decay=0.9)
+    for pair, weight in zip(pairs, weights, strict=True):
+        by_one.add(pair, weight)
+    at_once.extend(pairs[:2].tolist(), weights[:2])
+    at_once.extend(pairs[2:].tolist(), weights[2:])
+    at_once.extend([], [])
+    assert at_once.state_dict() == by_one.state_dict()

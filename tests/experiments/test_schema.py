@@ -89,7 +89,13 @@ def change(path: str, value: object) -> dict:
             r"\[methods.oracle\]: unknown lr_coupling 'cubic'; known: none, linear",
         ),
         ("methods/oracle/estimator", "orcle", r"estimator: kind must be one of trajectory, oracle, .*, got 'orcle'"),
-        ("methods/oracle/estimator", 3, r"\[methods.oracle\] estimator: must be a table, got 3"),
+        ("methods/oracle/estimator", 3, r"\[methods.oracle\] estimator: must be a name or a table, got 3"),
+        (
+            "methods/oracle/estimator",
+            {"kind": "trajectory", "foo": 1},
+            r"'trajectory' takes no settings here; of split",
+        ),
+        ("methods/oracle/estimator", {"kind": "split", "preconditioned": 1}, r"preconditioned must be True or False"),
         (
             "methods/oracle/estimator",
             {"kind": "split", "every": 0},

@@ -138,6 +138,19 @@ def test_another_size_drops_the_recording(passes):
     assert [run(passes, 5), run(passes, 5)] == [False, True]
 
 
+def test_there_is_no_recording_beside_one_that_measures_or_has_another_token(passes):
+    for measuring, token in ((False, 1), (True, 1), (True, 2), (False, 2)):
+        assert [run(passes, measuring=measuring, token=token) for _ in range(3)] == [False, True, True]
+        assert [(variant, each.token) for variant, each in passes._recorded.items()] == [((4, measuring), token)]
+
+
+def test_a_size_that_comes_back_runs_once_kernel_by_kernel(passes):
+    assert [run(passes) for _ in range(2)] == [False, True]
+    passes.expect(5)
+    passes.expect(4)
+    assert [run(passes) for _ in range(2)] == [False, True]
+
+
 def parts(passes: Passes, size: int, batch_size: int) -> bool:
     passes.expect(size, batch_size=batch_size)
     return run(passes, size, share=size / batch_size)

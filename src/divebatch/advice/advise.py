@@ -62,6 +62,7 @@ def advise(
     loss_of = _Measuring(model, loss_fn, optimizer, _device_of(model, device), precision, compile)
     with _restored(dataset), loss_of.scene(seed):
         loader = make_loader(dataset, batch_size, seed)
+        loader.set_epoch(loader.epoch)  # one that was left within an epoch would count its samples back
         reference = loader.batch_size
         noise = loss_of.noise(loader, estimator, steps)
         sizes = _sizes(batch_sizes, reference, loader.dataset_size)

@@ -1,9 +1,11 @@
 """Means of many small unbiased estimates, with the spread that belongs to them."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +42,8 @@ class PairAverage:
     A third number may come with each pair: the variance of <g_i, g>.
 
     With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
-    weights, so its start does not pull it towards zero. Sums stay on the device until they are read, and nothing is
-    sent there: a copy from the host would wait for all that a GPU still has to do.
+    weights, so its start does not pull it towards zero. Sums stay on the device they come from until they are read, and
+    nothing is sent there: a copy from the host would wait for all that a GPU still has to do.
     """
 
     def __init__(self, *, decay: float = 1.0) -> None:
@@ -68,6 +70,14 @@ class PairAverage:
             self._second = self._second.to(pair.device) * self.decay**2 + squares
         else:  # nothing yet, which need not be sent there
             self._first, self._second = row, squares
+
+    def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:
+        """`add` of each in turn, for numbers that are on the host."""
+        first, second = self._first.cpu().numpy(), self._second.cpu().numpy()
+        for pair, weight in zip(pairs, weights, strict=True):
+            row = np.array((1.0, *pair)) * weight
+            first, second = first * self.decay + row, second * self.decay**2 + np.outer(row, row)
+        self._first, self._second = torch.from_numpy(np.asarray(first)), torch.from_numpy(np.asarray(second))
 
     @property
     def is_empty(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.errors import CheckpointError, UsageError
+from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.estimators.precondition import Preconditioner, require_second_moment
@@ -18,7 +18,7 @@ from divebatch.norms.sketch import sum_dtype
 from divebatch.norms.sums import addend
 
 MOST_WAITING = 512
-"""Steps whose norms may lie on the device unread."""
+"""Rows whose norms may lie on the device unread."""
 
 
 class Chunks:
@@ -119,6 +119,8 @@ class ChunkWise(Stepwise):
 
     def __init__(self, *, decay: float = 1.0, preconditioned: bool = False) -> None:
         super().__init__(decay=decay)
+        if not isinstance(preconditioned, bool):
+            raise ArgumentError(f"preconditioned must be True or False, got preconditioned={preconditioned!r}")
         self._preconditioned = preconditioned
         self._chunks: Any = None
         self._waiting: list[Row] = []
@@ -141,8 +143,7 @@ class ChunkWise(Stepwise):
 
     def _settle(self) -> None:
         rows, self._waiting = self._waiting, []
-        for row, numbers in zip(rows, numbers_of(rows), strict=True):
-            self._average.add(torch.tensor(numbers, dtype=torch.float64), row.num_samples)
+        self._average.extend(numbers_of(rows), [row.num_samples for row in rows])
 
     def _of_all_ranks(self) -> PairAverage:
         self._settle()
@@ -167,15 +168,15 @@ class ChunkWise(Stepwise):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         assert self._chunks is not None
+        self._waiting = []
         self._chunks.load_state_dict(state["chunks"])
         self._stepped -= state["since_step"]
 
 
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Of all of them as one vector, in float64; 0 of none."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
+    norms = norms_of(tensors)
+    return norms.double().square().sum() if isinstance(norms, Tensor) else torch.zeros((), dtype=torch.float64)
 
 
 def _rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:

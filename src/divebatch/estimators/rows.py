@@ -5,7 +5,7 @@ before they are read, many steps at once, and then on the host.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,26 +18,21 @@ Norms = Tensor | float
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Norms:
-    """Two launches."""
+    """Two operators on the device."""
     return torch.stack(torch._foreach_norm(list(tensors))) if tensors else 0.0
 
 
 def read(many: Sequence[Norms]) -> list[float]:
     """The sums of squares, in float64. Waits for the device, once for all of one kind."""
-    found = [each if isinstance(each, float) else 0.0 for each in many]
-    places = [place for place, each in enumerate(many) if isinstance(each, Tensor)]
-
-    def kind(place: int) -> tuple[str, str]:
-        norms = many[place]
-        assert isinstance(norms, Tensor)
-        return str(norms.device), str(norms.dtype)
-
-    for _, group in itertools.groupby(sorted(places, key=kind), kind):
-        alike = list(group)
-        tensors = [each for place in alike if isinstance(each := many[place], Tensor)]
-        squares = torch.cat(tensors).cpu().double().square().split([len(each) for each in tensors])
-        for place, part in zip(alike, squares, strict=True):
-            found[place] = float(part.sum())
+    found = [0.0 if isinstance(each, Tensor) else each for each in many]
+    alike: dict[object, list[tuple[int, Tensor]]] = {}
+    for place, each in enumerate(many):
+        if isinstance(each, Tensor):
+            alike.setdefault((each.device, each.dtype), []).append((place, each))
+    for group in alike.values():
+        squares = iter(torch.cat([norms for _, norms in group]).cpu().double().square().tolist())
+        for place, norms in group:
+            found[place] = sum(itertools.islice(squares, len(norms)))
     return found
 
 
@@ -80,6 +75,6 @@ class Row:
 
 def numbers_of(rows: Sequence[Row]) -> Iterator[tuple[float, float, float]]:
     """Of each row, in order; one look at the device for all."""
-    squares: Iterable[float] = iter(read([part for row in rows for part in row.parts]))
+    squares = iter(read([part for row in rows for part in row.parts]))
     for row in rows:
         yield row.numbers(list(itertools.islice(squares, len(row.parts))))

@@ -38,7 +38,7 @@ class Split(ChunkWise):
     `preconditioned=True` measures gradients as an Adam-like optimizer sees them, each coordinate over the root of its
     running second moment. Exact: all chunks of a batch are divided by the same.
 
-    `every=q` looks at one batch in q, the first of them: the others may go through as a whole, and cost nothing.
+    `every=q` looks at one batch in q, the first of them: the others may go through as a whole, and cost little.
     `control.min_parts` says for each batch whether it is to be cut.
     """
 
@@ -140,14 +140,16 @@ class Split(ChunkWise):
                 f"the backward passes since the last optimizer step held {chunks.num_samples} samples by the loader's "
                 f"count, and it delivered {delivered - self._stepped}: {HOW_TO_CUT}"
             )
-        if self._looks:
-            self._count(chunks)
-            chunks.forget()
-        else:
+        if not self._looks:
             self._average.num_samples = self._average.num_samples + delivered - self._stepped
             self._delivered = delivered
+            self._num_batches += 1
+        else:
+            self._num_batches += chunks.num_chunks > 1  # else the next one has to show what this one did not
+            self._count(chunks)
+        if chunks.num_chunks:
+            chunks.forget()
         self._stepped = delivered
-        self._num_batches += 1
 
     def _count(self, chunks: Any) -> None:
         if chunks.num_chunks > 1:

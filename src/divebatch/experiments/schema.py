@@ -28,6 +28,10 @@ FINE_GRAINED = frozenset({"smith", "seesaw", "adadamp", "gradient-damp", "padada
 """The same without a setting."""
 
 
+SET_HERE = ("split", "moments", "ranks")
+"""Estimators with settings of their own; the others' are those of their norms, which [training] has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A thing chosen by name (data, model, policy, schedule) with its own settings."""
@@ -203,7 +207,11 @@ def _estimator(entry: Any, where: str) -> str | Part | None:
     """Built once, as the policy is."""
     if entry is None:
         return None
+    if not isinstance(entry, str | Mapping):
+        raise ArgumentError(f"{where}: must be a name or a table, got {entry!r}")
     part = _part({"kind": entry} if isinstance(entry, str) else entry, where, known=tuple(ESTIMATORS))
+    if part.settings and part.kind not in SET_HERE:
+        raise ArgumentError(f"{where}: {part.kind!r} takes no settings here; of {', '.join(SET_HERE)} they are known")
     try:
         make_estimator(part.kind, **part.settings)
     except ArgumentError as error:

@@ -59,15 +59,14 @@ def _is_within_reach(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Entries between the first and the last of a sample.
+    """Entries between the first and the last of a sample; in a compiler those of all samples, which is no less.
 
     A compiler is asked for sizes alone: it does not know a gradient's strides while it reads a backward function, and
     once asked, it copies every gradient that goes in, to be sure of them.
     """
-    sizes = tensor.shape[1:]
     if torch.compiler.is_compiling():
-        return sizes.numel()
-    return sum((size - 1) * stride for size, stride in zip(sizes, tensor.stride()[1:], strict=True))
+        return tensor.numel()
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
 
 
 def _is_plain(tensor: Tensor) -> bool:

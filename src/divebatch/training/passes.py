@@ -97,6 +97,7 @@ class Passes:
         batch_size = full_size if batch_size is None else batch_size
         if batch_size != self._batch_size:
             self._keep(lambda variant, _: variant[0] == full_size)
+            self._ran = {variant: token for variant, token in self._ran.items() if variant[0] == full_size}
         self.full_size, self._batch_size = full_size, batch_size
 
     def __call__(
@@ -178,9 +179,9 @@ class Passes:
         return found if found is not None and found.token == token else None
 
     def _recording_for(self, variant: Variant, token: object, inputs: Any, targets: Any) -> Recording:
-        found = self._find(variant, token)
-        if found is None:
-            self._keep(lambda other, made: other != variant and made.token == token)  # no memory for more than needed
+        found, (_, measuring) = self._find(variant, token), variant
+        if found is None:  # no memory for more recordings than are needed at a time
+            self._keep(lambda other, made: other != variant and (other[1], made.token) == (measuring, token))
             with self.clock.lap("compile"):
                 forget_peak_memory(self.clock.device)
                 recording = self._record(inputs, targets)
