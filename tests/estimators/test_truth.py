@@ -207,6 +207,20 @@ def test_moments_are_biased_by_the_learning_rate_as_stated():
     assert abs(stated) > 5 * error
 
 
+def test_moments_say_nothing_where_successive_gradients_point_against_each_other():
+    """Plain SGD at a rate at which the bias is more than the signal: no evidence that the noise is large."""
+    generator = torch.Generator().manual_seed(2)
+    loop = Loop(Moments(), linear(), lr=0.9)
+    loop.loss_fn = half_squares
+    measured = loop.run(draws(generator, 200, 64), parts_of=64)
+    assert measured.sq_norm < 0 < measured.trace
+    assert measured.noise_scale_interval() == (0.0, math.inf)
+    still = Loop(Moments(), linear())
+    still.loss_fn = half_squares
+    low, high = still.run(draws(generator, 200, 64), parts_of=64).noise_scale_interval()
+    assert 0 < low < TRACE / SQ_NORM < high < math.inf
+
+
 @pytest.mark.parametrize("num_chunks", [2, 8])
 def test_chunks_tell_the_noise_along_the_gradient(num_chunks: int):
     """G' Sigma G, and the noise in g adds tr(Sigma^2) / b; Sigma from many samples."""

@@ -1,6 +1,7 @@
 """An estimate from the batch gradients alone."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +21,11 @@ class Moments(ChunkWise):
     Bias: the weights move within a window. A step at learning rate lr changes the next gradient by -lr * H g, H the
     Hessian, so to first order ||G||^2 comes out too small by lr * E[g'Hg] and tr(Sigma) too large by lr * tr(H Sigma),
     with the smallest window, 2, and plain SGD; momentum and larger windows add to it. It vanishes with the learning
-    rate. Cost: one copy of the trainable parameters and a few passes over it a step; no further backward pass, and no
-    layer needs a rule. Under BatchNorm it is right for the network as it trains, normalised over its whole batches.
+    rate. At a high one successive gradients may even point against each other. So where ||G||^2 comes out below zero,
+    nothing is said of the noise scale: its interval has no end on either side.
+
+    Cost: one copy of the trainable parameters and a few passes over it a step; no further backward pass, and no layer
+    needs a rule. Under BatchNorm it is right for the network as it trains, normalised over its whole batches.
 
     It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler's
     scale is undone, and where ranks share a batch they are the whole batch's. Batches whose step was skipped after
@@ -88,6 +92,13 @@ class Moments(ChunkWise):
         if chunks.num_chunks == self._num_steps:
             self._add_row(chunks.row())
             chunks.forget()
+
+    def _seen(self) -> Diversity:
+        """Without ends of the interval where ||G||^2 comes out below zero: chance or the bias, and no evidence."""
+        seen = super()._seen()
+        if seen.spread is None or not seen.sq_norm < 0:
+            return seen
+        return replace(seen, spread=replace(seen.spread, sq_norm_variance=math.inf))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         super()._load_own_state(state)
