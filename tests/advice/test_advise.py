@@ -170,6 +170,19 @@ def test_it_leaves_everything_as_it_was():
     assert loader.batch_size == 32
 
 
+def test_a_loader_that_was_left_within_an_epoch_is_as_good_as_another():
+    data = TensorDataset(torch.randn(256, 4), torch.randint(2, (256,)))
+    found = []
+    for batches in range(4):
+        loader = AdaptiveLoader(data, 32, seed=3)
+        for _ in zip(range(batches), loader, strict=False):
+            pass
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        found.append(advise(model, nn.functional.cross_entropy, loader, steps=24, batch_sizes=[16, 32, 64]).noise)
+    assert found[0] == found[1] == found[2] == found[3]
+
+
 def test_a_seed_gives_the_same_noise():
     first, second, other = (ask(seed=seed).noise for seed in (1, 1, 2))
     assert first == second

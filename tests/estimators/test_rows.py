@@ -108,6 +108,7 @@ def test_squares_beyond_all_numbers_are_infinite_and_no_error():
 def test_numbers_on_the_host_are_averaged_as_tensors_are():
     generator = torch.Generator().manual_seed(0)
     pairs, weights = torch.randn(5, 3, generator=generator, dtype=torch.float64), [4.0, 1.0, 0.0, 2.0, 3.0]
+    pairs[2] = torch.nan  # has no weight
     by_one, at_once = PairAverage(decay=0.9), PairAverage(decay=0.9)
     for pair, weight in zip(pairs, weights, strict=True):
         by_one.add(pair, weight)

@@ -74,8 +74,7 @@ class AcrossRanks(Split):
         if self._rows:
             weighted, mean, chunks, samples = self._summed_rows(ranks).unbind(1)
             pairs = torch.stack(unbiased(weighted, mean, chunks, samples), 1)
-            for pair, weight in zip(pairs, samples * (chunks > 1), strict=True):
-                average.add(pair, weight)
+            average.extend(pairs.tolist(), (samples * (chunks > 1)).tolist())
             average.num_samples = int(samples.sum())
         return average
 

@@ -74,9 +74,10 @@ class PairAverage:
     def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:
         """`add` of each in turn, for numbers that are on the host."""
         first, second = self._first.cpu().numpy(), self._second.cpu().numpy()
-        for pair, weight in zip(pairs, weights, strict=True):
-            row = np.array((1.0, *pair)) * weight
-            first, second = first * self.decay + row, second * self.decay**2 + np.outer(row, row)
+        with np.errstate(all="ignore"):  # what is not finite stays so, as in torch
+            for pair, weight in zip(pairs, weights, strict=True):
+                row = np.array((1.0, *pair)) * weight if weight > 0 else np.zeros(1 + len(pair))
+                first, second = first * self.decay + row, second * self.decay**2 + np.outer(row, row)
         self._first, self._second = torch.from_numpy(np.asarray(first)), torch.from_numpy(np.asarray(second))
 
     @property

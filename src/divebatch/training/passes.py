@@ -84,7 +84,7 @@ class Passes:
         to choose."""
 
     def begin_epoch(self, full_size: int, *, batch_size: int | None = None) -> None:
-        """As `expect`."""
+        """As `expect`; the peak of memory counts from here."""
         self.expect(full_size, batch_size=batch_size)
         forget_peak_memory(self.clock.device)
 
@@ -179,9 +179,9 @@ class Passes:
         return found if found is not None and found.token == token else None
 
     def _recording_for(self, variant: Variant, token: object, inputs: Any, targets: Any) -> Recording:
-        found, (_, measuring) = self._find(variant, token), variant
+        found = self._find(variant, token)
         if found is None:  # no memory for more recordings than are needed at a time
-            self._keep(lambda other, made: other != variant and (other[1], made.token) == (measuring, token))
+            self._keep(lambda other, made: other[0] != variant[0] and (other[1], made.token) == (variant[1], token))
             with self.clock.lap("compile"):
                 forget_peak_memory(self.clock.device)
                 recording = self._record(inputs, targets)
