@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, micro_batches
 from divebatch.estimators import Moments, Oracle, Split, chunks
@@ -116,3 +117,20 @@ def test_numbers_on_the_host_are_averaged_as_tensors_are():
     at_once.extend(pairs[2:].tolist(), weights[2:])
     at_once.extend([], [])
     assert at_once.state_dict() == by_one.state_dict()
+
+
+@pytest.mark.parametrize("kind", [Moments, Split])
+def test_sparse_gradients_count_as_dense_ones(kind):
+    """With tokens that repeat, of which a sparse gradient has several entries."""
+    tokens, targets = torch.randint(3, (24, 4), generator=torch.Generator().manual_seed(0)), torch.ones(24, 2)
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.EmbeddingBag(3, 2, mode="sum", sparse=sparse)
+        loader = AdaptiveLoader(TensorDataset(tokens, targets), 8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with Controller(model, optimizer, loader, NoiseScale(8), estimator=kind()) as control:
+            for batch in loader:
+                step(model, optimizer, batch, 4)
+            found.append(control.step().diversity)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -221,6 +221,19 @@ def test_moments_say_nothing_where_successive_gradients_point_against_each_other
     assert 0 < low < TRACE / SQ_NORM < high < math.inf
 
 
+@pytest.mark.parametrize("mean", [-0.05, 0.05])
+def test_moments_take_a_signal_just_below_zero_for_none_and_one_just_above_for_small(mean: float):
+    found = []
+    for make in (Moments, Split):
+        estimator = Loop(make(), linear()).estimator
+        estimator.start()
+        estimator._average.extend([(10.0, mean - 1, 0.0), (10.0, mean + 1, 0.0)] * 20, [64.0] * 40)
+        estimator._average.num_samples = 64 * 40
+        found.append(estimator.finish().noise_scale_interval())
+    assert found[1][0] > 20
+    assert found == [(0.0, math.inf) if mean < 0 else found[1], (found[1][0], math.inf)]
+
+
 @pytest.mark.parametrize("num_chunks", [2, 8])
 def test_chunks_tell_the_noise_along_the_gradient(num_chunks: int):
     """G' Sigma G, and the noise in g adds tr(Sigma^2) / b; Sigma from many samples."""

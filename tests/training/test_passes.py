@@ -164,6 +164,16 @@ def test_whole_batches_and_halves_have_a_recording_each_until_the_size_changes(p
     assert Played.made == 2
 
 
+@pytest.mark.parametrize("other", [{"token": 2}, {"measuring": True}])
+def test_a_recording_of_another_kind_takes_the_place_of_those_of_all_sizes(passes, other):
+    for size in (4, 8) * 2:
+        parts(passes, size, 8)
+    assert len(passes._recorded) == 2
+    passes.expect(4, batch_size=8)
+    assert [run(passes, 4, share=0.5, **other) for _ in range(2)] == [False, True]
+    assert len(passes._recorded) == 1
+
+
 INPUTS = torch.linspace(-1, 2, 183, dtype=torch.float64).view(61, 3).sin()
 DATA = TensorDataset(INPUTS, 3 + INPUTS.sum(1, keepdim=True))
 
