@@ -217,17 +217,20 @@ def test_a_sketch_inside_the_graph_is_right_and_draws_new_signs():
 
 
 def test_a_compiled_diversity_is_the_eager_one():
-    model, plain, sizes = ConvNet(), ConvNet(), (6, 4)
+    """With batches of several sizes, read on the way and gone on with from a state."""
+    model, plain = ConvNet(), ConvNet()
     meter = DiversityMeter(model, compiled=True)
     run = compiled(model)
     with meter, DiversityMeter(plain) as expected:
-        for size in sizes:
-            backward(run, images(size))
-            backward(plain, images(size))
-        mine, theirs = meter.diversity(), expected.diversity()
-    assert mine.sum_of_sq_norms == pytest.approx(theirs.sum_of_sq_norms, rel=1e-4)
-    assert mine.sq_norm_of_sum == pytest.approx(theirs.sq_norm_of_sum, rel=1e-4)
-    assert mine.num_samples == theirs.num_samples == 10
+        for sizes in ((6, 4, 4), (3, 6)):
+            for size in sizes:
+                backward(run, images(size))
+                backward(plain, images(size))
+            mine, theirs = meter.diversity(), expected.diversity()
+            assert mine.sum_of_sq_norms == pytest.approx(theirs.sum_of_sq_norms, rel=1e-4)
+            assert mine.sq_norm_of_sum == pytest.approx(theirs.sq_norm_of_sum, rel=1e-4)
+            assert mine.num_samples == theirs.num_samples
+            meter.load_state_dict(meter.state_dict())
 
 
 def test_one_pass_in_two():

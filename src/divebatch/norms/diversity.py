@@ -29,8 +29,8 @@ class DiversityMeter:
     """Sums ||g_i||^2 and g_i over backward passes; attach, run any loop, read `diversity()`.
 
     The gradient sum takes each backward pass's own gradient through parameter hooks, so gradient accumulation,
-    clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters, and a second one while a
-    backward pass runs: a pass that dies half-way must be in neither sum. `settings` are NormMeter's.
+    clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters, and holds on to a backward
+    pass's gradients until it ends: one that dies half-way must be in neither sum. `settings` are NormMeter's.
 
     Where `ranks` share each batch, `share` tells of the batch under way, and reading is a collective: gradient vectors
     are added over ranks and then squared. What FSDP2 has sharded stays so: each rank sums and squares its own pieces.
@@ -96,6 +96,7 @@ class DiversityMeter:
         plain = {name: p for name, p in self._parameters.items() if not is_sharded(p)}
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in plain.items()}
         self._pending = {}
+        self._unit: Tensor | None = None
         self._coverage_is_checked = False
         self._drop_shards()
         if len(plain) < len(self._parameters):
@@ -112,6 +113,7 @@ class DiversityMeter:
         if not self.is_attached:
             raise UsageError("this DiversityMeter is not attached: read diversity() before detaching")
         self._require_reached()
+        self._multiply_out()
         whole = self._ranks.sq_norm_of_sum(list(self._sums.values()))
         pieces = self._shards.sq_norm() if self._shards is not None else 0.0
         own = [self.norms.sum_of_sq_norms(), float(self.norms.num_samples), pieces]
@@ -122,6 +124,7 @@ class DiversityMeter:
         """The sums over all ranks, for a checkpoint within a measured epoch; any number of ranks can go on."""
         own = [self.norms.sum_of_sq_norms(), float(self.norms.num_samples)]
         sq_norms, num_samples = self._ranks.sum_numbers(own)
+        self._multiply_out()
         sums = {name: total.clone() for name, total in self._sums.items()}
         self._ranks.sum_(list(sums.values()))
         if self._shards is not None:
@@ -188,9 +191,26 @@ class DiversityMeter:
             gradients = [torch.where(counts, gradient, 0.0) for gradient in gradients]
         scale = self.norms.gradient_scale(done)
         if isinstance(scale, Tensor):
-            torch._foreach_add_(sums, torch._foreach_mul(gradients, scale.to(sums[0].dtype)))
-        else:
-            torch._foreach_add_(sums, gradients, alpha=scale)
+            self._count_in(scale)
+            scale = 1.0
+        torch._foreach_add_(sums, gradients, alpha=scale)
+
+    def _count_in(self, unit: Tensor) -> None:
+        """Keep the sums as multiples of `unit` from here on, in which gradients are added as they are.
+
+        A compiled pass has its scale on the device, where the product with each gradient would need room; asking for
+        that takes a host longer than all the rest.
+        """
+        if self._unit is None:
+            self._unit = torch.ones_like(unit)
+        sums = list(self._sums.values())
+        torch._foreach_mul_(sums, (self._unit / unit).to(sums[0].dtype))
+        self._unit.copy_(unit)
+
+    def _multiply_out(self) -> None:
+        """Sums of gradients as they are, for a reader."""
+        if self._unit is not None:
+            self._count_in(torch.ones_like(self._unit))
 
     def _check_coverage(self, task: int) -> None:
         if task in self._pending:

@@ -208,9 +208,11 @@ class NormMeter:
     def gradient_scale(self, done: Backward | Tapped) -> float | Tensor:
         """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
         weight = self._loss_weight()
+        if not weight:
+            return 0.0
         share = current_share() * weight
         scale = done.gradient_scale(self.loss_reduction)
-        factor = 0.0 if not weight else scale if share == 1.0 else scale / share  # each operation may be a launch
+        factor = scale if share == 1.0 else scale / share  # each operation may be a launch
         return factor if self._grad_scaler is None else factor / _loss_scale(self._grad_scaler)
 
 
