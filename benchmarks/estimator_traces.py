@@ -8,7 +8,7 @@ A run follows a method of the experiment `cifar10`, whose batch size must stay. 
 goes through in two halves, which `split` compares, uncompiled; BatchNorm's statistics are those of the halves there.
 "Split at rest" is what `split` estimates, at the weights the epoch ends with, nothing moving meanwhile. With BatchNorm
 it is not the oracle's number, which takes samples for what they contribute to the gradient of their batch.
-One line of JSON an epoch and estimator: the noise scale and its 95 % interval, where there is one.
+One line of JSON an epoch and estimator: the noise scale and its 95 % interval; null where it is infinite or not known.
 """
 
 import argparse
@@ -145,9 +145,19 @@ def watched_run(options: argparse.Namespace, seed: int, folder: Path) -> Iterabl
         trainer.passes.setup = replace(setup, compile=setup.compile and not is_measured)
         record = trainer.run_epoch()
         for name, diversity in together.told.items() if is_measured else ():
-            low, high = diversity.noise_scale_interval()
-            told = {"noise_scale": diversity.noise_to_signal(), "low": low, "high": high if high < math.inf else None}
+            told = dict(zip(("noise_scale", "low", "high"), map(finite, numbers(diversity)), strict=True))
             yield {"seed": seed, "epoch": epoch, "estimator": name, **told, "accuracy": record.val_accuracy}
+
+
+def numbers(diversity: Diversity) -> tuple[float | None, float, float]:
+    """The noise scale and the ends of its interval; without a spread, and undefined, it may be any."""
+    is_known = diversity.spread is not None or diversity.is_defined
+    return (diversity.noise_to_signal(), *(diversity.noise_scale_interval() if is_known else (0.0, math.inf)))
+
+
+def finite(number: float | None) -> float | None:
+    """JSON knows no infinity."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import SGD
 
 from divebatch.estimators import Oracle, Scene
+from divebatch.measurement import Diversity
 from reference.per_sample import dataset, diversity, gradients, mean_loss, mlp, pair_of
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "estimator_traces.py"
@@ -43,6 +44,11 @@ def test_halves_at_rest_are_compared_batch_by_batch_and_told_beside_the_oracle(s
     assert (first.trace, first.sq_norm) == pytest.approx(tuple(pairs.mean(0).tolist()), rel=1e-6)
     exact = diversity(mlp(), mean_loss, [DATA.tensors])
     assert together.told["oracle"].value == pytest.approx(exact.value, rel=1e-8)
+
+
+def test_what_is_infinite_or_not_known_is_null(script):
+    told = {each: [*map(script.finite, script.numbers(Diversity.from_noise(3.0, each, 12)))] for each in (0.1, -0.1)}
+    assert told == {0.1: pytest.approx([30.0] * 3), -0.1: [None, 0.0, None]}
 
 
 def test_traces_are_read_by_estimator_and_epoch_and_drawn(script, tmp_path):
