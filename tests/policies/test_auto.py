@@ -68,6 +68,14 @@ def test_the_rate_comes_one_decision_after_the_size(coupling: str, jump: float):
     assert (after.batch_size, after.lr_factor) == (512, pytest.approx(jump))
 
 
+def test_at_the_cap_nothing_is_measured_and_the_rate_still_comes():
+    policy, history = Auto(512), History(epochs_at_size=1, previous_batch_size=128)
+    assert [policy.measures(1, size) for size in (128, 256, 512)] == [True, True, False]
+    at_cap = Measurement(epoch=2, batch_size=512, first_batch_size=128, dataset_size=50_000, history=history)
+    decision = policy.next(at_cap)
+    assert (decision.batch_size, decision.lr_factor) == (512, pytest.approx(4.0))
+
+
 def test_it_can_be_kept_calm_without_losing_its_rate():
     history = History(epochs_at_size=1, previous_batch_size=128)
     calm = Steady(Auto(4096), dwell=3).next(seen(128.0 * 256, 512, history=history))

@@ -22,8 +22,14 @@ class _Doublings(Policy):
 
     max_batch_size: int
 
+    def measures(self, epoch: int, batch_size: int) -> bool:
+        """Not at the cap, which it does not leave."""
+        return batch_size < self.max_batch_size
+
     def next(self, seen: Measurement) -> Decision:
         """Up by doublings, where the whole interval is above the present size."""
+        if not self.measures(seen.epoch, seen.batch_size):
+            return Decision(batch_size=seen.batch_size)
 
         def mean(noise_scale: float) -> float:
             return math.sqrt(seen.start * max(noise_scale, 0.0))
@@ -81,6 +87,10 @@ class Auto(Policy):
     def next(self, seen: Measurement) -> Decision:
         """The doubling nearest to the mean, and a learning rate that comes after it."""
         return self.parts().next(seen)
+
+    def measures(self, epoch: int, batch_size: int) -> bool:
+        """Until the cap is reached: from there on nothing is left to decide, and nothing is measured."""
+        return self.parts().measures(epoch, batch_size)
 
     def parts(self) -> WarmUp:
         """What it is made of."""
