@@ -123,9 +123,15 @@ def watched_trainer(options: argparse.Namespace, seed: int, folder: Path) -> tup
     experiment = experiment.with_training(precision=options.precision, compile=options.compile)
     trainer = make_trainer(Run(experiment, options.method, seed, folder, options.device, data_dir=options.data_dir))
     trainer.control.close()
-    estimators = {"split": Split(), "moments": Moments(), "trajectory": Trajectory(mode=experiment.training.norms)}
-    at_rest, oracle = AtRest(trainer.loss_fn), Oracle(trainer.loss_fn)
-    together = Together({**estimators, "split at rest": at_rest, "oracle": oracle})
+    estimators = {
+        "split": Split(),
+        "moments": Moments(),
+        "moments, extrapolated": Moments(extrapolated=True),
+        "trajectory": Trajectory(mode=experiment.training.norms),
+        "split at rest": AtRest(trainer.loss_fn),
+        "oracle": Oracle(trainer.loss_fn),
+    }
+    together = Together(estimators)
     trainer.control = Controller(
         trainer.model,
         trainer.optimizer,

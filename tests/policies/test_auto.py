@@ -9,7 +9,7 @@ from torch.optim import SGD
 from divebatch import AdaptiveLoader, Auto, Controller, Diversity, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History, Spread
-from divebatch.policies import Steady
+from divebatch.policies import SpillOver, Steady
 from reference.per_sample import dataset, mean_loss, mlp
 
 
@@ -74,6 +74,12 @@ def test_at_the_cap_nothing_is_measured_and_the_rate_still_comes():
     at_cap = Measurement(epoch=2, batch_size=512, first_batch_size=128, dataset_size=50_000, history=history)
     decision = policy.next(at_cap)
     assert (decision.batch_size, decision.lr_factor) == (512, pytest.approx(4.0))
+
+
+def test_what_spills_over_at_the_cap_is_measured_there():
+    policy, history = SpillOver(Auto(512)), History(epochs_at_size=3, previous_batch_size=512, wanted=512.0)
+    assert policy.measures(5, 512)
+    assert policy.next(seen(128.0 * 64, 512, history=history)).lr_factor == pytest.approx(0.5)
 
 
 def test_it_can_be_kept_calm_without_losing_its_rate():

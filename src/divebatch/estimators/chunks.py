@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.estimator import Scene, optimizer_of
-from divebatch.estimators.precondition import Preconditioner, require_second_moment
-from divebatch.estimators.rows import Norms, Row, norms_of, numbers_of, read
+from divebatch.estimators.precondition import Preconditioner, require_second_moment, rescaled
+from divebatch.estimators.rows import Norms, Readable, Row, norms_of, numbers_of, read
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.norms.sketch import sum_dtype
 from divebatch.norms.sums import addend
@@ -56,7 +56,7 @@ class Chunks:
             self._scales = self._scales or self._preconditioner.scales()
             if self._scales is None:
                 return
-            gradients = _rescaled(gradients, self._scales)
+            gradients = rescaled(gradients, self._scales)
         sums = [self._sums[name] for name in gradients]
         plain = [addend(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
         self._before_last = self._norms_of_sum() if self.num_chunks > 1 else None  # two cost no more than they must
@@ -94,14 +94,7 @@ class Chunks:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise if the sums are another model's."""
-        for name, total in state["sums"].items():
-            here = self._sums.get(name)
-            if here is None or here.shape != total.shape:
-                shape = None if here is None else tuple(here.shape)
-                raise CheckpointError(
-                    f"the checkpoint's gradient sums are another model's: parameter '{name}' has shape "
-                    f"{tuple(total.shape)} there and {shape} here"
-                )
+        check_shapes("gradient sums", state["sums"], self._sums)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved sums."""
@@ -123,7 +116,7 @@ class ChunkWise(Stepwise):
             raise ArgumentError(f"preconditioned must be True or False, got preconditioned={preconditioned!r}")
         self._preconditioned = preconditioned
         self._chunks: Any = None
-        self._waiting: list[Row] = []
+        self._waiting: list[Readable] = []
         """To be read and averaged."""
         self._stepped = 0
         """Samples the loader had delivered at the last optimizer step."""
@@ -136,7 +129,7 @@ class ChunkWise(Stepwise):
     def _new_chunks(self, scene: Scene) -> Any:
         return Chunks(scene.model, optimizer=scene.optimizer if self._preconditioned else None)
 
-    def _add_row(self, row: Row) -> None:
+    def _add_row(self, row: Readable) -> None:
         self._waiting.append(row)
         if len(self._waiting) >= MOST_WAITING:
             self._settle()
@@ -179,6 +172,12 @@ def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
     return norms.double().square().sum() if isinstance(norms, Tensor) else torch.zeros((), dtype=torch.float64)
 
 
-def _rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Coordinate by coordinate. A parameter that the optimizer has not moved yet has no scale and is left out."""
-    return {name: addend(g, scales[name]) * scales[name] for name, g in gradients.items() if name in scales}
+def check_shapes(what: str, there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+    """Raise where a checkpoint's tensors are not those of the parameters here."""
+    for name, tensor in there.items():
+        if name not in here or here[name].shape != tensor.shape:
+            shape = tuple(here[name].shape) if name in here else None
+            raise CheckpointError(
+                f"the checkpoint's {what} are another model's: parameter '{name}' has shape {tuple(tensor.shape)} "
+                f"there and {shape} here"
+            )

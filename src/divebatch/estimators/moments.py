@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from divebatch.errors import UsageError
-from divebatch.estimators.chunks import ChunkWise
+from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.estimators.chunks import ChunkWise, check_shapes
 from divebatch.estimators.dropped import DropWatch, loss_scale
 from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
+from divebatch.estimators.lags import Lagged, extrapolation
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 
@@ -33,16 +34,30 @@ class Moments(ChunkWise):
     two chunks do in `split`, with half as many estimates.
 
     `preconditioned=True` is `split`'s; a window is divided by what its first step was.
+
+    `extrapolated=True` undoes most of the bias where the optimizer has momentum: products of gradients one and two
+    steps apart show how the weights' way bends them, and are extrapolated to none apart (`lags.extrapolation`). In
+    training with momentum B came out 0.8 to 1.4 times as large as it was, where pairs said 1.2 to 7 times; around a
+    minimum 0.7 to 1.5 times. It costs three copies in place of one, three steps before the first estimate, and an
+    interval 1.5 to 2.5 times as wide. There is an estimate a step, so `decay` fades twice as fast, and each gradient
+    is preconditioned by what its own step has. With too little momentum it is as without.
     """
 
     sees_all_ranks = True
     replay_token = True
     """No pass has to be seen where no step is skipped, so one that was recorded may be replayed."""
 
-    def __init__(self, *, window: int = 2, decay: float = 1.0, preconditioned: bool = False) -> None:
+    def __init__(
+        self, *, window: int = 2, decay: float = 1.0, preconditioned: bool = False, extrapolated: bool = False
+    ) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned)
         require_number("window", window, least=2)
-        self._num_steps = window
+        if not isinstance(extrapolated, bool) or (extrapolated and window != 2):
+            raise ArgumentError(
+                f"extrapolated must be True or False, and with True there is no window, got "
+                f"extrapolated={extrapolated!r}, window={window!r}"
+            )
+        self._num_steps, self._extrapolated = window, extrapolated
         self._handle: RemovableHandle | None = None
         self._watch: DropWatch | None = None
         self._passed = 0
@@ -89,7 +104,10 @@ class Moments(ChunkWise):
         to_mean = 1.0 if scene.loss_reduction == "mean" else scene.ranks.size / size
         chunks.add(gradients, size, scale=to_mean / scale)
         self._average.num_samples = self._average.num_samples + size
-        if chunks.num_chunks == self._num_steps:
+        if isinstance(chunks, Lagged):
+            if (row := chunks.row()) is not None:
+                self._add_row(row)
+        elif chunks.num_chunks == self._num_steps:
             self._add_row(chunks.row())
             chunks.forget()
 
@@ -100,7 +118,30 @@ class Moments(ChunkWise):
             return seen
         return replace(seen, spread=replace(seen.spread, sq_norm_variance=math.inf))
 
+    def _new_chunks(self, scene: Scene) -> Any:
+        is_lagged = self._extrapolated and extrapolation(optimizer_of(scene, "moments")) > 0
+        return self._new_lagged(scene) if is_lagged else super()._new_chunks(scene)
+
+    def _new_lagged(self, scene: Scene) -> Lagged:
+        return Lagged(scene.model, optimizer_of(scene, "moments"), preconditioned=self._preconditioned)
+
+    def _check_own_state(self, state: dict[str, Any]) -> None:
+        if not _is_lagged(state):
+            super()._check_own_state(state)
+            return
+        if not self._extrapolated:
+            raise CheckpointError(
+                "the checkpoint's estimate by moments is extrapolated, and here it is from pairs of steps: go on with "
+                "Moments(extrapolated=True)"
+            )
+        trainable = {name: p for name, p in self._bound().model.named_parameters() if p.requires_grad}
+        for gradients in state["chunks"]["gradients"]:
+            check_shapes("gradients", gradients, trainable)
+
     def _load_own_state(self, state: dict[str, Any]) -> None:
+        scene, is_lagged = self._bound(), _is_lagged(state)
+        if is_lagged != isinstance(self._chunks, Lagged):  # the optimizer's momentum may not be loaded yet
+            self._chunks = self._new_lagged(scene) if is_lagged else super()._new_chunks(scene)
         super()._load_own_state(state)
         if all(p.grad is None for p in self._chunks.parameters.values()):  # a gradient under way was not saved
             self._stepped = self._bound().samples_delivered()
@@ -110,3 +151,7 @@ class Moments(ChunkWise):
         if not self._average.num_samples:
             raise UsageError("the epoch has ended, but no optimizer step on a batch of the loader was seen in it")
         return self._average.unknown()
+
+
+def _is_lagged(state: dict[str, Any]) -> bool:
+    return "gradients" in state["chunks"]

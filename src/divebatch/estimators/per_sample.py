@@ -75,6 +75,7 @@ class _PassMeter(DiversityMeter):
     def _take(self, done: Backward | Tapped) -> None:
         self._require_own_gradients()
         super()._take(done)
+        self._multiply_out()
         sums = list(self._sums.values())
         size = self.norms.num_counted(done)
         sq_norms = done.sq_norms.sum(dtype=torch.float64) * self.norms.gradient_scale(done) ** 2

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Adadelta, Optimizer
 
 from divebatch.errors import ArgumentError
+from divebatch.norms.sums import addend
 
 SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
 """Where torch's optimizers keep it: AMSGrad, Adam and its kin, RMSprop. The first there is counts."""
@@ -45,6 +46,11 @@ class Preconditioner:
         if CORRECTED in group:
             moment = moment / (1 - group[CORRECTED][1] ** torch.as_tensor(state["step"], device=moment.device))
         return (moment.sqrt() + float(group["eps"])).reciprocal()
+
+
+def rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Coordinate by coordinate. A parameter that the optimizer has not moved yet has no scale and is left out."""
+    return {name: addend(g, scales[name]) * scales[name] for name, g in gradients.items() if name in scales}
 
 
 def require_second_moment(optimizer: Optimizer) -> None:

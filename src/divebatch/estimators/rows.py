@@ -7,6 +7,7 @@ before they are read, many steps at once, and then on the host.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from torch import Tensor
 from divebatch.estimators.average import inner_variance, unbiased
 
 Norms = Tensor | float
-"""Of several tensors, one norm each, where they were computed; or, once read, the sum of their squares."""
+"""Of several tensors, one norm each, where they were computed; or, once read, the sum of their squares. Also a number
+by itself, such as a product of two gradients: as it is, before and after."""
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Norms:
@@ -23,16 +25,17 @@ def norms_of(tensors: Sequence[Tensor]) -> Norms:
 
 
 def read(many: Sequence[Norms]) -> list[float]:
-    """The sums of squares, in float64. Waits for the device, once for all of one kind."""
+    """The sums of squares, and numbers by themselves, in float64. Waits for the device, once for all of one kind."""
     found = [0.0 if isinstance(each, Tensor) else each for each in many]
     alike: dict[object, list[tuple[int, Tensor]]] = {}
     for place, each in enumerate(many):
         if isinstance(each, Tensor):
             alike.setdefault((each.device, each.dtype), []).append((place, each))
     for group in alike.values():
-        squares = iter(torch.cat([norms for _, norms in group]).cpu().double().square().tolist())
-        for place, norms in group:
-            found[place] = sum(itertools.islice(squares, len(norms)))
+        numbers = iter(torch.cat([each.reshape(-1) for _, each in group]).cpu().double().tolist())
+        for place, each in group:
+            own = itertools.islice(numbers, each.numel())
+            found[place] = sum(norm * norm for norm in own) if each.ndim else next(own)
     return found
 
 
@@ -61,20 +64,38 @@ class Row:
         """All that is to be read."""
         return [*self.norms, self.of_sum, *([] if self.before_last is None else [self.before_last])]
 
-    def numbers(self, squares: Sequence[float]) -> tuple[float, float, float]:
+    def numbers(self, values: Sequence[float]) -> tuple[float, float, float]:
         """tr(Sigma), ||G||^2 and Var_i<g_i, g>, from what `parts` were read as."""
         count, total = len(self.sizes), self.num_samples
-        of_chunks = [factor * square for factor, square in zip(self.factors, squares[:count], strict=True)]
-        mean, last = squares[count] / total**2, self.sizes[-1]
+        of_chunks = [factor * square for factor, square in zip(self.factors, values[:count], strict=True)]
+        mean, last = values[count] / total**2, self.sizes[-1]
         weighted = sum(size * square for size, square in zip(self.sizes, of_chunks, strict=True))
-        before = self.sizes[0] ** 2 * of_chunks[0] if self.before_last is None else squares[count + 1]
+        before = self.sizes[0] ** 2 * of_chunks[0] if self.before_last is None else values[count + 1]
         rest = total - last
         inner = inner_variance((before / rest**2, of_chunks[-1]), (rest, last), mean)
         return (*unbiased(weighted, mean, count, total), inner)
 
 
-def numbers_of(rows: Sequence[Row]) -> Iterator[tuple[float, float, float]]:
+class Readable(Protocol):
+    """What one step showed, or a few."""
+
+    @property
+    def num_samples(self) -> int:
+        """By which it is weighed."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[Norms]:
+        """All that is to be read."""
+        ...
+
+    def numbers(self, values: Sequence[float]) -> tuple[float, float, float]:
+        """tr(Sigma), ||G||^2 and Var_i<g_i, g>, from what `parts` were read as."""
+        ...
+
+
+def numbers_of(rows: Sequence[Readable]) -> Iterator[tuple[float, float, float]]:
     """Of each row, in order; one look at the device for all."""
-    squares = iter(read([part for row in rows for part in row.parts]))
+    values = iter(read([part for row in rows for part in row.parts]))
     for row in rows:
-        yield row.numbers(list(itertools.islice(squares, len(row.parts))))
+        yield row.numbers(list(itertools.islice(values, len(row.parts))))

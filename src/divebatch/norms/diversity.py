@@ -56,6 +56,8 @@ class DiversityMeter:
         self.token = object()
         """Another one whenever the sums begin anew: what added to the old ones is of no use then."""
         self._sums: dict[str, Tensor] = {}
+        self._unit: Tensor | None = None
+        """What the sums are multiples of, where that was ever more than a plain one."""
         self._pending: dict[int, dict[str, Tensor]] = {}
 
     def _cover(self) -> None:
@@ -81,7 +83,7 @@ class DiversityMeter:
         self.norms.detach()
         while self._handles:
             self._handles.pop().remove()
-        self._sums, self._pending = {}, {}
+        self._sums, self._unit, self._pending = {}, None, {}
         self._drop_shards()
 
     @property
@@ -96,7 +98,7 @@ class DiversityMeter:
         plain = {name: p for name, p in self._parameters.items() if not is_sharded(p)}
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in plain.items()}
         self._pending = {}
-        self._unit: Tensor | None = None
+        self._unit = None
         self._coverage_is_checked = False
         self._drop_shards()
         if len(plain) < len(self._parameters):
@@ -192,8 +194,10 @@ class DiversityMeter:
         scale = self.norms.gradient_scale(done)
         if isinstance(scale, Tensor):
             self._count_in(scale)
-            scale = 1.0
-        torch._foreach_add_(sums, gradients, alpha=scale)
+            torch._foreach_add_(sums, gradients)
+        elif scale:
+            self._multiply_out()
+            torch._foreach_add_(sums, gradients, alpha=scale)
 
     def _count_in(self, unit: Tensor) -> None:
         """Keep the sums as multiples of `unit` from here on, in which gradients are added as they are.

@@ -28,7 +28,7 @@ class _Doublings(Policy):
 
     def next(self, seen: Measurement) -> Decision:
         """Up by doublings, where the whole interval is above the present size."""
-        if not self.measures(seen.epoch, seen.batch_size):
+        if seen.diversity is None and not self.measures(seen.epoch, seen.batch_size):
             return Decision(batch_size=seen.batch_size)
 
         def mean(noise_scale: float) -> float:

@@ -149,6 +149,10 @@ class SpillOver(OfRate):
     lr / b then falls as if the batch had grown. When less is wanted again the rate comes back.
     """
 
+    def measures(self, epoch: int, batch_size: int) -> bool:
+        """At the cap too, where some policies stop: what spills over depends on it."""
+        return self.policy.measures(epoch, 1) or self.policy.measures(epoch, batch_size)
+
     def next(self, seen: Measurement) -> Decision:
         """The inner decision, with its spill against the one already in force."""
         decision = self._inner(seen)

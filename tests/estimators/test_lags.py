@@ -1,0 +1,292 @@
+"""Moments extrapolated to gradients no step apart: against gradients kept by hand, and against the truth."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from divebatch import AdaptiveLoader, Controller, Diversity
+from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.estimators import Estimator, Moments, Scene
+from divebatch.estimators.lags import Lagged, extrapolation
+from divebatch.policies import InnerProductTest, NoiseScale
+from reference.per_sample import dataset, mean_loss, mlp, samples
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], float]] = {
+    "momentum": (lambda p, lr: SGD(p, lr, momentum=0.9), 1 / 0.9),
+    "Nesterov": (lambda p, lr: SGD(p, lr, momentum=0.9, nesterov=True), 1.9 / 0.81),
+    "half of it": (lambda p, lr: SGD(p, lr, momentum=0.5), 2.0),
+    "Adam": (lambda p, lr: Adam(p, lr, betas=(0.8, 0.99)), 1.25),
+    "NAdam": (lambda p, lr: torch.optim.NAdam(p, lr), 1.9 / 0.81),
+    "little": (lambda p, lr: SGD(p, lr, momentum=0.3), 0.0),
+    "half of Nesterov's": (lambda p, lr: SGD(p, lr, momentum=0.5, nesterov=True), 0.0),
+    "none": (lambda p, lr: SGD(p, lr), 0.0),
+    "no such thing": (lambda p, lr: torch.optim.Adagrad(p, lr), 0.0),
+}
+any_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
+with_momentum = pytest.mark.parametrize("kind", [kind for kind, (_, factor) in OPTIMIZERS.items() if factor])
+
+
+class Loop:
+    """A user's loop that keeps the gradient of every step."""
+
+    def __init__(self, estimator: Estimator, kind: str, *, lr: float, model: nn.Module | None = None) -> None:
+        self.model, self.estimator, self.delivered = model or mlp(), estimator, 0
+        self.optimizer = OPTIMIZERS[kind][0](self.model.parameters(), lr)
+        self.gradients: list[Tensor] = []
+        self.sizes: list[int] = []
+        self.scene = Scene(self.model, lambda: [], "mean", None, self.optimizer, lambda: self.delivered)
+        estimator.bind(self.scene)
+        estimator.start()
+
+    def step(self, batch: Any, loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_loss) -> None:
+        x, y = batch
+        self.delivered += len(x)
+        self.optimizer.zero_grad()
+        loss_fn(self.model(x), y).backward()
+        self.sizes.append(len(x))
+        self.gradients.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
+        self.optimizer.step()
+
+
+def batches(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    x, y = samples(count)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def by_hand(loop: Loop, factor: float) -> tuple[float, float]:
+    """Means over steps, weighted by their samples."""
+    rows = []
+    for newest in range(2, len(loop.gradients)):
+        before, last, own = loop.gradients[newest - 2 : newest + 1]
+        sq_norm = (1 + factor) * float(own @ last) - factor * float(own @ before)
+        rows.append((loop.sizes[newest], loop.sizes[newest] * (float(own @ own) - sq_norm), sq_norm))
+    total = sum(row[0] for row in rows)
+    return sum(row[0] * row[1] for row in rows) / total, sum(row[0] * row[2] for row in rows) / total
+
+
+@any_optimizer
+def test_how_far_to_extrapolate_follows_from_the_momentum(kind: str):
+    make, factor = OPTIMIZERS[kind]
+    assert extrapolation(make(mlp().parameters(), 0.1)) == pytest.approx(factor)
+
+
+def test_the_largest_parameter_group_counts():
+    few, many = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(9))
+    groups = [{"params": [few], "momentum": 0.0}, {"params": [many], "momentum": 0.8}]
+    assert extrapolation(SGD(groups, 0.1)) == extrapolation(SGD(groups[::-1], 0.1)) == pytest.approx(1.25)
+
+
+@with_momentum
+@pytest.mark.parametrize("lr", [0.0, 0.01])
+@pytest.mark.parametrize("count", [12, 40, 43])  # three steps; ten; and a last batch of three samples
+def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float, count: int):
+    loop = Loop(Moments(extrapolated=True), kind, lr=lr)
+    for batch in batches(count, 4):
+        loop.step(batch)
+    measured = loop.estimator.finish()
+    assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, OPTIMIZERS[kind][1]), rel=1e-9)
+    assert measured.num_samples == count
+
+
+@pytest.mark.parametrize("kind", ["little", "none", "no such thing"])
+def test_without_momentum_it_is_as_without(kind: str):
+    found = []
+    for extrapolated in (False, True):
+        loop = Loop(Moments(extrapolated=extrapolated), kind, lr=0.01)
+        for batch in batches(40, 4):
+            loop.step(batch)
+        found.append(loop.estimator.finish())
+    assert found[0] == found[1]
+
+
+def test_strides_and_types_of_parameters_are_kept_apart():
+    """A network in channels_last with a half-precision head, and a parameter that gets no gradient in some steps."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+    model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+    torch.manual_seed(0)
+    lagged, kept = Lagged(model, SGD(model.parameters(), 0.1, momentum=0.9)), []
+    for step in range(5):
+        there = {name: p for name, p in model.named_parameters() if step % 2 or name != "rare"}
+        gradients = {name: torch.randn_like(p).detach() for name, p in there.items()}
+        lagged.add(gradients, 4, scale=0.5)
+        whole = [0.5 * gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
+        kept.append(torch.cat([each.double().flatten() for each in whole]))
+    row = lagged.row()
+    assert row is not None
+    expected = [kept[3] @ kept[3], kept[4] @ kept[4], kept[4] @ kept[3], kept[4] @ kept[2]]
+    assert [float(part) for part in row.parts] == pytest.approx([float(each) for each in expected], rel=1e-5)
+    # Else a GPU would copy them one by one.
+    assert lagged._views[0]["0.weight"].stride() == model[0].weight.stride() != model[0].weight.contiguous().stride()
+
+
+def test_the_noise_along_the_gradient_is_that_of_a_step_and_the_one_before():
+    loop = Loop(Moments(extrapolated=True), "momentum", lr=0.01)
+    for batch in batches(11, 4):  # 4, 4 and 3 samples: one estimate
+        loop.step(batch)
+    _, first, second = loop.gradients
+    along = float((first - second) @ (4 * first + 3 * second)) / 7
+    assert loop.estimator.finish().inner_variance == pytest.approx(along**2 * 12 / 7, rel=1e-9)
+
+
+def test_complex_gradients_have_real_products():
+    model = nn.ParameterDict({"real": nn.Parameter(torch.ones(3).double()), "other": nn.Parameter(torch.ones(2) * 1j)})
+    lagged = Lagged(model, SGD(model.parameters(), 0.1, momentum=0.9))
+    for _ in range(3):
+        lagged.add({name: p.detach() for name, p in model.named_parameters()}, 4)
+    row = lagged.row()
+    assert row is not None
+    assert [float(part) for part in row.parts] == [5.0] * 4
+
+
+def test_a_long_vector_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("divebatch.estimators.lags.LONGEST_DOT", 7)
+    loop = Loop(Moments(extrapolated=True), "momentum", lr=0.01)
+    for batch in batches(20, 4):
+        loop.step(batch)
+    measured = loop.estimator.finish()
+    assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, 1 / 0.9), rel=1e-9)
+
+
+# Against the truth: y = noise, x standard normal, at weights w; the Hessian is the identity and ||G||^2 = ||w||^2
+
+DIMENSION, OFFSET, DRAWS = 12, 0.5, 200
+TRACE, SQ_NORM = (DIMENSION + 1) * OFFSET**2 + DIMENSION, OFFSET**2
+
+
+def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean() / 2
+
+
+def draws(generator: torch.Generator, num_batches: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(num_batches):
+        x = torch.randn(size, DIMENSION, generator=generator, dtype=torch.float64)
+        yield x, torch.randn(size, 1, generator=generator, dtype=torch.float64)
+
+
+def linear() -> nn.Linear:
+    model = nn.Linear(DIMENSION, 1, bias=False).double()
+    nn.init.constant_(model.weight, OFFSET / math.sqrt(DIMENSION))
+    return model
+
+
+@pytest.fixture(scope="module")
+def repeated() -> list[Diversity]:
+    """The same epoch of 16 batches of 64 at weights that stand still, drawn anew again and again."""
+    loop, generator, found = Loop(Moments(extrapolated=True), "momentum", lr=0.0, model=linear()), torch.Generator(), []
+    for _ in range(DRAWS):
+        for batch in draws(generator.manual_seed(len(found)), 16, 64):
+            loop.step(batch, half_squares)
+        found.append(loop.estimator.finish())
+        loop.estimator.start()
+    return found
+
+
+@pytest.mark.parametrize(("name", "truth"), [("trace", TRACE), ("sq_norm", SQ_NORM)])
+def test_at_fixed_weights_the_mean_of_many_estimates_is_the_truth(repeated: list[Diversity], name: str, truth: float):
+    values = torch.tensor([getattr(diversity, name) for diversity in repeated])
+    error = float(values.std() / math.sqrt(DRAWS))
+    assert abs(float(values.mean()) - truth) < 3.5 * error
+    assert error < 0.05 * truth
+
+
+def test_the_interval_is_none_too_narrow(repeated: list[Diversity]):
+    """Estimates of neighbouring steps share gradients; that makes it wider than it needs to be, not narrower."""
+    intervals = [diversity.noise_scale_interval() for diversity in repeated]
+    assert sum(low <= TRACE / SQ_NORM <= high for low, high in intervals) >= 0.90 * DRAWS
+    observed = torch.tensor([diversity.sq_norm for diversity in repeated]).var()
+    stated = sum(diversity.spread.sq_norm_variance for diversity in repeated) / DRAWS
+    assert 0.9 < stated / float(observed) < 1.8
+
+
+@pytest.mark.parametrize(("kind", "lr"), [("momentum", 0.2), ("Nesterov", 0.1), ("half of it", 0.2)])
+def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: float):
+    found = {}
+    for extrapolated in (False, True):
+        loop, signal = Loop(Moments(extrapolated=extrapolated), kind, lr=lr, model=linear()), []
+        for number, batch in enumerate(draws(torch.Generator().manual_seed(3), 2100, 16)):
+            if number == 100:  # at rest around the minimum by then
+                loop.estimator.restart()
+            signal.append(float(loop.model.weight.detach().square().sum()))
+            loop.step(batch, half_squares)
+        found[extrapolated] = loop.estimator.finish().sq_norm / (sum(signal[100:]) / len(signal[100:]))
+    assert found[True] == pytest.approx(1.0, abs=0.2)
+    assert found[False] < 0.8
+
+
+# In use
+
+
+def test_a_controller_takes_it_and_the_inner_product_test_has_what_it_needs():
+    for policy in (NoiseScale(16), InnerProductTest(16)):
+        model = mlp()
+        optimizer, loader = SGD(model.parameters(), 1e-4, momentum=0.9), AdaptiveLoader(dataset(400), 8)
+        with Controller(model, optimizer, loader, policy, estimator=Moments(extrapolated=True)) as control:
+            for x, y in loader:
+                optimizer.zero_grad()
+                mean_loss(model(x), y).backward()
+                optimizer.step()
+            assert control.step().diversity is not None
+
+
+def test_two_steps_say_nothing():
+    loop = Loop(Moments(extrapolated=True), "momentum", lr=0.01)
+    for batch in batches(8, 4):
+        loop.step(batch)
+    assert math.isnan(loop.estimator.finish().trace)
+
+
+def test_a_state_that_is_extrapolated_is_refused_by_one_that_is_not():
+    loop, other = Loop(Moments(extrapolated=True), "momentum", lr=0.01), Moments()
+    for batch in batches(12, 4):
+        loop.step(batch)
+    other.bind(loop.scene)
+    with pytest.raises(CheckpointError, match=r"is extrapolated, and here .* go on with Moments\(extrapolated=True\)"):
+        other.check_state(loop.estimator.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["momentum", "none"])
+def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
+    """A momentum that changes in training is another one in a new optimizer."""
+    found = []
+    for interrupted in (False, True):
+        loop = Loop(Moments(extrapolated=True), kind, lr=0.01)
+        group = loop.optimizer.param_groups[0]
+        momentum = group["momentum"]
+        for number, batch in enumerate(batches(40, 4)):
+            loop.step(batch)
+            if interrupted and number == 4:
+                state, loop.estimator = loop.estimator.state_dict(), Moments(extrapolated=True)
+                group["momentum"] = 0.9 - momentum
+                loop.estimator.bind(loop.scene)
+                loop.estimator.start()
+                loop.estimator.check_state(state)
+                loop.estimator.load_state_dict(state)
+                group["momentum"] = momentum
+        found.append(loop.estimator.finish())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("settings", [{"extrapolated": 1}, {"extrapolated": True, "window": 3}])
+def test_wrong_settings_get_an_error(settings: dict[str, Any]):
+    with pytest.raises(ArgumentError, match=r"extrapolated must be True or False, and with True there is no window"):
+        Moments(**settings)
+
+
+def test_adams_division_is_done_at_each_step():
+    kind, found = "Adam", []
+    loop = Loop(Moments(extrapolated=True, preconditioned=True), kind, lr=0.01)
+    for number, batch in enumerate(batches(24, 4)):
+        if number:
+            states = [loop.optimizer.state[p] for p in loop.model.parameters()]
+            corrected = [s["exp_avg_sq"] / (1 - 0.99 ** float(s["step"])) for s in states]
+            found.append(torch.cat([each.flatten().sqrt() + 1e-8 for each in corrected]).clone())
+        loop.step(batch)
+    loop.gradients = [g / by for g, by in zip(loop.gradients[1:], found, strict=True)]
+    loop.sizes = loop.sizes[1:]
+    measured = loop.estimator.finish()
+    assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, 1.25), rel=1e-6)
