@@ -2,7 +2,6 @@
 
 import gc
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ settings.load_profile("divebatch")
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def few_objects() -> Iterator[None]:
-    """For modules with hundreds of controllers: each looks for schedulers among all objects that are not frozen."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays. Each controller looks for schedulers among all objects that are not frozen."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -34,10 +34,7 @@ from reference.per_sample import dataset, mean_loss, mlp
 
 DATA, SEED = dataset(40), 3
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
-    pytest.mark.usefixtures("few_objects"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 
 @dataclass(frozen=True)

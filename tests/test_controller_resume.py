@@ -15,10 +15,7 @@ from divebatch.errors import CheckpointError, UsageError
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
 # Torch counts a fresh optimizer's own steps and cannot know that the epoch's were made before the stop.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
-    pytest.mark.usefixtures("few_objects"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 EPOCHS = 5
 DATA = dataset(24, dtype=torch.float32)
 

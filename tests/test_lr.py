@@ -64,10 +64,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 EVERY_CASE = pytest.mark.parametrize("case", ["none", *SCHEDULERS])
 EVERY_SCHEDULER = pytest.mark.parametrize("case", SCHEDULERS)
 # SequentialLR itself uses the argument that torch warns of.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step"),
-    pytest.mark.usefixtures("few_objects"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 
 
 def two_groups(*, optimizer: type[Optimizer] = SGD, tensors: bool = False) -> Optimizer:

@@ -9,8 +9,6 @@ from divebatch.experiments import get_experiment
 from divebatch.search import to_toml
 from search.tiny_search import tiny_experiment
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 
 @pytest.fixture
 def experiment(tmp_path):

@@ -18,7 +18,6 @@ from divebatch.records import EpochRecord, read_run
 from divebatch.search import to_toml
 from divebatch.training import load_newest
 
-pytestmark = pytest.mark.usefixtures("few_objects")
 RUN = ["--epochs", "4", "--trials", "1", "--jobs", "1", "--methods", "divebatch"]
 
 

@@ -23,8 +23,6 @@ from divebatch.training.checkpoint import previous
 from experiments.dataset_tests.image_files import write_cifar10
 from experiments.same_end import CPU, assert_same_end, records
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 
 def small(name: str = "synthetic-nonconvex", epochs: int = 3) -> Experiment:
     experiment = get_experiment(name).scaled(epochs)

@@ -24,8 +24,6 @@ from divebatch.training.checkpoint import MAGIC
 CPU = torch.device("cpu")
 SENTINEL = "harm-was-done"
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 
 # Checkpoints that would run code, with the right beginning and the right checksum
 

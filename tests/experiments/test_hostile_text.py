@@ -20,9 +20,6 @@ from divebatch.experiments.schema import read_experiment
 from divebatch.records import EpochRecord, RunHeader, read_run
 from experiments.begun import small
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
-
 # Records
 
 HEADER = {"kind": "run", "experiment": "a", "method": "b", "seed": 0}

@@ -43,7 +43,7 @@ def test_the_experiments_with_every_policy_have_every_policy(name):
 
 
 def test_for_a_compiler_every_policy_keeps_to_few_sizes():
-    """Those that go by doublings or a table need no rounding; SimiGrad by tenths, of which few are a multiple of ours."""
+    """Those that go by doublings or a table need no rounding; SimiGrad goes by tenths, few of which are one of ours."""
     coarse = {"fixed", "adabatch", "auto", "geodamp", "sample-schedule", "plateau"}
     for name, ours in {"policies-synthetic": 64, "policies-cifar10": 256}.items():
         for method in get_experiment(name).with_training(compile=True).methods.values():

@@ -13,7 +13,6 @@ from divebatch.experiments import Run, execute, get_experiment
 from divebatch.loggers import LOGGERS, logging_to, make_logger, scalars
 from divebatch.records import EpochRecord, RunHeader, read_run
 
-pytestmark = pytest.mark.usefixtures("few_objects")
 HEADER = RunHeader(experiment="e", method="m", seed=3, config={"epochs": 2})
 
 

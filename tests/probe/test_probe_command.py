@@ -17,8 +17,6 @@ from divebatch.training import load_checkpoint, save_checkpoint
 from divebatch.training.sharded import save_sharded
 from probe.tiny_run import NAME, run_it, tiny_experiment
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):

@@ -17,8 +17,6 @@ from divebatch.search import Result, Study, collect, open_study, work
 from divebatch.search.worker import GivenUp, Pulse
 from search.tiny_search import OVER, tiny_plan
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 DIES = """
 import os, signal, sys
 from pathlib import Path

@@ -27,8 +27,6 @@ COSTS = {
     "peak_memory_bytes",
 }
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 
 class OneByOne(Dataset[Any]):
     """The same data behind a DataLoader."""
