@@ -15,7 +15,8 @@ settings.load_profile("divebatch")
 torch.set_num_threads(1)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays. Each controller looks for schedulers among all objects that are not frozen."""
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """What is there by now stays. Each controller looks for schedulers among all objects that are not frozen."""
     gc.collect()
     gc.freeze()
