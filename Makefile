@@ -35,8 +35,9 @@ check: install  ## Lint, type-check, test: what CI runs
 	$(BIN)/mypy
 	$(MAKE) test
 
-bench: install  ## Measure the overhead of measuring, as ratios to a hand-written loop
+bench: install  ## Measure the overhead of measuring, as ratios to a plain loop and beside other libraries (6 minutes)
 	$(BIN)/python benchmarks/synthetic_step.py
+	$(BIN)/python -W ignore benchmarks/norms.py --peers
 
 reproduce: install  ## The paper's synthetic experiments in full (minutes on two cores)
 	$(BIN)/divebatch run synthetic-convex --log-exact --out runs/paper --resume

@@ -124,6 +124,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     if options.processor_time:
         torch.set_num_threads(1)
+    table: dict[str, dict[str, object]] = {}
     about = {"torch": torch.__version__, "device": options.device, "threads": torch.get_num_threads()}
     say(options.out, {**about, "repeats": options.repeats, "processor_time": options.processor_time})
     for kind in options.kinds.split(","):
@@ -138,9 +139,20 @@ def main() -> None:
             setting.clock = time.process_time if options.processor_time else time.perf_counter
             for result in measure(setting, chosen, options.repeats, options.turn):
                 say(options.out, {**shape, **result})
+                table.setdefault(f"{row} {kind}", {})[str(result["method"])] = result.get("time", "-")
             del setting
             if options.device == "cuda":
                 torch.cuda.empty_cache()
+    show(table)
+
+
+def show(table: dict[str, dict[str, object]]) -> None:
+    """Time ratios, a row a network; "-" where a peer cannot do it."""
+    methods = list(dict.fromkeys(method for row in table.values() for method in row))
+    print("\n| network@batch, kind |", " | ".join(methods), "|")
+    print("|" + "---|" * (1 + len(methods)))
+    for name, row in table.items():
+        print(f"| {name} |", " | ".join(str(row.get(method, "")) for method in methods), "|")
 
 
 def arguments() -> argparse.Namespace:
