@@ -1,7 +1,7 @@
 """Moments extrapolated to gradients no step apart: against gradients kept by hand, and against the truth."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators import Estimator, Moments, Scene
 from divebatch.estimators.lags import Lagged, extrapolation
 from divebatch.policies import InnerProductTest, NoiseScale
+from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
 from reference.per_sample import dataset, mean_loss, mlp, samples
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], float]] = {
@@ -152,26 +153,9 @@ def test_a_long_vector_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch):
     assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, 1 / 0.9), rel=1e-9)
 
 
-# Against the truth: y = noise, x standard normal, at weights w; the Hessian is the identity and ||G||^2 = ||w||^2
+# Against the truth
 
-DIMENSION, OFFSET, DRAWS = 12, 0.5, 200
-TRACE, SQ_NORM = (DIMENSION + 1) * OFFSET**2 + DIMENSION, OFFSET**2
-
-
-def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean() / 2
-
-
-def draws(generator: torch.Generator, num_batches: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for _ in range(num_batches):
-        x = torch.randn(size, DIMENSION, generator=generator, dtype=torch.float64)
-        yield x, torch.randn(size, 1, generator=generator, dtype=torch.float64)
-
-
-def linear() -> nn.Linear:
-    model = nn.Linear(DIMENSION, 1, bias=False).double()
-    nn.init.constant_(model.weight, OFFSET / math.sqrt(DIMENSION))
-    return model
+DRAWS = 200
 
 
 @pytest.fixture(scope="module")

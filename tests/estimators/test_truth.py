@@ -1,7 +1,7 @@
 """The unbiased estimators against a slow twin, and against the truth where it is known."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from divebatch import AdaptiveLoader, Diversity, gradient_diversity, micro_batch
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Scene, Split
 from reference import per_sample
+from reference.known_noise import DIMENSION, OFFSET, SQ_NORM, TRACE, draws, half_squares, linear
 from reference.per_sample import dataset, mean_loss, mlp, pair_of, samples
 
 CASES: dict[str, Callable[..., Estimator]] = {
@@ -131,30 +132,11 @@ def test_a_state_between_the_passes_of_a_step_carries_on(case: str):
     assert results[0] == results[1]
 
 
-# Against the truth: y = w* x + noise, x standard normal, at weights w* + e
+# Against the truth
 
 
-DIMENSION, OFFSET, NOISE = 12, 0.5, 1.0
-TRACE = (DIMENSION + 1) * OFFSET**2 + DIMENSION * NOISE**2
-SQ_NORM = OFFSET**2
 DRAWS = 200
 PARTS = {"per-sample": 64, "split": 32, "moments": 64, "ranks": 32}
-
-
-def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean() / 2
-
-
-def draws(generator: torch.Generator, num_batches: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for _ in range(num_batches):
-        x = torch.randn(batch_size, DIMENSION, generator=generator, dtype=torch.float64)
-        yield x, NOISE * torch.randn(batch_size, 1, generator=generator, dtype=torch.float64)
-
-
-def linear() -> nn.Linear:
-    model = nn.Linear(DIMENSION, 1, bias=False).double()
-    nn.init.constant_(model.weight, OFFSET / math.sqrt(DIMENSION))  # w* is zero
-    return model
 
 
 @pytest.fixture(scope="module", params=CASES)
