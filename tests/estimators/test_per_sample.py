@@ -8,7 +8,6 @@ from torch.optim import SGD
 
 from divebatch import Diversity
 from divebatch.estimators import PerSample, Scene
-from divebatch.norms import DiversityMeter
 from reference.per_sample import mean_loss, mlp, samples
 
 SIZES = (6, 6, 4)
@@ -45,13 +44,3 @@ def test_it_is_the_plain_one(case: str):
     plain = measured()
     assert (found.trace, found.sq_norm) == pytest.approx((plain.trace, plain.sq_norm), rel=1e-6)
     assert found.num_samples == plain.num_samples == sum(SIZES)
-
-
-def test_a_meter_has_a_state_whether_attached_or_not():
-    meter = DiversityMeter(mlp(), compiled=True)
-    states = [meter.state_dict()]
-    with meter:
-        x, y = samples(6)
-        mean_loss(meter._model(x), y).backward()
-    states.append(meter.state_dict())
-    assert [state["num_samples"] for state in states] == [0, 6]

@@ -272,3 +272,32 @@ def test_nothing_is_left_attached():
         assert num_hooks(model) == 2 + 4
     assert num_hooks(model) == 0
     assert not meter.is_attached
+
+
+def test_a_meter_has_a_state_whether_attached_or_not():
+    model = mlp()
+    meter = DiversityMeter(model, compiled=True)
+    states = [meter.state_dict()]
+    with meter:
+        x, y = samples(6)
+        mean_loss(model(x), y).backward()
+    states.append(meter.state_dict())
+    assert [state["num_samples"] for state in states] == [0, 6]
+
+
+class Scaler:
+    """Like torch's, which has its scale on the device."""
+
+    _scale = torch.tensor(8.0)
+
+
+def test_under_a_scaler_a_stand_ins_pass_counts_for_nothing_too():
+    model, (x, y) = mlp(), samples(6)
+    found = []
+    for weights in ((1.0, 0.0, 1.0), (1.0, 1.0)):
+        with DiversityMeter(model, grad_scaler=Scaler()) as meter:
+            for weight in weights:
+                meter.norms._loss_weight = lambda weight=weight: weight
+                (mean_loss(model(x), y) * 8.0 * weight).backward()
+            found.append(meter.diversity())
+    assert found[0] == found[1]

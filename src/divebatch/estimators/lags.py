@@ -124,8 +124,7 @@ class Lagged:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise if the gradients are another model's."""
-        for gradients in state["gradients"]:
-            check_shapes("gradients", gradients, self.parameters)
+        check_gradients(state, self.parameters)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved gradients."""
@@ -136,6 +135,12 @@ class Lagged:
                 self._views[self._count][name].copy_(gradient)
             self._count += 1
         self._sizes, self._sq_norms = list(state["sizes"]), list(state["sq_norms"])
+
+
+def check_gradients(state: dict[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    """Raise if the gradients of a `Lagged`'s state are not those of the parameters here."""
+    for gradients in state["gradients"]:
+        check_shapes("gradients", gradients, parameters)
 
 
 def _flat(parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
-from divebatch.estimators.chunks import ChunkWise, check_shapes
+from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.dropped import DropWatch, loss_scale
 from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
-from divebatch.estimators.lags import Lagged, extrapolation
+from divebatch.estimators.lags import Lagged, check_gradients, extrapolation
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 
@@ -134,9 +134,7 @@ class Moments(ChunkWise):
                 "the checkpoint's estimate by moments is extrapolated, and here it is from pairs of steps: go on with "
                 "Moments(extrapolated=True)"
             )
-        trainable = {name: p for name, p in self._bound().model.named_parameters() if p.requires_grad}
-        for gradients in state["chunks"]["gradients"]:
-            check_shapes("gradients", gradients, trainable)
+        check_gradients(state["chunks"], dict(self._bound().model.named_parameters()))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         scene, is_lagged = self._bound(), _is_lagged(state)
