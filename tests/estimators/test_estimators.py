@@ -336,9 +336,10 @@ def test_one_batch_in_three_is_looked_at_wherever_the_loop_cuts(cut_all: bool):
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
-def test_every_must_be_a_whole_number(every):
+@pytest.mark.parametrize("kind", [Split, Moments])
+def test_every_must_be_a_whole_number(kind, every):
     with pytest.raises(ArgumentError, match=r"every must be an integer of at least 1, got every="):
-        Split(every=every)
+        kind(every=every)
 
 
 def test_a_resumed_epoch_looks_at_the_batches_it_would_have_looked_at():

@@ -94,6 +94,43 @@ def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float
     assert measured.num_samples == count
 
 
+@pytest.mark.parametrize(
+    ("settings", "stops"),
+    [
+        ({"extrapolated": True, "every": 5}, (3, 8, 13)),
+        ({"extrapolated": True, "every": 2}, (3, 6, 9, 12, 15)),  # as few as it takes
+        ({"every": 5}, (2, 7, 12)),
+        ({"every": 5, "window": 4}, (4, 9, 14)),
+    ],
+)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_one_estimate_in_so_many_steps(settings: dict[str, Any], stops: tuple[int, ...], interrupted: bool):
+    """Each is that of an epoch of the steps it takes; whatever the moment at which the state is saved and loaded."""
+    loop, alone, pairs = (
+        Loop(Moments(**settings), "momentum", lr=0.01),
+        Loop(Moments(**settings), "momentum", lr=0.01),
+        [],
+    )
+    for number, batch in enumerate(batches(60, 4), start=1):
+        loop.step(batch)
+        if interrupted:
+            state, loop.estimator = loop.estimator.state_dict(), Moments(**settings)
+            loop.estimator.bind(loop.scene)
+            loop.estimator.start()
+            loop.estimator.load_state_dict(state)
+        if number - 1 in {stop - stops[0] for stop in stops}:
+            alone.estimator.restart()
+        alone.step(batch)
+        if number in stops:
+            found = alone.estimator.finish()
+            pairs.append((found.trace, found.sq_norm))
+            alone.estimator.start()
+    measured = loop.estimator.finish()
+    means = [sum(each) / len(stops) for each in zip(*pairs, strict=True)]
+    assert (measured.trace, measured.sq_norm) == (pytest.approx(means[0], rel=1e-9), pytest.approx(means[1], rel=1e-9))
+    assert measured.num_samples == 60
+
+
 @pytest.mark.parametrize("kind", ["little", "none", "no such thing"])
 def test_without_momentum_it_is_as_without(kind: str):
     found = []
@@ -118,7 +155,6 @@ def test_strides_and_types_of_parameters_are_kept_apart():
         whole = [0.5 * gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
         kept.append(torch.cat([each.double().flatten() for each in whole]))
     row = lagged.row()
-    assert row is not None
     expected = [kept[3] @ kept[3], kept[4] @ kept[4], kept[4] @ kept[3], kept[4] @ kept[2]]
     assert [float(part) for part in row.parts] == pytest.approx([float(each) for each in expected], rel=1e-5)
     # Else a GPU would copy them one by one.
@@ -140,7 +176,6 @@ def test_complex_gradients_have_real_products():
     for _ in range(3):
         lagged.add({name: p.detach() for name, p in model.named_parameters()}, 4)
     row = lagged.row()
-    assert row is not None
     assert [float(part) for part in row.parts] == [5.0] * 4
 
 

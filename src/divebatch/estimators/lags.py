@@ -107,10 +107,8 @@ class Lagged:
         self._sizes = [num_samples, *self._sizes[: KEPT - 1]]
         self._sq_norms = [_dot(vector, vector), *self._sq_norms[: KEPT - 1]]
 
-    def row(self) -> LaggedRow | None:
-        """What the last three steps showed; None before there are as many."""
-        if self._count < KEPT:
-            return None
+    def row(self) -> LaggedRow:
+        """What the last three steps showed."""
         newest, last, before = (self._vectors[(self._count - lag) % KEPT] for lag in (1, 2, 3))
         parts = [self._sq_norms[1], self._sq_norms[0], _dot(newest, last), _dot(newest, before)]
         return LaggedRow((self._sizes[1], self._sizes[0]), extrapolation(self._optimizer), parts)

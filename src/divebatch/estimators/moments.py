@@ -11,7 +11,7 @@ from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.dropped import DropWatch, loss_scale
 from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
-from divebatch.estimators.lags import Lagged, check_gradients, extrapolation
+from divebatch.estimators.lags import KEPT, Lagged, check_gradients, extrapolation
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 
@@ -41,6 +41,9 @@ class Moments(ChunkWise):
     minimum 0.7 to 1.5 times. It costs three copies in place of one, three steps before the first estimate, and an
     interval 1.5 to 2.5 times as wide. There is an estimate a step, so `decay` fades twice as fast, and each gradient
     is preconditioned by what its own step has. With too little momentum it is as without.
+
+    `every=q` makes one estimate in q steps, or in as few as it takes: the steps after it are not looked at, and cost
+    nothing.
     """
 
     sees_all_ranks = True
@@ -48,16 +51,25 @@ class Moments(ChunkWise):
     """No pass has to be seen where no step is skipped, so one that was recorded may be replayed."""
 
     def __init__(
-        self, *, window: int = 2, decay: float = 1.0, preconditioned: bool = False, extrapolated: bool = False
+        self,
+        *,
+        window: int = 2,
+        decay: float = 1.0,
+        preconditioned: bool = False,
+        extrapolated: bool = False,
+        every: int = 1,
     ) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned)
         require_number("window", window, least=2)
+        require_number("every", every, least=1)
         if not isinstance(extrapolated, bool) or (extrapolated and window != 2):
             raise ArgumentError(
                 f"extrapolated must be True or False, and with True there is no window, got "
                 f"extrapolated={extrapolated!r}, window={window!r}"
             )
-        self._num_steps, self._extrapolated = window, extrapolated
+        self._num_steps, self._extrapolated, self._every = window, extrapolated, every
+        self._pause = 0
+        """Steps to come that are not looked at."""
         self._handle: RemovableHandle | None = None
         self._watch: DropWatch | None = None
         self._passed = 0
@@ -68,7 +80,7 @@ class Moments(ChunkWise):
         require_whole(scene, "moments")
 
     def _attach(self, scene: Scene) -> None:
-        self._chunks, self._stepped = self._new_chunks(scene), scene.samples_delivered()
+        self._chunks, self._stepped, self._pause = self._new_chunks(scene), scene.samples_delivered(), 0
         self._handle = when_gradients_are_used(optimizer_of(scene, "moments"), self._on_step)
         self._watch = DropWatch(next(iter(self._chunks.parameters.values())), self._drop, self._on_pass)
 
@@ -90,12 +102,16 @@ class Moments(ChunkWise):
         assert chunks is not None
         assert watch is not None
         watch.stepped()
-        size, scale = scene.samples_delivered() - self._stepped, loss_scale(optimizer_of(scene, "moments"))
+        size = scene.samples_delivered() - self._stepped
+        if size and self._pause:
+            self._stepped, self._pause = self._stepped + size, self._pause - 1
+            self._average.num_samples = self._average.num_samples + size
+            return
         gradients = {name: p.grad for name, p in chunks.parameters.items() if p.grad is not None}
         if size == 0 or not gradients:
             return
         self._stepped += size
-        if math.isfinite(scale):
+        if math.isfinite(scale := loss_scale(optimizer_of(scene, "moments"))):
             self._add(gradients, size, scale)
 
     def _add(self, gradients: dict[str, Tensor], size: int, scale: float) -> None:
@@ -104,11 +120,12 @@ class Moments(ChunkWise):
         to_mean = 1.0 if scene.loss_reduction == "mean" else scene.ranks.size / size
         chunks.add(gradients, size, scale=to_mean / scale)
         self._average.num_samples = self._average.num_samples + size
-        if isinstance(chunks, Lagged):
-            if (row := chunks.row()) is not None:
-                self._add_row(row)
-        elif chunks.num_chunks == self._num_steps:
-            self._add_row(chunks.row())
+        needed = KEPT if (is_lagged := isinstance(chunks, Lagged)) else self._num_steps
+        if chunks.num_chunks < needed:
+            return
+        self._add_row(chunks.row())
+        self._pause = max(0, self._every - needed)
+        if not is_lagged or self._every > 1:
             chunks.forget()
 
     def _seen(self) -> Diversity:
@@ -124,6 +141,9 @@ class Moments(ChunkWise):
 
     def _new_lagged(self, scene: Scene) -> Lagged:
         return Lagged(scene.model, optimizer_of(scene, "moments"), preconditioned=self._preconditioned)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {**super()._own_state(), "pause": self._pause}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
         if not _is_lagged(state):
@@ -141,6 +161,7 @@ class Moments(ChunkWise):
         if is_lagged != isinstance(self._chunks, Lagged):  # the optimizer's momentum may not be loaded yet
             self._chunks = self._new_lagged(scene) if is_lagged else super()._new_chunks(scene)
         super()._load_own_state(state)
+        self._pause = state.get("pause", 0)  # not in states of before
         if all(p.grad is None for p in self._chunks.parameters.values()):  # a gradient under way was not saved
             self._stepped = self._bound().samples_delivered()
 
