@@ -125,8 +125,8 @@ def watched_trainer(options: argparse.Namespace, seed: int, folder: Path) -> tup
     trainer.control.close()
     estimators = {
         "split": Split(),
+        "moments in pairs": Moments(window=2),
         "moments": Moments(),
-        "moments, extrapolated": Moments(extrapolated=True),
         "trajectory": Trajectory(mode=experiment.training.norms),
         "split at rest": AtRest(trainer.loss_fn),
         "oracle": Oracle(trainer.loss_fn),

@@ -90,7 +90,8 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(team: Team, before: 
 
 def test_decisions_within_epochs_go_on_too(team: Team) -> None:
     """The state is taken right before a decision, on four ranks, which two make."""
-    problem = replace(PROBLEM, policy=Restless(), estimator="moments", coupling="sqrt", every_steps=CUT)
+    settings = {"policy": Restless(), "estimator": "moments", "coupling": "sqrt", "every_steps": CUT}
+    problem = replace(PROBLEM, num_samples=3 * PROBLEM.num_samples, **settings)
     state, records, _ = team.run(4, first_life, problem)[0]
     expected = one_life(Ranks.alone(), problem)
     assert len(expected[1][1]["changes"]) > 1

@@ -22,7 +22,7 @@ CASES: dict[str, Callable[[], Estimator]] = {
     "split": Split,
     "split, one batch in 2": lambda: Split(every=2),
     "moments": Moments,
-    "moments, extrapolated": lambda: Moments(extrapolated=True),
+    "moments, in pairs": lambda: Moments(window=2),
     "ranks": AcrossRanks,
 }
 OF_ALL_SAMPLES = ["trajectory", "oracle"]
@@ -164,7 +164,7 @@ def test_the_state_between_epochs_is_empty(case: str):
     assert estimator.state_dict() == {}
 
 
-@pytest.mark.parametrize("case", ["trajectory", "moments", "moments, extrapolated"])
+@pytest.mark.parametrize("case", ["trajectory", "moments", "moments, in pairs"])
 def test_sums_of_another_model_are_refused(case: str):
     states = []
     for model in (mlp(), nn.Sequential(nn.Linear(4, 3)).double()):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from divebatch import AdaptiveLoader, Controller, Diversity
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import CheckpointError
 from divebatch.estimators import Estimator, Moments, Scene
 from divebatch.estimators.lags import Lagged, extrapolation
 from divebatch.policies import InnerProductTest, NoiseScale
@@ -86,7 +86,7 @@ def test_the_largest_parameter_group_counts():
 @pytest.mark.parametrize("lr", [0.0, 0.01])
 @pytest.mark.parametrize("count", [12, 40, 43])  # three steps; ten; and a last batch of three samples
 def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float, count: int):
-    loop = Loop(Moments(extrapolated=True), kind, lr=lr)
+    loop = Loop(Moments(), kind, lr=lr)
     for batch in batches(count, 4):
         loop.step(batch)
     measured = loop.estimator.finish()
@@ -97,9 +97,9 @@ def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float
 @pytest.mark.parametrize(
     ("settings", "stops"),
     [
-        ({"extrapolated": True, "every": 5}, (3, 8, 13)),
-        ({"extrapolated": True, "every": 2}, (3, 6, 9, 12, 15)),  # as few as it takes
-        ({"every": 5}, (2, 7, 12)),
+        ({"every": 5}, (3, 8, 13)),
+        ({"every": 2}, (3, 6, 9, 12, 15)),  # as few as it takes
+        ({"every": 5, "window": 2}, (2, 7, 12)),
         ({"every": 5, "window": 4}, (4, 9, 14)),
     ],
 )
@@ -134,8 +134,8 @@ def test_one_estimate_in_so_many_steps(settings: dict[str, Any], stops: tuple[in
 @pytest.mark.parametrize("kind", ["little", "none", "no such thing"])
 def test_without_momentum_it_is_as_without(kind: str):
     found = []
-    for extrapolated in (False, True):
-        loop = Loop(Moments(extrapolated=extrapolated), kind, lr=0.01)
+    for window in (None, 2):
+        loop = Loop(Moments(window=window), kind, lr=0.01)
         for batch in batches(40, 4):
             loop.step(batch)
         found.append(loop.estimator.finish())
@@ -162,7 +162,7 @@ def test_strides_and_types_of_parameters_are_kept_apart():
 
 
 def test_the_noise_along_the_gradient_is_that_of_a_step_and_the_one_before():
-    loop = Loop(Moments(extrapolated=True), "momentum", lr=0.01)
+    loop = Loop(Moments(), "momentum", lr=0.01)
     for batch in batches(11, 4):  # 4, 4 and 3 samples: one estimate
         loop.step(batch)
     _, first, second = loop.gradients
@@ -181,7 +181,7 @@ def test_complex_gradients_have_real_products():
 
 def test_a_long_vector_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("divebatch.estimators.lags.LONGEST_DOT", 7)
-    loop = Loop(Moments(extrapolated=True), "momentum", lr=0.01)
+    loop = Loop(Moments(), "momentum", lr=0.01)
     for batch in batches(20, 4):
         loop.step(batch)
     measured = loop.estimator.finish()
@@ -196,7 +196,7 @@ DRAWS = 200
 @pytest.fixture(scope="module")
 def repeated() -> list[Diversity]:
     """The same epoch of 16 batches of 64 at weights that stand still, drawn anew again and again."""
-    loop, generator, found = Loop(Moments(extrapolated=True), "momentum", lr=0.0, model=linear()), torch.Generator(), []
+    loop, generator, found = Loop(Moments(), "momentum", lr=0.0, model=linear()), torch.Generator(), []
     for _ in range(DRAWS):
         for batch in draws(generator.manual_seed(len(found)), 16, 64):
             loop.step(batch, half_squares)
@@ -225,16 +225,16 @@ def test_the_interval_is_none_too_narrow(repeated: list[Diversity]):
 @pytest.mark.parametrize(("kind", "lr"), [("momentum", 0.2), ("Nesterov", 0.1), ("half of it", 0.2)])
 def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: float):
     found = {}
-    for extrapolated in (False, True):
-        loop, signal = Loop(Moments(extrapolated=extrapolated), kind, lr=lr, model=linear()), []
+    for window in (None, 2):
+        loop, signal = Loop(Moments(window=window), kind, lr=lr, model=linear()), []
         for number, batch in enumerate(draws(torch.Generator().manual_seed(3), 2100, 16)):
             if number == 100:  # at rest around the minimum by then
                 loop.estimator.restart()
             signal.append(float(loop.model.weight.detach().square().sum()))
             loop.step(batch, half_squares)
-        found[extrapolated] = loop.estimator.finish().sq_norm / (sum(signal[100:]) / len(signal[100:]))
-    assert found[True] == pytest.approx(1.0, abs=0.2)
-    assert found[False] < 0.8
+        found[window] = loop.estimator.finish().sq_norm / (sum(signal[100:]) / len(signal[100:]))
+    assert found[None] == pytest.approx(1.0, abs=0.2)
+    assert found[2] < 0.8
 
 
 # In use
@@ -244,7 +244,7 @@ def test_a_controller_takes_it_and_the_inner_product_test_has_what_it_needs():
     for policy in (NoiseScale(16), InnerProductTest(16)):
         model = mlp()
         optimizer, loader = SGD(model.parameters(), 1e-4, momentum=0.9), AdaptiveLoader(dataset(400), 8)
-        with Controller(model, optimizer, loader, policy, estimator=Moments(extrapolated=True)) as control:
+        with Controller(model, optimizer, loader, policy, estimator=Moments()) as control:
             for x, y in loader:
                 optimizer.zero_grad()
                 mean_loss(model(x), y).backward()
@@ -253,18 +253,20 @@ def test_a_controller_takes_it_and_the_inner_product_test_has_what_it_needs():
 
 
 def test_two_steps_say_nothing():
-    loop = Loop(Moments(extrapolated=True), "momentum", lr=0.01)
+    loop = Loop(Moments(), "momentum", lr=0.01)
     for batch in batches(8, 4):
         loop.step(batch)
     assert math.isnan(loop.estimator.finish().trace)
 
 
-def test_a_state_that_is_extrapolated_is_refused_by_one_that_is_not():
-    loop, other = Loop(Moments(extrapolated=True), "momentum", lr=0.01), Moments()
+def test_a_state_that_is_extrapolated_is_refused_where_there_is_a_window():
+    loop, other = Loop(Moments(), "momentum", lr=0.01), Moments(window=2)
     for batch in batches(12, 4):
         loop.step(batch)
     other.bind(loop.scene)
-    with pytest.raises(CheckpointError, match=r"is extrapolated, and here .* go on with Moments\(extrapolated=True\)"):
+    with pytest.raises(
+        CheckpointError, match=r"is extrapolated, and here .* from 2 steps .* go on with Moments\(\), without"
+    ):
         other.check_state(loop.estimator.state_dict())
 
 
@@ -273,13 +275,13 @@ def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
     """A momentum that changes in training is another one in a new optimizer."""
     found = []
     for interrupted in (False, True):
-        loop = Loop(Moments(extrapolated=True), kind, lr=0.01)
+        loop = Loop(Moments(), kind, lr=0.01)
         group = loop.optimizer.param_groups[0]
         momentum = group["momentum"]
         for number, batch in enumerate(batches(40, 4)):
             loop.step(batch)
             if interrupted and number == 4:
-                state, loop.estimator = loop.estimator.state_dict(), Moments(extrapolated=True)
+                state, loop.estimator = loop.estimator.state_dict(), Moments()
                 group["momentum"] = 0.9 - momentum
                 loop.estimator.bind(loop.scene)
                 loop.estimator.start()
@@ -290,15 +292,9 @@ def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("settings", [{"extrapolated": 1}, {"extrapolated": True, "window": 3}])
-def test_wrong_settings_get_an_error(settings: dict[str, Any]):
-    with pytest.raises(ArgumentError, match=r"extrapolated must be True or False, and with True there is no window"):
-        Moments(**settings)
-
-
 def test_adams_division_is_done_at_each_step():
     kind, found = "Adam", []
-    loop = Loop(Moments(extrapolated=True, preconditioned=True), kind, lr=0.01)
+    loop = Loop(Moments(preconditioned=True), kind, lr=0.01)
     for number, batch in enumerate(batches(24, 4)):
         if number:
             states = [loop.optimizer.state[p] for p in loop.model.parameters()]

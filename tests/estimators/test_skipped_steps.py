@@ -25,7 +25,7 @@ class Loop:
     def __init__(self, optimizer: type[Optimizer] = SGD, **settings) -> None:
         self.model, self.delivered = mlp(), 0
         self.optimizer = optimizer(self.model.parameters(), lr=0.0, **settings)
-        self.estimator = Moments()
+        self.estimator = Moments(window=2)
         self.estimator.bind(Scene(self.model, lambda: [], "mean", None, self.optimizer, lambda: self.delivered))
         self.estimator.start()
 
