@@ -191,14 +191,14 @@ def draw(path: Path, figure: Path) -> None:
     """Medians over seeds, with the range."""
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    fig, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
     for name, by_epoch in traces(path).items():
         epochs = sorted(by_epoch)
         (line,) = axes.plot(epochs, [median(by_epoch[epoch]) for epoch in epochs], marker="o", markersize=3, label=name)
         lowest, highest = ([end(by_epoch[epoch]) for epoch in epochs] for end in (min, max))
         axes.fill_between(epochs, lowest, highest, color=line.get_color(), alpha=0.2)
     axes.set(xlabel="epoch", ylabel="noise scale, samples", yscale="log")
-    axes.legend()
+    fig.legend(loc="outside right upper")
     fig.savefig(figure, dpi=150)
 
 

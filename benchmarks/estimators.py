@@ -19,17 +19,21 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from divebatch import Diversity, micro_batches
-from divebatch.estimators import Estimator, Scene, make_estimator
+from divebatch.estimators import AcrossRanks, Estimator, Moments, Oracle, PerSample, Scene, Split, Trajectory
 from models import PROBLEMS, Problem
 
 DIMENSION, OFFSET, STEPS, BATCH = 12, 0.5, 16, 64
 NOISE_SCALE = ((DIMENSION + 1) * OFFSET**2 + DIMENSION) / OFFSET**2
-NAMES = ("per-sample", "per-sample sketch", "split", "ranks", "moments", "trajectory", "oracle")
-
-
-def made(name: str) -> Estimator:
-    kind, _, mode = name.partition(" ")
-    return make_estimator(kind, **({"mode": mode} if mode else {}))
+BUILDS: dict[str, Callable[[], Estimator]] = {
+    "per-sample": PerSample,
+    "per-sample sketch": lambda: PerSample(mode="sketch"),
+    "split": Split,
+    "ranks": AcrossRanks,
+    "moments": Moments,
+    "moments in pairs": lambda: Moments(window=2),
+    "trajectory": Trajectory,
+    "oracle": Oracle,
+}
 
 
 class Loop:
@@ -37,10 +41,10 @@ class Loop:
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], name: str | None, lr: float) -> None:
         self.model, self.loss, self.delivered = model, loss, 0
-        self.optimizer = SGD(model.parameters(), lr)
+        self.optimizer = SGD(model.parameters(), lr, momentum=0.9)
         self.batches: list[tuple[Tensor, Tensor]] = []
         self.parts = 2 if name in ("split", "ranks", "cut in two") else 1
-        self.estimator = made(name) if name in NAMES else None
+        self.estimator = BUILDS[name]() if name in BUILDS else None
         if self.estimator is not None:
             scene = Scene(model, lambda: self.batches, "mean", loss, self.optimizer, lambda: self.delivered)
             self.estimator.bind(scene)
@@ -67,7 +71,7 @@ def cost(problem: Problem, batch_size: int, repeats: int) -> dict[str, float | N
     batches = [problem.data(batch_size) for _ in range(4)]
     loops: dict[str, Loop] = {}
     ratios: dict[str, float | None] = {}
-    for name in ("plain", "cut in two", *NAMES):
+    for name in ("plain", "cut in two", *BUILDS):
         torch.manual_seed(0)
         loop = Loop(problem.build(), problem.loss, name, lr=0.01)
         try:
@@ -117,8 +121,8 @@ def main() -> None:
     print(f"error: {arguments.draws} draws of {STEPS} batches of {BATCH}, noise scale {NOISE_SCALE:g}\n")
     print("| estimator | error | coverage |" + "".join(f" {row}, {size} |" for row, size in columns))
     print("|---|---|---|" + "---|" * len(columns))
-    for name in ("plain", "cut in two", *NAMES):
-        off, coverage = error(name, arguments.draws) if name in NAMES else (math.nan, math.nan)
+    for name in ("plain", "cut in two", *BUILDS):
+        off, coverage = error(name, arguments.draws) if name in BUILDS else (math.nan, math.nan)
         shown = [_percent(off), _percent(coverage), *("-" if c[name] is None else f"{c[name]:.2f}" for c in costs)]
         print(f"| {name} | " + " | ".join(shown) + " |")
 

@@ -57,9 +57,10 @@ class Auto(Policy):
     grows soon; later B grows by orders of magnitude, and the size only with its root.
 
     It moves by doublings, so that a compiler sees few shapes; never down; and only where the whole 95 % interval of the
-    estimate lies above the present size. It takes the estimator "moments" unless the controller is given one; "split"
-    is better where batches go through in two or more parts, and needed for decisions within epochs: in the first steps
-    "moments" is several times too large. Not for "trajectory", whose B is far too large.
+    estimate lies above the present size. It takes the estimator "moments" unless the controller is given one. "split"
+    is better where batches go through in two or more parts, where the optimizer has no momentum, and for decisions
+    within epochs: in the first steps of a training "moments" is several times too large. Not for "trajectory", whose B
+    is far too large.
 
     The learning rate follows linearly, or by the square root with `lr_coupling="sqrt"` for Adam-like optimizers; the
     controller takes that from here. After each growth it gets there over `warm_up` further decisions. Both couplings
