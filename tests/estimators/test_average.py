@@ -57,6 +57,33 @@ def test_the_spread_of_equal_weights_is_the_textbooks():
     assert (spread.sq_norm_variance, spread.degrees) == pytest.approx((covariance[1][1], 6))
 
 
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@pytest.mark.parametrize("reach", [0, 2, 3])
+def test_estimates_that_share_gradients_are_counted_with_their_neighbours(reach: int, decay: float):
+    """Against the sum over all pairs of estimates; half-way the state is saved and loaded."""
+    generator = torch.Generator().manual_seed(2)
+    pairs = torch.randn(9, 2, dtype=torch.float64, generator=generator)
+    sizes = [4.0, 2.0, 3.0, 4.0, 4.0, 0.0, 1.0, 4.0, 4.0]  # a weight of zero counts for nothing
+    average, other = PairAverage(decay=decay, reach=reach), PairAverage()
+    average.extend(pairs[:5].tolist(), sizes[:5])
+    other.decay = decay
+    other.load_state_dict(average.state_dict())
+    other.extend(pairs[5:].tolist(), sizes[5:])
+    other.num_samples = 9
+    weights = torch.tensor([size * decay ** (8 - step) for step, size in enumerate(sizes)], dtype=torch.float64)
+    away = pairs - (weights @ pairs) / weights.sum()
+    scatter = torch.zeros(2, 2, dtype=torch.float64)
+    for one, two in product(range(9), range(9)):
+        near = max(0.0, 1 - abs(one - two) / (reach + 1))
+        scatter += near * weights[one] * weights[two] * torch.outer(away[one], away[two])
+    share = float(weights.square().sum() / weights.sum() ** 2)
+    expected = scatter / weights.sum() ** 2 / (1 - share)
+    spread = other.diversity().spread
+    assert spread is not None
+    assert (spread.trace_variance, spread.covariance) == pytest.approx((float(expected[0, 0]), float(expected[0, 1])))
+    assert (spread.sq_norm_variance, spread.degrees) == pytest.approx((float(expected[1, 1]), 1 / share - 1))
+
+
 def test_a_covariance_moves_the_interval_of_the_ratio():
     """What varies together cancels in a ratio."""
 

@@ -213,13 +213,13 @@ def test_at_fixed_weights_the_mean_of_many_estimates_is_the_truth(repeated: list
     assert error < 0.05 * truth
 
 
-def test_the_interval_is_none_too_narrow(repeated: list[Diversity]):
-    """Estimates of neighbouring steps share gradients; that makes it wider than it needs to be, not narrower."""
+def test_the_interval_holds_the_truth_in_90_to_99_of_100_draws(repeated: list[Diversity]):
+    """Estimates of neighbouring steps share gradients, which the spread has to know of."""
     intervals = [diversity.noise_scale_interval() for diversity in repeated]
-    assert sum(low <= TRACE / SQ_NORM <= high for low, high in intervals) >= 0.90 * DRAWS
+    assert 0.90 <= sum(low <= TRACE / SQ_NORM <= high for low, high in intervals) / DRAWS <= 0.99
     observed = torch.tensor([diversity.sq_norm for diversity in repeated]).var()
     stated = sum(diversity.spread.sq_norm_variance for diversity in repeated) / DRAWS
-    assert 0.9 < stated / float(observed) < 1.8
+    assert 0.8 < stated / float(observed) < 1.4
 
 
 @pytest.mark.parametrize(("kind", "lr"), [("momentum", 0.2), ("Nesterov", 0.1), ("half of it", 0.2)])

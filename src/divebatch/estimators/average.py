@@ -44,17 +44,24 @@ class PairAverage:
     With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
     weights, so its start does not pull it towards zero. Sums stay on the device they come from until they are read, and
     nothing is sent there: a copy from the host would wait for all that a GPU still has to do.
+
+    `reach` is for estimates that share gradients with as many of those before them, and come by `extend`: the spread
+    counts their products too, the less the farther apart they are, so that it stays positive (Newey and West 1987).
     """
 
-    def __init__(self, *, decay: float = 1.0) -> None:
+    def __init__(self, *, decay: float = 1.0, reach: int = 0) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise ArgumentError(f"decay must be above 0 and at most 1, got decay={decay!r}")
-        self.decay = float(decay)
+        self.decay, self.reach = float(decay), reach
         self.num_samples: int | Tensor = 0
         self._first = torch.zeros((), dtype=torch.float64)
         """Sum of w * (1, trace, sq_norm, ...)."""
         self._second = torch.zeros((), dtype=torch.float64)
         """Sum of w^2 times the outer product of the same with itself."""
+        self._between = np.zeros(())
+        """The same of each with those within `reach` before it."""
+        self._recent: list[Any] = []
+        """Those, times their weights, the newest first."""
 
     def add(self, pair: Tensor, weight: Any) -> None:
         """One more estimate. A weight of zero counts for nothing, whatever the pair holds."""
@@ -78,7 +85,17 @@ class PairAverage:
             for pair, weight in zip(pairs, weights, strict=True):
                 row = np.array((1.0, *pair)) * weight if weight > 0 else np.zeros(1 + len(pair))
                 first, second = first * self.decay + row, second * self.decay**2 + np.outer(row, row)
+                self._relate(row)
         self._first, self._second = torch.from_numpy(np.asarray(first)), torch.from_numpy(np.asarray(second))
+
+    def _relate(self, row: Any) -> None:
+        """To those before it, which have faded since."""
+        self._recent = [each * self.decay for each in self._recent]
+        self._between = self._between * self.decay**2
+        for distance, each in enumerate(self._recent, 1):
+            product = np.outer(row, each)
+            self._between = self._between + (1 - distance / (self.reach + 1)) * (product + product.T)
+        self._recent = [row, *self._recent][: self.reach]
 
     @property
     def is_empty(self) -> bool:
@@ -111,9 +128,10 @@ class PairAverage:
 
     def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
         """From the distance of each estimate to the mean: right also where some are less exact than others."""
-        second = self._second.cpu()[:3, :3]
+        second = self._second.cpu()
+        products = (second + torch.from_numpy(np.asarray(self._between)))[:3, :3]
         to_mean = torch.tensor([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]], dtype=torch.float64)
-        scatter = to_mean @ second @ to_mean.T
+        scatter = to_mean @ products @ to_mean.T
         share = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
         covariance = (scatter / total**2 / max(1 - share, 1e-9)).tolist()
         return Spread(
@@ -129,6 +147,9 @@ class PairAverage:
             "first": self._first.tolist(),
             "second": self._second.tolist(),
             "num_samples": int(self.num_samples),
+            "reach": self.reach,
+            "between": self._between.tolist(),
+            "recent": [each.tolist() for each in self._recent],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,3 +157,6 @@ class PairAverage:
         self._first = torch.tensor(state["first"], dtype=torch.float64)
         self._second = torch.tensor(state["second"], dtype=torch.float64)
         self.num_samples = state["num_samples"]
+        self.reach = state.get("reach", 0)  # nor the following in states of before
+        self._between = np.array(state.get("between", 0.0))
+        self._recent = [np.array(each) for each in state.get("recent", [])]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import CheckpointError, UsageError
+from divebatch.estimators.average import PairAverage
 from divebatch.estimators.chunks import ChunkWise
 from divebatch.estimators.dropped import DropWatch, loss_scale
 from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
@@ -129,9 +130,16 @@ class Moments(ChunkWise):
             return seen
         return replace(seen, spread=replace(seen.spread, sq_norm_variance=math.inf))
 
+    def _extrapolates(self, scene: Scene) -> bool:
+        return self._window is None and extrapolation(optimizer_of(scene, "moments")) > 0
+
+    def _new_average(self) -> PairAverage:
+        """Where there is an estimate a step, it shares its gradients with the two before."""
+        is_overlapping = self._every == 1 and self._extrapolates(self._bound())
+        return PairAverage(decay=self._decay, reach=KEPT - 1 if is_overlapping else 0)
+
     def _new_chunks(self, scene: Scene) -> Any:
-        is_lagged = self._window is None and extrapolation(optimizer_of(scene, "moments")) > 0
-        return self._new_lagged(scene) if is_lagged else super()._new_chunks(scene)
+        return self._new_lagged(scene) if self._extrapolates(scene) else super()._new_chunks(scene)
 
     def _new_lagged(self, scene: Scene) -> Lagged:
         return Lagged(scene.model, optimizer_of(scene, "moments"), preconditioned=self._preconditioned)

@@ -105,7 +105,10 @@ class Stepwise(ABC):
         return self._scene
 
     def _forget(self) -> None:
-        self._average = PairAverage(decay=self._decay)
+        self._average = self._new_average()
+
+    def _new_average(self) -> PairAverage:
+        return PairAverage(decay=self._decay)
 
     @abstractmethod
     def _prepare(self, scene: Scene) -> None: ...
