@@ -59,7 +59,7 @@ class PairAverage:
         self._second = torch.zeros((), dtype=torch.float64)
         """Sum of w^2 times the outer product of the same with itself."""
         self._between = np.zeros(())
-        """The same of each with those within `reach` before it."""
+        """The same of each with those within `reach` before it, the nearer the more."""
         self._recent: list[Any] = []
         """Those, times their weights, the newest first."""
 
@@ -91,10 +91,9 @@ class PairAverage:
     def _relate(self, row: Any) -> None:
         """To those before it, which have faded since."""
         self._recent = [each * self.decay for each in self._recent]
-        self._between = self._between * self.decay**2
-        for distance, each in enumerate(self._recent, 1):
-            product = np.outer(row, each)
-            self._between = self._between + (1 - distance / (self.reach + 1)) * (product + product.T)
+        if self._recent:
+            near = sum((1 - distance / (self.reach + 1)) * each for distance, each in enumerate(self._recent, 1))
+            self._between = self._between * self.decay**2 + np.outer(row, near)
         self._recent = [row, *self._recent][: self.reach]
 
     @property
@@ -129,7 +128,7 @@ class PairAverage:
     def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
         """From the distance of each estimate to the mean: right also where some are less exact than others."""
         second = self._second.cpu()
-        products = (second + torch.from_numpy(np.asarray(self._between)))[:3, :3]
+        products = (second + torch.from_numpy(np.asarray(self._between + self._between.T)))[:3, :3]
         to_mean = torch.tensor([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]], dtype=torch.float64)
         scatter = to_mean @ products @ to_mean.T
         share = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
