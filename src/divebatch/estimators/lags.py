@@ -31,7 +31,15 @@ def extrapolation(optimizer: Optimizer) -> float:
     (1 + m) / m^2. It is 0 where that would be above 2.5: momentum below 0.4, Nesterov's below 0.87. Without momentum
     both steps show the same, and nothing can be told. Of parameter groups the largest one's counts.
     """
-    group = max(optimizer.param_groups, key=lambda each: sum(p.numel() for p in each["params"]))
+    return _factor(optimizer.param_groups[_largest_group(optimizer)])
+
+
+def _largest_group(optimizer: Optimizer) -> int:
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    return sizes.index(max(sizes))
+
+
+def _factor(group: Mapping[str, Any]) -> float:
     momentum = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
     if momentum <= 0:
         return 0.0
@@ -72,7 +80,7 @@ class Lagged:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, preconditioned: bool = False) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = optimizer
+        self._optimizer, self._group = optimizer, _largest_group(optimizer)
         self._preconditioner = Preconditioner(optimizer, self.parameters) if preconditioned else None
         self._vectors, self._views = zip(*(_flat(self.parameters) for _ in range(KEPT)), strict=True)
         self.forget()
@@ -111,7 +119,8 @@ class Lagged:
         """What the last three steps showed."""
         newest, last, before = (self._vectors[(self._count - lag) % KEPT] for lag in (1, 2, 3))
         parts = [self._sq_norms[1], self._sq_norms[0], _dot(newest, last), _dot(newest, before)]
-        return LaggedRow((self._sizes[1], self._sizes[0]), extrapolation(self._optimizer), parts)
+        factor = _factor(self._optimizer.param_groups[self._group])  # it may change, and groups are replaced by a load
+        return LaggedRow((self._sizes[1], self._sizes[0]), factor, parts)
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients that the next steps will be multiplied with."""
