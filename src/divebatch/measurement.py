@@ -17,7 +17,7 @@ class Spread:
     sq_norm_variance: float
     covariance: float
     degrees: float
-    """Of freedom: independent estimates that went in, less one."""
+    """Of freedom: estimates that went in, less one; less than that where some weigh more than others."""
 
     def quantile(self, level: float) -> float:
         """Of Student's t, two-sided: how many standard errors the interval of this level reaches to each side.

@@ -30,6 +30,11 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
             f"{type(estimator).__name__} sums over whole epochs and cannot serve every_steps={every_steps}: "
             f"use estimator='split', 'moments', 'per-sample', 'ranks' or 'oracle'"
         )
+    if every_steps < (least := getattr(estimator, "least_every_steps", 1)):
+        raise ArgumentError(
+            f"every_steps={every_steps} leaves a decision less than two estimates of {type(estimator).__name__}(every="
+            f"{least // 2}), and without a spread none is acted on: every_steps of at least {least}, or decay below 1"
+        )
 
 
 def require_parts(

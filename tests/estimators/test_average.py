@@ -64,20 +64,20 @@ def test_estimates_that_share_gradients_are_counted_with_their_neighbours(reach:
     generator = torch.Generator().manual_seed(2)
     pairs = torch.randn(9, 2, dtype=torch.float64, generator=generator)
     sizes = [4.0, 2.0, 3.0, 4.0, 4.0, 0.0, 1.0, 4.0, 4.0]  # a weight of zero counts for nothing
-    average, other = PairAverage(decay=decay, reach=reach), PairAverage()
+    average, other = (PairAverage(decay=decay, reach=reach) for _ in range(2))
     average.extend(pairs[:5].tolist(), sizes[:5])
-    other.decay = decay
     other.load_state_dict(average.state_dict())
     other.extend(pairs[5:].tolist(), sizes[5:])
     other.num_samples = 9
     weights = torch.tensor([size * decay ** (8 - step) for step, size in enumerate(sizes)], dtype=torch.float64)
     away = pairs - (weights @ pairs) / weights.sum()
-    scatter = torch.zeros(2, 2, dtype=torch.float64)
+    scatter, together = torch.zeros(2, 2, dtype=torch.float64), 0.0
     for one, two in product(range(9), range(9)):
-        near = max(0.0, 1 - abs(one - two) / (reach + 1))
-        scatter += near * weights[one] * weights[two] * torch.outer(away[one], away[two])
+        near = max(0.0, 1 - abs(one - two) / (reach + 1)) * weights[one] * weights[two]
+        scatter += near * torch.outer(away[one], away[two])
+        together += float(near)
     share = float(weights.square().sum() / weights.sum() ** 2)
-    expected = scatter / weights.sum() ** 2 / (1 - share)
+    expected = scatter / (weights.sum() ** 2 - together)
     spread = other.diversity().spread
     assert spread is not None
     assert (spread.trace_variance, spread.covariance) == pytest.approx((float(expected[0, 0]), float(expected[0, 1])))

@@ -251,6 +251,15 @@ def test_the_controller_says_in_how_many_parts_a_batch_must_come():
     assert parts[:9] == [2, 1, 1, 1, 2, 1, 1, 1, 2]
 
 
+@pytest.mark.parametrize("kind", [Split, Moments])
+def test_decisions_that_would_see_no_two_estimates_are_refused(kind):
+    told = rf"every_steps=5 leaves a decision less than two estimates of {kind.__name__}\(every=3\).* at least 6"
+    with pytest.raises(ArgumentError, match=told):
+        Training(NoiseScale(CAP), estimator=kind(every=3), every_steps=5)
+    for settings in ({"every": 3, "decay": 0.9}, {"every": 2}, {}):
+        Training(NoiseScale(CAP), estimator=kind(**settings), every_steps=5 if settings else 1)
+
+
 def test_moments_work_with_any_model_and_optimizer():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.PReLU(), nn.Linear(6, 3)).double()

@@ -22,10 +22,10 @@ any_clearing = pytest.mark.parametrize("set_to_none", [True, False])
 class Loop:
     """Weights that stand still, so that a skipped batch must be as if it had never been there."""
 
-    def __init__(self, optimizer: type[Optimizer] = SGD, **settings) -> None:
+    def __init__(self, optimizer: type[Optimizer] = SGD, *, window: int | None = 2, **settings) -> None:
         self.model, self.delivered = mlp(), 0
         self.optimizer = optimizer(self.model.parameters(), lr=0.0, **settings)
-        self.estimator = Moments(window=2)
+        self.estimator = Moments(window=window)
         self.estimator.bind(Scene(self.model, lambda: [], "mean", None, self.optimizer, lambda: self.delivered))
         self.estimator.start()
 
@@ -36,8 +36,8 @@ class Loop:
         return mean_loss(self.model(x[part]), y[part])
 
 
-def kept(indices) -> Diversity:
-    loop = Loop()
+def kept(indices, **settings) -> Diversity:
+    loop = Loop(**settings)
     for index in indices:
         loop.optimizer.zero_grad()
         loop.loss(index).backward()
@@ -67,8 +67,9 @@ def scaled(loop: Loop, *, before: bool, set_to_none: bool) -> Diversity:
 @any_clearing
 @pytest.mark.parametrize("before", [True, False])
 def test_a_batch_whose_step_a_scaler_skipped_is_in_no_estimate(before: bool, set_to_none: bool):
-    expected = kept([1, 2, 5, 6])
-    assert_same(scaled(Loop(), before=before, set_to_none=set_to_none), expected)
+    for settings in ({}, {"window": None, "momentum": 0.9}):
+        expected = kept([1, 2, 5, 6], **settings)
+        assert_same(scaled(Loop(**settings), before=before, set_to_none=set_to_none), expected)
 
 
 def test_a_fused_optimizer_skips_by_itself_and_finds_gradients_scaled():

@@ -132,7 +132,8 @@ class PairAverage:
         to_mean = torch.tensor([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]], dtype=torch.float64)
         scatter = to_mean @ products @ to_mean.T
         share = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
-        covariance = (scatter / total**2 / max(1 - share, 1e-9)).tolist()
+        fitted = float(products[0, 0]) / total**2  # what the mean took up of it, were they independent
+        covariance = (scatter / total**2 / max(1 - fitted, 1e-9)).tolist()
         return Spread(
             trace_variance=max(0.0, covariance[0][0]),
             sq_norm_variance=max(0.0, covariance[1][1]),
@@ -146,7 +147,6 @@ class PairAverage:
             "first": self._first.tolist(),
             "second": self._second.tolist(),
             "num_samples": int(self.num_samples),
-            "reach": self.reach,
             "between": self._between.tolist(),
             "recent": [each.tolist() for each in self._recent],
         }
@@ -156,6 +156,5 @@ class PairAverage:
         self._first = torch.tensor(state["first"], dtype=torch.float64)
         self._second = torch.tensor(state["second"], dtype=torch.float64)
         self.num_samples = state["num_samples"]
-        self.reach = state.get("reach", 0)  # nor the following in states of before
-        self._between = np.array(state.get("between", 0.0))
-        self._recent = [np.array(each) for each in state.get("recent", [])]
+        self._between = np.array(state.get("between", 0.0))  # not in states of before
+        self._recent = [np.array(each) for each in state.get("recent", [])][: self.reach]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.estimator import Scene, optimizer_of
+from divebatch.estimators.estimator import Scene, optimizer_of, require_number
 from divebatch.estimators.precondition import Preconditioner, require_second_moment, rescaled
 from divebatch.estimators.rows import Norms, Readable, Row, norms_of, numbers_of, read
 from divebatch.estimators.stepwise import Stepwise
@@ -110,16 +110,22 @@ class Chunks:
 class ChunkWise(Stepwise):
     """An estimate from chunks; one may be half-way through them when a state is taken."""
 
-    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False) -> None:
+    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every: int = 1) -> None:
         super().__init__(decay=decay)
         if not isinstance(preconditioned, bool):
             raise ArgumentError(f"preconditioned must be True or False, got preconditioned={preconditioned!r}")
-        self._preconditioned = preconditioned
+        require_number("every", every, least=1)
+        self._preconditioned, self._every = preconditioned, every
         self._chunks: Any = None
         self._waiting: list[Readable] = []
         """To be read and averaged."""
         self._stepped = 0
         """Samples the loader had delivered at the last optimizer step."""
+
+    @property
+    def least_every_steps(self) -> int:
+        """From decision to decision, so that each sees two estimates; an exponential mean goes on through them."""
+        return 2 * self._every if self._every > 1 and self._decay == 1 else 1
 
     def _require_optimizer(self, scene: Scene, name: str) -> None:
         optimizer = optimizer_of(scene, name)

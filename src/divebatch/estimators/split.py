@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunks import ChunkWise
-from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
+from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
 from divebatch.estimators.recorded import is_recorded
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
@@ -47,9 +47,8 @@ class Split(ChunkWise):
     """A pass that was recorded may be replayed, where `see_replay` is told."""
 
     def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every: int = 1) -> None:
-        super().__init__(decay=decay, preconditioned=preconditioned)
-        require_number("every", every, least=1)
-        self._every, self._num_batches = every, 0
+        super().__init__(decay=decay, preconditioned=preconditioned, every=every)
+        self._num_batches = 0
         self._handles: list[RemovableHandle] = []
         self._received: dict[str, Tensor] = {}
         self._task, self._counts = -1, False
