@@ -56,7 +56,8 @@ class Moments(ChunkWise):
         super().__init__(decay=decay, preconditioned=preconditioned, every=every)
         if window is not None:
             require_number("window", window, least=2)
-        self._window, self._pause = window, 0
+        self._window = window
+        self._pause = 0
         """Steps to come that are not looked at."""
         self._handle: RemovableHandle | None = None
         self._watch: DropWatch | None = None
