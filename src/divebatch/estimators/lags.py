@@ -20,7 +20,7 @@ FARTHEST = 2.5
 """For the factor below: it is the noise of the products that is extrapolated most."""
 KEPT = 3
 LONGEST_DOT = 2**24
-"""Entries: in float32 a product of 10^8 comes out almost a hundredth too small on a CPU."""
+"""Entries: in float32 a product of 10^8 came out 0.3 to 0.8 % too small on a CPU, one of 2^24 by 0.02 %."""
 
 
 def extrapolation(optimizer: Optimizer) -> float:

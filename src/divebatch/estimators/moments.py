@@ -70,7 +70,6 @@ class Moments(ChunkWise):
 
     def _attach(self, scene: Scene) -> None:
         self._chunks, self._stepped, self._pause = self._new_chunks(scene), scene.samples_delivered(), 0
-        self._average.reach = self._reach
         self._handle = when_gradients_are_used(optimizer_of(scene, "moments"), self._on_step)
         self._watch = DropWatch(next(iter(self._chunks.parameters.values())), self._drop, self._on_pass)
 
@@ -125,13 +124,10 @@ class Moments(ChunkWise):
             return seen
         return replace(seen, spread=replace(seen.spread, sq_norm_variance=math.inf))
 
-    @property
-    def _reach(self) -> int:
-        """Where there is an estimate a step, it shares its gradients with the two before."""
-        return KEPT - 1 if isinstance(self._chunks, Lagged) and self._every == 1 else 0
-
     def _new_average(self) -> PairAverage:
-        return PairAverage(decay=self._decay, reach=self._reach)
+        """Where there is an estimate a step, it shares its gradients with the two before."""
+        is_overlapping = isinstance(self._chunks, Lagged) and self._every == 1
+        return PairAverage(decay=self._decay, reach=KEPT - 1 if is_overlapping else 0)
 
     def _new_chunks(self, scene: Scene) -> Any:
         is_lagged = self._window is None and extrapolation(optimizer_of(scene, "moments")) > 0
@@ -158,7 +154,7 @@ class Moments(ChunkWise):
         scene, is_lagged = self._bound(), _is_lagged(state)
         if is_lagged != isinstance(self._chunks, Lagged):  # the optimizer's momentum may not be loaded yet
             self._chunks = self._new_lagged(scene) if is_lagged else super()._new_chunks(scene)
-            self._average.reach = self._reach
+            self._average = self._new_average()
         super()._load_own_state(state)
         self._pause = state.get("pause", 0)  # not in states of before
         if all(p.grad is None for p in self._chunks.parameters.values()):  # a gradient under way was not saved

@@ -39,8 +39,8 @@ class Stepwise(ABC):
     def start(self) -> None:
         """Attach, with nothing seen."""
         self._was_read = False
-        self._forget()
         self._attach(self._bound())
+        self._forget()
         self._is_on = True
 
     def restart(self) -> None:
