@@ -32,8 +32,8 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
         )
     if every_steps < (least := getattr(estimator, "least_every_steps", 1)):
         raise ArgumentError(
-            f"every_steps={every_steps} leaves a decision less than two estimates of {type(estimator).__name__}, and one "
-            f"has no spread: take every_steps of at least {least}, a smaller every, or decay below 1"
+            f"every_steps={every_steps} leaves a decision less than two estimates of {type(estimator).__name__}, and "
+            f"one has no spread: take every_steps of at least {least}, a smaller every, or decay below 1"
         )
 
 

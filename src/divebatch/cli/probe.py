@@ -22,13 +22,12 @@ from divebatch.probe.trainer import BranchTrainer
 from divebatch.report.drawing import require_matplotlib
 
 JUDGES = ("train", "validation")
+Checkpoint = Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that `divebatch run` wrote.")]
 
 
 def probe(
     experiment: ExperimentName,
-    checkpoint: Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that `divebatch run` wrote.")] = Path(
-        "runs"
-    ),
+    checkpoint: Checkpoint = Path("runs"),
     method: Annotated[str | None, typer.Option(help="Whose checkpoint, where the folder holds several.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the run, where the folder holds several.")] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help="Epochs behind the checkpoint; the last by default.")] = None,
@@ -52,11 +51,8 @@ def probe(
     with errors_exit_with(WRONG_USE):
         require_device(device)
         require_matplotlib()
-        if judge not in JUDGES:
-            raise ArgumentError(f"unknown judge {judge!r}; known: {', '.join(JUDGES)}")
+        _require_valid(judge, window_epochs)
         require_settings(coupling, repeats, tolerance, SMOOTHING)
-        if not 0 < window_epochs < math.inf:
-            raise ArgumentError(f"--window-epochs must be positive and finite, got {window_epochs}")
         planned = get_experiment(experiment)
         start = find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
         training = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
@@ -86,10 +82,16 @@ def probe(
         paths = write_results(out, name, values, draw_probe(name, heading, found, asked))
     if json:
         typer.echo(to_json(values))
-        return
-    show(heading, found, asked)
-    for path in paths:
-        typer.echo(str(path))
+    else:
+        show(heading, found, asked)
+        typer.echo("\n".join(map(str, paths)))
+
+
+def _require_valid(judge: str, window_epochs: float) -> None:
+    if judge not in JUDGES:
+        raise ArgumentError(f"unknown judge {judge!r}; known: {', '.join(JUDGES)}")
+    if not 0 < window_epochs < math.inf:
+        raise ArgumentError(f"--window-epochs must be positive and finite, got {window_epochs}")
 
 
 def _window(branches: BranchTrainer, epochs: float) -> int:

@@ -29,6 +29,7 @@ from divebatch.experiments import (
     was_begun_here,
 )
 from divebatch.loggers import make_logger
+from divebatch.ranks import Ranks
 
 
 def run(
@@ -88,17 +89,22 @@ def run(
         )  # fmt: skip
         runs = _all_runs(first, _method_names(planned, methods), trials or planned.trials)
         count = _num_jobs(jobs, default_jobs(device, len(runs)), num_ranks=ranks.size)
-        with errors_exit_with(FAILED):
-            make_folder(out)
-        with in_hand(runs, ranks):
-            resume = resume or was_begun_here(out, ranks)
-            first_does(ranks, lambda: _check_can_write(runs, resume=resume))
-            with errors_exit_with(FAILED), begun_here(out, ranks):
-                failures = _execute(runs, count, resume, out, mode if ranks.is_first else "quiet")
-                if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
-                    raise leave("\n".join(_say(failure) for failure in failures), FAILED)
+        _train(runs, count, ranks, resume=resume, out=out, mode=mode if ranks.is_first else "quiet")
         if mode == "show" and ranks.is_first:
             typer.echo(f"{len(runs)} run{'s' * (len(runs) > 1)} in {out / planned.name}; next: divebatch report {out}")
+
+
+def _train(runs: list[Run], jobs: int, ranks: Ranks, *, resume: bool, out: Path, mode: str) -> None:
+    """All of them, held against other commands."""
+    with errors_exit_with(FAILED):
+        make_folder(out)
+    with in_hand(runs, ranks):
+        resume = resume or was_begun_here(out, ranks)
+        first_does(ranks, lambda: _check_can_write(runs, resume=resume))
+        with errors_exit_with(FAILED), begun_here(out, ranks):
+            failures = _execute(runs, jobs, resume, out, mode)
+            if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
+                raise leave("\n".join(_say(failure) for failure in failures), FAILED)
 
 
 def _num_jobs(asked: int | None, default: int, *, num_ranks: int) -> int:
