@@ -9,13 +9,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import divebatch
 from advice.known_problem import DIM, Shift, dataset, loss_fn, true_noise_scale
-from divebatch import AdaptiveLoader, Advice, Fixed, advise, gradient_diversity
+from divebatch import AdaptiveLoader, Advice, Auto, Controller, Fixed, advise, gradient_diversity
 from divebatch.advice.noise import NoiseCourse, pooled
 from divebatch.advice.noise import NoiseScale as Noise
 from divebatch.advice.tradeoff import SLACK, StepTimes, good_size
 from divebatch.errors import ArgumentError, CoverageError, DivergedError
 from divebatch.measurement import Diversity, Spread
-from divebatch.policies import Goodput, NoiseScale
 
 
 def device_with(balance):
@@ -66,7 +65,7 @@ def test_the_advice_follows_from_noise_and_time():
     assert advice.lr == pytest.approx(1e-6 * (1 + noise / 16) / (1 + noise / advice.batch_size))
     throughput = {size: size / device_with(200)(size) for size in sizes}
     assert advice.max_batch_size == min(s for s in sizes if throughput[s] * (1 + SLACK) >= max(throughput.values()))
-    assert advice.policy == NoiseScale(advice.max_batch_size, price=200.0)
+    assert advice.policy == Auto(advice.max_batch_size)
     assert advice.lr_coupling == "linear"
 
 
@@ -75,7 +74,7 @@ def test_words_numbers_and_json_agree():
     words = str(advice)
     assert f"Start with batch {advice.batch_size}" in words
     assert f"Growth stops paying at batch {advice.max_batch_size}" in words
-    assert f"NoiseScale({advice.max_batch_size}, price=100)" in words
+    assert f"Policy: Auto({advice.max_batch_size})." in words
     assert f"Learning rate: {advice.lr_factor:.3g} times what suits batch 16" in words
     assert advice.lr is None
     values = json.loads(json.dumps(advice.to_dict()))
@@ -129,12 +128,12 @@ def test_where_a_step_takes_as_long_as_its_samples_small_batches_stay():
     )
 
 
-def test_where_times_are_on_no_line_the_policy_measures_them_itself():
+def test_times_that_are_on_no_line_are_said_to_be_so():
     times = {8: 1.0, 16: 1.0, 32: 3.0, 64: 3.0, 128: 0.5, 256: 8.0}
     advice = ask(data=dataset(distance=0.3), batch_sizes=sorted(times), step_seconds=times.__getitem__)
     assert advice.times.misfit > 0.25
     assert "fits badly" in str(advice)
-    assert advice.policy in (Goodput(128), Fixed())
+    assert advice.max_batch_size == 128  # the most samples a second, whatever the line
 
 
 def test_adam_gets_square_roots():
@@ -145,6 +144,25 @@ def test_adam_gets_square_roots():
     assert advice.lr_factor == pytest.approx(plain**0.5)
     assert advice.lr_coupling == "sqrt"
     assert "square root" in str(advice)
+    assert advice.policy == Auto(advice.max_batch_size, lr_coupling="sqrt")
+    assert f'Policy: Auto({advice.max_batch_size}, lr_coupling="sqrt").' in str(advice)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
+def test_what_is_advised_trains(optimizer_class):
+    data, model = dataset(distance=0.3), Shift()
+    optimizer = optimizer_class(model.parameters(), lr=1e-3)
+    advice = ask(model, data, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = advice.lr
+    loader = AdaptiveLoader(data, advice.batch_size)
+    control = Controller(model, optimizer, loader, advice.policy)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+    record = control.step()
+    assert record.diversity is not None
+    assert advice.batch_size <= record.next_batch_size <= advice.max_batch_size
 
 
 def test_it_leaves_everything_as_it_was():

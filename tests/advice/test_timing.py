@@ -79,3 +79,9 @@ def test_the_budget_is_kept():
     assert times.sizes == (8, 16)
     assert "batch 1024 would have taken the timing beyond 5 s" in times.stopped
     assert device.now < 5.0
+
+
+def test_compiling_each_size_takes_nothing_off_the_budget():
+    times = timed(FakeDevice(slow_start=1000.0), budget=5.0)
+    assert times.sizes == (8, 16, 32, 64)
+    assert times.stopped == "the largest asked for"

@@ -52,9 +52,9 @@ def advise(
     `dataset` is a Dataset, a DataLoader or an AdaptiveLoader whose batches are pairs (inputs, targets), and
     `loss_fn(model(inputs), targets)` a mean over samples. `batch_size` is the one your optimizer's learning rate
     belongs to; a loader has its own. The short run makes `steps` steps with both. Without an optimizer the weights
-    stay, and the advice on the learning rate is a factor. `batch_sizes` are timed for at most `timing_seconds`; powers
-    of two by default, until memory or the data ends. A step is timed without loading its data. `step_seconds(b)`
-    replaces the timing where you know better, for instance on other hardware.
+    stay, and the advice on the learning rate is a factor. `batch_sizes` are timed for at most `timing_seconds`, warming
+    up and compiling not counted; powers of two by default, until memory or the data ends. A step is timed without
+    loading its data. `step_seconds(b)` replaces the timing where you know better, for instance on other hardware.
 
     Everything runs on copies: model and optimizer stay as they are, and so do torch's random numbers.
     """

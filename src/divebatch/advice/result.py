@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from divebatch.advice.noise import NoiseCourse
 from divebatch.advice.tradeoff import StepTimes, good_size, lr_factor, time_to_progress
-from divebatch.policies import Fixed, Goodput, NoiseScale, Policy
+from divebatch.policies import Auto, Fixed, Policy
 
 if TYPE_CHECKING:
     from divebatch.report.drawing import Drawing
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MOST_APART = 4
 """By what factor the batch sizes for both ends of the noise scale's interval may differ for an advice to be one."""
 MOST_MISFIT = 0.25
-"""Part by which a step's time may be off a straight line for the line to be used."""
+"""Part by which a step's time may be off a straight line for the line to be called a fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,7 @@ class Advice:
             return None
         if self.max_batch_size <= self.batch_size:
             return Fixed()
-        balance = self.times.balance
-        if self.times.misfit > MOST_MISFIT or not 0 < balance < math.inf:
-            return Goodput(self.max_batch_size)
-        return NoiseScale(self.max_batch_size, price=float(f"{balance:.3g}"))
+        return Auto(self.max_batch_size, lr_coupling=self.lr_coupling)
 
     def __str__(self) -> str:
         """In words."""

@@ -24,24 +24,27 @@ def time_steps(
 ) -> StepTimes:
     """Time sizes in turn until one does not fit into memory or the next would go over `budget` seconds.
 
-    `prepare(size)` gives a step, which must have ended when it returns: on a GPU it waits.
+    `prepare(size)` gives a step, which must have ended when it returns: on a GPU it waits. Steps that warm a size up
+    are not counted: compiling takes long at every size, and the small ones would leave nothing for the large.
     """
-    began, measured, stopped = clock(), list[tuple[int, float]](), "the largest asked for"
+    spent, measured, stopped = 0.0, list[tuple[int, float]](), "the largest asked for"
     for size in sizes:
-        if measured and clock() - began + _cost(size, *measured[-1]) > budget:
+        if measured and spent + _cost(size, *measured[-1]) > budget:
             stopped = f"batch {size} would have taken the timing beyond {budget:g} s"
             break
         try:
-            measured.append((size, _time(prepare(size), clock)))
+            seconds = _time(prepare(size), clock)
         except (BatchTooLargeError, RuntimeError) as error:
             if not measured or not _is_memory(error):
                 raise
             stopped = f"batch {size} does not fit into memory"
             break
+        spent += sum(seconds)
+        measured.append((size, median(seconds)))
     return StepTimes(tuple(measured), stopped)
 
 
-def _time(step: Step, clock: Callable[[], float]) -> float:
+def _time(step: Step, clock: Callable[[], float]) -> list[float]:
     for _ in range(WARM):
         step()
     seconds: list[float] = []
@@ -49,11 +52,11 @@ def _time(step: Step, clock: Callable[[], float]) -> float:
         before = clock()
         step()
         seconds.append(clock() - before)
-    return median(seconds)
+    return seconds
 
 
 def _cost(size: int, last_size: int, last_seconds: float) -> float:
-    return (WARM + LEAST) * last_seconds * size / last_size
+    return LEAST * last_seconds * size / last_size
 
 
 def _is_memory(error: Exception) -> bool:

@@ -7,7 +7,6 @@ from divebatch.advice.noise import NoiseScale
 from divebatch.advice.result import MOST_MISFIT, Advice
 from divebatch.advice.tradeoff import SLACK, good_size, time_to_progress
 from divebatch.policies import Fixed
-from divebatch.policies import NoiseScale as NoisePolicy
 
 
 def in_words(advice: Advice) -> str:
@@ -110,13 +109,13 @@ def _growth(advice: Advice) -> str:
 
 
 def _policy(advice: Advice) -> str:
-    policy = advice.policy
-    if isinstance(policy, Fixed):
+    if isinstance(advice.policy, Fixed):
         return "Policy: Fixed(). A batch that grows with the noise would gain nothing on this device."
-    price = f", price={policy.price:g}" if isinstance(policy, NoisePolicy) else ""
-    call = f"{type(policy).__name__}({advice.max_batch_size}{price})"
-    settings = f'estimator="split", lr_coupling="{advice.lr_coupling}"'
-    return f"Policy: {call} with {settings}. It grows with the noise, as far as that saves time here."
+    coupling = ', lr_coupling="sqrt"' if advice.adaptive else ""
+    return (
+        f"Policy: Auto({advice.max_batch_size}{coupling}). It grows with the noise from this start, as far as that "
+        f"saves time here, and the learning rate with it."
+    )
 
 
 def _seconds(value: float) -> str:

@@ -31,7 +31,7 @@ def advise(
     lr: Annotated[float | None, typer.Option(help="Of an experiment, instead of the method's.")] = None,
     batch_sizes: Annotated[str | None, typer.Option(help="To be timed: 32,64,128; powers of two by default.")] = None,
     steps: Annotated[int, typer.Option(help="Of the short run that shows the noise.")] = 300,
-    timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing.")] = 60.0,
+    timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing, compiling not counted.")] = 60.0,
     estimator: Annotated[str, typer.Option(help="split, moments or per-sample (not for BatchNorm).")] = "split",
     data_dir: DataDir = Path("data"),
     device: Device = "cpu",
