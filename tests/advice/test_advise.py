@@ -123,6 +123,8 @@ def test_where_a_step_takes_as_long_as_its_samples_small_batches_stay():
     assert advice.policy == Fixed()
     assert "would gain nothing on this device" in str(advice)
     assert "takes 1 ms a sample, which fits within 0%." in str(advice)  # no fixed cost to speak of
+    largest = ask(data=dataset(distance=0.3), step_seconds=lambda size: 1.0, batch_sizes=[16, 32], steps=200)
+    assert "Policy: Fixed(). No larger batch was timed." in str(largest)
     assert "Your batch 16 would take about as long" in str(
         ask(data=dataset(distance=0.3), step_seconds=lambda size: 0.001 * size, batch_sizes=[15])
     )

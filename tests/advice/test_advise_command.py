@@ -47,6 +47,8 @@ def test_an_experiment_gets_words_a_file_and_a_picture(tmp_path):
     answer = call(tiny_experiment(tmp_path), *words)
     assert answer.exit_code == 0, answer.output
     assert "Noise scale:" in answer.output
+    timed = [line.split(":")[0] for line in answer.output.splitlines() if line.endswith(" samples a second")]
+    assert timed == ["batch 16", "batch 64", "batch 256"]
     assert "over steps 31 to 60 at batch 16" in answer.output
     assert "Growth stops paying at batch" in answer.output
     assert sorted(path.name for path in out.iterdir()) == ["tiny.json", "tiny.png", "tiny.svg"]

@@ -27,8 +27,8 @@ class FakeDevice:
         self.steps[size] += 1
 
 
-def timed(device, sizes=(8, 16, 32, 64), budget=1e9):
-    return time_steps(device.prepare, sizes, budget=budget, clock=device.clock)
+def timed(device, sizes=(8, 16, 32, 64), budget=1e9, **settings):
+    return time_steps(device.prepare, sizes, budget=budget, clock=device.clock, **settings)
 
 
 def test_warm_steps_are_not_timed_and_the_line_comes_out():
@@ -38,6 +38,12 @@ def test_warm_steps_are_not_timed_and_the_line_comes_out():
     assert times.balance == pytest.approx(100)
     assert times.stopped == "the largest asked for"
     assert all(WARM + LEAST <= steps <= WARM + MOST for steps in device.steps.values())
+
+
+def test_each_size_is_told_as_soon_as_it_is_known():
+    told, device = [], FakeDevice()
+    times = timed(device, on_time=lambda size, seconds: told.append((size, seconds, len(device.steps))))
+    assert told == [(size, seconds, index + 1) for index, (size, seconds) in enumerate(times.measured)]
 
 
 def test_one_slow_step_among_many_changes_nothing():

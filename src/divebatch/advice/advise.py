@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from divebatch.advice.noise import NoiseCourse, measure_noise
 from divebatch.advice.parts import copied, endless, is_adaptive, make_loader, tiled
 from divebatch.advice.result import Advice
-from divebatch.advice.timing import time_steps
+from divebatch.advice.timing import OnTime, time_steps
 from divebatch.advice.tradeoff import StepTimes
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
@@ -45,6 +45,7 @@ def advise(
     compile: bool = False,
     timing_seconds: float = 60.0,
     step_seconds: Callable[[int], float] | None = None,
+    on_time: OnTime | None = None,
     seed: int = 0,
 ) -> Advice:
     """Measure the noise scale over a short run and the time of a step against its batch size; advise from both.
@@ -55,6 +56,7 @@ def advise(
     stay, and the advice on the learning rate is a factor. `batch_sizes` are timed for at most `timing_seconds`, warming
     up and compiling not counted; powers of two by default, until memory or the data ends. A step is timed without
     loading its data. `step_seconds(b)` replaces the timing where you know better, for instance on other hardware.
+    `on_time(b, seconds)` is called after each size that was timed: compiling them takes minutes.
 
     Everything runs on copies: model and optimizer stay as they are, and so do torch's random numbers.
     """
@@ -69,7 +71,7 @@ def advise(
         if step_seconds is not None:
             times = StepTimes(tuple((size, step_seconds(size)) for size in sizes))
         else:
-            times = loss_of.times(loader, sizes, timing_seconds)
+            times = loss_of.times(loader, sizes, timing_seconds, on_time)
     return Advice(
         noise=noise,
         times=times,
@@ -119,7 +121,7 @@ class _Measuring:
         passes.begin_epoch(step.part_size(loader.batch_size))
         return measure_noise(step, endless(loader, self.device), estimator, steps=steps)
 
-    def times(self, loader: AdaptiveLoader, sizes: Sequence[int], budget: float) -> StepTimes:
+    def times(self, loader: AdaptiveLoader, sizes: Sequence[int], budget: float, on_time: OnTime | None) -> StepTimes:
         """Of whole steps: forward, backward, update; the learning rate is zero, which takes as long."""
         model, optimizer = copied(self.model, self.optimizer, self.device)
         for group in optimizer.param_groups:
@@ -133,7 +135,7 @@ class _Measuring:
             passes.begin_epoch(size)
             return lambda: self._wait(step(filled))
 
-        return time_steps(prepare, sizes, budget=budget)
+        return time_steps(prepare, sizes, budget=budget, on_time=on_time)
 
     def _wait(self, _: Tensor) -> None:
         if self.device.type == "cuda":

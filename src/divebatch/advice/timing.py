@@ -13,6 +13,8 @@ ENOUGH = 0.3
 """Seconds after which no more than the least are timed."""
 
 Step = Callable[[], None]
+OnTime = Callable[[int, float], None]
+"""Gets each batch size and the seconds of its step, as soon as they are known."""
 
 
 def time_steps(
@@ -20,6 +22,7 @@ def time_steps(
     sizes: Sequence[int],
     *,
     budget: float,
+    on_time: OnTime | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes:
     """Time sizes in turn until one does not fit into memory or the next would go over `budget` seconds.
@@ -41,6 +44,8 @@ def time_steps(
             break
         spent += sum(seconds)
         measured.append((size, median(seconds)))
+        if on_time is not None:
+            on_time(*measured[-1])
     return StepTimes(tuple(measured), stopped)
 
 

@@ -110,7 +110,13 @@ def _growth(advice: Advice) -> str:
 
 def _policy(advice: Advice) -> str:
     if isinstance(advice.policy, Fixed):
-        return "Policy: Fixed(). A batch that grows with the noise would gain nothing on this device."
+        is_last = advice.max_batch_size == advice.times.sizes[-1]
+        why = (
+            "No larger batch was timed"
+            if is_last
+            else "A batch that grows with the noise would gain nothing on this device"
+        )
+        return f"Policy: Fixed(). {why}."
     coupling = ', lr_coupling="sqrt"' if advice.adaptive else ""
     return (
         f"Policy: Auto({advice.max_batch_size}{coupling}). It grows with the noise from this start, as far as that "

@@ -44,6 +44,7 @@ def advise(
     """Say which batch size and learning rate to start with here, where growth stops paying, and why."""
     settings: dict[str, Any] = {"device": device, "precision": precision, "compile": compile, "seed": seed}
     settings |= {"steps": steps, "timing_seconds": timing_seconds, "estimator": estimator}
+    settings["on_time"] = None if json else _say
     with errors_exit_with(WRONG_USE):
         require_device(device)
         require_matplotlib()
@@ -63,6 +64,10 @@ def advise(
     with errors_exit_with(FAILED):
         paths = write_results(out, name, values, advice.draw(name))
     typer.echo(to_json(values) if json else "\n".join([str(advice), *map(str, paths)]))
+
+
+def _say(batch_size: int, seconds: float) -> None:
+    typer.echo(f"batch {batch_size}: {1000 * seconds:.3g} ms a step, {batch_size / seconds:.0f} samples a second")
 
 
 def _of_own(target: str, batch_size: int | None, settings: dict[str, Any]) -> Advice:
