@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import divebatch
 from advice.known_problem import DIM, Shift, dataset, loss_fn, true_noise_scale
-from divebatch import AdaptiveLoader, Advice, Auto, Controller, Fixed, advise, gradient_diversity
+from divebatch import AdaptiveLoader, Advice, Auto, Controller, Fixed, advise, gradient_diversity, micro_batches
 from divebatch.advice.noise import NoiseCourse, pooled
 from divebatch.advice.noise import NoiseScale as Noise
 from divebatch.advice.tradeoff import SLACK, StepTimes, good_size
@@ -65,7 +65,7 @@ def test_the_advice_follows_from_noise_and_time():
     assert advice.lr == pytest.approx(1e-6 * (1 + noise / 16) / (1 + noise / advice.batch_size))
     throughput = {size: size / device_with(200)(size) for size in sizes}
     assert advice.max_batch_size == min(s for s in sizes if throughput[s] * (1 + SLACK) >= max(throughput.values()))
-    assert advice.policy == Auto(advice.max_batch_size)
+    assert advice.policy == Auto(advice.max_batch_size, price=200.0)
     assert advice.lr_coupling == "linear"
 
 
@@ -74,7 +74,7 @@ def test_words_numbers_and_json_agree():
     words = str(advice)
     assert f"Start with batch {advice.batch_size}" in words
     assert f"Growth stops paying at batch {advice.max_batch_size}" in words
-    assert f"Policy: Auto({advice.max_batch_size})." in words
+    assert f"Policy: Auto({advice.max_batch_size}, price=100)." in words
     assert f"Learning rate: {advice.lr_factor:.3g} times what suits batch 16" in words
     assert advice.lr is None
     values = json.loads(json.dumps(advice.to_dict()))
@@ -98,7 +98,7 @@ def test_too_much_noise_is_said_and_nothing_advised():
     advice = ask(data=dataset(distance=0.0), batch_size=2, steps=24)
     assert not advice.is_clear
     assert (advice.batch_size, advice.lr, advice.lr_factor, advice.policy) == (None, None, None, None)
-    assert "too noisy to advise" in str(advice)
+    assert "too noisy to advise: the mean gradient cannot be told from zero" in str(advice)
     assert "Start with" not in str(advice)
     assert advice.draw().png.startswith(b"\x89PNG")
 
@@ -146,25 +146,49 @@ def test_adam_gets_square_roots():
     assert advice.lr_factor == pytest.approx(plain**0.5)
     assert advice.lr_coupling == "sqrt"
     assert "square root" in str(advice)
-    assert advice.policy == Auto(advice.max_batch_size, lr_coupling="sqrt")
-    assert f'Policy: Auto({advice.max_batch_size}, lr_coupling="sqrt").' in str(advice)
+    assert advice.policy == Auto(advice.max_batch_size, price=100.0, lr_coupling="sqrt")
+    assert f'Policy: Auto({advice.max_batch_size}, price=100, lr_coupling="sqrt").' in str(advice)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
-def test_what_is_advised_trains(optimizer_class):
-    data, model = dataset(distance=0.3), Shift()
-    optimizer = optimizer_class(model.parameters(), lr=1e-3)
-    advice = ask(model, data, optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("make_optimizer", "estimator"),
+    [
+        (lambda weights: torch.optim.SGD(weights, 0.01, momentum=0.9), "moments"),
+        (lambda weights: torch.optim.Adam(weights, 0.05), "moments"),
+        (lambda weights: torch.optim.SGD(weights, 0.1), "split"),
+        (lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9, nesterov=True), "moments"),
+        (lambda weights: torch.optim.SGD(weights, 0.01, momentum=0.5, nesterov=True), "split"),
+    ],
+)
+def test_the_advised_start_policy_and_estimator_train_and_grow(make_optimizer, estimator):
+    data, model = dataset(distance=0.0), Shift(start=5.0)  # the nearer the minimum, the more noise
+    optimizer = make_optimizer(model.parameters())
+    advice = ask(model, data, optimizer=optimizer, steps=24)
+    assert advice.estimator == estimator
+    assert ('with estimator="split"' in str(advice)) == (estimator == "split")
+    assert advice.to_dict()["estimator"] == estimator
     optimizer.param_groups[0]["lr"] = advice.lr
     loader = AdaptiveLoader(data, advice.batch_size)
-    control = Controller(model, optimizer, loader, advice.policy)
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss_fn(model(x), y).backward()
-        optimizer.step()
-    record = control.step()
-    assert record.diversity is not None
-    assert advice.batch_size <= record.next_batch_size <= advice.max_batch_size
+    control = Controller(model, optimizer, loader, advice.policy, estimator=advice.estimator)
+    for _ in range(6):
+        for batch, targets in loader:
+            optimizer.zero_grad()
+            for (x, y), share in micro_batches((batch, targets), (len(batch) + 1) // 2):
+                (loss_fn(model(x), y) * share).backward()
+            optimizer.step()
+        record = control.step()
+    assert advice.batch_size < record.next_batch_size <= advice.max_batch_size
+
+
+def test_where_a_step_costs_much_that_is_its_price():
+    calm = ask(data=dataset(distance=1.0), step_seconds=device_with(1000), steps=200)
+    assert calm.batch_size < 1000
+    assert calm.policy == Auto(calm.max_batch_size, price=1000.0)
+    assert f"Policy: Auto({calm.max_batch_size}, price=1000)." in str(calm)
+    noisy = ask(data=dataset(distance=0.1), step_seconds=device_with(20), steps=1000)
+    assert noisy.batch_size > 20
+    assert noisy.policy == Auto(noisy.max_batch_size)  # its first batch is worth more
+    assert f"Policy: Auto({noisy.max_batch_size})." in str(noisy)
 
 
 def test_it_leaves_everything_as_it_was():

@@ -47,7 +47,7 @@ def test_an_experiment_gets_words_a_file_and_a_picture(tmp_path):
     answer = call(tiny_experiment(tmp_path), *words)
     assert answer.exit_code == 0, answer.output
     assert "Noise scale:" in answer.output
-    timed = [line.split(":")[0] for line in answer.output.splitlines() if line.endswith(" samples a second")]
+    timed = [line.split(":")[0] for line in answer.stderr.splitlines()]
     assert timed == ["batch 16", "batch 64", "batch 256"]
     assert "over steps 31 to 60 at batch 16" in answer.output
     assert "Growth stops paying at batch" in answer.output
@@ -59,14 +59,14 @@ def test_an_experiment_gets_words_a_file_and_a_picture(tmp_path):
 
 def test_batch_size_and_rate_can_be_ones_own(tmp_path):
     words = ("--steps", 24, "--batch-sizes", "8,16", "--batch-size", 8, "--lr", 0.25, "--json", "--out", tmp_path)
-    found = json.loads(call(tiny_experiment(tmp_path), *words).output)
+    found = json.loads(call(tiny_experiment(tmp_path), *words).stdout)
     assert (found["reference_batch_size"], found["reference_lr"]) == (8, 0.25)
 
 
 def test_a_function_of_ones_own_by_its_import_path(own):
     answer = call("my_training_code:parts", "--batch-size", 16, "--steps", 100, "--batch-sizes", "16,64", "--json")
     assert answer.exit_code == 0, answer.output
-    found = json.loads(answer.output)
+    found = json.loads(answer.stdout)
     assert found["target"] == "my_training_code:parts"
     assert found["reference_lr"] == 0.01
     assert (own / "runs" / "advice" / "my_training_code-parts.svg").exists()

@@ -38,6 +38,28 @@ def test_the_geometric_mean_to_the_nearest_doubling(noise_scale: float, size: in
     assert Auto(2000).next(seen(noise_scale)).batch_size == size
 
 
+@pytest.mark.parametrize(
+    ("price", "noise_scale", "size"),
+    [
+        (1024.0, 200.0, 512),  # 453: more than the first batch and the noise scale, where a step costs much
+        (1024.0, 100.0, 256),
+        (32.0, 128.0 * 16, 256),
+        (128.0, 128.0 * 8.1, 512),  # the first batch, as without one
+    ],
+)
+def test_a_price_stands_for_the_first_batch(price: float, noise_scale: float, size: int):
+    decision = Auto(2000, price=price).next(seen(noise_scale))
+    assert decision.batch_size == size
+    assert decision.wanted == pytest.approx(math.sqrt(price * noise_scale))
+    assert decision.reason.startswith(f"sqrt({price:g} * noise scale) = ")
+
+
+@pytest.mark.parametrize("price", [0.0, -1.0, math.nan, math.inf])
+def test_a_price_must_be_one(price: float):
+    with pytest.raises(ArgumentError, match="price must be positive and finite, got price="):
+        Auto(4096, price=price)
+
+
 def test_noise_without_signal_asks_for_the_cap_and_nothing_known_for_nothing():
     known = [Diversity.from_noise(1.0, 0.0, 50_000), Diversity(math.nan, math.nan, 50_000, seen(1.0).diversity.spread)]
     measured = [Measurement(epoch=1, batch_size=128, dataset_size=50_000, diversity=each) for each in known]

@@ -18,6 +18,7 @@ from divebatch.advice.tradeoff import StepTimes
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Scene, make_estimator
+from divebatch.estimators.lags import extrapolation
 from divebatch.policies.bounds import require_count, require_positive
 from divebatch.training import Clock, LossFn, Passes, Setup, Step
 from divebatch.training.distributed import Parallel
@@ -78,6 +79,7 @@ def advise(
         reference_batch_size=reference,
         reference_lr=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
         adaptive=is_adaptive(optimizer),
+        estimator="moments" if optimizer is None or extrapolation(optimizer) else "split",
         dataset_size=loader.dataset_size,
         device=str(loss_of.device) if step_seconds is None else "",
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MOST_APART = 4
 """By what factor the batch sizes for both ends of the noise scale's interval may differ for an advice to be one."""
 MOST_MISFIT = 0.25
-"""Part by which a step's time may be off a straight line for the line to be called a fit."""
+"""Part by which a step's time may be off a straight line for the line to be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class Advice:
     """None where no optimizer was given."""
     adaptive: bool
     """Whether the optimizer is Adam-like."""
+    estimator: str = "moments"
+    """For the policy: "split" where the optimizer has too little momentum for "moments"."""
     dataset_size: int | None = None
     device: str = ""
 
@@ -83,7 +85,14 @@ class Advice:
             return None
         if self.max_batch_size <= self.batch_size:
             return Fixed()
-        return Auto(self.max_batch_size, lr_coupling=self.lr_coupling)
+        return Auto(self.max_batch_size, price=self.price, lr_coupling=self.lr_coupling)
+
+    @property
+    def price(self) -> float | None:
+        """What a step is worth in samples, by its fixed cost; None where the first batch, `Auto`'s own, is above it."""
+        balance, size = self.times.balance, self.batch_size
+        is_line = self.times.misfit <= MOST_MISFIT and balance < math.inf
+        return float(f"{balance:.3g}") if is_line and size is not None and balance > size else None
 
     def __str__(self) -> str:
         """In words."""
@@ -108,6 +117,7 @@ class Advice:
             "lr_coupling": self.lr_coupling,
             "max_batch_size": self.max_batch_size,
             "policy": None if self.policy is None else repr(self.policy),
+            "estimator": self.estimator,
             "is_clear": self.is_clear,
             "reference_batch_size": self.reference_batch_size,
             "reference_lr": self.reference_lr,

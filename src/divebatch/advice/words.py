@@ -41,11 +41,11 @@ def _time(advice: Advice) -> str:
     fit = (
         f"within {times.misfit:.0%}"
         if times.misfit <= MOST_MISFIT
-        else f"badly, off by up to {times.misfit:.0%} (was the device busy?)"
+        else f"badly, off by up to {times.misfit:.0%} (is the device busy, or slow at large batches?)"
     )
-    constant = f"{_seconds(fixed)} and " if fixed else ""
-    line = f"{constant}{_seconds(per_sample)} a sample, which fits {fit}"
-    balance = f"; half of batch {times.balance:.0f}'s time is fixed cost" if 0 < times.balance < math.inf else ""
+    constant = f"{in_units(fixed)} and " if fixed else ""
+    line = f"{constant}{in_units(per_sample)} a sample, which fits {fit}"
+    balance = f"; half of batch {times.balance:.0f}'s time is fixed cost" if 1 <= times.balance < math.inf else ""
     sizes = f"batch {times.sizes[0]} to {times.sizes[-1]}"
     where = f" on {advice.device}" if advice.device else ""
     return f"A step{where} takes {line}{balance}. Timed: {sizes}; {times.stopped or 'as given'}."
@@ -53,8 +53,13 @@ def _time(advice: Advice) -> str:
 
 def _unclear(advice: Advice) -> Iterator[str]:
     low, high = advice.batch_size_range
+    why = (
+        "the mean gradient cannot be told from zero"
+        if advice.noise.now.value is None
+        else f"what the interval allows leads to batch {low} as well as to batch {high}"
+    )
     yield (
-        f"This is too noisy to advise: what the interval allows leads to batch {low} as well as to batch {high}. "
+        f"This is too noisy to advise: {why}. "
         f"Measure over more steps (four times as many halve the interval), or at a larger batch size."
     )
     yield _growth(advice)
@@ -117,14 +122,17 @@ def _policy(advice: Advice) -> str:
             else "A batch that grows with the noise would gain nothing on this device"
         )
         return f"Policy: Fixed(). {why}."
+    price = "" if advice.price is None else f", price={advice.price:g}"
     coupling = ', lr_coupling="sqrt"' if advice.adaptive else ""
+    estimator = "" if advice.estimator == "moments" else f' with estimator="{advice.estimator}"'
     return (
-        f"Policy: Auto({advice.max_batch_size}{coupling}). It grows with the noise from this start, as far as that "
-        f"saves time here, and the learning rate with it."
+        f"Policy: Auto({advice.max_batch_size}{price}{coupling}){estimator}. It grows with the noise from this start, "
+        f"as far as that saves time here, and the learning rate with it."
     )
 
 
-def _seconds(value: float) -> str:
+def in_units(value: float) -> str:
+    """Seconds, as s, ms or us."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

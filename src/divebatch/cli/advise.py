@@ -10,6 +10,7 @@ import typer
 
 from divebatch.advice import Advice
 from divebatch.advice import advise as advise_on
+from divebatch.advice.words import in_units
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import DataDir, Device
@@ -31,7 +32,7 @@ def advise(
     lr: Annotated[float | None, typer.Option(help="Of an experiment, instead of the method's.")] = None,
     batch_sizes: Annotated[str | None, typer.Option(help="To be timed: 32,64,128; powers of two by default.")] = None,
     steps: Annotated[int, typer.Option(help="Of the short run that shows the noise.")] = 300,
-    timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing, compiling not counted.")] = 60.0,
+    timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing; warming up is not counted.")] = 60.0,
     estimator: Annotated[str, typer.Option(help="split, moments or per-sample (not for BatchNorm).")] = "split",
     data_dir: DataDir = Path("data"),
     device: Device = "cpu",
@@ -44,7 +45,7 @@ def advise(
     """Say which batch size and learning rate to start with here, where growth stops paying, and why."""
     settings: dict[str, Any] = {"device": device, "precision": precision, "compile": compile, "seed": seed}
     settings |= {"steps": steps, "timing_seconds": timing_seconds, "estimator": estimator}
-    settings["on_time"] = None if json else _say
+    settings["on_time"] = _say
     with errors_exit_with(WRONG_USE):
         require_device(device)
         require_matplotlib()
@@ -67,7 +68,8 @@ def advise(
 
 
 def _say(batch_size: int, seconds: float) -> None:
-    typer.echo(f"batch {batch_size}: {1000 * seconds:.3g} ms a step, {batch_size / seconds:.0f} samples a second")
+    shown = f"batch {batch_size}: {in_units(seconds)} a step, {batch_size / seconds:.0f} samples a second"
+    typer.echo(shown, err=True)  # what is waited for, not the answer
 
 
 def _of_own(target: str, batch_size: int | None, settings: dict[str, Any]) -> Advice:

@@ -25,7 +25,7 @@ class Moments(ChunkWise):
     Bias: the weights move between steps, and a gradient's noise with them, against which the next gradients point. With
     momentum, products of gradients one and two steps apart show by how much, and are extrapolated to none apart
     (`lags.extrapolation`): what is left is of higher order in the learning rate. On ResNet-18 B came out 0.76 to 1.13
-    times what `split` said from the fifth epoch on, and several times too large in the first; around a minimum 0.7 to
+    times what `split` said in epochs 5 to 30 of 40, and several times too large in the first; around a minimum 0.7 to
     1.5 times what it was. Cost: three copies of the trainable parameters and a few passes over them a step; no further
     backward pass, and no layer needs a rule. Under BatchNorm it is right for the network as it trains, normalised over
     its whole batches.
