@@ -50,7 +50,7 @@ def _command(arguments: list[str], gate: Path) -> None:
     after_step, execute = runner.Saver._after_step, command._execute
 
     def waiting(saver: runner.Saver) -> None:
-        (gate.parent / "waits").touch()
+        (gate.parent / f"waits-{os.getpid()}").touch()
         while gate.exists():
             time.sleep(0.005)
         after_step(saver)
@@ -73,15 +73,15 @@ def _command(arguments: list[str], gate: Path) -> None:
 
 @pytest.fixture
 def held(tmp_path, run) -> Iterator[Callable[..., Job]]:
-    """Start a command and come back when it trains; it goes on when `gate` is gone."""
+    """Start a command and come back when so many of its processes train; they go on when `gate` is gone."""
     jobs: list[Job] = []
     gate = tmp_path / "gate"
     gate.touch()
 
-    def start(*more: str, size: int = 1) -> Job:
+    def start(*more: str, size: int = 1, at_gate: int = 1) -> Job:
         jobs.append(launch(tmp_path / f"log-{len(jobs)}", size, _command, words(run, *more), gate))
         deadline = time.monotonic() + PATIENCE
-        while not (tmp_path / "waits").exists():
+        while len(list(tmp_path.glob("waits-*"))) < at_gate:
             assert time.monotonic() < deadline, jobs[-1].log.read_text()
             time.sleep(0.005)
         return jobs[-1]
@@ -142,7 +142,7 @@ def test_other_runs_and_readers_have_the_folder_to_themselves_too(run, held, tmp
 
 @pytest.mark.parametrize("more", [(), ("--trials", "2", "--jobs", "2")], ids=["alone", "with workers"])
 def test_a_killed_command_holds_nothing_though_its_children_live(run, held, tmp_path, more):
-    first = held(*more)
+    first = held(*more, at_gate=2 if more else 1)  # a worker that was still on its way would write before it ends
     assert call(run, "--resume").exit_code == 2
     first.kill()
     assert [os.kill(child, 0) for child in children(tmp_path)] == [None]
