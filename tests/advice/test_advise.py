@@ -125,6 +125,7 @@ def test_where_a_step_takes_as_long_as_its_samples_small_batches_stay():
     assert "takes 1 ms a sample, which fits within 0%." in str(advice)  # no fixed cost to speak of
     largest = ask(data=dataset(distance=0.3), step_seconds=lambda size: 1.0, batch_sizes=[16, 32], steps=200)
     assert "Policy: Fixed(). No larger batch was timed." in str(largest)
+    assert "is fixed cost" not in str(ask(step_seconds=device_with(0.5), steps=200))
     assert "Your batch 16 would take about as long" in str(
         ask(data=dataset(distance=0.3), step_seconds=lambda size: 0.001 * size, batch_sizes=[15])
     )
@@ -136,6 +137,17 @@ def test_times_that_are_on_no_line_are_said_to_be_so():
     assert advice.times.misfit > 0.25
     assert "fits badly" in str(advice)
     assert advice.max_batch_size == 128  # the most samples a second, whatever the line
+
+
+@pytest.mark.parametrize(
+    "step_seconds",
+    [lambda size: 1.0, lambda size: device_with(200)(size) * (1.8 if size == 64 else 1.0)],
+    ids=["no cost of samples", "no line"],
+)
+def test_a_price_that_no_line_tells_is_left_to_the_first_batch(step_seconds):
+    advice = ask(data=dataset(distance=0.3), step_seconds=step_seconds, steps=300)
+    assert advice.batch_size < advice.times.balance
+    assert advice.policy == Auto(advice.max_batch_size)
 
 
 def test_adam_gets_square_roots():

@@ -85,6 +85,7 @@ def test_the_budget_is_kept():
     assert times.sizes == (8, 16)
     assert "batch 1024 would have taken the timing beyond 5 s" in times.stopped
     assert device.now < 5.0
+    assert timed(FakeDevice(), budget=2.4).sizes == (8, 16, 32)  # 0.5 to 0.7 s each: their sum counts
 
 
 def test_compiling_each_size_takes_nothing_off_the_budget():

@@ -14,6 +14,11 @@ def in_words(advice: Advice) -> str:
     return "\n".join([_noise(advice), _time(advice), *(_clear(advice) if advice.is_clear else _unclear(advice))])
 
 
+def step_in_words(batch_size: int, seconds: float) -> str:
+    """One size, as it is timed."""
+    return f"batch {batch_size}: {_seconds(seconds)} a step, {_rate_of(batch_size / seconds)} samples a second"
+
+
 def _noise(advice: Advice) -> str:
     now, first = advice.noise.now, advice.noise.stretches[0]
     where = f"over steps {now.first} to {now.last} at batch {advice.reference_batch_size}"
@@ -43,8 +48,8 @@ def _time(advice: Advice) -> str:
         if times.misfit <= MOST_MISFIT
         else f"badly, off by up to {times.misfit:.0%} (is the device busy, or slow at large batches?)"
     )
-    constant = f"{in_units(fixed)} and " if fixed else ""
-    line = f"{constant}{in_units(per_sample)} a sample, which fits {fit}"
+    constant = f"{_seconds(fixed)} and " if fixed else ""
+    line = f"{constant}{_seconds(per_sample)} a sample, which fits {fit}"
     balance = f"; half of batch {times.balance:.0f}'s time is fixed cost" if 1 <= times.balance < math.inf else ""
     sizes = f"batch {times.sizes[0]} to {times.sizes[-1]}"
     where = f" on {advice.device}" if advice.device else ""
@@ -131,8 +136,7 @@ def _policy(advice: Advice) -> str:
     )
 
 
-def in_units(value: float) -> str:
-    """Seconds, as s, ms or us."""
+def _seconds(value: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

@@ -10,7 +10,7 @@ import typer
 
 from divebatch.advice import Advice
 from divebatch.advice import advise as advise_on
-from divebatch.advice.words import in_units
+from divebatch.advice.words import step_in_words
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import DataDir, Device
@@ -68,8 +68,7 @@ def advise(
 
 
 def _say(batch_size: int, seconds: float) -> None:
-    shown = f"batch {batch_size}: {in_units(seconds)} a step, {batch_size / seconds:.0f} samples a second"
-    typer.echo(shown, err=True)  # what is waited for, not the answer
+    typer.echo(step_in_words(batch_size, seconds), err=True)  # what is waited for, not the answer
 
 
 def _of_own(target: str, batch_size: int | None, settings: dict[str, Any]) -> Advice:
