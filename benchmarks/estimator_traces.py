@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from divebatch import Controller, Decision, Diversity, Measurement, Policy
 from divebatch.estimators import Estimator, Moments, Oracle, Scene, Split, Trajectory
-from divebatch.experiments import Run, get_experiment, make_trainer
-from divebatch.training import Trainer
+from divebatch.lab.experiments import Run, get_experiment, make_trainer
+from divebatch.lab.training import Trainer
 
 
 class Together:

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from divebatch.lab.training import load_checkpoint, load_newest
 from divebatch.records import EpochRecord, read_run
-from divebatch.training import load_checkpoint, load_newest
 
 COSTS = {
     *("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds"),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from divebatch.__main__ import main as divebatch
-from divebatch.experiments.datasets.synthetic import Synthetic
+from divebatch.lab.experiments.datasets.synthetic import Synthetic
 from divebatch.records import EpochRecord, read_run
 from faults import version
 

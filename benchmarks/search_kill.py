@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from divebatch.experiments import get_experiment
-from divebatch.search import Plan, Study, make_plan, open_study, parse_space
+from divebatch.lab.experiments import get_experiment
+from divebatch.lab.search import Plan, Study, make_plan, open_study, parse_space
 
 EXPERIMENT, METHOD = "synthetic-convex", "sgd-small"
 

@@ -3,13 +3,13 @@
 from divebatch.advice import Advice, advise
 from divebatch.controller import Controller
 from divebatch.data import AdaptiveBatchSampler, AdaptiveLoader
+from divebatch.data.micro_batches import micro_batches
 from divebatch.errors import DivebatchError
 from divebatch.estimators import Oracle, Trajectory
 from divebatch.measurement import Decision, Diversity, Measurement
 from divebatch.norms import NormMeter, gradient_diversity, rule_for
 from divebatch.policies import AdaBatch, Auto, DiveBatch, Fixed, Policy
 from divebatch.records import EpochRecord
-from divebatch.training.accumulation import micro_batches
 
 __version__ = "0.1.0"
 

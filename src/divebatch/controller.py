@@ -8,17 +8,17 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from divebatch.controller_checks import require_parts, require_same_setup, require_step_cadence
+from divebatch.data.epoch_progress import Pass
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.data.one_pass import Pass
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.estimators.estimator import Windowed
 from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
-from divebatch.norms.weighing import weigh_gradients as weigh
+from divebatch.norms.rank_weighting import weigh_gradients as weigh
 from divebatch.policies import Policy
 from divebatch.policies.bounds import require_count, require_coupling
-from divebatch.preconditions import require_parts, require_same_setup, require_step_cadence
 from divebatch.ranks import inside_ddp
 from divebatch.records import EpochRecord
 

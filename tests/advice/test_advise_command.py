@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from probe.tiny_run import tiny_experiment
+from lab.probe.tiny_run import tiny_experiment
 
 OWN = """
 import torch

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.experiments import experiment_names, get_experiment
+from divebatch.lab.experiments import experiment_names, get_experiment
 
 RUN = ["run", "synthetic-convex", "--epochs", "2", "--trials", "1", "--jobs", "1"]
 

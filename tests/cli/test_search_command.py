@@ -5,9 +5,9 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.errors import StoppedError
-from divebatch.experiments import get_experiment
-from divebatch.search import to_toml
-from search.tiny_search import tiny_experiment
+from divebatch.lab.experiments import get_experiment
+from divebatch.lab.search import to_toml
+from lab.search.tiny_search import tiny_experiment
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_sampler_tries_as_many_points_as_it_is_told(experiment, tmp_path):
     ],
 )
 def test_wrong_use_exits_with_2_and_says_what_is_wrong(experiment, tmp_path, monkeypatch, words, message):
-    monkeypatch.setattr("divebatch.search.storage.ATTEMPTS", 1)
+    monkeypatch.setattr("divebatch.lab.search.storage.ATTEMPTS", 1)
     answer = call(experiment, "--out", tmp_path / "out", *words)
     assert answer.exit_code == 2, answer.output
     assert message in answer.output

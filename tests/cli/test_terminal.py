@@ -11,12 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from divebatch.cli import app
+from divebatch.cli.command_line import command_again
 from divebatch.cli.progress import describe
-from divebatch.cli.resume import command_again
-from divebatch.experiments import get_experiment
+from divebatch.lab.experiments import get_experiment
+from divebatch.lab.search import to_toml
+from divebatch.lab.training import load_newest
 from divebatch.records import EpochRecord, read_run
-from divebatch.search import to_toml
-from divebatch.training import load_newest
 
 RUN = ["--epochs", "4", "--trials", "1", "--jobs", "1", "--methods", "divebatch"]
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from distributed.team import Team
-from divebatch.experiments.datasets import DataPlace
-from divebatch.experiments.datasets.augment import CropFlip, Whole
-from divebatch.experiments.datasets.images import Colours, HostImages, image_split
+from divebatch.lab.experiments.datasets import DataPlace
+from divebatch.lab.experiments.datasets.augment import CropFlip, Whole
+from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
 from divebatch.ranks import Ranks
 
 

@@ -23,7 +23,7 @@ from divebatch import (
     gradient_diversity,
 )
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.integrations.parts import OverPasses
+from divebatch.integrations.accumulation_policies import OverPasses
 from integrations.plain_loop import (
     GROWS_AND_SHRINKS,
     Course,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from divebatch import AdaptiveBatchSampler, AdaptiveLoader, Controller, DiveBatch, Fixed, Policy
 from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.integrations.parts import InMultiples
+from divebatch.integrations.accumulation_policies import InMultiples
 from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums, each_once
 from reference.per_sample import diversity_of, mean_loss, mlp, num_hooks
 

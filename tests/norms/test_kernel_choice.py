@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from divebatch.norms import NormMeter, fused
 from divebatch.norms.backward import measured
 from divebatch.norms.conv import Patches
-from divebatch.norms.forms import Outer, RowSums, joined
+from divebatch.norms.sample_gradients import Outer, RowSums, joined
 from divebatch.norms.sketch import Estimate, seed_signs
 from reference.per_sample import mean_loss, mlp, samples
 

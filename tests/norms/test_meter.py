@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from divebatch import NormMeter, rule_for
 from divebatch.errors import ArgumentError, CoverageError, UsageError
+from divebatch.norms.accumulators import Sums
 from divebatch.norms.registry import RULES
-from divebatch.norms.sums import Sums
 from reference.per_sample import mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
 
 INPUTS, TARGETS = samples(7)

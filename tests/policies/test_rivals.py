@@ -26,7 +26,7 @@ from divebatch.policies import (
     SimiGrad,
     Smith,
 )
-from divebatch.policies.evidence import asked, ratio
+from divebatch.policies.confidence import asked, ratio
 from divebatch.policies.goodput import step_time
 from divebatch.policies.simigrad import cosines
 

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from divebatch.advice.copies import copied, endless, is_adaptive, make_loader, tiled
 from divebatch.advice.noise import NoiseCourse, measure_noise
-from divebatch.advice.parts import copied, endless, is_adaptive, make_loader, tiled
 from divebatch.advice.result import Advice
 from divebatch.advice.timing import OnTime, time_steps
 from divebatch.advice.tradeoff import StepTimes
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Scene, make_estimator
-from divebatch.estimators.lags import extrapolation
+from divebatch.estimators.lagged_products import extrapolation
+from divebatch.lab.training import Clock, LossFn, Passes, Setup, Step
+from divebatch.lab.training.distributed import Parallel
+from divebatch.lab.training.precision import device_settings
 from divebatch.policies.bounds import require_count, require_positive
-from divebatch.training import Clock, LossFn, Passes, Setup, Step
-from divebatch.training.distributed import Parallel
-from divebatch.training.precision import device_settings
 
 LEAST_STEPS = 24
 """Of the short run; fewer tell nothing."""

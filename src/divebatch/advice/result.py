@@ -96,13 +96,13 @@ class Advice:
 
     def __str__(self) -> str:
         """In words."""
-        from divebatch.advice.words import in_words
+        from divebatch.advice.text import in_words
 
         return in_words(self)
 
     def draw(self, name: str = "advice") -> "Drawing":
         """The picture, as SVG and PNG. Needs the extra `report`."""
-        from divebatch.advice.picture import draw_advice
+        from divebatch.advice.plot import draw_advice
 
         return draw_advice(name, self)
 

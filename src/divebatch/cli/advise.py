@@ -10,14 +10,14 @@ import typer
 
 from divebatch.advice import Advice
 from divebatch.advice import advise as advise_on
-from divebatch.advice.words import step_in_words
+from divebatch.advice.text import step_in_words
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
+from divebatch.cli.import_path import call_own, is_import_path
 from divebatch.cli.options import DataDir, Device
-from divebatch.cli.out import make_folder, to_json, write_results
-from divebatch.cli.own import call_own, is_import_path
+from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
-from divebatch.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
+from divebatch.lab.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
 from divebatch.report.drawing import require_matplotlib
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import typer
 
 from divebatch.errors import DivebatchError
-from divebatch.experiments import speaks_first
+from divebatch.lab.experiments import speaks_first
 
 FAILED, WRONG_USE = 1, 2
 

@@ -5,8 +5,8 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from divebatch.experiments import Experiment, experiment_names, get_experiment
-from divebatch.experiments.schema import Part
+from divebatch.lab.experiments import Experiment, experiment_names, get_experiment
+from divebatch.lab.experiments.schema import Part
 
 
 def list_experiments() -> None:

@@ -3,8 +3,8 @@
 from rich.console import Console
 from rich.table import Table
 
-from divebatch.probe import Probe
-from divebatch.probe.asked import Asked
+from divebatch.lab.probe import Probe
+from divebatch.lab.probe.policy_sizes import Asked
 
 FILE_WIDTH = 120
 

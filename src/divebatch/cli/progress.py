@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from divebatch.cli.numbers import duration, rate
 from divebatch.errors import ArgumentError
-from divebatch.experiments import Run
+from divebatch.lab.experiments import Run
 from divebatch.records import EpochRecord
 from divebatch.report.watch import rate_between, time_left
 

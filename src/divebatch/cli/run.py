@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
+from divebatch.cli.command_line import command_again
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
 from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, Quiet
-from divebatch.cli.out import make_folder
 from divebatch.cli.progress import make_display, mode_of
-from divebatch.cli.resume import command_again
+from divebatch.cli.results_files import make_folder
 from divebatch.errors import ArgumentError, StoppedError
-from divebatch.experiments import (
+from divebatch.lab.experiments import (
     Experiment,
     Failure,
     Run,
@@ -28,7 +28,7 @@ from divebatch.experiments import (
     process_group,
     was_begun_here,
 )
-from divebatch.loggers import make_logger
+from divebatch.lab.loggers import make_logger
 from divebatch.ranks import Ranks
 
 

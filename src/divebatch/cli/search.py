@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from divebatch.cli.command_line import command_again
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
 from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet
-from divebatch.cli.out import make_folder
-from divebatch.cli.resume import command_again
+from divebatch.cli.results_files import make_folder
 from divebatch.errors import StoppedError
-from divebatch.experiments import get_experiment
-from divebatch.search import (
+from divebatch.lab.experiments import get_experiment
+from divebatch.lab.search import (
     SAMPLERS,
     Plan,
     Result,

@@ -8,13 +8,13 @@ from typing import Any, Self
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from divebatch.data.epoch_progress import Pass, why_not_finished
+from divebatch.data.from_dataloader import parts_of
 from divebatch.data.listeners import Listeners
-from divebatch.data.one_pass import Pass, why_not_finished
 from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed, size_of
+from divebatch.data.rank_shards import local_batches, require_shareable, share_of, size_without_stand_ins
 from divebatch.data.sampler import checked_batch_size, num_batches
-from divebatch.data.shares import local_batches, require_shareable, share_of, size_without_stand_ins
 from divebatch.data.source import length_of_stream, make_source
-from divebatch.data.wrapping import parts_of
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.ranks import Ranks, Share
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from divebatch.errors import CheckpointError
 from divebatch.estimators.average import PairAverage, unbiased
-from divebatch.estimators.chunks import sq_norm
+from divebatch.estimators.chunk_gradients import sq_norm
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.split import Split
 from divebatch.ranks import Ranks

@@ -9,10 +9,10 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.chunks import ChunkWise
+from divebatch.estimators.chunk_gradients import ChunkWise
 from divebatch.estimators.dropped import DropWatch, loss_scale
 from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
-from divebatch.estimators.lags import KEPT, Lagged, check_gradients, extrapolation
+from divebatch.estimators.lagged_products import KEPT, Lagged, check_gradients, extrapolation
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
 

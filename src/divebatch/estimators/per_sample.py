@@ -9,13 +9,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators.average import unbiased
-from divebatch.estimators.chunks import sq_norm
+from divebatch.estimators.chunk_gradients import sq_norm
 from divebatch.estimators.estimator import Scene, require_whole
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.measurement import Diversity
 from divebatch.norms import DiversityMeter
 from divebatch.norms.backward import Backward
-from divebatch.norms.taps import Tapped
+from divebatch.norms.compiled_engine import Tapped
 
 OnPass = Callable[[Tensor, Any, Any], None]
 

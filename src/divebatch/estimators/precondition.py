@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Adadelta, Optimizer
 
 from divebatch.errors import ArgumentError
-from divebatch.norms.sums import addend
+from divebatch.norms.accumulators import addend
 
 SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
 """Where torch's optimizers keep it: AMSGrad, Adam and its kin, RMSprop. The first there is counts."""

@@ -10,7 +10,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.chunks import ChunkWise
+from divebatch.estimators.chunk_gradients import ChunkWise
 from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
 from divebatch.estimators.recorded import is_recorded
 from divebatch.estimators.stepping import when_gradients_are_used

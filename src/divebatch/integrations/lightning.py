@@ -15,7 +15,7 @@ from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
-from divebatch.integrations.parts import OverPasses, refuse_loss
+from divebatch.integrations.accumulation_policies import OverPasses, refuse_loss
 from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
 from divebatch.norms.share import part_of_batch

@@ -20,11 +20,11 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.source import Source
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators import Estimator
-from divebatch.integrations.parts import InMultiples, refuse_loss
+from divebatch.integrations.accumulation_policies import InMultiples, refuse_loss
 from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
 from divebatch.norms import rule_for
-from divebatch.norms.forms import Explicit, Form, Outer, positions
+from divebatch.norms.sample_gradients import Explicit, Form, Outer, positions
 from divebatch.norms.share import part_of_batch
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from divebatch.errors import UsageError
-from divebatch.norms.forms import Form, joined, total
 from divebatch.norms.registry import CoveredLayer
+from divebatch.norms.sample_gradients import Form, joined, total
 from divebatch.norms.sketch import Estimate
 
 

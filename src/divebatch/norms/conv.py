@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from divebatch.norms import fused
-from divebatch.norms.forms import (
+from divebatch.norms.registry import is_trainable, require_batch, rule_for
+from divebatch.norms.sample_gradients import (
     Explicit,
     Form,
     cached_chunk,
@@ -26,7 +27,6 @@ from divebatch.norms.forms import (
     sq_norms_of_rows,
     with_room,
 )
-from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
 from divebatch.norms.tuning import Kernel, fastest
 

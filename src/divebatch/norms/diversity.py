@@ -12,14 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
 from divebatch.measurement import Diversity
+from divebatch.norms.accumulators import addend
 from divebatch.norms.backward import Backward
 from divebatch.norms.compilation import WAY_OUT, uncompiled
+from divebatch.norms.compiled_engine import Tapped
 from divebatch.norms.meter import NormMeter, pausing_meters
+from divebatch.norms.rank_weighting import without_weighing
 from divebatch.norms.sharded import ShardSums, is_sharded
 from divebatch.norms.sketch import sum_dtype
-from divebatch.norms.sums import addend
-from divebatch.norms.taps import Tapped
-from divebatch.norms.weighing import without_weighing
 from divebatch.ranks import Ranks, Share, inside_ddp
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.errors import CoverageError
-from divebatch.norms.forms import Form, chunk_size, in_chunks, sq_norms_of_rows
 from divebatch.norms.registry import rule_for
+from divebatch.norms.sample_gradients import Form, chunk_size, in_chunks, sq_norms_of_rows
 from divebatch.norms.sketch import Estimate, sum_dtype
 
 MOST_COMPARED = 2048

@@ -12,8 +12,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map
 
 from divebatch.errors import CoverageError
-from divebatch.norms.forms import chunk_size
 from divebatch.norms.registry import Entry
+from divebatch.norms.sample_gradients import chunk_size
 
 
 def by_vmap(layer: nn.Module, inputs: dict[str, Any], dy: Tensor) -> Mapping[str, Tensor]:

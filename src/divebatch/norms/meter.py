@@ -11,14 +11,14 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
+from divebatch.norms.accumulators import Sums
 from divebatch.norms.backward import Backward
 from divebatch.norms.compilation import warn_if_compiled
+from divebatch.norms.compiled_engine import Tapped, Taps
+from divebatch.norms.eager_engine import Hooks
 from divebatch.norms.fallback import FALLBACKS
-from divebatch.norms.hooks import Hooks
 from divebatch.norms.registry import cover
 from divebatch.norms.share import current_share
-from divebatch.norms.sums import Sums
-from divebatch.norms.taps import Tapped, Taps
 
 LOSS_REDUCTIONS = ("mean", "sum")
 MODES = ("exact", "sketch")

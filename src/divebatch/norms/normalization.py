@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
 from divebatch.norms import fused
-from divebatch.norms.forms import Explicit, Form, cached_chunk, in_chunks
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
+from divebatch.norms.sample_gradients import Explicit, Form, cached_chunk, in_chunks
 from divebatch.norms.sketch import sum_dtype
 
 

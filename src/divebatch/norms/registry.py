@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from divebatch.errors import ArgumentError, CoverageError
-from divebatch.norms.forms import Explicit, Form
-from divebatch.norms.rerun import results
+from divebatch.norms.recompute import results
+from divebatch.norms.sample_gradients import Explicit, Form
 from divebatch.norms.sharded import unsharded_type
 
 Rule = Callable[[Any, Any, Tensor], Mapping[str, Form | Tensor]]

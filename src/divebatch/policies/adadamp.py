@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
-from divebatch.policies.evidence import decided, ratio, require_diversity, require_loss
+from divebatch.policies.confidence import decided, ratio, require_diversity, require_loss
 from divebatch.policies.policy import Policy
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.bounds import require_count, require_positive, require_start_under_cap
-from divebatch.policies.evidence import asked, require_diversity
+from divebatch.policies.confidence import asked, require_diversity
 from divebatch.policies.policy import Policy
 from divebatch.policies.wrappers import WarmUp
 

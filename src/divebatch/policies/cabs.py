@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from divebatch.measurement import Diversity, Measurement
-from divebatch.policies.evidence import ratio, require_diversity, require_loss
+from divebatch.policies.confidence import ratio, require_diversity, require_loss
 from divebatch.policies.paced import Paced
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from divebatch.measurement import Decision, Diversity, Measurement
 from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
-from divebatch.policies.evidence import asked, decided, require_diversity
+from divebatch.policies.confidence import asked, decided, require_diversity
 from divebatch.policies.policy import Policy
 
 

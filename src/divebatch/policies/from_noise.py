@@ -4,7 +4,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 from divebatch.measurement import Measurement
-from divebatch.policies.evidence import asked, require_diversity
+from divebatch.policies.confidence import asked, require_diversity
 from divebatch.policies.paced import Paced
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement, gain
 from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
-from divebatch.policies.evidence import require_diversity
+from divebatch.policies.confidence import require_diversity
 from divebatch.policies.policy import Policy
 
 

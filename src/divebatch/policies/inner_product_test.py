@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from divebatch.errors import UsageError
 from divebatch.measurement import Diversity, Measurement
 from divebatch.policies.bounds import require_positive
-from divebatch.policies.evidence import asked, require_diversity
+from divebatch.policies.confidence import asked, require_diversity
 from divebatch.policies.paced import Paced
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from divebatch.errors import UsageError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.bounds import Bounds, require_count, require_start_under_cap
-from divebatch.policies.evidence import decided
+from divebatch.policies.confidence import decided
 from divebatch.policies.policy import Policy
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity, Measurement
 from divebatch.policies.bounds import require_positive
-from divebatch.policies.evidence import require_diversity
+from divebatch.policies.confidence import require_diversity
 from divebatch.policies.paced import Paced
 
 

@@ -1,0 +1,138 @@
+"""From a run's configuration to a trainer."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from divebatch.controller import Controller
+from divebatch.data import AdaptiveLoader
+from divebatch.data.order import mixed_seed
+from divebatch.errors import ArgumentError
+from divebatch.estimators import Estimator, make_estimator
+from divebatch.lab.experiments.datasets import DATASETS, DataPlace, Split
+from divebatch.lab.experiments.models import MODELS, ModelSettings
+from divebatch.lab.experiments.run import Run
+from divebatch.lab.experiments.schedules import SCHEDULES, warm_up
+from divebatch.lab.experiments.schema import Experiment, Method, Part, build_settings
+from divebatch.lab.training import Clock, Setup, Trainer
+from divebatch.lab.training.distributed import spread
+from divebatch.lab.training.precision import device_settings
+from divebatch.norms.sketch import seed_signs
+from divebatch.policies import Policy, Rounded, make_policy
+from divebatch.ranks import Ranks
+
+# Apart from each other and from the epochs' orders, whose purpose is one number.
+DATA, MODEL, SIGNS = (0, 2), (0, 3), (0, 5)
+
+
+def make_trainer(run: Run) -> Trainer:
+    """Data, model, optimizer, schedule and controller as configured; everything random follows from the seed."""
+    experiment, method, device = run.experiment, run.method, torch.device(run.device)
+    seed_signs(device, mixed_seed(run.seed, *SIGNS))
+    with device_settings(experiment.training.precision, device):  # code is compiled for the settings it will meet
+        split = _load_data(run)
+        loader = split.loader(method.batch_size, seed=run.seed)
+    settings: ModelSettings = _settings(MODELS, experiment.model, "model")
+    ranks = Ranks.here()
+    parallel = spread(_build_model(run, settings, split), ranks, sharding=run.sharding)
+    model = parallel.model
+    is_fused = device.type == "cuda" and not parallel.is_sharded
+    optimizer = SGD(model.parameters(), lr=method.lr, **asdict(experiment.optimizer), fused=True if is_fused else None)
+    schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
+    warming = warm_up(optimizer, method.warmup_epochs * len(loader))
+    schedulers = [each for each in (schedule, warming) if each is not None]
+    control = _make_controller(run, parallel.module, optimizer, loader, scheduler=schedulers, loss_fn=settings.loss_fn)
+    trainer = Trainer(
+        model=model,
+        optimizer=optimizer,
+        schedulers=[schedule] if schedule is not None else [],
+        warm_up=warming,
+        control=control,
+        loss_fn=settings.loss_fn,
+        validation=split.validation,
+        clock=Clock(device),
+        setup=experiment.training,
+        log_exact=run.log_exact,
+        parallel=parallel,
+    )
+    if not ranks.is_first:
+        trainer.draw_apart()
+    return trainer
+
+
+def _make_controller(run: Run, module: nn.Module, optimizer: SGD, loader: AdaptiveLoader, **parts: Any) -> Controller:
+    method = run.method
+    return Controller(
+        module,
+        optimizer,
+        loader,
+        _policy(method),
+        estimator=_estimator(run),
+        lr_coupling=method.lr_coupling,
+        base_batch_size=method.base_batch_size,
+        every_steps=method.every_steps,
+        shadows={name: make_policy(part.kind, **part.settings) for name, part in (method.shadows or {}).items()},
+        **parts,
+    )
+
+
+def check_parts(experiment: Experiment) -> None:
+    """Raise before any work for an unknown kind of data, model or schedule, or a setting that it does not have."""
+    for registry, where in ((DATASETS, "data"), (MODELS, "model"), (SCHEDULES, "schedule")):
+        try:
+            _settings(registry, getattr(experiment, where), where)
+        except ArgumentError as error:
+            raise ArgumentError(f"{experiment.name}: {error}") from error
+
+
+def place_for(run: Run) -> DataPlace:
+    """Where its data is and how it wants its batches."""
+    device = torch.device(run.device)
+    return DataPlace(
+        device,
+        folder=run.data_dir,
+        channels_last=run.experiment.training.channels_last,
+        on_device=run.on_device,
+        num_workers=run.num_workers,
+        compile=run.experiment.training.compile and device.type == "cuda",
+    )
+
+
+def _load_data(run: Run) -> Split:
+    data = _settings(DATASETS, run.experiment.data, "data")
+    split: Split = data.load(mixed_seed(run.seed, *DATA), place_for(run))
+    return split
+
+
+def _build_model(run: Run, settings: ModelSettings, split: Split) -> nn.Module:
+    torch.manual_seed(mixed_seed(run.seed, *MODEL))
+    model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
+    memory_format = torch.channels_last if run.experiment.training.channels_last else torch.contiguous_format
+    return model.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
+
+
+def _policy(method: Method) -> Policy:
+    policy = make_policy(method.policy.kind, **method.policy.settings)
+    return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
+
+
+def estimator_for(kind: str, training: Setup, **settings: Any) -> Estimator:
+    """By name; those that measure norms do so in the way the run trains."""
+    if kind in ("trajectory", "per-sample"):
+        settings = {"mode": training.norms, "compiled": training.compile, **settings}
+    return make_estimator(kind, **settings)
+
+
+def _estimator(run: Run) -> Estimator:
+    chosen = run.method.estimator or _policy(run.method).estimator or "trajectory"
+    part = Part(kind=chosen) if isinstance(chosen, str) else chosen
+    return estimator_for(part.kind, run.experiment.training, **part.settings)
+
+
+def _settings(registry: dict[str, type[Any]], part: Part, where: str) -> Any:
+    if part.kind not in registry:
+        raise ArgumentError(f"unknown {where} kind {part.kind!r}; known: {', '.join(registry)}")
+    return build_settings(registry[part.kind], part, where)

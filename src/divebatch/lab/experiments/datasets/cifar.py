@@ -1,0 +1,115 @@
+"""CIFAR-10 and CIFAR-100 in their "python version"; smaller sets in the same format are as good."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from divebatch.lab.experiments.datasets.archive import Origin
+from divebatch.lab.experiments.datasets.augment import CropFlip, CropFlipRotate, Transform, Whole
+from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
+from divebatch.lab.experiments.datasets.split import DataPlace, Split
+from divebatch.lab.experiments.datasets.unpickle import read_pickle
+from divebatch.policies.bounds import require_count
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar.html"
+SIDE = 32
+PIXELS = 3 * SIDE * SIDE
+
+
+@dataclass(frozen=True, slots=True)
+class CifarFormat:
+    """What tells the two sets apart on disk."""
+
+    origin: Origin
+    train_files: tuple[str, ...]
+    test_files: tuple[str, ...]
+    label_key: str
+    num_classes: int
+    colours: Colours
+
+    def load(self, augmentation: Transform, eval_batch_size: int, place: DataPlace) -> Split:
+        """The official split."""
+        require_count("eval_batch_size", eval_batch_size)
+        folder = self.origin.find(place.folder)
+        train, test = (self.read(folder, files) for files in (self.train_files, self.test_files))
+        return image_split(
+            (train, augmentation), (test, Whole()), self.colours, self.num_classes, eval_batch_size, place
+        )
+
+    def read(self, folder: Path, names: Sequence[str]) -> HostImages:
+        """All images of these files, in order."""
+        parts = [self._read_file(self.origin.require_file(folder / name)) for name in names]
+        planes = torch.from_numpy(np.concatenate([images for images, _ in parts])).view(-1, 3, SIDE, SIDE)
+        labels = torch.tensor([label for _, labels in parts for label in labels])
+        return HostImages(planes.permute(0, 2, 3, 1).contiguous(), labels)
+
+    def _read_file(self, path: Path) -> tuple[Any, Sequence[int]]:
+        entries = read_pickle(path, self.origin)
+        wanted = ("data", self.label_key)
+        if not isinstance(entries, dict) or any(key not in entries for key in wanted):
+            raise self.origin.damaged(path, f"has no entries {wanted[0]!r} and {wanted[1]!r}")
+        images, labels = (entries[key] for key in wanted)
+        labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
+        if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
+            raise self.origin.damaged(path, f"'data' is {_described(images)}, not uint8 of shape (images, {PIXELS})")
+        self._check_labels(path, labels, len(images))
+        return images, labels
+
+    def _check_labels(self, path: Path, labels: Any, num_images: int) -> None:
+        if not isinstance(labels, list) or len(labels) != num_images or not labels:
+            found = f"{len(labels)} of them" if isinstance(labels, list) else _described(labels)
+            raise self.origin.damaged(path, f"{self.label_key!r} must be a list of {num_images or 'some'}, got {found}")
+        for place, label in enumerate(labels):
+            if type(label) is not int or not 0 <= label < self.num_classes:
+                what = f"{self.label_key}[{place}] is {label!r}, not a class from 0 to {self.num_classes - 1}"
+                raise self.origin.damaged(path, what)
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+CIFAR10 = CifarFormat(
+    Origin("cifar-10-batches-py", URL),
+    train_files=tuple(f"data_batch_{number}" for number in range(1, 6)),
+    test_files=("test_batch",),
+    label_key="labels",
+    num_classes=10,
+    colours=Colours(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)),
+)
+CIFAR100 = CifarFormat(
+    Origin("cifar-100-python", URL),
+    train_files=("train",),
+    test_files=("test",),
+    label_key="fine_labels",
+    num_classes=100,
+    colours=Colours(mean=(0.50708, 0.48655, 0.44092), std=(0.26733, 0.25644, 0.27615)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cifar10:
+    """Ten classes; trained on random crops out of a margin of 4 zero pixels and mirror images."""
+
+    augment: bool = True
+    eval_batch_size: int = 2000
+
+    def load(self, seed: int, place: DataPlace) -> Split:
+        """The official split, whatever the seed."""
+        return CIFAR10.load(CropFlip() if self.augment else Whole(), self.eval_batch_size, place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cifar100:
+    """A hundred classes; trained on what Cifar10 does, then rotations within 15 degrees."""
+
+    augment: bool = True
+    eval_batch_size: int = 2000
+
+    def load(self, seed: int, place: DataPlace) -> Split:
+        """The official split, whatever the seed."""
+        return CIFAR100.load(CropFlipRotate() if self.augment else Whole(), self.eval_batch_size, place)

@@ -1,0 +1,225 @@
+"""Image data in batches: stored on the device or fetched from the host, augmented on the device."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from divebatch.data import AdaptiveLoader
+from divebatch.data.order import mixed_seed
+from divebatch.data.source import Numbers
+from divebatch.lab.experiments.datasets.augment import Transform, with_margin
+from divebatch.lab.experiments.datasets.batch_pipeline import Batch, Fetched, prepare, prepare_compiled
+from divebatch.lab.experiments.datasets.split import DataPlace, Split
+
+AUGMENTATION = 4
+"""The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
+COMPILED_WITH = 256
+"""Samples the compiler is shown: its code serves any number, but is laid out for the one it saw."""
+
+
+class ImageSet(Protocol):
+    """Images with their labels, in memory or on disk."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Images (uint8, NHWC), labels and numbers of the samples asked for, in one go."""
+        ...
+
+    def in_memory(self) -> "HostImages":
+        """All of them at once."""
+        ...
+
+
+class HostImages(Dataset[Any]):
+    """Images (uint8, NHWC) and labels (int64) in host memory."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """A whole batch by one look-up."""
+        index = torch.tensor(indices)
+        return self.images[index], self.labels[index], index
+
+    def in_memory(self) -> "HostImages":
+        """They are there already."""
+        return self
+
+
+class Store(Protocol):
+    """Where images wait to be batched."""
+
+    dataset: Any
+    """What an AdaptiveLoader cuts into batches."""
+    loader_settings: dict[str, Any]
+
+    def fetch(self, batch: Any) -> Fetched:
+        """Bring a batch of `dataset` to the device."""
+        ...
+
+    def first(self, count: int) -> Any:
+        """The batch of the first `count` samples."""
+        ...
+
+
+class DeviceStore:
+    """All images on the device: a batch is a list of sample numbers, and nothing is copied to it."""
+
+    def __init__(self, images: ImageSet, padding: int, device: torch.device) -> None:
+        held = images.in_memory()
+        self.images = with_margin(held.images.to(device), padding)
+        self.labels = held.labels.to(device)
+        self.dataset: Any = Numbers(len(held), device)
+        self.loader_settings: dict[str, Any] = {}
+
+    def fetch(self, batch: Any) -> Fetched:
+        """Nothing moves."""
+        (index,) = batch
+        return Fetched(self.images, self.labels, index, index, holds_all=True)
+
+    def first(self, count: int) -> Any:
+        """Their numbers."""
+        return self.dataset[:count]
+
+
+class HostStore:
+    """Images on the host, brought over batch by batch through a DataLoader."""
+
+    def __init__(self, images: ImageSet, padding: int, place: DataPlace) -> None:
+        self.dataset: Any = images
+        self.padding, self.device = padding, place.device
+        self.loader_settings: dict[str, Any] = {
+            "num_workers": place.num_workers,
+            "persistent_workers": place.num_workers > 0,
+            "pin_memory": place.device.type == "cuda",
+            "collate_fn": _as_it_is,
+        }
+
+    def fetch(self, batch: Any) -> Fetched:
+        """Copy the batch."""
+        images, labels, index = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        which = torch.arange(len(index), device=self.device)
+        return Fetched(with_margin(images, self.padding), labels, which, index, holds_all=False)
+
+    def first(self, count: int) -> Any:
+        """Read here, without starting a worker process."""
+        return self.dataset.__getitems__(range(count))
+
+
+def _as_it_is(batch: Any) -> Any:
+    """The collate function for datasets that give whole batches."""
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Colours:
+    """Mean and standard deviation of the three channels, of values from 0 to 1."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+class Normaliser:
+    """From pixel values 0 .. 255 in NHWC to what the model sees: (value / 255 - mean) / std, float32, NCHW."""
+
+    def __init__(self, colours: Colours, place: DataPlace) -> None:
+        mean, std = (torch.tensor(values, dtype=torch.float64) for values in (colours.mean, colours.std))
+        self.shift = (-mean / std).float().to(place.device)
+        self.scale = (1 / (255 * std)).float().to(place.device)
+        self.memory_format = torch.channels_last if place.channels_last else torch.contiguous_format
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """In one kernel, and one more where the layout must change."""
+        normal = torch.addcmul(self.shift, pixels, self.scale)
+        return normal.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
+
+
+class ImageLoader(AdaptiveLoader):
+    """An AdaptiveLoader of image batches: (inputs float32 NCHW, targets int64), on the device.
+
+    What happens to sample i in epoch e depends on (seed, e, i) alone: not on batch size, order, device, workers or a
+    resume. `full_pass` sees the samples as the epoch to come will.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        transform: Transform,
+        normalise: Normaliser,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        compile: bool = False,
+    ) -> None:
+        super().__init__(store.dataset, batch_size, seed=seed, **store.loader_settings)
+        self._store, self._transform, self._normalise = store, transform, normalise
+        self._make = prepare_compiled if compile else prepare
+        if compile:  # now, where nobody's training time runs
+            self._preparation()(store.first(min(COMPILED_WITH, len(store.dataset))))
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = super().__iter__()  # first: it may close the epoch before
+        return map(self._preparation(), batches)
+
+    def full_pass(self) -> Iterator[Batch]:
+        """Every sample once, in a fixed order and without counting, with the augmentation of the epoch to come."""
+        return map(self._preparation(), super().full_pass())
+
+    def _preparation(self) -> Callable[[Any], Batch]:
+        """What turns a batch of this epoch's numbers into images; all that is random is drawn here."""
+        plan = self._transform.plan(self._uniforms()).to(self._normalise.shift.device)
+        return partial(self._prepare, plan)
+
+    def _uniforms(self) -> Tensor:
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, AUGMENTATION))
+        return torch.rand(len(self.dataset), self._transform.num_uniforms, generator=generator)
+
+    def _prepare(self, plan: Tensor, batch: Any) -> Batch:
+        return self._make(self._store.fetch(batch), plan, self._transform, self._normalise)
+
+
+class Evaluation:
+    """The batches of a loader in fixed order, as often as they are asked for, each prepared when its turn comes."""
+
+    def __init__(self, loader: AdaptiveLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader.full_pass()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def image_split(
+    train: tuple[ImageSet, Transform],
+    validation: tuple[ImageSet, Transform],
+    colours: Colours,
+    num_classes: int,
+    eval_batch_size: int,
+    place: DataPlace,
+) -> Split:
+    """Both sets where `place` wants them."""
+    normalise = Normaliser(colours, place)
+    make_loader = partial(ImageLoader, compile=place.compile)
+    held_out = make_loader(_store(*validation, place), validation[1], normalise, eval_batch_size)
+    return Split(
+        loader=partial(make_loader, _store(*train, place), train[1], normalise),
+        validation=Evaluation(held_out),
+        num_classes=num_classes,
+    )
+
+
+def _store(images: ImageSet, transform: Transform, place: DataPlace) -> Store:
+    if place.on_device:
+        return DeviceStore(images, transform.padding, place.device)
+    return HostStore(images, transform.padding, place)

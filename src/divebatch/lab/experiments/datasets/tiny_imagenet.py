@@ -1,0 +1,147 @@
+"""Tiny-ImageNet in the folders of its archive; a smaller set in the same format is as good."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from divebatch.errors import ArgumentError, DataError, MissingExtraError
+from divebatch.lab.experiments.datasets.archive import Origin
+from divebatch.lab.experiments.datasets.augment import Transform
+from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
+from divebatch.lab.experiments.datasets.resample import RandomResizedCrop, ResizeCentreCrop
+from divebatch.lab.experiments.datasets.split import DataPlace, Split
+from divebatch.policies.bounds import require_count
+
+ORIGIN = Origin("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip")
+COLOURS = Colours(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+SIDE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyImageNet:
+    """Photos of 64 x 64 pixels; trained on random resized crops and mirror images, tested on the middle."""
+
+    image_size: int = 224
+    """Pixels a side of what the model sees."""
+    resize: int = 256
+    """Pixels a side of a test image before its middle is cut out."""
+    augment: bool = True
+    eval_batch_size: int = 500
+
+    def load(self, seed: int, place: DataPlace) -> Split:
+        """The official split, whatever the seed; the classes are the lines of wnids.txt."""
+        self._check()
+        _pillow()  # before any work, not in a worker process
+        folder = ORIGIN.find(place.folder)
+        classes = read_classes(folder)
+        middle = ResizeCentreCrop(self.image_size, self.resize)
+        crops: Transform = RandomResizedCrop(SIDE, self.image_size) if self.augment else middle
+        train, validation = train_files(folder, classes), validation_files(folder, classes)
+        return image_split((train, crops), (validation, middle), COLOURS, len(classes), self.eval_batch_size, place)
+
+    def _check(self) -> None:
+        for name in ("image_size", "resize", "eval_batch_size"):
+            require_count(name, getattr(self, name))
+        if self.image_size > self.resize:
+            raise ArgumentError(f"image_size={self.image_size} cannot be cut out of resize={self.resize}")
+
+
+class ImageFiles(Dataset[Any]):
+    """JPEG files with their labels, decoded when they are asked for."""
+
+    def __init__(self, paths: Sequence[Path], labels: Sequence[int]) -> None:
+        self.paths, self.labels = list(map(str, paths)), torch.tensor(labels)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Decoded one after the other: worker processes are what makes this fast."""
+        images = np.stack([decode(self.paths[index]) for index in indices])
+        index = torch.tensor(indices)
+        return torch.from_numpy(images), self.labels[index], index
+
+    def in_memory(self) -> HostImages:
+        """All decoded, by as many threads as there are processors."""
+        images = np.empty((len(self), SIDE, SIDE, 3), np.uint8)
+
+        def fill(number: int) -> None:
+            images[number] = decode(self.paths[number])
+
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(fill, range(len(self))):
+                pass  # an error comes up here
+        return HostImages(torch.from_numpy(images), self.labels)
+
+
+def _pillow() -> ModuleType:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("pillow", "images") from error
+    return Image
+
+
+def decode(path: str) -> NDArray[np.uint8]:
+    """One file as (64, 64, 3); grey becomes RGB."""
+    pillow = _pillow()
+    try:
+        with pillow.open(path, formats=("JPEG",)) as image:
+            if image.size != (SIDE, SIDE):
+                raise ValueError(f"it has {image.width} x {image.height} pixels, not {SIDE} x {SIDE}")
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+        raise ORIGIN.damaged(Path(path), f"is no image that can be used ({error})") from error
+
+
+def read_classes(folder: Path) -> dict[str, int]:
+    """The class numbers of the names in wnids.txt, by sorted name."""
+    path = ORIGIN.require_file(folder / "wnids.txt")
+    names = path.read_text(encoding="utf-8", errors="replace").split()
+    if not names or len(set(names)) < len(names):
+        raise ORIGIN.damaged(path, "names no class" if not names else "names a class twice")
+    return {name: number for number, name in enumerate(sorted(names))}
+
+
+def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
+    """train/CLASS/images/*.JPEG, by class and name."""
+    paths: list[Path] = []
+    labels: list[int] = []
+    for name, number in classes.items():
+        found = sorted((folder / "train" / name / "images").glob("*.JPEG"))
+        if not found:
+            raise DataError(
+                f"'{folder / 'train' / name / 'images'}' holds no *.JPEG, though wnids.txt names this class: "
+                f"unpack the archive from {ORIGIN.url} again"
+            )
+        paths += found
+        labels += [number] * len(found)
+    return ImageFiles(paths, labels)
+
+
+def validation_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
+    """The lines of val/val_annotations.txt (file, class, box), by file name."""
+    path = ORIGIN.require_file(folder / "val" / "val_annotations.txt")
+    there = {image.name for image in (folder / "val" / "images").glob("*.JPEG")}
+    labels: dict[str, int] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        name, wnid, *_ = [*line.split("\t"), ""]
+        if name not in there or wnid not in classes:
+            what = f"there is no 'val/images/{name}'" if name not in there else f"class {wnid!r} is not in wnids.txt"
+            raise ORIGIN.damaged(path, f"line {number}: {what}")
+        labels[name] = classes[wnid]
+    if not labels:
+        raise ORIGIN.damaged(path, "names no image")
+    names = sorted(labels)
+    return ImageFiles([folder / "val" / "images" / name for name in names], [labels[name] for name in names])

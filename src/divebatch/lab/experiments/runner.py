@@ -1,0 +1,152 @@
+"""One run: an experiment's method with one seed, from its configuration to its records."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from divebatch.errors import DivergedError, StoppedError
+from divebatch.lab.experiments.assembly import make_trainer
+from divebatch.lab.experiments.history import History, read_history, reading_state
+from divebatch.lab.experiments.run import Run
+from divebatch.lab.loggers import logging_to
+from divebatch.lab.training import StopRequest, Trainer
+from divebatch.lab.training.checkpoint import forget, previous
+from divebatch.lab.training.checkpoint_store import save_state
+from divebatch.lab.training.distributed import is_finite_everywhere
+from divebatch.lab.training.launch import first_does
+from divebatch.lab.training.stop_signals import AgreedStop
+from divebatch.ranks import Ranks
+from divebatch.records import EpochRecord, RecordWriter
+
+
+def execute(
+    run: Run,
+    *,
+    resume: bool = False,
+    on_epoch: Callable[[EpochRecord], None] | None = None,
+    stop: StopRequest | None = None,
+) -> None:
+    """Train to the end, a record after every epoch and checkpoints as the run says.
+
+    What was killed is resumed from its last checkpoint. Asked to stop (by a signal, or by `stop`, which then listens
+    for them), it finishes the step under way, saves, and raises `StoppedError`. Under an initialised process group
+    all ranks call it; rank 0 alone writes records.
+    """
+    ranks = Ranks.here()
+    history = read_history(run, resume=resume, ranks=ranks)
+    report = on_epoch or (lambda record: None)
+    for record in history.epochs:
+        report(record)
+    if len(history.epochs) < run.experiment.epochs:
+        with nullcontext(stop) if stop is not None else make_stop(ranks) as listening:
+            _continue(run, history, report, listening)
+        gc.collect()  # a trainer is full of cycles; the next run's peak of memory must not hold this one's tensors
+
+
+def make_stop(ranks: Ranks) -> StopRequest:
+    """Listens for signals; several ranks stop together."""
+    return StopRequest() if ranks.is_alone else AgreedStop(ranks)
+
+
+def _continue(run: Run, history: History, report: Callable[[EpochRecord], None], stop: StopRequest) -> None:
+    trainer = make_trainer(run)
+    if history.saved is not None:
+        with reading_state(run):
+            trainer.load_state_dict(history.saved.state(trainer.clock.device, trainer.parallel.layout))
+    saver = Saver(run, trainer, stop)
+    if not history.is_begun:
+        first_does(trainer.ranks, lambda: _forget_checkpoints(run))  # of a run whose records are gone
+    done = len(history.epochs)
+    with trainer.control, _writing(run, trainer.ranks, history) as write:
+        for epoch in range(done + 1, run.experiment.epochs + 1):
+            record = saver.run_epoch()
+            write(record)
+            saver.after_epoch(epoch)
+            report(record)
+
+
+@contextmanager
+def _writing(run: Run, ranks: Ranks, history: History) -> Iterator[Callable[[EpochRecord], None]]:
+    """Takes epochs to the records and the loggers, on rank 0."""
+    if not ranks.is_first:
+        yield lambda record: None
+        return
+    header = run.header()
+    with (
+        RecordWriter(run.records_path) as writer,
+        logging_to(run.loggers, header, run.log_folder, epochs_done=len(history.epochs)) as log,
+    ):
+        if not history.is_begun:
+            writer.write(header)
+
+        def write(record: EpochRecord) -> None:
+            writer.write(record)
+            log(record)
+
+        yield write
+
+
+class Saver:
+    """Decides when a run's state is written down."""
+
+    def __init__(self, run: Run, trainer: Trainer, stop: StopRequest) -> None:
+        self.run, self.trainer, self.stop = run, trainer, stop
+        self._steps = 0
+
+    def run_epoch(self) -> EpochRecord:
+        """An epoch with its pauses; where it diverges, the error says what there is to go back to."""
+        try:
+            record = self.trainer.run_epoch(after_step=self._after_step)
+            self._require_finite()
+        except DivergedError as error:
+            path = self.run.checkpoint_path
+            saved = f"The last good checkpoint is '{path}'." if path.exists() else "No checkpoint was written yet."
+            raise DivergedError(f"{error}. {saved} A smaller learning rate may help.") from error
+        return record
+
+    def after_epoch(self, epoch: int) -> None:
+        """The record is on disk: a checkpoint never knows an epoch that the records do not."""
+        is_last, is_asked = epoch == self.run.experiment.epochs, self.stop.now()  # once: a signal may come any time
+        if is_last or epoch % self.run.checkpoint_every == 0 or is_asked:
+            self._save()
+        if is_asked and not is_last:
+            raise self._stopped()
+
+    def _after_step(self) -> None:
+        self._steps += 1
+        every, is_asked = self.run.checkpoint_steps, self.stop.after_step()
+        if is_asked or (every is not None and self._steps % every == 0):
+            self._require_finite()
+            self._save()
+        if is_asked:
+            raise self._stopped()
+
+    def _require_finite(self) -> None:
+        """Before anything is written down. The weights may have gone in a step whose loss was still good."""
+        for problem in self.trainer.ranks.gather(self._what_is_not_finite()):
+            if problem is not None:
+                raise DivergedError(problem)
+
+    def _what_is_not_finite(self) -> str | None:
+        """On this rank."""
+        if not torch.isfinite(self.trainer.tally.loss_sum):
+            return f"the training loss of epoch {self.trainer.control.epoch + 1} is not finite"
+        for name, tensor in self.trainer.model.state_dict().items():
+            if tensor.is_floating_point() and not is_finite_everywhere(tensor):
+                return f"the model's '{name}' is no longer finite"
+        return None
+
+    def _save(self) -> None:
+        save_state(self.run.checkpoint_path, self.trainer.state_dict(), self.trainer.ranks)
+
+    def _stopped(self) -> StoppedError:
+        return StoppedError(
+            f"stopped after {self.trainer.control.epoch} epochs and saved to {self.run.checkpoint_path}"
+        )
+
+
+def _forget_checkpoints(run: Run) -> None:
+    for path in (run.checkpoint_path, previous(run.checkpoint_path)):
+        forget(path)

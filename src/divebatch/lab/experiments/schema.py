@@ -1,0 +1,287 @@
+"""What an experiment file says, typed. An unknown key is an error that names it and the known ones."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from divebatch.errors import ArgumentError
+from divebatch.estimators import ESTIMATORS, make_estimator
+from divebatch.lab.training import Setup
+from divebatch.lr import COUPLINGS
+from divebatch.policies import POLICIES, make_policy
+from divebatch.policies.bounds import require_count, require_coupling, require_positive
+
+T = TypeVar("T")
+
+EPOCH_COUNTED = frozenset({"every", "every_epochs", "over_epochs", "after_epochs", "patience"})
+"""Settings that count epochs and shrink with them when a run is shortened."""
+
+COMPILED_MULTIPLE = 64
+"""Samples by which compiled batch sizes differ."""
+ROUNDING = frozenset({"divebatch", "noise-scale", "norm-test", "inner-product-test", "cabs", "goodput"})
+"""Policies with any number of sizes that have a setting for it. SimiGrad goes by tenths and would not move."""
+FINE_GRAINED = frozenset({"smith", "seesaw", "adadamp", "gradient-damp", "padadamp"})
+"""The same without a setting."""
+
+
+SET_HERE = ("split", "moments", "ranks")
+"""Estimators with settings of their own; the others' are those of their norms, which [training] has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A thing chosen by name (data, model, policy, schedule) with its own settings."""
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def scaled(self, ratio: float) -> "Part":
+        """Epoch-counted settings times `ratio`, rounded, at least 1."""
+        scaled = {key: _scaled(value, ratio) for key, value in self.settings.items() if key in EPOCH_COUNTED}
+        return replace(self, settings={**self.settings, **scaled})
+
+
+def _scaled(epochs: Any, ratio: float) -> Any:
+    """A number of epochs, or a list of them."""
+    if isinstance(epochs, list):
+        return [_scaled(each, ratio) for each in epochs]
+    return max(1, round(epochs * ratio))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """Of torch.optim.SGD, beside the learning rate."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("momentum", "weight_decay"):
+            if getattr(self, name) != 0:
+                require_positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way of training: its first batch size and rate, and what becomes of them.
+
+    The rate grows linearly, step by step, over the first `warmup_epochs`, on top of the experiment's schedule.
+    `every_steps`, `base_batch_size` and `shadows` (policies by name that only watch) are the controller's.
+    """
+
+    label: str
+    batch_size: int
+    lr: float
+    policy: Part
+    lr_coupling: str = "none"
+    estimator: str | Part | None = None
+    """A name, or one with settings."""
+    warmup_epochs: int = 0
+    every_steps: int | None = None
+    base_batch_size: int | None = None
+    multiple_of: int = 1
+    """What the policy's sizes are rounded down to."""
+    shadows: Mapping[str, Part] | None = None
+
+    def scaled(self, ratio: float) -> "Method":
+        """Epoch-counted settings times `ratio`."""
+        warmup = _scaled(self.warmup_epochs, ratio) if self.warmup_epochs else 0
+        shadows = {name: part.scaled(ratio) for name, part in (self.shadows or {}).items()}
+        return replace(self, policy=self.policy.scaled(ratio), warmup_epochs=warmup, shadows=shadows or None)
+
+    def for_compiler(self) -> "Method":
+        """Sizes that follow a measurement are rounded down: each new one costs the compiler half a minute."""
+        if self.multiple_of > 1 or "multiple_of" in self.policy.settings:
+            return self
+        if self.policy.kind in FINE_GRAINED:
+            return replace(self, multiple_of=COMPILED_MULTIPLE)
+        if self.policy.kind not in ROUNDING:
+            return self
+        settings = {**self.policy.settings, "multiple_of": COMPILED_MULTIPLE}
+        return replace(self, policy=replace(self.policy, settings=settings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One file of `paper/`: data, model, schedule, and all methods that are compared."""
+
+    name: str
+    summary: str
+    paper: str
+    trials: int
+    epochs: int
+    data: Part
+    model: Part
+    schedule: Part
+    optimizer: OptimizerSettings
+    methods: Mapping[str, Method]
+    training: Setup = field(default_factory=Setup)
+
+    def scaled(self, epochs: int) -> "Experiment":
+        """The same experiment over another number of epochs, every epoch-counted setting with it."""
+        if epochs < 1:
+            raise ArgumentError(f"epochs must be at least 1, got epochs={epochs}")
+        ratio = epochs / self.epochs
+        methods = {name: method.scaled(ratio) for name, method in self.methods.items()}
+        return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio), methods=methods)
+
+    def with_model(self, kind: str) -> "Experiment":
+        """The same experiment with another network, at its own settings."""
+        return replace(self, model=Part(kind=kind))
+
+    def with_training(self, **changes: Any) -> "Experiment":
+        """Another use of the device; None leaves a setting as it is. Batch sizes are rounded for the compiler."""
+        training = replace(self.training, **{key: value for key, value in changes.items() if value is not None})
+        methods = {name: method.for_compiler() if training.compile else method for name, method in self.methods.items()}
+        return replace(self, training=training, methods=methods)
+
+    def method(self, name: str) -> Method:
+        """The method called `name`, or an error that lists those there are."""
+        if name not in self.methods:
+            raise ArgumentError(f"{self.name} has no method {name!r}; known: {', '.join(self.methods)}")
+        return self.methods[name]
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Read and check one file."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, too deep
+        raise ArgumentError(f"cannot read experiment '{path}': {error}") from error
+    return parse_experiment(table, str(path))
+
+
+def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
+    """Check every key and type; policies are built once, so that wrong values are found before any run."""
+    values = dict(table)
+    for key in ("data", "model", "schedule"):
+        values[key] = _part(values.get(key), f"{where}: [{key}]")
+    values["optimizer"] = _build(OptimizerSettings, values.get("optimizer", {}), f"{where}: [optimizer]")
+    values["training"] = _build(Setup, values.get("training", {}), f"{where}: [training]")
+    methods = values.get("methods")
+    if not isinstance(methods, Mapping) or not methods:
+        raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
+    values["methods"] = {name: _method(entry, f"{where}: [methods.{name}]") for name, entry in methods.items()}
+    experiment = _build(Experiment, values, where)
+    for key in ("trials", "epochs"):
+        require_count(f"{where}: {key}", getattr(experiment, key))
+    for name in (experiment.name, *experiment.methods):  # they become folders
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ArgumentError(f"{where}: a name must be letters, digits, '_', '-' and '.', got {name!r}")
+    return experiment
+
+
+def _require_known(name: str, value: Any, known: Mapping[Any, Any]) -> None:
+    if value not in known:
+        raise ArgumentError(f"unknown {name} {value!r}; known: {', '.join(str(key) for key in known)}")
+
+
+def _method(table: Any, where: str) -> Method:
+    values = dict(_table(table, where))
+    values["policy"] = _part(values.get("policy"), f"{where} policy", known=tuple(POLICIES))
+    values["estimator"] = _estimator(values.get("estimator"), f"{where} estimator")
+    values["shadows"] = _shadows(values.get("shadows", {}), f"{where} shadows")
+    method = _build(Method, values, where)
+    try:
+        require_count("batch_size", method.batch_size)
+        require_positive("lr", method.lr)
+        if method.warmup_epochs < 0:
+            raise ArgumentError(f"warmup_epochs must not be negative, got {method.warmup_epochs}")
+        for name in ("every_steps", "base_batch_size", "multiple_of"):
+            if getattr(method, name) is not None:
+                require_count(name, getattr(method, name))
+        _require_known("lr_coupling", method.lr_coupling, COUPLINGS)
+        policy = make_policy(method.policy.kind, **method.policy.settings)
+        policy.check_start(method.batch_size)
+        require_coupling(policy, method.lr_coupling)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from error
+    return method
+
+
+def _estimator(entry: Any, where: str) -> str | Part | None:
+    """Built once, as the policy is."""
+    if entry is None:
+        return None
+    if not isinstance(entry, str | Mapping):
+        raise ArgumentError(f"{where}: must be a name or a table, got {entry!r}")
+    part = _part({"kind": entry} if isinstance(entry, str) else entry, where, known=tuple(ESTIMATORS))
+    if part.settings and part.kind not in SET_HERE:
+        raise ArgumentError(f"{where}: {part.kind!r} takes no settings here; of {', '.join(SET_HERE)} they are known")
+    try:
+        make_estimator(part.kind, **part.settings)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from error
+    return part if part.settings else part.kind
+
+
+def _shadows(table: Any, where: str) -> Mapping[str, Part] | None:
+    """Each is built once, as the policy is. They drive nothing, so no start, cap or coupling is wrong for them."""
+    shadows: dict[str, Part] = {}
+    for name, entry in _table(table, where).items():
+        part = _part(entry, f"{where}.{name}", known=tuple(POLICIES))
+        try:
+            make_policy(part.kind, **part.settings)
+        except ArgumentError as error:
+            raise ArgumentError(f"{where}.{name}: {error}") from error
+        shadows[name] = part
+    return shadows or None
+
+
+def _part(table: Any, where: str, *, known: tuple[str, ...] = ()) -> Part:
+    values = dict(_table(table, where))
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str) or (known and kind not in known):
+        expected = f"one of {', '.join(known)}" if known else "a name"
+        raise ArgumentError(f"{where}: kind must be {expected}, got {kind!r}")
+    return Part(kind=kind, settings=values)
+
+
+def _table(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{where}: must be a table, got {value!r}")
+    return value
+
+
+def build_settings(cls: type[T], part: Part, where: str) -> T:
+    """A part's settings as the dataclass its kind wants."""
+    return _build(cls, part.settings, f"{where} {part.kind!r}")
+
+
+def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(cls)}  # type: ignore[arg-type]
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise ArgumentError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known) or 'none'}")
+    missing = [key for key, entry in known.items() if key not in values and _is_required(entry)]
+    if missing:
+        raise ArgumentError(f"{where}: missing key {missing[0]!r}")
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        if not _fits(value, hints[key]):
+            raise ArgumentError(f"{where}: {key} must be {_name(hints[key])}, got {value!r}")
+    try:
+        return cls(**values)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from error
+
+
+def _is_required(entry: Field[Any]) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    kind = get_origin(hint) or hint
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _name(hint: Any) -> str:
+    return getattr(hint, "__name__", str(hint))

@@ -1,0 +1,130 @@
+"""The checkpoint a probe starts from, and the run it belongs to."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.lab.experiments import Experiment, Run
+from divebatch.lab.experiments.schema import Part
+from divebatch.lab.training import load_checkpoint
+from divebatch.records import RunHeader, read_run
+
+SUFFIXES = (".ckpt", ".ckpt.previous")
+PROBLEM = ("data", "model", "optimizer", "schedule")
+"""What of a run's configuration its experiment must share, for the checkpoint to be that experiment's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A checkpoint with the first line of its run's records."""
+
+    path: Path
+    header: RunHeader
+    state: dict[str, Any]
+
+    @property
+    def epoch(self) -> int:
+        """Epochs behind it."""
+        epoch = self.state["control"]["epoch"]
+        return int(epoch)
+
+    @property
+    def batch_size(self) -> int:
+        """The one in force from here on."""
+        size = self.state["control"]["loader"]["batch_size"]  # may have changed since the last record
+        return int(size)
+
+    @property
+    def first_batch_size(self) -> int:
+        """The one the run began with."""
+        size = self.state["control"]["coupling"]["first_batch_size"]
+        return int(size)
+
+
+def find_start(place: Path, experiment: str, *, method: str | None, seed: int | None, epoch: int | None) -> Start:
+    """The one checkpoint that `place`, a file or a folder that `divebatch run` wrote, and the wishes leave.
+
+    Of several epochs of one run it is the last, unless `epoch` says which; of several runs none, but an error.
+    """
+    runs = [_Candidate.at(path) for path in _checkpoints(place)]
+    if not runs:
+        raise ArgumentError(f"no checkpoint (seed-K.ckpt) at '{place}'; `divebatch run` leaves one beside its records")
+    fitting = [each for each in runs if each.header.experiment == experiment]
+    if not fitting:
+        others = ", ".join(sorted({each.header.experiment for each in runs}))
+        raise ArgumentError(f"'{place}' holds no checkpoint of experiment {experiment!r}, but of: {others}")
+    fitting = [each for each in fitting if method in (None, each.header.method) and seed in (None, each.header.seed)]
+    names = sorted({each.name for each in fitting})
+    if len(names) != 1:
+        known = ", ".join(names or sorted({each.name for each in runs}))
+        what = "several runs fit; choose with --method and --seed" if names else "no such run"
+        raise ArgumentError(f"'{place}': {what}. There are: {known}")
+    starts = [each.load() for each in fitting]
+    chosen = [start for start in starts if epoch in (None, start.epoch)]
+    if not chosen:
+        epochs = ", ".join(str(start.epoch) for start in sorted(starts, key=lambda start: start.epoch))
+        raise ArgumentError(f"'{place}': no checkpoint of {names[0]} after epoch {epoch}; there are: {epochs}")
+    return max(chosen, key=lambda start: start.epoch)
+
+
+def run_of(start: Start, experiment: Experiment, **settings: Any) -> Run:
+    """The run as it was, on another use of the device if `settings` of `Run` or of its training say so."""
+    config = start.header.config
+    scaled = experiment.scaled(int(config["epochs"]))
+    training = {**config["training"], **{k: v for k, v in settings.pop("training", {}).items() if v is not None}}
+    planned = replace(scaled, model=Part(**config["model"])).with_training(**training)
+    run = Run(planned, start.header.method, start.header.seed, start.path.parent, **settings)
+    for key in PROBLEM:
+        here, there = _plain(run.config[key]), config.get(key)
+        if here != there:
+            raise CheckpointError(
+                f"'{start.path}' belongs to another experiment called {experiment.name!r}: its {key} is {there!r}, "
+                f"here it is {here!r}. Name the TOML file that the run was started with"
+            )
+    return run
+
+
+def _plain(value: Any) -> Any:
+    """As a record holds it: lists for tuples, dicts for mappings."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _checkpoints(place: Path) -> list[Path]:
+    if place.is_file() or (place.is_dir() and place.name.endswith(SUFFIXES)):  # several ranks make a folder
+        return [place]
+    return [path for suffix in SUFFIXES for path in sorted(place.rglob(f"*{suffix}"))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A checkpoint that is not read yet: it may be large."""
+
+    path: Path
+    header: RunHeader
+
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        records = path.with_name(path.name.removesuffix(".previous")).with_suffix(".jsonl")
+        if not records.exists():
+            raise ArgumentError(f"'{path}' lacks the records of its run: '{records.name}' must lie beside it")
+        return cls(path, read_run(records)[0])
+
+    @property
+    def name(self) -> str:
+        return f"{self.header.method} seed {self.header.seed}"
+
+    def load(self) -> Start:
+        state = load_checkpoint(self.path, device=torch.device("cpu"))
+        start = Start(self.path, self.header, state)
+        try:
+            _ = start.epoch, start.batch_size, start.first_batch_size
+            _ = state["model"], state["optimizer"], self.header.config["training"]
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"'{self.path}' is not the checkpoint of a run: {what}") from error
+        return start

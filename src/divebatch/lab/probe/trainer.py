@@ -1,0 +1,96 @@
+"""Branches of one of our own runs."""
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from divebatch.data import AdaptiveLoader
+from divebatch.data.order import mixed_seed
+from divebatch.lab.experiments import Run, make_trainer
+from divebatch.lab.probe.checkpoints import Start
+from divebatch.lab.probe.verdict import Branch
+from divebatch.lab.training import Step, Trainer, evaluate
+from divebatch.lab.training.precision import device_settings
+
+DROPOUT = (0, 6)
+"""The purpose of a branch's random numbers beside its order."""
+EPOCHS_A_REPEAT = 1_000_000
+"""By which repeats differ in the epoch whose order and augmentation they see: no run gets that far."""
+
+
+class BranchTrainer:
+    """A run's trainer at a checkpoint, without its controller: batch size and learning rate are the branch's.
+
+    The learning rate stays what it is at the checkpoint times the branch's factor; schedules stand still. Batches of
+    another size, at the end of an epoch, are left out: at the rate of a long batch a short one says nothing.
+    """
+
+    def __init__(self, run: Run, start: Start) -> None:
+        self.run, self.start = run, start
+        self.trainer: Trainer = make_trainer(run)
+        self.trainer.control.close()
+        self.trainer.model.load_state_dict(start.state["model"])
+        self.trainer.optimizer.load_state_dict(start.state["optimizer"])
+        self._state = self.save()
+
+    @property
+    def loader(self) -> AdaptiveLoader:
+        """Of the training data."""
+        return self.trainer.control.loader
+
+    @property
+    def lr(self) -> float:
+        """At the checkpoint, first parameter group."""
+        return float(self._state["optimizer"]["param_groups"][0]["lr"])
+
+    def save(self) -> dict[str, Any]:
+        """Weights, statistics and the optimizer's memory."""
+        trainer = self.trainer
+        return copy.deepcopy({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back."""
+        self.trainer.model.load_state_dict(state["model"])
+        self.trainer.optimizer.load_state_dict(state["optimizer"])
+
+    def train(self, branch: Branch) -> list[float]:
+        """The branch's steps, each one's loss."""
+        trainer, loader = self.trainer, self.loader
+        torch.manual_seed(mixed_seed(self.run.seed, *DROPOUT, branch.repeat))
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = group["lr"] * branch.lr_factor
+        loader.batch_size = branch.batch_size
+        trainer.model.train()
+        step = Step(trainer.passes, trainer.optimizer)
+        with device_settings(trainer.setup.precision, trainer.clock.device):
+            trainer.passes.begin_epoch(step.part_size(branch.batch_size))
+            batches = islice(self._full_batches(branch), branch.steps)
+            losses = [step(batch).clone() for batch in batches]  # a replayed pass writes its loss to one place
+        return [float(loss) for loss in torch.stack(losses).tolist()]
+
+    def evaluate(self) -> float:
+        """Loss on the validation data at the weights as they are."""
+        trainer = self.trainer
+        with device_settings(trainer.setup.precision, trainer.clock.device):
+            seen = evaluate(trainer.model, trainer.validation, trainer.loss_fn, precision=trainer.setup.precision)
+        return seen.loss
+
+    def first_epoch(self, repeat: int) -> int:
+        """Whose order and augmentation a repeat begins with; repeat 0 goes on as the run itself would."""
+        return self.start.epoch + repeat * EPOCHS_A_REPEAT
+
+    def _full_batches(self, branch: Branch) -> Iterator[Any]:
+        epoch = self.first_epoch(branch.repeat)
+        while True:
+            self.loader.set_epoch(epoch)
+            yield from (batch for batch in self.loader if _length(batch) == branch.batch_size)
+            epoch += 1
+
+
+def _length(batch: Any) -> int:
+    targets: Tensor = batch[1]
+    return len(targets)

@@ -1,0 +1,200 @@
+"""The reference trainer: a user's loop with a controller, plus evaluation, timing and state."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from divebatch.controller import Controller
+from divebatch.data.order import mixed_seed
+from divebatch.data.rank_shards import share_of
+from divebatch.errors import DivergedError
+from divebatch.lab.training.clock import Clock
+from divebatch.lab.training.device_options import Setup
+from divebatch.lab.training.distributed import Parallel, largest
+from divebatch.lab.training.evaluation import evaluate
+from divebatch.lab.training.forward_backward import LossFn, Passes
+from divebatch.lab.training.loop import Step, Tally, train_epoch
+from divebatch.lab.training.precision import device_settings
+from divebatch.norms import gradient_diversity
+from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
+from divebatch.ranks import Ranks
+from divebatch.records import EpochRecord
+
+RANK = 6
+"""The purpose of a rank's random numbers, apart from those of orders, workers, data, model, augmentation and signs."""
+
+
+def _go_on() -> None:
+    """After a step nothing is to be done."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """Everything one run needs; `run_epoch` is the whole story of an epoch."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedulers: Sequence[LRScheduler]
+    """Stepped after each epoch."""
+    control: Controller
+    loss_fn: LossFn
+    validation: Iterable[Any]
+    clock: Clock
+    warm_up: LRScheduler | None = None
+    """Stepped after each optimizer step."""
+    setup: Setup = field(default_factory=Setup)
+    log_exact: bool = False
+    parallel: Parallel = None  # type: ignore[assignment]
+    """How the model runs on several ranks; by default on one."""
+    passes: Passes = field(init=False)
+    tally: Tally = field(init=False, default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.parallel = self.parallel or Parallel.alone(self.model)
+        self.passes = Passes(self.parallel, self.loss_fn, self.setup, self.clock)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who trains this model together."""
+        return self.parallel.ranks
+
+    def run_epoch(self, *, after_step: Callable[[], None] = _go_on) -> EpochRecord:
+        """Train, let the controller decide, evaluate.
+
+        Measuring counts as training; evaluation and the compiler's work do not. `after_step` may save or raise.
+        """
+        with device_settings(self.setup.precision, self.clock.device):
+            was_measured = self.control.is_measuring
+            with self.clock.lap("train"):
+                train_loss = self._train(after_step)
+                with self.clock.lap("measure"):
+                    record = self.control.step(loss=train_loss)
+            peak = self.passes.peak_memory_bytes
+            with self.clock.lap("evaluate"):
+                self.parallel.average_buffers()
+                seen = evaluate(
+                    self.model, self.validation, self.loss_fn, precision=self.setup.precision, ranks=self.ranks
+                )
+            exact = self._exact_diversity() if self.log_exact else None
+        return replace(
+            record,
+            train_loss=train_loss,
+            val_loss=seen.loss,
+            val_accuracy=seen.accuracy,
+            exact_diversity=exact,
+            measured=was_measured,
+            micro_batch_size=self.setup.micro_batch_size,
+            recompiles=self.passes.num_compiled,
+            **self._costs(peak),
+        )
+
+    def _train(self, after_step: Callable[[], None]) -> float:
+        self.model.train()
+        loader, ranks = self.control.loader, self.ranks
+        step = Step.under(self.control, self.passes, self.optimizer)
+        size = share_of(loader.batch_size, ranks).mine
+        self.passes.begin_epoch(step.part_size(size), batch_size=size)
+
+        def one_step(batch: Any) -> Tensor:
+            size = share_of(loader.batch_size, ranks).mine  # the controller may have changed it, or want other parts
+            self.passes.expect(step.part_size(size), batch_size=size)
+            return step(batch)
+
+        train_loss = train_epoch(
+            one_step, loader, self.tally, lambda: self._after_step(after_step), ranks=ranks, share=lambda: loader.share
+        )
+        if not math.isfinite(train_loss):
+            raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
+        self.tally = Tally()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return train_loss
+
+    def _after_step(self, then: Callable[[], None]) -> None:
+        if self.warm_up is not None:
+            self.warm_up.step()
+        then()
+
+    def _costs(self, peak: int) -> dict[str, Any]:
+        """Of the rank that took most."""
+        seconds = {
+            "train_seconds": self.clock.train_seconds,
+            "eval_seconds": self.clock.seconds("evaluate"),
+            "compile_seconds": self.clock.seconds("compile"),
+            "measure_seconds": self.clock.seconds("measure"),
+            "total_seconds": self.clock.total_seconds,
+        }
+        *most, most_bytes = largest(self.ranks, [*seconds.values(), peak])
+        return {**dict(zip(seconds, most, strict=True)), "peak_memory_bytes": int(most_bytes)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs, also in the middle of an epoch. All ranks must call it; sums are those of all."""
+        self.parallel.average_buffers()
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in self._all_schedulers],
+            "control": self.control.state_dict(),
+            "clock": self.clock.state_dict(),
+            "compiled": self.passes.num_compiled,
+            "tally": self._whole_tally(),
+            "random": torch.get_rng_state(),
+            "signs": signs_state(self.clock.device),
+            "cuda_random": torch.cuda.get_rng_state(self.clock.device) if self._on_cuda else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the saved trainer stood; the controller checks first whether the state fits."""
+        self.control.load_state_dict(state["control"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for scheduler, saved in zip(self._all_schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self.clock.load_state_dict(state["clock"])
+        self.passes.compiled_before = state["compiled"]
+        self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
+        # Steps were made in an earlier life; a scheduler would warn where an epoch has none left.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.ranks.is_first:
+            self._load_random(state)
+        else:
+            self.draw_apart()
+
+    def _load_random(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["random"].cpu())
+        load_signs_state(self.clock.device, state["signs"])
+        if self._on_cuda and state["cuda_random"] is not None:
+            torch.cuda.set_rng_state(state["cuda_random"].cpu(), self.clock.device)
+
+    def draw_apart(self) -> None:
+        """Random numbers that no other rank draws: dropout and sketches of equal signs would not be independent."""
+        loader = self.control.loader
+        seed = mixed_seed(loader.seed, loader.samples_delivered, RANK, self.ranks.rank)
+        torch.manual_seed(seed)
+        seed_signs(self.clock.device, seed)
+
+    def _whole_tally(self) -> tuple[Tensor, int]:
+        """Of all ranks."""
+        if self.ranks.is_alone:
+            return (self.tally.loss_sum, self.tally.num_samples)
+        loss_sum, num_samples = self.ranks.sum_numbers([self.tally.loss_sum.item(), self.tally.num_samples])
+        return (torch.tensor(loss_sum, dtype=torch.float64), int(num_samples))
+
+    @property
+    def _all_schedulers(self) -> list[LRScheduler]:
+        return [*self.schedulers, *([self.warm_up] if self.warm_up is not None else [])]
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.clock.device.type == "cuda"
+
+    def _exact_diversity(self) -> float | None:
+        """Of the whole training set at the weights the epoch ended with; None where it is undefined."""
+        exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass(), ranks=self.ranks)
+        return exact.value if exact.is_defined else None

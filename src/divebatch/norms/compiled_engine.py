@@ -1,0 +1,213 @@
+"""How compiled backward passes are observed, without a graph break.
+
+Each covered layer's output passes through an identity whose backward hands the layer's squared norms to an
+accumulator, as if they were its gradient; autograd adds the layers up inside the compiled graph.
+
+While switched on, each covered layer is of a subclass of its own kind. The compiler checks the types of modules but not
+their hooks, so this, unlike a hook, cannot be overlooked by code that was compiled before.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from divebatch.errors import CoverageError, UsageError
+from divebatch.norms.backward import families, measured
+from divebatch.norms.compiled_normalization import message, own_tap
+from divebatch.norms.registry import CoveredLayer, original_type
+from divebatch.norms.sharded import is_sharded
+from divebatch.norms.sketch import random_seeds
+
+
+@dataclass(slots=True)
+class Tapped:
+    """A compiled backward pass that has ended: sums over its samples, in the scale of the loss."""
+
+    sq_norms: Tensor
+    """A single number, in float64."""
+    variances: Tensor | None
+    num_samples: Tensor
+    layers: Sequence[CoveredLayer]
+
+    def gradient_scale(self, loss_reduction: str) -> Tensor | int:
+        """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
+        return self.num_samples if loss_reduction == "mean" else 1
+
+
+class Taps:
+    """Tells `on_end` of every backward pass while it is switched on."""
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[Tapped], None]
+    ) -> None:
+        _require_simple(layers)
+        self.paused = False
+        self._layers, self._mode, self._on_end = layers, mode, on_end
+        device = next(layers[0].module.parameters()).device
+        self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
+        self._accumulator.register_hook(self._receive)
+        self._seeds = torch.zeros(len(layers), dtype=torch.int64, device=device)
+        self._most_calls: Tensor | None = None
+        self._is_on = False
+        self._places = [Place(self, layer, number) for number, layer in enumerate(layers)]
+        # torch refuses to change in place what a custom function returned.
+        self._in_place: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False)]
+
+    def switch_on(self) -> None:
+        """Use the compiled variant with taps."""
+        if self._is_on:
+            return
+        if any(hasattr(layer.module, "divebatch_place") for layer in self._layers):
+            raise UsageError("another compiled meter is attached to this model: detach it first")
+        self._switch(True)
+
+    def switch_off(self) -> None:
+        """Use the compiled variant without."""
+        if self._is_on:
+            self._switch(False)
+
+    def _switch(self, on: bool) -> None:
+        self._is_on = on
+        for place in self._places:
+            place.switch(on)
+        for module in self._in_place:
+            module.inplace = not on
+
+    def check(self) -> None:
+        """Raise if a layer was called more often than once in a pass: its gradients were squared apart."""
+        if self._most_calls is not None and int(self._most_calls) > len(self._layers):
+            raise CoverageError("a layer was called several times in one forward pass: a compiled meter cannot add up")
+
+    def forget(self) -> None:
+        """Start anew."""
+        self._accumulator.grad = None
+        self._most_calls = None
+        if self._mode == "sketch":  # in place, where recorded passes read them
+            self._seeds.data.copy_(random_seeds(len(self._layers), self._seeds.device))
+
+    def backward_of(self, task: int) -> Tapped:
+        """Compiled passes are seen as a whole."""
+        zero = self._accumulator.detach()[0]
+        return Tapped(zero, None, zero, self._layers)
+
+    def _receive(self, gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(partial(self._finish, gradient.detach()))
+
+    def _finish(self, gradient: Tensor) -> None:
+        self._accumulator.grad = None
+        if self._mode == "sketch":
+            # Other signs next time, also where this pass is recorded and replayed. By `data`, as other passes may wait
+            # for their backward part: whether they find these seeds or the next ones does not matter.
+            self._seeds.data.add_(1)
+        sq_norms, variance, samples, layers = gradient.unbind()
+        self._note_calls(layers)
+        variances = variance if self._mode == "sketch" else None
+        self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
+
+    def _note_calls(self, layers: Tensor) -> None:
+        """In place, where recorded passes find it."""
+        if self._most_calls is None:
+            self._most_calls = layers.clone()
+        torch.maximum(self._most_calls, layers, out=self._most_calls)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """What a tapped layer carries with it: where it leads. Its class leads nowhere, since compiled code keeps that."""
+
+    taps: Taps
+    layer: CoveredLayer
+    number: int
+    _kind: type[nn.Module] | None = None
+    """The class to put back: FSDP2 exchanges it too."""
+
+    def switch(self, on: bool) -> None:
+        """Exchange the layer's class. The attribute tells torch versions that look at a class again only after that."""
+        module: Any = self.layer.module
+        if on:
+            self._kind, module.divebatch_place = type(module), self
+            module.__class__ = tapped(type(module))  # type: ignore[arg-type]
+        else:
+            module.__class__ = self._kind
+            del module.divebatch_place
+
+    def is_for(self, module: nn.Module) -> bool:
+        """Whether this is the layer, and no copy of it, and passes count now."""
+        return self.layer.module is module and self.taps._is_on and not self.taps.paused
+
+    def __deepcopy__(self, _: object) -> "Place":
+        """A copy of the model leads where the model does."""
+        return self
+
+
+@cache
+def tapped(kind: type[nn.Module]) -> type[nn.Module]:
+    """Layers of this kind, tapped."""
+
+    class TappedLayer(kind):  # type: ignore[misc, valid-type]
+        divebatch_original = kind
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            x = args[0] if args else next(iter(kwargs.values()))
+            place: Place = self.divebatch_place
+            taps = place.taps
+            is_on = torch.is_grad_enabled() and place.is_for(self)
+            tap = own_tap(self) if is_on else None
+            if tap is not None:
+                with torch.no_grad():
+                    like = kind.forward(self, x)  # for running statistics; the compiler drops what is not used
+                return tap(self, x, like.dtype, taps._accumulator)
+            output: Tensor = kind.forward(self, *args, **kwargs)
+            if not is_on:
+                return output
+            both = (taps._accumulator, taps._seeds)
+            counted: Tensor = _Tap.apply(output, x, *both, place.number, place.layer, taps._mode)  # type: ignore[no-untyped-call]
+            return counted
+
+    TappedLayer.__name__, TappedLayer.__qualname__ = kind.__name__, kind.__qualname__
+    return TappedLayer
+
+
+def _require_simple(layers: Sequence[CoveredLayer]) -> None:
+    synced = [layer.name for layer in layers if original_type(layer.module) is nn.SyncBatchNorm]
+    if synced:
+        raise CoverageError(f"a compiled meter cannot see the statistics of all ranks in SyncBatchNorm '{synced[0]}'")
+    sharded = [layer.name for layer in layers if any(map(is_sharded, layer.parameters))]
+    if sharded:
+        raise CoverageError(
+            f"parameters sharded by FSDP2, like those of '{sharded[0]}', cannot be measured with: compiled"
+        )
+    shared = [family for family in families(layers) if len(family.layers) > 1]
+    if shared:
+        names = ", ".join(layer.name for layer in shared[0].layers)
+        raise CoverageError(f"layers {names} share parameters: a compiled meter cannot add their gradients up")
+    many_inputs = [f"'{layer.name}' ({type(layer.module).__name__})" for layer in layers if layer.entry.all_inputs]
+    if many_inputs:
+        raise CoverageError(f"a compiled meter cannot see all inputs of: {', '.join(many_inputs)}")
+
+
+class _Tap(torch.autograd.Function):
+    """Identity; its backward adds a `message` to the gradient of the accumulator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, accumulator: Tensor, seeds: Tensor, place: int, layer: CoveredLayer, mode: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, seeds)
+        ctx.place, ctx.layer, ctx.mode = place, layer, mode
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, seeds = ctx.saved_tensors
+        forms = [form for _, form in ctx.layer.gradients(x, dy)]
+        estimates = measured(forms, ctx.mode, seed=seeds[ctx.place : ctx.place + 1])
+        sq_norms = torch.stack([each.sq_norms for each in estimates]).sum(0)
+        variances = [each.variances for each in estimates if each.variances is not None]
+        counted = message(sq_norms, torch.stack(variances).sum(0) if variances else None, len(dy))
+        return dy, None, counted, None, None, None, None

@@ -1,0 +1,350 @@
+"""Moments extrapolated to gradients no step apart: against gradients kept by hand, and against the truth."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from divebatch import AdaptiveLoader, Controller, Diversity
+from divebatch.errors import CheckpointError
+from divebatch.estimators import Estimator, Moments, Scene
+from divebatch.estimators.lagged_products import Lagged, extrapolation
+from divebatch.policies import InnerProductTest, NoiseScale
+from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
+from reference.per_sample import dataset, mean_loss, mlp, samples
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], float]] = {
+    "momentum": (lambda p, lr: SGD(p, lr, momentum=0.9), 1 / 0.9),
+    "Nesterov": (lambda p, lr: SGD(p, lr, momentum=0.9, nesterov=True), 1.9 / 0.81),
+    "half of it": (lambda p, lr: SGD(p, lr, momentum=0.5), 2.0),
+    "Adam": (lambda p, lr: Adam(p, lr, betas=(0.8, 0.99)), 1.25),
+    "as little as will do": (lambda p, lr: SGD(p, lr, momentum=0.4), 2.5),
+    "NAdam": (lambda p, lr: torch.optim.NAdam(p, lr), 0.0),
+    "little": (lambda p, lr: SGD(p, lr, momentum=0.3), 0.0),
+    "half of Nesterov's": (lambda p, lr: SGD(p, lr, momentum=0.5, nesterov=True), 0.0),
+    "none": (lambda p, lr: SGD(p, lr), 0.0),
+    "no such thing": (lambda p, lr: torch.optim.Adagrad(p, lr), 0.0),
+}
+any_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
+with_momentum = pytest.mark.parametrize("kind", [kind for kind, (_, factor) in OPTIMIZERS.items() if factor])
+
+
+class Loop:
+    """A user's loop that keeps the gradient of every step."""
+
+    def __init__(self, estimator: Estimator, kind: str, *, lr: float, model: nn.Module | None = None) -> None:
+        self.model, self.estimator, self.delivered = model or mlp(), estimator, 0
+        self.optimizer = OPTIMIZERS[kind][0](self.model.parameters(), lr)
+        self.gradients: list[Tensor] = []
+        self.sizes: list[int] = []
+        self.scene = Scene(self.model, lambda: [], "mean", None, self.optimizer, lambda: self.delivered)
+        estimator.bind(self.scene)
+        estimator.start()
+
+    def step(self, batch: Any, loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_loss) -> None:
+        x, y = batch
+        self.delivered += len(x)
+        self.optimizer.zero_grad()
+        loss_fn(self.model(x), y).backward()
+        self.sizes.append(len(x))
+        self.gradients.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
+        self.optimizer.step()
+
+
+def batches(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    x, y = samples(count)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def by_hand(loop: Loop, factor: float) -> tuple[float, float]:
+    """Means over steps, weighted by their samples."""
+    rows = []
+    for newest in range(2, len(loop.gradients)):
+        before, last, own = loop.gradients[newest - 2 : newest + 1]
+        sq_norm = (1 + factor) * float(own @ last) - factor * float(own @ before)
+        rows.append((loop.sizes[newest], loop.sizes[newest] * (float(own @ own) - sq_norm), sq_norm))
+    total = sum(row[0] for row in rows)
+    return sum(row[0] * row[1] for row in rows) / total, sum(row[0] * row[2] for row in rows) / total
+
+
+@any_optimizer
+def test_how_far_to_extrapolate_follows_from_the_momentum(kind: str):
+    make, factor = OPTIMIZERS[kind]
+    assert extrapolation(make(mlp().parameters(), 0.1)) == pytest.approx(factor)
+
+
+def test_the_largest_parameter_group_counts():
+    few, many = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(9))
+    groups = [{"params": [few], "momentum": 0.0}, {"params": [many], "momentum": 0.8}]
+    assert extrapolation(SGD(groups, 0.1)) == extrapolation(SGD(groups[::-1], 0.1)) == pytest.approx(1.25)
+
+
+@with_momentum
+@pytest.mark.parametrize("lr", [0.0, 0.01])
+@pytest.mark.parametrize("count", [12, 40, 43])  # three steps; ten; and a last batch of three samples
+def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float, count: int):
+    loop = Loop(Moments(), kind, lr=lr)
+    for batch in batches(count, 4):
+        loop.step(batch)
+    measured = loop.estimator.finish()
+    assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, OPTIMIZERS[kind][1]), rel=1e-9)
+    assert measured.num_samples == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "stops"),
+    [
+        ({"every": 5}, (3, 8, 13)),
+        ({"every": 2}, (3, 6, 9, 12, 15)),  # as few as it takes
+        ({"every": 5, "window": 2}, (2, 7, 12)),
+        ({"every": 5, "window": 4}, (4, 9, 14)),
+    ],
+)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_one_estimate_in_so_many_steps(settings: dict[str, Any], stops: tuple[int, ...], interrupted: bool):
+    """Each is that of an epoch of the steps it takes; whatever the moment at which the state is saved and loaded."""
+    loop, alone, pairs = (
+        Loop(Moments(**settings), "momentum", lr=0.01),
+        Loop(Moments(**settings), "momentum", lr=0.01),
+        [],
+    )
+    for number, batch in enumerate(batches(60, 4), start=1):
+        loop.step(batch)
+        if interrupted:
+            state, loop.estimator = loop.estimator.state_dict(), Moments(**settings)
+            loop.estimator.bind(loop.scene)
+            loop.estimator.start()
+            loop.estimator.load_state_dict(state)
+        if number - 1 in {stop - stops[0] for stop in stops}:
+            alone.estimator.restart()
+        alone.step(batch)
+        if number in stops:
+            found = alone.estimator.finish()
+            pairs.append((found.trace, found.sq_norm))
+            alone.estimator.start()
+    measured = loop.estimator.finish()
+    means = [sum(each) / len(stops) for each in zip(*pairs, strict=True)]
+    assert (measured.trace, measured.sq_norm) == (pytest.approx(means[0], rel=1e-9), pytest.approx(means[1], rel=1e-9))
+    assert measured.num_samples == 60
+
+
+def test_an_epoch_begins_with_a_look_and_steps_without_samples_are_none_of_it():
+    """However the last epoch ended, and also where an optimizer steps twice on one batch."""
+    loop, found = Loop(Moments(every=6), "momentum", lr=0.0), []
+    for count, twice in ((28, False), (20, False), (28, True)):  # the second ends within the pause
+        for batch in batches(count, 4):
+            loop.step(batch)
+            if twice:
+                loop.optimizer.step()
+        found.append(loop.estimator.finish())
+        loop.estimator.start()
+    assert found[0] == found[2]
+    assert math.isfinite(found[0].trace)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "reach"),
+    [({}, "momentum", 2), ({"every": 2}, "momentum", 0), ({"window": 2}, "momentum", 0), ({}, "none", 0)],
+)
+def test_estimates_that_share_gradients_are_known_to_do_so(settings: dict[str, Any], kind: str, reach: int):
+    loop = Loop(Moments(**settings), kind, lr=0.01)
+    found = [loop.estimator._average.reach]
+    loop.step(batches(4, 4)[0])
+    loop.estimator.window()
+    found.append(loop.estimator._average.reach)
+    loop.optimizer.param_groups[0]["momentum"] = 0.9 - loop.optimizer.param_groups[0]["momentum"]
+    loop.estimator.window()
+    found.append(loop.estimator._average.reach)  # what was begun goes on as it was
+    assert found == [reach] * 3
+
+
+@pytest.mark.parametrize("kind", ["little", "none", "no such thing"])
+def test_without_momentum_it_is_as_without(kind: str):
+    found = []
+    for window in (None, 2):
+        loop = Loop(Moments(window=window), kind, lr=0.01)
+        for batch in batches(40, 4):
+            loop.step(batch)
+        found.append(loop.estimator.finish())
+    assert found[0] == found[1]
+
+
+def test_strides_and_types_of_parameters_are_kept_apart():
+    """A network in channels_last with a half-precision head, and a parameter that gets no gradient in some steps."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+    model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+    torch.manual_seed(0)
+    lagged, kept = Lagged(model, SGD(model.parameters(), 0.1, momentum=0.9)), []
+    for step in range(5):
+        there = {name: p for name, p in model.named_parameters() if step % 2 or name != "rare"}
+        gradients = {name: torch.randn_like(p).detach() for name, p in there.items()}
+        lagged.add(gradients, 4, scale=0.5)
+        whole = [0.5 * gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
+        kept.append(torch.cat([each.double().flatten() for each in whole]))
+    row = lagged.row()
+    expected = [kept[3] @ kept[3], kept[4] @ kept[4], kept[4] @ kept[3], kept[4] @ kept[2]]
+    assert [float(part) for part in row.parts] == pytest.approx([float(each) for each in expected], rel=1e-5)
+    # Else a GPU would copy them one by one.
+    assert lagged._views[0]["0.weight"].stride() == model[0].weight.stride() != model[0].weight.contiguous().stride()
+
+
+def test_the_noise_along_the_gradient_is_that_of_a_step_and_the_one_before():
+    loop = Loop(Moments(), "momentum", lr=0.01)
+    for batch in batches(11, 4):  # 4, 4 and 3 samples: one estimate
+        loop.step(batch)
+    _, first, second = loop.gradients
+    along = float((first - second) @ (4 * first + 3 * second)) / 7
+    assert loop.estimator.finish().inner_variance == pytest.approx(along**2 * 12 / 7, rel=1e-9)
+
+
+def test_complex_gradients_have_real_products():
+    model = nn.ParameterDict({"real": nn.Parameter(torch.ones(3).double()), "other": nn.Parameter(torch.ones(2) * 1j)})
+    lagged = Lagged(model, SGD(model.parameters(), 0.1, momentum=0.9))
+    for _ in range(3):
+        lagged.add({name: p.detach() for name, p in model.named_parameters()}, 4)
+    row = lagged.row()
+    assert [float(part) for part in row.parts] == [5.0] * 4
+
+
+def test_a_long_vector_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("divebatch.estimators.lagged_products.LONGEST_DOT", 7)
+    loop = Loop(Moments(), "momentum", lr=0.01)
+    for batch in batches(20, 4):
+        loop.step(batch)
+    measured = loop.estimator.finish()
+    assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, 1 / 0.9), rel=1e-9)
+
+
+# Against the truth
+
+DRAWS = 200
+
+
+@pytest.fixture(scope="module")
+def repeated() -> list[Diversity]:
+    """The same epoch of 16 batches of 64 at weights that stand still, drawn anew again and again."""
+    loop, generator, found = Loop(Moments(), "momentum", lr=0.0, model=linear()), torch.Generator(), []
+    for _ in range(DRAWS):
+        for batch in draws(generator.manual_seed(len(found)), 16, 64):
+            loop.step(batch, half_squares)
+        found.append(loop.estimator.finish())
+        loop.estimator.start()
+    return found
+
+
+@pytest.mark.parametrize(("name", "truth"), [("trace", TRACE), ("sq_norm", SQ_NORM)])
+def test_at_fixed_weights_the_mean_of_many_estimates_is_the_truth(repeated: list[Diversity], name: str, truth: float):
+    values = torch.tensor([getattr(diversity, name) for diversity in repeated])
+    error = float(values.std() / math.sqrt(DRAWS))
+    assert abs(float(values.mean()) - truth) < 3.5 * error
+    assert error < 0.05 * truth
+
+
+def test_the_interval_holds_the_truth_in_90_to_99_of_100_draws(repeated: list[Diversity]):
+    """Estimates of neighbouring steps share gradients, which the spread has to know of."""
+    intervals = [diversity.noise_scale_interval() for diversity in repeated]
+    assert 0.90 <= sum(low <= TRACE / SQ_NORM <= high for low, high in intervals) / DRAWS <= 0.99
+    observed = torch.tensor([diversity.sq_norm for diversity in repeated]).var()
+    stated = sum(diversity.spread.sq_norm_variance for diversity in repeated) / DRAWS
+    assert 0.8 < stated / float(observed) < 1.4
+
+
+@pytest.mark.parametrize("steps", [6, 10])
+def test_few_steps_have_an_interval_that_holds_the_truth_too(steps: int):
+    loop, generator, held = Loop(Moments(), "momentum", lr=0.0, model=linear()), torch.Generator(), 0
+    for draw in range(2 * DRAWS):
+        for batch in draws(generator.manual_seed(draw), steps, 64):
+            loop.step(batch, half_squares)
+        low, high = loop.estimator.finish().noise_scale_interval()
+        held += low <= TRACE / SQ_NORM <= high
+        loop.estimator.start()
+    assert 0.90 <= held / (2 * DRAWS) <= 0.99
+
+
+@pytest.mark.parametrize(("kind", "lr"), [("momentum", 0.2), ("Nesterov", 0.1), ("half of it", 0.2)])
+def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: float):
+    found = {}
+    for window in (None, 2):
+        loop, signal = Loop(Moments(window=window), kind, lr=lr, model=linear()), []
+        for number, batch in enumerate(draws(torch.Generator().manual_seed(3), 2100, 16)):
+            if number == 100:  # at rest around the minimum by then
+                loop.estimator.restart()
+            signal.append(float(loop.model.weight.detach().square().sum()))
+            loop.step(batch, half_squares)
+        found[window] = loop.estimator.finish().sq_norm / (sum(signal[100:]) / len(signal[100:]))
+    assert found[None] == pytest.approx(1.0, abs=0.2)
+    assert found[2] < 0.8
+
+
+# In use
+
+
+def test_a_controller_takes_it_and_the_inner_product_test_has_what_it_needs():
+    for policy in (NoiseScale(16), InnerProductTest(16)):
+        model = mlp()
+        optimizer, loader = SGD(model.parameters(), 1e-4, momentum=0.9), AdaptiveLoader(dataset(400), 8)
+        with Controller(model, optimizer, loader, policy, estimator=Moments()) as control:
+            for x, y in loader:
+                optimizer.zero_grad()
+                mean_loss(model(x), y).backward()
+                optimizer.step()
+            assert control.step().diversity is not None
+
+
+def test_two_steps_say_nothing():
+    loop = Loop(Moments(), "momentum", lr=0.01)
+    for batch in batches(8, 4):
+        loop.step(batch)
+    assert math.isnan(loop.estimator.finish().trace)
+
+
+def test_a_state_that_is_extrapolated_is_refused_where_there_is_a_window():
+    loop, other = Loop(Moments(), "momentum", lr=0.01), Moments(window=2)
+    for batch in batches(12, 4):
+        loop.step(batch)
+    other.bind(loop.scene)
+    with pytest.raises(
+        CheckpointError, match=r"is extrapolated, and here .* from 2 steps .* go on with Moments\(\), without"
+    ):
+        other.check_state(loop.estimator.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["momentum", "none"])
+def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
+    """A momentum that changes in training is another one in a new optimizer."""
+    found = []
+    for interrupted in (False, True):
+        loop = Loop(Moments(), kind, lr=0.01)
+        group = loop.optimizer.param_groups[0]
+        momentum = group["momentum"]
+        for number, batch in enumerate(batches(40, 4)):
+            loop.step(batch)
+            if interrupted and number == 4:
+                state, loop.estimator = loop.estimator.state_dict(), Moments()
+                group["momentum"] = 0.9 - momentum
+                loop.estimator.bind(loop.scene)
+                loop.estimator.start()
+                loop.estimator.check_state(state)
+                loop.estimator.load_state_dict(state)
+                group["momentum"] = momentum
+        found.append(loop.estimator.finish())
+    assert found[0] == found[1]
+
+
+def test_adams_division_is_done_at_each_step():
+    kind, found = "Adam", []
+    loop = Loop(Moments(preconditioned=True), kind, lr=0.01)
+    for number, batch in enumerate(batches(24, 4)):
+        if number:
+            states = [loop.optimizer.state[p] for p in loop.model.parameters()]
+            corrected = [s["exp_avg_sq"] / (1 - 0.99 ** float(s["step"])) for s in states]
+            found.append(torch.cat([each.flatten().sqrt() + 1e-8 for each in corrected]).clone())
+        loop.step(batch)
+    loop.gradients = [g / by for g, by in zip(loop.gradients[1:], found, strict=True)]
+    loop.sizes = loop.sizes[1:]
+    measured = loop.estimator.finish()
+    assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, 1.25), rel=1e-6)

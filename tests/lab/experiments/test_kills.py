@@ -1,0 +1,210 @@
+"""Real processes that get real signals: what they leave behind, and what a resume makes of it."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from divebatch.cli import app
+from divebatch.lab.experiments import Run, execute, get_experiment, pool, runner
+from divebatch.lab.training import load_checkpoint
+from lab.experiments.same_end import CPU, assert_same_end, records
+
+PATIENCE = 60.0
+"""Seconds until a wait for another process is given up."""
+
+RUN = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--epochs", "8", "--trials", "1"]
+
+
+def command_line(words: list[str], log: Path, nap: float) -> None:
+    """What a new process does: `divebatch`, with a rest after each step where asked for."""
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    rest_after_steps(nap)
+    pool._start_worker = partial(start_worker, pool._start_worker, log)  # type: ignore[assignment]
+    forks = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _: forks  # type: ignore[assignment, misc] # spawned workers import torch anew
+    app(words)
+
+
+def start_worker(start: Callable[..., None], log: Path, events: Any, threads: int) -> None:
+    """What a worker of that process does first."""
+    start(events, threads)
+    torch.set_num_threads(1)
+    with log.open("a") as output:
+        output.write(f"worker {os.getpid()}\n")
+
+
+def rest_after_steps(nap: float) -> None:
+    torch.set_num_threads(1)
+    after_step = runner.Saver._after_step
+
+    def rested(saver: runner.Saver) -> None:
+        time.sleep(nap)
+        after_step(saver)
+
+    runner.Saver._after_step = rested  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Any:
+    """Makes processes that have imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["divebatch.cli", "torch._dynamo", "pytest", "typer.testing", "PIL.Image"])
+    return context
+
+
+@dataclass
+class Life:
+    """One process of one run."""
+
+    run: Run
+    process: Any
+    log: Path
+
+    def wait_for(self, event: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not event():
+            is_hopeless = time.monotonic() > deadline or (self.process.exitcode or 0) > 0
+            assert not is_hopeless, f"waited in vain: {self.log.read_text()}"
+            time.sleep(0.002)
+
+    def wait_for_saves(self, count: int) -> None:
+        """Or for the end, if that comes first."""
+        seen = {version(self.run.checkpoint_path)}
+
+        def enough() -> bool:
+            seen.add(version(self.run.checkpoint_path))
+            return len(seen) > count or not self.process.is_alive()
+
+        self.wait_for(enough)
+
+    def end(self) -> int:
+        self.process.join(PATIENCE)
+        assert self.process.exitcode is not None, "did not end"
+        return int(self.process.exitcode)
+
+
+def version(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+@pytest.fixture
+def born(tmp_path, forks) -> Iterator[Callable[..., Life]]:
+    started = []
+
+    def start(*words: str, nap: float = 0.0) -> Life:
+        run = Run(get_experiment("synthetic-nonconvex").scaled(8), "divebatch", 0, tmp_path / "broken")
+        log = tmp_path / f"log-{len(started)}"
+        log.touch()
+        arguments = [*RUN, "--jobs", "1", "--out", str(run.folder), *words]
+        started.append(forks.Process(target=command_line, args=(arguments, log, nap)))
+        started[-1].start()
+        return Life(run, started[-1], log)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Run:
+    run = Run(get_experiment("synthetic-nonconvex").scaled(8), "divebatch", 0, tmp_path_factory.mktemp("whole"))
+    execute(run)
+    assert len({line["batch_size"] for line in records(run)}) > 2
+    return run
+
+
+def test_killed_at_random_instants_it_resumes_to_the_same_bits(born, whole):
+    chance = random.Random(1)
+    kills = 0
+    while kills < 5:
+        life = born("--resume", "--checkpoint-steps", "4", nap=0.002)
+        life.wait_for_saves(chance.randint(0, 7))
+        time.sleep(chance.uniform(0, 0.02))
+        life.process.kill()
+        assert life.end() == -signal.SIGKILL, life.log.read_text()
+        kills += 1
+    last = born("--resume", "--checkpoint-steps", "4")
+    assert last.end() == 0, last.log.read_text()
+    assert_same_end(last.run, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_polite_signal_ends_a_run_that_resumes(born, whole, number):
+    life = born(nap=0.005)
+    life.wait_for_saves(2)
+    os.kill(life.process.pid, number)
+    assert life.end() == 1, life.log.read_text()
+    assert "stopped after" in life.log.read_text()
+    assert "--resume" in life.log.read_text()
+    assert "Traceback" not in life.log.read_text()
+    state = load_checkpoint(life.run.checkpoint_path, device=CPU)
+    steps_in_epoch = (state["control"]["loader"]["pass"] or {"batches": 0})["batches"]
+    assert state["control"]["epoch"] >= 2 or steps_in_epoch > 0
+    again = born("--resume")
+    assert again.end() == 0, again.log.read_text()
+    assert_same_end(again.run, whole)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(born, whole):
+    life = born(nap=10 * PATIENCE)
+    life.wait_for(life.run.records_path.exists)
+    time.sleep(0.3)  # into the first step's rest
+    os.kill(life.process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert life.process.is_alive()
+    os.kill(life.process.pid, signal.SIGINT)
+    assert life.end() == 1
+    assert "interrupted; the same command with --resume continues" in life.log.read_text()
+    again = born("--resume")
+    assert again.end() == 0, again.log.read_text()
+    assert_same_end(again.run, whole)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_two_jobs_stop_together_and_die_together(tmp_path, born):
+    """SIGTERM to the parent; then, resumed, SIGKILL: no worker goes on writing, and both runs end in the same bits."""
+    experiment = get_experiment("synthetic-nonconvex").scaled(8)
+    runs = [Run(experiment, "sgd-small", seed, tmp_path / "broken") for seed in (0, 1)]
+    words = ["--methods", "sgd-small", "--trials", "2", "--jobs", "2", "--checkpoint-steps", "5"]
+    polite = born(*words, nap=0.02)
+    polite.wait_for(lambda: all(run.checkpoint_path.exists() for run in runs))
+    polite.process.terminate()
+    assert polite.end() == 1, polite.log.read_text()
+    assert "0 of 2 runs are complete; the same command with --resume" in polite.log.read_text()
+    before = [version(run.checkpoint_path) for run in runs]
+    rude = born(*words, "--resume", nap=0.02)
+    rude.wait_for(lambda: not {version(run.checkpoint_path) for run in runs} & set(before))
+    rude.process.kill()
+    rude.end()
+    workers = [int(pid) for pid in rude.log.read_text().split("worker ")[1:]]
+    assert len(workers) == 2
+    rude.wait_for(lambda: not any(map(is_alive, workers)))
+    for run in runs:
+        undisturbed = replace(run, folder=tmp_path / "whole")
+        execute(run, resume=True)
+        execute(undisturbed)
+        assert_same_end(run, undisturbed)

@@ -1,0 +1,173 @@
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
+from divebatch.lab.probe import probe_critical_batch
+from divebatch.lab.probe.branching import default_factors, smoothed
+
+
+class Descent:
+    """Plain gradient descent on w^2 / 2 without noise: what any batch does is known."""
+
+    def __init__(self, lr=0.1):
+        self.lr, self.weight, self.branches = lr, 1.0, []
+
+    def train(self, branch):
+        self.branches.append(branch)
+        for _ in range(branch.steps):
+            yield 0.5 * self.weight * self.weight  # a power would not overflow to infinity
+            self.weight *= 1 - self.lr * branch.lr_factor
+
+    def save(self):
+        return self.weight
+
+    def restore(self, weight):
+        self.weight = weight
+
+
+def probe(training, **settings):
+    defaults = {"window": 256, "coupling": "linear", "repeats": 2, "factors": [1, 2, 4, 8, 16, 32]}
+    return probe_critical_batch(
+        4, training.train, save=training.save, restore=training.restore, **{**defaults, **settings}
+    )
+
+
+def test_without_noise_the_linear_rule_holds_until_the_steps_overshoot():
+    training = Descent()
+    found = probe(training, evaluate=lambda: 0.5 * training.weight**2, window=128)
+    # A branch of factor k ends at (1 - k/10)^(32/k): smaller with k up to 10, then back up, and k = 32 diverges.
+    assert [gap.loss for gap in found.gaps] == pytest.approx(
+        [0.5 * (1 - 0.1 * k) ** (2 * 32 / k) for k in (1, 2, 4, 8, 16, 32)]
+    )
+    assert found.critical.size == 8 * 4
+    assert found.critical.high == 8 * 4
+
+
+def test_without_coupling_no_larger_batch_keeps_up():
+    assert probe(Descent(), coupling="none").critical.size == 4
+
+
+def test_every_branch_gets_the_same_samples_rates_and_start():
+    training = Descent()
+    found = probe(training, factors=[8, 2], coupling="sqrt", window=250)
+    assert found.window == 224  # whole steps of 32
+    assert {branch.samples for branch in training.branches} == {224}
+    assert [branch.lr_factor for branch in training.branches[::2]] == pytest.approx([1, math.sqrt(2), math.sqrt(8)])
+    assert [(branch.factor, branch.repeat) for branch in training.branches] == [
+        (1, 0), (1, 1), (2, 0), (2, 1), (8, 0), (8, 1),
+    ]  # fmt: skip
+    assert all(outcome.course[0] == pytest.approx(0.5) for outcome in found.outcomes)
+    assert training.weight == 1.0
+
+
+def test_the_start_is_restored_after_an_error_too():
+    training = Descent()
+
+    def failing(branch):
+        training.weight = 7.0
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        probe_critical_batch(4, failing, save=training.save, restore=training.restore, window=64)
+    assert training.weight == 1.0
+
+
+def test_a_branch_that_does_not_fit_ends_the_factors():
+    training = Descent()
+
+    def train(branch):
+        if branch.factor > 4:
+            raise BatchTooLargeError("out of memory: batch of 32")
+        return training.train(branch)
+
+    found = probe_critical_batch(4, train, save=training.save, restore=training.restore, window=256, factors=[2, 4, 8])
+    assert [gap.factor for gap in found.gaps] == [1, 2, 4]
+    assert found.problem == "factor 8 and above: out of memory: batch of 32"
+
+
+def test_divergence_at_the_present_batch_is_an_error():
+    training = Descent(lr=1e200)
+    with pytest.raises(DivergedError, match="at the present batch size 4"):
+        probe(training)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 100}, "window of 100 samples is shorter than one step of factor 32"),
+        ({"window": 8, "factors": None}, "nothing to compare"),
+        ({"factors": [1]}, "nothing to compare"),
+        ({"factors": [0]}, "factors must be an integer of at least 1"),
+        ({"coupling": "cubic"}, "unknown coupling 'cubic'; known: none, linear, sqrt"),
+        ({"repeats": 0}, "repeats must be"),
+        ({"tolerance": -1}, "tolerance must be positive"),
+        ({"smoothing": 0}, "smoothing must be positive"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ArgumentError, match=message):
+        probe(Descent(), **settings)
+
+
+def test_a_loop_that_skips_steps_is_an_error():
+    with pytest.raises(ArgumentError, match=r"gave 1 losses for a branch of 2 steps"):
+        probe_critical_batch(4, lambda _: [1.0], save=int, restore=lambda _: None, window=8, factors=[2])
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=30), st.integers(1, 64))
+def test_smoothing_stays_within_the_losses_and_starts_at_the_first(losses, batch_size):
+    course = smoothed(losses, batch_size, 50.0)
+    assert course[0] == pytest.approx(losses[0])
+    assert all(min(losses) * (1 - 1e-9) <= value <= max(losses) * (1 + 1e-9) for value in course)
+
+
+def test_smoothing_looks_back_over_samples_and_not_steps():
+    fine = smoothed([1.0] * 80 + [0.0] * 80, 1, 40.0)[-1]
+    coarse = smoothed([1.0] * 10 + [0.0] * 10, 8, 40.0)[-1]
+    assert fine == pytest.approx(coarse, abs=1e-12)
+
+
+def test_default_factors_end_at_the_cap():
+    assert default_factors(100, 99) == [1]
+    assert default_factors(100, 400) == [1, 2, 4]
+    assert default_factors(100, 799) == [1, 2, 4]
+
+
+def test_a_torch_loop_of_ones_own_with_batch_noise():
+    torch.manual_seed(0)
+    x = torch.randn(1024, 8)
+    y = x @ torch.ones(8, 1) + torch.randn(1024, 1)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+    def save():
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def restore(state):
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+
+    def train(branch):
+        for group in optimizer.param_groups:
+            group["lr"] *= branch.lr_factor
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(branch.repeat))
+        for rows in order.split(branch.batch_size)[: branch.steps]:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x[rows]), y[rows])
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    before = model.weight.clone()
+    first, second = (
+        probe_critical_batch(8, train, save=save, restore=restore, window=1024, factors=[2, 64], repeats=3)
+        for _ in range(2)
+    )
+    assert first == second
+    assert first.critical.size < 512  # two steps do not do the work of 128
+    assert torch.equal(model.weight, before)

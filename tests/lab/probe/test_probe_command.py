@@ -1,0 +1,237 @@
+import json
+import math
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from divebatch.cli import app
+from divebatch.lab.experiments import get_experiment
+from divebatch.lab.probe import Branch
+from divebatch.lab.probe.checkpoints import find_start, run_of
+from divebatch.lab.probe.policy_sizes import ask_policies, has_batch_norm, policies_for
+from divebatch.lab.probe.trainer import BranchTrainer
+from divebatch.lab.training import load_checkpoint, save_checkpoint
+from divebatch.lab.training.sharded_checkpoint import save_sharded
+from divebatch.ranks import Ranks
+from lab.probe.tiny_run import NAME, run_it, tiny_experiment
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("probe")
+    path = tiny_experiment(folder)
+    run_it(path, folder / "runs", "sgd-small", "divebatch")
+    return folder
+
+
+def call(place, *words, method="sgd-small", checkpoint=None):
+    where = ["--checkpoint", str(checkpoint or place / "runs"), *(["--method", method] if method else [])]
+    return CliRunner().invoke(app, ["probe", str(place / "tiny.toml"), *where, *map(str, words)])
+
+
+def branches_of(place):
+    experiment = get_experiment(str(place / "tiny.toml"))
+    start = find_start(place / "runs", NAME, method="sgd-small", seed=None, epoch=None)
+    return BranchTrainer(run_of(start, experiment), start)
+
+
+def test_a_probe_ends_with_tables_a_file_and_a_picture(place, tmp_path):
+    answer = call(place, "--out", tmp_path, "--repeats", 2)
+    assert answer.exit_code == 0, answer.output
+    assert re.search(r"critical batch size: (at least )?\d+ \(surely \d+", answer.output)
+    for words in ("Auto", "NoiseScale", "NormTest", "InnerProductTest", "Cabs", "DiveBatch, delta 0.1", "trajectory"):
+        assert words in answer.output
+    name = f"{NAME}-sgd-small-seed-0-epoch-4"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png", f"{name}.svg"]
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert [gap["batch_size"] for gap in found["gaps"]] == [16, 32, 64, 128]
+    assert [gap["steps"] for gap in found["gaps"]] == [56, 28, 14, 7]
+    assert found["critical"]["size"] in (16, 32, 64, 128)
+    assert [each["estimator"] for each in found["asked"]] == ["split", "per-sample", "moments", "trajectory"]
+    split, per_sample = (found["asked"][k] for k in (0, 1))
+    assert split["low"] <= per_sample["high"]  # two honest estimates of one thing: their intervals meet
+    assert per_sample["low"] <= split["high"]
+    assert found["asked"][3]["low"] is None
+
+
+def test_the_same_command_gives_the_same_numbers(place, tmp_path):
+    words = ("--factors", "2,8", "--repeats", "2", "--json", "--out", tmp_path)
+    first, second = call(place, *words), call(place, *words)
+    assert first.exit_code == 0, first.output
+    assert first.output == second.output
+    found = json.loads(first.output)
+    assert [gap["factor"] for gap in found["gaps"]] == [1, 2, 8]
+    other = json.loads(call(place, *words, "--judge", "validation", "--coupling", "linear", "--no-policies").output)
+    assert other["gaps"] != found["gaps"]
+    assert other["asked"] == []
+
+
+def test_the_first_repeat_goes_on_as_the_run_would_have(place):
+    """The branch of factor 1 is the training itself: twin by hand."""
+    branches = branches_of(place)
+    losses = branches.train(Branch(factor=1, batch_size=16, lr_factor=1.0, steps=5, repeat=0))
+    twin = branches_of(place)
+    loader, optimizer, expected = twin.loader, twin.trainer.optimizer, []
+    loader.batch_size = 16
+    loader.set_epoch(4)
+    for (x, y), _ in zip(loader, range(5), strict=False):
+        optimizer.zero_grad()
+        loss = twin.trainer.loss_fn(twin.trainer.model(x), y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == expected
+
+
+def test_repeats_see_other_orders_and_branches_of_one_repeat_the_same(place):
+    branches = branches_of(place)
+    state, seen = branches.save(), []
+    for factor, repeat in ((1, 0), (2, 0), (1, 1)):
+        branches.restore(state)
+        losses = branches.train(
+            Branch(factor=factor, batch_size=16 * factor, lr_factor=1e-9, steps=2 // factor, repeat=repeat)
+        )
+        seen.append(sum(losses) / len(losses))  # the weights stay, so the mean depends on the samples alone
+    assert seen[0] == pytest.approx(seen[1], rel=1e-5)
+    assert seen[0] != pytest.approx(seen[2], rel=1e-3)
+
+
+def test_policies_are_asked_from_the_checkpoint_and_leave_it(place):
+    branches = branches_of(place)
+    before = branches.save()
+    asked = {each.estimator: each for each in ask_policies(branches)}
+    after = branches.save()
+    assert all(torch.equal(before["model"][key], after["model"][key]) for key in before["model"])
+    split = asked["split"]
+    assert split.low <= split.noise_scale <= split.high
+    assert split.sizes["NoiseScale"] in (16, min(1000, int(split.noise_scale)))
+    assert not branches.trainer.model._forward_hooks
+
+
+def test_auto_is_asked_from_the_size_that_the_run_began_with(place):
+    """Twin by hand: sqrt(first * noise scale) to the nearest doubling, where the interval is above the present size."""
+    found = {}
+    for first in (2, 16):
+        branches = branches_of(place)
+        branches.start.state["control"]["coupling"]["first_batch_size"] = first
+        found[first] = {each.estimator: each for each in ask_policies(branches)}
+        for kind in ("split", "per-sample", "moments"):
+            asked = found[first][kind]
+            low, wanted, high = (math.sqrt(first * noise) for noise in (asked.low, asked.noise_scale, asked.high))
+            doubling = min(1000, first * 2 ** max(0, round(math.log2(wanted / first))))
+            assert asked.sizes["Auto"] == (16 if low <= 16 <= high else max(16, doubling))
+        assert "Auto" not in found[first]["trajectory"].sizes
+    sizes = [[each.sizes.get("Auto") for each in asked.values()] for asked in found.values()]
+    assert sizes[0] != sizes[1]  # for a rule that took the present size for the first one they would be the same
+
+
+def test_every_estimator_begins_at_the_checkpoint(place, monkeypatch):
+    seen = []
+
+    def ask(branches, kind):
+        seen.append(branches.trainer.model.weight.clone())
+        with torch.no_grad():
+            branches.trainer.model.weight += 1.0
+
+    monkeypatch.setattr("divebatch.lab.probe.policy_sizes._ask", ask)
+    ask_policies(branches_of(place))
+    assert len(seen) == 4
+    assert all(torch.equal(weight, seen[0]) for weight in seen)
+
+
+def test_a_branch_begins_with_the_checkpoints_weights_and_rate(place):
+    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+    state, branches = load_checkpoint(path, device=torch.device("cpu")), branches_of(place)
+    assert torch.equal(branches.trainer.model.weight, state["model"]["weight"])
+    assert branches.lr == state["optimizer"]["param_groups"][0]["lr"]
+
+
+def test_the_delta_asked_about_is_the_runs_own(place):
+    method = get_experiment(str(place / "tiny.toml")).method("divebatch")
+    assert "DiveBatch, delta 1" in policies_for("trajectory", method, 100, 16)
+    assert has_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cap", "8"], "--cap 8 leaves nothing to compare: twice the batch size 16 is above it"),
+        (["--window-epochs", "0.001"], "is 1 samples, shorter than one step of 16"),
+        (["--factors", "1,64"], "factor 64 makes batches of 1024 samples, above the 1000 samples there are"),
+        (["--factors", "1,8", "--cap", "64"], "above --cap 64"),
+        (["--factors", "1,64", "--cap", "5000", "--window-epochs", "9"], "above the 1000 samples there are"),
+        (["--factors", "0,2"], "factors must be an integer of at least 1, got factors=0"),
+        (["--factors", "1"], "nothing to compare"),
+        (["--window-epochs", "nan"], "--window-epochs must be positive and finite, got nan"),
+        (["--window-epochs", "inf"], "--window-epochs must be positive and finite, got inf"),
+        (["--coupling", "adascale"], "unknown coupling 'adascale'; known: none, linear, sqrt"),
+        (["--tolerance", "0"], "tolerance must be positive and finite, got tolerance=0.0"),
+        (["--factors", "1,two"], "--factors must be whole numbers"),
+        (["--epoch", "1"], "no checkpoint of sgd-small seed 0 after epoch 1; there are: 3, 4"),
+        (["--seed", "5"], "no such run. There are: divebatch seed 0, sgd-small seed 0"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--judge", "me"], "unknown judge 'me'; known: train, validation"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_what_is_wrong(place, tmp_path, words, message):
+    answer = call(place, *words, "--out", tmp_path)
+    assert answer.exit_code == 2, answer.output
+    assert message in answer.output
+
+
+def test_a_checkpoint_that_is_not_there_or_not_the_experiments(place, tmp_path):
+    out = ["--out", str(tmp_path)]
+    assert "no checkpoint (seed-K.ckpt) at" in call(place, *out, checkpoint=tmp_path).output
+    assert "several runs fit; choose with --method" in call(place, *out, method=None).output
+    answer = CliRunner().invoke(app, ["probe", "cifar10", "--checkpoint", str(place / "runs"), *out])
+    assert answer.exit_code == 2
+    assert "holds no checkpoint of experiment 'cifar10', but of: tiny" in answer.output
+    lonely = tmp_path / "seed-0.ckpt"
+    lonely.write_bytes((place / "runs" / NAME / "sgd-small" / "seed-0.ckpt").read_bytes())
+    assert "lacks the records of its run: 'seed-0.jsonl'" in call(place, *out, checkpoint=lonely).output
+
+
+def test_a_namesake_with_other_data_is_refused(place, tmp_path):
+    other = tiny_experiment(tmp_path, num_samples=2000)
+    answer = CliRunner().invoke(
+        app, ["probe", str(other), "--checkpoint", str(place / "runs"), "--method", "sgd-small", "--out", str(tmp_path)]
+    )
+    assert answer.exit_code == 2
+    assert "belongs to another experiment called 'tiny': its data is" in answer.output
+
+
+def test_a_checkpoint_at_learning_rate_zero_is_refused(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(BranchTrainer, "lr", 0.0)
+    answer = call(place, "--out", tmp_path)
+    assert answer.exit_code == 2
+    assert "stands at learning rate 0" in answer.output
+
+
+def test_the_batch_size_is_the_one_in_force_also_where_it_changed_since_the_last_record(place, tmp_path):
+    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+    state = load_checkpoint(path, device=torch.device("cpu"))
+    state["control"]["loader"]["batch_size"] = 32  # as a decision within the epoch leaves it
+    save_checkpoint(tmp_path / path.name, state)
+    (tmp_path / "seed-0.jsonl").write_bytes(path.with_suffix(".jsonl").read_bytes())
+    words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
+    found = json.loads(call(place, *words, checkpoint=tmp_path / path.name).output)
+    assert [gap["batch_size"] for gap in found["gaps"]] == [32, 64]
+
+
+def test_a_checkpoint_of_several_ranks_is_a_folder_and_can_be_named(place, tmp_path):
+    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+    save_sharded(tmp_path / path.name, load_checkpoint(path, device=torch.device("cpu")), Ranks.alone())
+    (tmp_path / "seed-0.jsonl").write_bytes(path.with_suffix(".jsonl").read_bytes())
+    words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
+    assert call(place, *words, checkpoint=tmp_path / path.name).output == call(place, *words).output
+
+
+def test_the_previous_checkpoint_can_be_probed_by_file_or_epoch(place, tmp_path):
+    words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
+    by_epoch = call(place, *words, "--epoch", 3)
+    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt.previous"
+    assert by_epoch.exit_code == 0, by_epoch.output
+    assert json.loads(by_epoch.output)["epoch"] == 3
+    assert call(place, *words, checkpoint=path).output == by_epoch.output

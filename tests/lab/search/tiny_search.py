@@ -1,0 +1,20 @@
+"""A search that takes milliseconds a trial."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from divebatch.lab.experiments import Experiment, get_experiment
+from divebatch.lab.search import Plan, make_plan, parse_space
+
+OVER = ("lr=0.5,2.0", "batch_size=16,32,64")
+
+
+def tiny_experiment() -> Experiment:
+    experiment = get_experiment("synthetic-convex").scaled(4)
+    settings = {**experiment.data.settings, "num_samples": 250, "num_features": 4}
+    return replace(experiment, data=replace(experiment.data, settings=settings))
+
+
+def tiny_plan(folder: Path, *, over: tuple[str, ...] = OVER, method: str = "sgd-small", **settings: Any) -> Plan:
+    return make_plan(tiny_experiment(), method, folder, space=parse_space(over), **{"epochs": 3, **settings})

@@ -1,0 +1,148 @@
+"""Replayed passes against the same passes run one kernel at a time. Needs a GPU."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from divebatch import Diversity
+from divebatch.estimators import Scene, Split
+from divebatch.lab.training import Clock, Passes, Setup, Step
+from divebatch.lab.training.distributed import Parallel
+from divebatch.norms import DiversityMeter
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
+"""A first pass, a recorded one, replays, a short last batch; then another size."""
+
+
+def make_parts(*, cuda_graphs: bool, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer, Passes]:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    layers = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    model = layers.to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
+    setup = Setup(**{"compile": True, **settings}, cuda_graphs=cuda_graphs)
+    return model, optimizer, Passes(Parallel.alone(model), cross_entropy, setup, Clock(device))
+
+
+def run_steps(step: Step, sizes: list[int]) -> list[float]:
+    losses = []
+    for size in sizes:
+        if size in (32, 64):
+            step.passes.begin_epoch(step.part_size(size), batch_size=size)
+        inputs = torch.randn(size, 3, 12, 12, device="cuda").contiguous(memory_format=torch.channels_last)
+        losses.append(step((inputs, torch.randint(4, (size,), device="cuda"))).item())
+    return losses
+
+
+def trained(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float], Passes]:
+    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs)
+    losses = run_steps(Step(passes, optimizer), SIZES)
+    return model.state_dict(), losses, passes
+
+
+def measured(*, cuda_graphs: bool, mode: str, compile: bool = True, **settings: Any) -> list[tuple[float, float, int]]:
+    """Both sums of two measured epochs, with plain steps in between."""
+    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=compile, **settings)
+    meter, found = DiversityMeter(model, compiled=compile, mode=mode), []
+    plain = Step(passes, optimizer)
+    watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
+    for _ in range(2):
+        run_steps(plain, SIZES)
+        with meter:
+            run_steps(watched, SIZES)
+            seen = meter.diversity()
+        found.append((seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples))
+    assert bool(passes._recorded) == cuda_graphs
+    return found
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 16])
+@pytest.mark.parametrize(("mode", "tolerance"), [("exact", 2e-3), ("sketch", 0.2)])
+def test_replayed_passes_measure_what_plain_ones_do(mode, tolerance, micro_batch_size):
+    settings = {"mode": mode, "micro_batch_size": micro_batch_size}
+    plain, replayed = measured(cuda_graphs=False, compile=False, **settings), measured(cuda_graphs=True, **settings)
+    for expected, found in zip(plain, replayed, strict=True):
+        assert found[0] == pytest.approx(expected[0], rel=tolerance)
+        assert found[1] == pytest.approx(expected[1], rel=2e-3)
+        assert found[2] == expected[2] == sum(SIZES)
+
+
+def test_sums_that_begin_anew_are_recorded_anew_and_no_token_means_no_recording():
+    model, optimizer, passes = make_parts(cuda_graphs=True)
+    with DiversityMeter(model, compiled=True) as meter:
+        watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
+        run_steps(watched, [32, 32, 32])
+        (first,) = passes._recorded.values()
+        meter.reset()
+        run_steps(watched, [32, 32, 32])
+        assert first not in passes._recorded.values()
+        assert meter.diversity().num_samples == 96
+        watched.replay_token = lambda: None
+        passes._keep(lambda *_: False)
+        run_steps(watched, [32, 32, 32])
+        assert not passes._recorded
+        assert meter.diversity().num_samples == 192
+
+
+def test_replayed_passes_train_the_same_weights_statistics_and_losses():
+    plain, plain_losses, _ = trained(cuda_graphs=False)
+    replayed, losses, passes = trained(cuda_graphs=True)
+    assert passes._recorded
+    assert passes.peak_memory_bytes > 0
+    assert passes.num_compiled == 2
+    assert losses == pytest.approx(plain_losses, rel=1e-4)
+    assert len(set(losses)) == len(losses)
+    for name, value in plain.items():
+        torch.testing.assert_close(replayed[name], value, rtol=1e-3, atol=1e-5)
+
+
+def watched_in_parts(*, cuda_graphs: bool, every: int) -> tuple[dict[str, torch.Tensor], list[float], Diversity]:
+    """In halves, for `split`, or one batch in so many."""
+    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=cuda_graphs)
+    estimator, delivered = Split(every=every), itertools.accumulate(SIZES)
+    now = [0]
+    estimator.bind(Scene(model, lambda: iter(()), "mean", cross_entropy, optimizer, lambda: now[0]))
+    estimator.start()
+    step = Step(passes, optimizer, is_measuring=lambda: True, on_replay=estimator.see_replay)
+    step.min_parts = lambda: estimator.min_parts
+    losses = []
+    for size in SIZES:
+        now[0] = next(delivered)
+        losses += run_steps(step, [size])
+    assert bool(passes._recorded) == cuda_graphs
+    return model.state_dict(), losses, estimator.finish()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_replayed_parts_train_and_are_seen_as_plain_ones(every):
+    plain, plain_losses, expected = watched_in_parts(cuda_graphs=False, every=every)
+    replayed, losses, found = watched_in_parts(cuda_graphs=True, every=every)
+    assert losses == pytest.approx(plain_losses, rel=1e-3)
+    assert (found.trace, found.num_samples) == (pytest.approx(expected.trace, rel=1e-2), sum(SIZES))
+    for name, value in plain.items():
+        torch.testing.assert_close(replayed[name], value, rtol=5e-3, atol=1e-4)
+
+
+def test_replayed_sketches_draw_other_signs_each_time():
+    model, optimizer, passes = make_parts(cuda_graphs=True)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    meter = DiversityMeter(model, compiled=True, mode="sketch")
+    batch = torch.randn(32, 3, 12, 12, device="cuda"), torch.randint(4, (32,), device="cuda")
+    with meter:
+        watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
+        passes.begin_epoch(32)
+        sums = [0.0]
+        for _ in range(8):
+            watched(batch)
+            sums.append(meter.norms.sum_of_sq_norms())
+    added = {round(after - before, 9) for before, after in itertools.pairwise(sums)}
+    assert passes._recorded
+    assert len(added) == 8
