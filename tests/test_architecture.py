@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
-BASE = {"errors"}
+BASE = {"errors", "checks"}
 CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
-LIBRARY = BASE | CORE | {"controller", "controller_checks", "advice", "integrations"}
+LIBRARY = BASE | CORE | {"student", "controller", "controller_checks", "advice", "integrations"}
 MAY_IMPORT = {
     "errors": set(),
+    "checks": {"errors"},
+    "student": set(),
     "ranks": BASE,
-    "measurement": BASE,
+    "measurement": BASE | {"student"},
     "records": BASE,
     "policies": BASE | {"measurement"},
     "norms": BASE | {"measurement", "ranks"},
@@ -31,10 +33,10 @@ MAY_IMPORT = {
     "lab.experiments": LIBRARY | {"lab.training", "lab.loggers"},
     "lab.probe": LIBRARY | {"lab.training", "lab.experiments", "report"},
     "lab.search": LIBRARY | {"lab.training", "lab.experiments"},
-    "report": BASE | {"records", "measurement"},
+    "report": BASE | {"records", "measurement", "student"},
     "cli": LIBRARY | {"report", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},
 }
-WITHOUT_TORCH = {"errors", "measurement", "records", "policies", "report"}
+WITHOUT_TORCH = {"errors", "checks", "student", "measurement", "records", "policies", "report"}
 
 
 def part_of(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from divebatch.checks import require_count
 from divebatch.controller_checks import require_parts, require_same_setup, require_step_cadence
 from divebatch.data.epoch_progress import Pass
 from divebatch.data.loader import AdaptiveLoader
@@ -18,7 +19,7 @@ from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.norms.rank_weighting import weigh_gradients as weigh
 from divebatch.policies import Policy
-from divebatch.policies.bounds import require_count, require_coupling
+from divebatch.policies.bounds import require_coupling
 from divebatch.ranks import inside_ddp
 from divebatch.records import EpochRecord
 

@@ -5,12 +5,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from divebatch.checks import require_count
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.estimators.estimator import Windowed
 from divebatch.policies import Policy
-from divebatch.policies.bounds import require_count
 
 
 def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoader, estimator: Estimator | None) -> None:

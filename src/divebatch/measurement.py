@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
 from typing import Any, Self
 
 from divebatch.errors import UndefinedDiversityError
+from divebatch.student import t_quantile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class Spread:
     sq_norm_variance: float
     covariance: float
     degrees: float
-    """Of freedom: estimates that went in, less one; less than that where some weigh more than others."""
+    """Degrees of freedom: number of estimates minus one; fewer where some weigh more than others."""
 
     def quantile(self, level: float) -> float:
         """Of Student's t, two-sided: how many standard errors the interval of this level reaches to each side.
@@ -26,17 +26,7 @@ class Spread:
         >>> round(few.quantile(0.95), 2), round(many.quantile(0.95), 2)
         (2.57, 1.96)
         """
-        if self.degrees < 1:
-            return math.inf
-        tail = (1 + level) / 2
-        if self.degrees < 2:
-            return math.tan(math.pi * (tail - 0.5))
-        if self.degrees < 3:
-            return (2 * tail - 1) * math.sqrt(2 / (4 * tail * (1 - tail)))
-        z, d = NormalDist().inv_cdf(tail), self.degrees
-        first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-        return z + first / d + second / d**2 + third / d**3
+        return t_quantile((1 + level) / 2, self.degrees)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.policies import DiveBatch
-from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
+from divebatch.policies.bounds import Bounds, require_start_under_cap
 
 quickly = settings(max_examples=200, deadline=None)
 PROPOSALS = st.one_of(st.floats(0, 1e4), st.just(math.inf))

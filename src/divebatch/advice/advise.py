@@ -15,6 +15,7 @@ from divebatch.advice.noise import NoiseCourse, measure_noise
 from divebatch.advice.result import Advice
 from divebatch.advice.timing import OnTime, time_steps
 from divebatch.advice.tradeoff import StepTimes
+from divebatch.checks import require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Scene, make_estimator
@@ -22,7 +23,6 @@ from divebatch.estimators.lagged_products import extrapolation
 from divebatch.lab.training import Clock, LossFn, Passes, Setup, Step
 from divebatch.lab.training.distributed import Parallel
 from divebatch.lab.training.precision import device_settings
-from divebatch.policies.bounds import require_count, require_positive
 
 LEAST_STEPS = 24
 """Of the short run; fewer tell nothing."""

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
-from divebatch.policies.bounds import require_count, require_positive
 
 SLACK = 0.05
 """A batch that takes at most this part longer than the best is as good; of several the smallest is taken."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from divebatch.checks import require_choice, require_count
 from divebatch.errors import ArgumentError
 from divebatch.norms.share import part_of_batch
 
@@ -28,10 +29,8 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: str = "mean") -> Ite
     >>> w.grad == x.mean()
     tensor(True)
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ArgumentError(f"size must be an integer of at least 1, got size={size!r}")
-    if loss_reduction not in LOSS_REDUCTIONS:
-        raise ArgumentError(f"unknown loss_reduction {loss_reduction!r}; known: {', '.join(LOSS_REDUCTIONS)}")
+    require_count("size", size)
+    require_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
     num_samples = batch_length(batch)
     for start in range(0, num_samples, size):
         stop = min(start + size, num_samples)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
 
 
 def checked_seed(seed: int) -> int:
     """`seed` if it can seed anything, else an error."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ArgumentError(f"seed must be an integer of at least 0, got seed={seed!r}")
+    require_count("seed", seed, at_least=0)
     return seed
 
 

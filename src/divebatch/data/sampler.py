@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from divebatch.checks import require_count
 from divebatch.data.order import Order, Sequential, Shuffled
 from divebatch.errors import ArgumentError
 
 
 def checked_batch_size(batch_size: int, *, dataset_size: int | None, drop_last: bool) -> int:
     """`batch_size` if an epoch of at least one batch can be cut with it, else an error."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ArgumentError(f"batch_size must be an integer of at least 1, got batch_size={batch_size!r}")
+    require_count("batch_size", batch_size)
     if drop_last and dataset_size is not None and batch_size > dataset_size:
         raise ArgumentError(
             f"batch_size={batch_size} is larger than the {dataset_size} samples of an epoch and drop_last=True "
@@ -57,8 +57,7 @@ class AdaptiveBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if isinstance(dataset_size, bool) or not isinstance(dataset_size, int) or dataset_size < 1:
-            raise ArgumentError(f"the dataset is empty or has no size: dataset_size={dataset_size!r}")
+        require_count("dataset_size", dataset_size)
         self.dataset_size, self.drop_last, self.epoch = dataset_size, drop_last, 0
         self.order: Order = Shuffled(dataset_size, seed) if shuffle else Sequential(dataset_size)
         self.batch_size = batch_size

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from divebatch.checks import require_count
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.deferred_norms import Norms, Readable, Row, norms_of, numbers_of, read
-from divebatch.estimators.estimator import Scene, optimizer_of, require_number
+from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.estimators.precondition import Preconditioner, require_second_moment, rescaled
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.norms.accumulators import addend
@@ -114,7 +115,7 @@ class ChunkWise(Stepwise):
         super().__init__(decay=decay)
         if not isinstance(preconditioned, bool):
             raise ArgumentError(f"preconditioned must be True or False, got preconditioned={preconditioned!r}")
-        require_number("every", every, least=1)
+        require_count("every", every)
         self._preconditioned, self._every = preconditioned, every
         self._chunks: Any = None
         self._waiting: list[Readable] = []

@@ -41,12 +41,6 @@ class Scene:
         return (self.local_samples_delivered or self.samples_delivered)()
 
 
-def require_number(name: str, value: int, *, least: int) -> None:
-    """Raise unless `value` is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f"{name} must be an integer of at least {least}, got {name}={value!r}")
-
-
 def require_whole(scene: Scene, name: str) -> None:
     """For estimators that need each rank's own whole gradients."""
     if any(map(is_sharded, scene.model.parameters())):

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from divebatch.checks import require_count
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.chunk_gradients import ChunkWise
 from divebatch.estimators.dropped import DropWatch, loss_scale
-from divebatch.estimators.estimator import Scene, optimizer_of, require_number, require_whole
+from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
 from divebatch.estimators.lagged_products import KEPT, Lagged, check_gradients, extrapolation
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
@@ -55,7 +56,7 @@ class Moments(ChunkWise):
     ) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned, every=every)
         if window is not None:
-            require_number("window", window, least=2)
+            require_count("window", window, at_least=2)
         self._window = window
         self._pause = 0
         """Steps to come that are not looked at."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from divebatch.errors import CoverageError, UsageError
+from divebatch.norms import fused
 from divebatch.norms.backward import families, measured
 from divebatch.norms.compiled_normalization import message, own_tap
 from divebatch.norms.registry import CoveredLayer, original_type
@@ -46,6 +47,7 @@ class Taps:
         self, model: nn.Module, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[Tapped], None]
     ) -> None:
         _require_simple(layers)
+        fused.prepare_for_compiler()
         self.paused = False
         self._layers, self._mode, self._on_end = layers, mode, on_end
         device = next(layers[0].module.parameters()).device

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.checks import require_choice, require_count
+from divebatch.errors import UsageError
 from divebatch.norms.accumulators import Sums
 from divebatch.norms.backward import Backward
 from divebatch.norms.compilation import warn_if_compiled
@@ -68,11 +69,10 @@ class NormMeter:
         grad_scaler: Any = None,
         loss_weight: Callable[[], float] | None = None,
     ) -> None:
-        _require("mode", mode, MODES)
-        _require("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-        _require("fallback", fallback, (None, *FALLBACKS))
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ArgumentError(f"every must be an integer of at least 1, got every={every!r}")
+        require_choice("mode", mode, MODES)
+        require_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+        require_choice("fallback", fallback, (None, *FALLBACKS))
+        require_count("every", every)
         self.loss_reduction, self.mode, self.every, self._grad_scaler = loss_reduction, mode, every, grad_scaler
         self._loss_weight = loss_weight or (lambda: 1.0)
         self.layers = cover(model, fallback=FALLBACKS[fallback] if fallback is not None else None)
@@ -238,8 +238,3 @@ def pausing_meters() -> Iterator[None]:
     finally:
         for meter in pausing:
             meter.paused = False
-
-
-def _require(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    if value not in known:
-        raise ArgumentError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")

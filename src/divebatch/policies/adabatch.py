@@ -3,9 +3,10 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import require_count, require_positive, require_start_under_cap
+from divebatch.policies.bounds import require_start_under_cap
 from divebatch.policies.policy import Policy
 
 

@@ -4,8 +4,9 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from divebatch.checks import require_count, require_positive
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
+from divebatch.policies.bounds import Bounds, require_start_under_cap
 from divebatch.policies.confidence import decided, ratio, require_diversity, require_loss
 from divebatch.policies.policy import Policy
 

@@ -4,9 +4,10 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import require_count, require_positive, require_start_under_cap
+from divebatch.policies.bounds import require_start_under_cap
 from divebatch.policies.confidence import asked, require_diversity
 from divebatch.policies.policy import Policy
 from divebatch.policies.wrappers import WarmUp

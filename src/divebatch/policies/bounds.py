@@ -1,21 +1,9 @@
-"""Between which sizes a batch may move, and the checks all policies share."""
+"""Between which sizes a batch may move, and checks of a policy against its loader."""
 
-import sys
 from dataclasses import dataclass
 
+from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
-
-
-def require_count(name: str, value: int) -> None:
-    """Raise unless `value` is a whole number of at least one."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name} must be an integer of at least 1, got {name}={value!r}")
-
-
-def require_positive(name: str, value: float) -> None:
-    """Raise unless `value` is positive and finite; NaN fails too."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ArgumentError(f"{name} must be positive and finite, got {name}={value!r}")
 
 
 def require_start_under_cap(batch_size: int, max_batch_size: int) -> None:

@@ -4,8 +4,9 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
+from divebatch.checks import require_count, require_positive
 from divebatch.measurement import Decision, Diversity, Measurement
-from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
+from divebatch.policies.bounds import Bounds, require_start_under_cap
 from divebatch.policies.confidence import asked, decided, require_diversity
 from divebatch.policies.policy import Policy
 

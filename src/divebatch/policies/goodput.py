@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement, gain
-from divebatch.policies.bounds import Bounds, require_count, require_positive, require_start_under_cap
+from divebatch.policies.bounds import Bounds, require_start_under_cap
 from divebatch.policies.confidence import require_diversity
 from divebatch.policies.policy import Policy
 

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from divebatch.checks import require_positive
 from divebatch.errors import UsageError
 from divebatch.measurement import Diversity, Measurement
-from divebatch.policies.bounds import require_positive
 from divebatch.policies.confidence import asked, require_diversity
 from divebatch.policies.paced import Paced
 

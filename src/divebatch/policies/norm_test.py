@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from divebatch.policies.bounds import require_positive
+from divebatch.checks import require_positive
 from divebatch.policies.from_noise import FromNoise
 from divebatch.policies.paced import Paced
 

@@ -4,8 +4,9 @@ from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from divebatch.checks import require_count
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import Bounds, require_count, require_start_under_cap
+from divebatch.policies.bounds import Bounds, require_start_under_cap
 from divebatch.policies.confidence import decided
 from divebatch.policies.policy import Policy
 

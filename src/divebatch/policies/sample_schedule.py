@@ -5,9 +5,9 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import require_count
 from divebatch.policies.policy import Policy
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from divebatch.checks import require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity, Measurement
-from divebatch.policies.bounds import require_positive
 from divebatch.policies.confidence import require_diversity
 from divebatch.policies.paced import Paced
 

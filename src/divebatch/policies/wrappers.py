@@ -5,9 +5,9 @@ from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol, runtime_checkable
 
+from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import require_count, require_positive
 from divebatch.policies.policy import Policy
 
 

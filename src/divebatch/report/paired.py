@@ -1,9 +1,11 @@
-"""Paired differences: mean, Student's interval, effect size. No scipy: the t distribution is a page of arithmetic."""
+"""Paired differences: mean, Student's interval, effect size."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+
+from divebatch.student import t_quantile
 
 LEVEL = 0.95
 SIZES = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"), (math.inf, "large"))
@@ -63,35 +65,3 @@ def pair(differences: Sequence[float]) -> Paired:
     mean, std = fmean(differences), stdev(differences)
     largest = max(map(abs, differences))
     return Paired(mean, 0.0 if std <= 1e-12 * largest else std, len(differences))
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """The value below which Student's t stays with this probability (from 0.5 to 1).
-
-    >>> round(t_quantile(0.975, 4), 4), round(t_quantile(0.975, 1), 3)
-    (2.7764, 12.706)
-    """
-    low, high = 0.0, 1.0
-    while t_cdf(high, degrees) < probability:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, degrees) < probability else (low, middle)
-    return high
-
-
-def t_cdf(value: float, degrees: int) -> float:
-    """P(t <= value) for value >= 0, in closed form for whole degrees of freedom (a sum of `degrees` / 2 terms)."""
-    angle = math.atan2(value, math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    if degrees % 2:
-        term, total = cosine, 0.0
-        for step in range(1, (degrees - 1) // 2 + 1):
-            total += term
-            term *= cosine**2 * 2 * step / (2 * step + 1)
-        return 0.5 + (angle + sine * total) / math.pi
-    term, total = 1.0, 0.0
-    for step in range(1, degrees // 2 + 1):
-        total += term
-        term *= cosine**2 * (2 * step - 1) / (2 * step)
-    return 0.5 + sine * total / 2

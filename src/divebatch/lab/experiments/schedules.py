@@ -6,7 +6,7 @@ from typing import Protocol
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, StepLR
 
-from divebatch.policies.bounds import require_count, require_positive
+from divebatch.checks import require_count, require_positive
 
 
 class ScheduleSettings(Protocol):

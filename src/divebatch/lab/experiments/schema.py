@@ -8,12 +8,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, make_estimator
 from divebatch.lab.training import Setup
 from divebatch.lr import COUPLINGS
 from divebatch.policies import POLICIES, make_policy
-from divebatch.policies.bounds import require_count, require_coupling, require_positive
+from divebatch.policies.bounds import require_coupling
 
 T = TypeVar("T")
 

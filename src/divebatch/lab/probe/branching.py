@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
 from divebatch.lab.probe.verdict import Branch, Outcome, Probe
 from divebatch.lr import BY_NOISE, COUPLINGS
-from divebatch.policies.bounds import require_count, require_positive
 
 LEAST_STEPS = 4
 """Of the largest branch, where the caller names no factors."""

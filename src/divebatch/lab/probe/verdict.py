@@ -7,7 +7,7 @@ from itertools import takewhile
 from statistics import fmean, stdev
 from typing import Any
 
-from divebatch.measurement import Spread
+from divebatch.student import t_quantile
 
 LEVEL = 0.95
 """Of the intervals."""
@@ -153,8 +153,7 @@ def interval(values: list[float]) -> tuple[float, float, float]:
         return (math.inf, math.inf, math.inf)  # a branch diverged: no tolerance forgives that
     if len(values) < 2:
         return (mean, -math.inf, math.inf)
-    student = Spread(trace_variance=0.0, sq_norm_variance=0.0, covariance=0.0, degrees=len(values) - 1)
-    reach = student.quantile(LEVEL) * stdev(values) / math.sqrt(len(values))
+    reach = t_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return (mean, mean - reach, mean + reach)
 
 

@@ -46,6 +46,8 @@ def compiled_loss_of(*, fullgraph: bool = True) -> Callable[..., Tensor]:
 
     DDP's own part of the forward pass is not compiled, which breaks the graph: not `fullgraph`.
     """
+    import torch._dynamo  # takes a second to import, and only compiled runs need it
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
     return torch.compile(loss_of, dynamic=False, fullgraph=fullgraph)
 

@@ -39,6 +39,8 @@ def prepare(fetched: Fetched, plan: Tensor, transform: Transform, normalise: Cal
 @cache
 def _compiled() -> Callable[..., Batch]:
     """One for all loaders of a process: a second one of the same transform and layout takes what is there."""
+    import torch._dynamo  # takes a second to import, and only compiled runs need it
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
     return torch.compile(prepare, dynamic=False, fullgraph=True)
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from divebatch.checks import require_count
 from divebatch.lab.experiments.datasets.archive import Origin
 from divebatch.lab.experiments.datasets.augment import CropFlip, CropFlipRotate, Transform, Whole
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
 from divebatch.lab.experiments.datasets.split import DataPlace, Split
 from divebatch.lab.experiments.datasets.unpickle import read_pickle
-from divebatch.policies.bounds import require_count
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar.html"
 SIDE = 32

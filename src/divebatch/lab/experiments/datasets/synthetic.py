@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from divebatch.checks import require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments.datasets.split import DataPlace, Split, own_part, require_fraction
-from divebatch.policies.bounds import require_count, require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from divebatch.checks import require_count
 from divebatch.lab.training import LossFn
-from divebatch.policies.bounds import require_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
