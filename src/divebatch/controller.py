@@ -47,7 +47,7 @@ class Controller:
     Under a process group (`loader.ranks`) all ranks make a controller alike and call its methods alike. `model` is
     yours, the DDP wrapper around it, or sharded by FSDP2. What is measured is that of all ranks, and all take rank 0's
     view of it, so that they decide the same. Gradients are exact although ranks may hold unequal shares of a batch:
-    the controller multiplies what enters the model backwards by `loader.share.loss_weight`, unless a loop with
+    the controller multiplies what enters the model backwards by `loader.rank_shard.loss_weight`, unless a loop with
     `weigh_gradients=False` does it to its losses. A loss that is a sum gives the sum over the number of ranks.
     """
 
@@ -387,7 +387,7 @@ def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str, loss_f
         optimizer,
         lambda: loader.samples_delivered,
         loader.ranks,
-        lambda: loader.share,
+        lambda: loader.rank_shard,
         lambda: loader.local_samples_delivered,
     )
 
@@ -395,4 +395,4 @@ def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str, loss_f
 def _weighed(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str) -> Callable[[], None] | None:
     if loader.ranks.is_alone:
         return None
-    return weigh(model, lambda: loader.share.weight_for(loss_reduction))
+    return weigh(model, lambda: loader.rank_shard.weight_for(loss_reduction))

@@ -139,36 +139,36 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's part of one batch.
+class RankShard:
+    """One rank's samples of one batch.
 
-    >>> Share(num_samples=37, mine=10, num_ranks=4).loss_weight  # 10 of 37 samples, where 9.25 would be the mean
+    >>> RankShard(num_samples=37, mine=10, num_ranks=4).loss_weight  # 10 of 37 samples, where 9.25 would be the mean
     1.0810810810810811
     """
 
     num_samples: int
-    """Of the batch, all ranks together."""
+    """Samples of the batch, all ranks together."""
     mine: int
-    """Of them on this rank; 0 for a stand-in."""
+    """Samples of it on this rank; 0 where the rank has only a dummy sample."""
     num_ranks: int = 1
 
     @property
     def loss_weight(self) -> float:
-        """What the mean loss over this rank's samples is multiplied with; 1 where shares are equal.
+        """The factor for the mean loss over this rank's samples; 1 where all ranks hold equally many.
 
-        The mean over ranks, which DDP and FSDP take, is then the mean over the batch. A `Controller` sees to it.
+        The mean over ranks, which DDP and FSDP take, is then the mean over the batch. A `Controller` applies it.
         """
         return self.num_ranks * self.mine / self.num_samples if self.num_samples else 1.0
 
     def weight_for(self, loss_reduction: str) -> float:
-        """The same for a loss that is a mean or a sum over samples: sums add up by themselves, but for a stand-in's."""
+        """The factor for a mean or a sum over samples. Sums add up by themselves, except that a dummy counts 0."""
         return self.loss_weight if loss_reduction == "mean" else float(not self.is_stand_in)
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether there was nothing left for this rank, and it got the batch's first sample to keep the others company.
+        """Whether no sample was left for this rank, so that it got the batch's first one as a dummy.
 
-        All ranks must take part in every collective. Its weight is zero, so its gradient counts for nothing.
+        Every rank must take part in every collective. The dummy's weight is zero, so its gradient counts for nothing.
         """
         return self.mine == 0 < self.num_samples
 

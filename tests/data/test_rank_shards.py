@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 from divebatch import AdaptiveLoader
-from divebatch.data.rank_shards import local_order, share_of, size_without_stand_ins
-from divebatch.ranks import Ranks, Share
+from divebatch.data.rank_shards import local_order, rank_shard_of, size_without_stand_ins
+from divebatch.ranks import Ranks, RankShard
 
 
 class Rank(Ranks):
@@ -37,8 +37,8 @@ def test_shares_are_those_of_tensor_split(drawn: tuple[int, int, int, bool]):
     ranks, more, rest, _ = drawn
     num_samples = ranks + more + rest
     parts = torch.arange(num_samples).tensor_split(ranks)
-    assert [share_of(num_samples, rank).mine for rank in team(ranks)] == [len(part) for part in parts]
-    assert sum(share_of(num_samples, rank).loss_weight for rank in team(ranks)) == pytest.approx(ranks)
+    assert [rank_shard_of(num_samples, rank).mine for rank in team(ranks)] == [len(part) for part in parts]
+    assert sum(rank_shard_of(num_samples, rank).loss_weight for rank in team(ranks)) == pytest.approx(ranks)
 
 
 @given(sizes)
@@ -49,10 +49,10 @@ def test_the_ranks_parts_of_each_batch_make_up_the_batch(drawn: tuple[int, int, 
     batches = [batch for batch in order.split(batch_size) if len(batch) == batch_size or not drop_last]
     for kind in (order, order.tolist()):
         shared = [torch.as_tensor(local_order(kind, batch_size, rank, drop_last=drop_last)) for rank in team(ranks)]
-        cut = [mine.split(share_of(batch_size, rank).mine) for mine, rank in zip(shared, team(ranks), strict=True)]
+        cut = [mine.split(rank_shard_of(batch_size, rank).mine) for mine, rank in zip(shared, team(ranks), strict=True)]
         assert {len(parts) for parts in cut} == {len(batches)}
         for number, batch in enumerate(batches):
-            mine = [share_of(len(batch), rank).mine for rank in team(ranks)]
+            mine = [rank_shard_of(len(batch), rank).mine for rank in team(ranks)]
             counted = [parts[number][:count] for parts, count in zip(cut, mine, strict=True)]
             assert torch.equal(torch.cat(counted), batch)
             stand_ins = [parts[number] for parts, part in zip(cut, counted, strict=True) if not len(part)]
@@ -69,11 +69,11 @@ def test_a_full_pass_leaves_no_rank_without_a_sample(drawn: tuple[int, int, int,
 
 
 def test_a_stand_in_weighs_nothing_and_a_lone_process_everything():
-    assert Share(3, 0, 4).is_stand_in
-    assert Share(3, 0, 4).loss_weight == 0.0
-    assert [Share(3, 0, 4).weight_for("sum"), Share(3, 1, 4).weight_for("sum")] == [0.0, 1.0]
-    assert not Share(0, 0).is_stand_in  # before the first batch
-    assert Share(0, 0).loss_weight == Share(5, 5).loss_weight == 1.0
+    assert RankShard(3, 0, 4).is_stand_in
+    assert RankShard(3, 0, 4).loss_weight == 0.0
+    assert [RankShard(3, 0, 4).weight_for("sum"), RankShard(3, 1, 4).weight_for("sum")] == [0.0, 1.0]
+    assert not RankShard(0, 0).is_stand_in  # before the first batch
+    assert RankShard(0, 0).loss_weight == RankShard(5, 5).loss_weight == 1.0
 
 
 class Numbers(Dataset[int]):
@@ -111,7 +111,7 @@ def test_every_kind_of_loader_deals_out_what_one_process_gets(kind: str):
         for loader in (single, *loaders):
             loader.batch_size = size
         for whole, *parts in zip(single, *loaders, strict=True):
-            mine = [numbers(part)[: loader.share.mine] for part, loader in zip(parts, loaders, strict=True)]
+            mine = [numbers(part)[: loader.rank_shard.mine] for part, loader in zip(parts, loaders, strict=True)]
             assert list(chain(*mine)) == numbers(whole)
     for loader in loaders:
         assert loader.state_dict() == single.state_dict()
@@ -148,5 +148,5 @@ def test_a_resume_with_other_ranks_goes_on_at_the_same_sample():
         loaders = [AdaptiveLoader(TensorDataset(torch.arange(23)), 8, ranks=rank) for rank in team(size)]
         for loader in loaders:
             loader.load_state_dict(before.state_dict())
-        rest = [[n for batch in loader for n in numbers(batch)[: loader.share.mine]] for loader in loaders]
+        rest = [[n for batch in loader for n in numbers(batch)[: loader.rank_shard.mine]] for loader in loaders]
         assert sorted(chain(*rest)) == sorted(n for batch in single[2:] for n in numbers(batch))

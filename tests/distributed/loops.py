@@ -193,7 +193,7 @@ class Run:
         return asdict(self.control.step())
 
     def step(self, batch: Any) -> None:
-        self.seen += batch[1][: self.loader.share.mine, 1].tolist()
+        self.seen += batch[1][: self.loader.rank_shard.mine, 1].tolist()
         self.optimizer.zero_grad()
         for x, y, factor, waits in self.parts(batch):
             with self.syncing(not waits):

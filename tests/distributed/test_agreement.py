@@ -191,7 +191,7 @@ def drawn(ranks: Ranks) -> tuple[list[list[int]], list[int]]:
     torch.manual_seed(ranks.rank)
     data = TensorDataset(torch.arange(23))
     loader = AdaptiveLoader.wrap(DataLoader(data, 6, sampler=RandomSampler(data, num_samples=19)))
-    seen = [batch.tolist()[: loader.share.mine] for (batch,) in loader]
+    seen = [batch.tolist()[: loader.rank_shard.mine] for (batch,) in loader]
     return seen, [number for (batch,) in loader.full_pass() for number in batch.tolist()]
 
 

@@ -26,7 +26,7 @@ def batches(ranks: Ranks, on_device: bool) -> list[tuple[Tensor, Tensor]]:
     train, validation = (numbered_images(23), CropFlip()), (numbered_images(5), Whole())
     loader: Any = image_split(train, validation, colours, 10, eval_batch_size=4, place=place).loader(7, seed=1)
     assert loader.ranks.size == ranks.size
-    return [(x[: loader.share.mine], y[: loader.share.mine]) for _ in range(2) for x, y in loader]
+    return [(x[: loader.rank_shard.mine], y[: loader.rank_shard.mine]) for _ in range(2) for x, y in loader]
 
 
 @pytest.mark.parametrize("on_device", [True, False])

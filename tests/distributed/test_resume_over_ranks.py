@@ -115,7 +115,7 @@ def rest_of_epoch(ranks: Ranks, problem: Problem, state: Any) -> tuple[list[int]
     local = []
     for batch in run.loader:
         run.step(batch)
-        local.append(run.loader.share.mine)
+        local.append(run.loader.rank_shard.mine)
     return run.seen, run.control.step(loss=1.0 + ranks.rank), local
 
 

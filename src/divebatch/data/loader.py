@@ -12,11 +12,11 @@ from divebatch.data.epoch_progress import Pass, why_not_finished
 from divebatch.data.from_dataloader import parts_of
 from divebatch.data.listeners import Listeners
 from divebatch.data.order import FromSampler, Order, Sequential, Shuffled, checked_seed, size_of
-from divebatch.data.rank_shards import local_batches, require_shareable, share_of, size_without_stand_ins
+from divebatch.data.rank_shards import local_batches, rank_shard_of, require_shareable, size_without_stand_ins
 from divebatch.data.sampler import checked_batch_size, num_batches
 from divebatch.data.source import length_of_stream, make_source
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
-from divebatch.ranks import Ranks, Share
+from divebatch.ranks import Ranks, RankShard
 
 STATE_VERSION = 1
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
@@ -99,7 +99,7 @@ class AdaptiveLoader:
         self.batch_size = batch_size
         if ranks is not None:
             self._join(ranks)
-        self.share, self.local_samples_delivered = Share(0, 0), 0
+        self.rank_shard, self.local_samples_delivered = RankShard(0, 0), 0
         self._epoch = 0
         self._current: Pass | None = None
         self._finished: Pass | None = None
@@ -236,11 +236,11 @@ class AdaptiveLoader:
                         "loader.full_pass() or a loader of its own"
                     )
                 num_samples, batch = counted
-                self.share = self._share_of(current, num_samples)
-                self.local_samples_delivered += self.share.mine
-                current.local_samples += self.share.mine
+                self.rank_shard = self._rank_shard_of(current, num_samples)
+                self.local_samples_delivered += self.rank_shard.mine
+                current.local_samples += self.rank_shard.mine
                 current.batches += 1
-                current.samples += self.share.num_samples
+                current.samples += self.rank_shard.num_samples
                 yield batch
                 self._tell_of_step(current)
                 if current.batch_size != size:
@@ -259,11 +259,11 @@ class AdaptiveLoader:
             return iter(())
         return local_batches(self._source, left, size, self.ranks, drop_last=self.drop_last, seed=seed)
 
-    def _share_of(self, current: Pass, num_samples: int) -> Share:
+    def _rank_shard_of(self, current: Pass, num_samples: int) -> RankShard:
         """`num_samples` is what the source counted here."""
         if self.ranks.is_alone:  # a stream never has other ranks
-            return Share(num_samples, num_samples)
-        return share_of(min(current.batch_size, current.samples_left), self.ranks)
+            return RankShard(num_samples, num_samples)
+        return rank_shard_of(min(current.batch_size, current.samples_left), self.ranks)
 
     def _total_batches(self, current: Pass) -> int | None:
         if current.order is None:

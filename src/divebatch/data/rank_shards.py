@@ -10,13 +10,13 @@ from torch.utils.data import DistributedSampler
 from divebatch.data.order import FromSampler, Order
 from divebatch.data.source import Source
 from divebatch.errors import ArgumentError
-from divebatch.ranks import Ranks, Share
+from divebatch.ranks import Ranks, RankShard
 
 
-def share_of(num_samples: int, ranks: Ranks) -> Share:
+def rank_shard_of(num_samples: int, ranks: Ranks) -> RankShard:
     """This rank's part of a batch of `num_samples`."""
     first, last = _bounds(num_samples, ranks)
-    return Share(num_samples, last - first, ranks.size)
+    return RankShard(num_samples, last - first, ranks.size)
 
 
 def local_order(order: Tensor | Sequence[Any], batch_size: int, ranks: Ranks, *, drop_last: bool) -> Any:
@@ -50,7 +50,7 @@ def local_batches(
         return source.batches(order, batch_size, start=0, seed=seed)
     mine = local_order(order, batch_size, ranks, drop_last=drop_last)
     own_seed = (*seed, ranks.rank) if ranks.rank else seed
-    return source.batches(mine, share_of(batch_size, ranks).mine, start=0, seed=own_seed)
+    return source.batches(mine, rank_shard_of(batch_size, ranks).mine, start=0, seed=own_seed)
 
 
 def size_without_stand_ins(num_samples: int, batch_size: int, ranks: Ranks) -> int:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity
 from divebatch.norms.sharded import is_sharded
-from divebatch.ranks import Ranks, Share
+from divebatch.ranks import Ranks, RankShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Scene:
     samples_delivered: Callable[[], int] = lambda: 0
     """Samples the loader has handed to the loop so far, those of all ranks."""
     ranks: Ranks = field(default_factory=Ranks.alone)
-    share: Callable[[], Share] | None = None
+    share: Callable[[], RankShard] | None = None
     """This rank's part of the batch delivered last."""
 
     local_samples_delivered: Callable[[], int] | None = None

@@ -20,7 +20,7 @@ from divebatch.norms.meter import NormMeter, pausing_meters
 from divebatch.norms.rank_weighting import without_weighing
 from divebatch.norms.sharded import ShardSums, is_sharded
 from divebatch.norms.sketch import sum_dtype
-from divebatch.ranks import Ranks, Share, inside_ddp
+from divebatch.ranks import Ranks, RankShard, inside_ddp
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -41,7 +41,7 @@ class DiversityMeter:
         model: nn.Module,
         *,
         ranks: Ranks | None = None,
-        share: Callable[[], Share] | None = None,
+        share: Callable[[], RankShard] | None = None,
         **settings: Any,
     ) -> None:
         if settings.get("every", 1) != 1:

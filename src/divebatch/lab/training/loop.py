@@ -14,7 +14,7 @@ from divebatch.data.micro_batches import batch_length, cut, micro_batches
 from divebatch.errors import BatchTooLargeError
 from divebatch.lab.training.forward_backward import OnReplay, Passes
 from divebatch.norms.meter import pausing_meters
-from divebatch.ranks import Ranks, Share
+from divebatch.ranks import Ranks, RankShard
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Step:
     replay_token: Callable[[], object] = lambda: True
     min_parts: Callable[[], int] = lambda: 1
     """Into how many parts a batch must be cut at least: some estimators compare the parts."""
-    share: Callable[[], Share | None] = lambda: None
+    share: Callable[[], RankShard | None] = lambda: None
     """This rank's part of the batch under way, where there are several."""
     on_replay: OnReplay = lambda _: None
     """For passes that no hook sees."""
@@ -59,7 +59,7 @@ class Step:
             is_measuring=lambda: control.is_measuring,
             replay_token=lambda: control.replay_token,
             min_parts=lambda: control.min_parts,
-            share=lambda: control.loader.share,
+            share=lambda: control.loader.rank_shard,
             on_replay=control.see_replay,
         )
 
@@ -154,7 +154,7 @@ def train_epoch(
     after_step: Callable[[], None],
     *,
     ranks: Ranks | None = None,
-    share: Callable[[], Share | None] = lambda: None,
+    share: Callable[[], RankShard | None] = lambda: None,
 ) -> float:
     """One step on each batch; the mean loss over the epoch's samples of all ranks. `share` is this rank's part."""
     for batch in batches:

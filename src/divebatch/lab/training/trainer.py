@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.controller import Controller
 from divebatch.data.order import mixed_seed
-from divebatch.data.rank_shards import share_of
+from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import DivergedError
 from divebatch.lab.training.clock import Clock
 from divebatch.lab.training.device_options import Setup
@@ -98,16 +98,21 @@ class Trainer:
         self.model.train()
         loader, ranks = self.control.loader, self.ranks
         step = Step.under(self.control, self.passes, self.optimizer)
-        size = share_of(loader.batch_size, ranks).mine
+        size = rank_shard_of(loader.batch_size, ranks).mine
         self.passes.begin_epoch(step.part_size(size), batch_size=size)
 
         def one_step(batch: Any) -> Tensor:
-            size = share_of(loader.batch_size, ranks).mine  # the controller may have changed it, or want other parts
+            size = rank_shard_of(loader.batch_size, ranks).mine  # the controller may have changed it
             self.passes.expect(step.part_size(size), batch_size=size)
             return step(batch)
 
         train_loss = train_epoch(
-            one_step, loader, self.tally, lambda: self._after_step(after_step), ranks=ranks, share=lambda: loader.share
+            one_step,
+            loader,
+            self.tally,
+            lambda: self._after_step(after_step),
+            ranks=ranks,
+            share=lambda: loader.rank_shard,
         )
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
