@@ -27,14 +27,14 @@ MAY_IMPORT = {
     "controller_checks": BASE | CORE,
     "controller": BASE | CORE | {"controller_checks"},
     "integrations": BASE | CORE | {"controller"},
-    "advice": BASE | CORE | {"lab.training", "report"},
+    "advice": BASE | CORE,
     "lab.training": LIBRARY,
     "lab.loggers": BASE | {"records"},
     "lab.experiments": LIBRARY | {"lab.training", "lab.loggers"},
     "lab.probe": LIBRARY | {"lab.training", "lab.experiments", "report"},
     "lab.search": LIBRARY | {"lab.training", "lab.experiments"},
     "report": BASE | {"records", "measurement", "student"},
-    "cli": LIBRARY | {"report", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},
+    "cli": LIBRARY | {"report", "lab.training", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},
 }
 WITHOUT_TORCH = {"errors", "checks", "student", "measurement", "records", "policies", "report"}
 
@@ -86,6 +86,14 @@ def test_the_core_needs_torch_and_numpy_alone() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip()
+
+
+def test_the_library_loads_nothing_of_the_laboratory() -> None:
+    program = "import sys, divebatch; print(*(name for name in sys.modules if name.startswith('divebatch.')))"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[1] for name in answer.stdout.split()}
+    assert loaded
+    assert not loaded & {"lab", "report", "cli", "integrations"}
 
 
 def test_the_command_line_names_the_extra_it_lacks() -> None:

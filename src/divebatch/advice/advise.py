@@ -1,10 +1,11 @@
 """The one call: measure noise and time on copies, and say what follows."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +14,22 @@ from torch.optim import Optimizer
 from divebatch.advice.copies import copied, endless, is_adaptive, make_loader, tiled
 from divebatch.advice.noise import NoiseCourse, measure_noise
 from divebatch.advice.result import Advice
+from divebatch.advice.step import PRECISIONS, LossFn, MakeStep, PlainStep, Step
 from divebatch.advice.timing import OnTime, time_steps
 from divebatch.advice.tradeoff import StepTimes
 from divebatch.checks import require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Scene, make_estimator
+from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.estimators.lagged_products import extrapolation
-from divebatch.lab.training import Clock, LossFn, Passes, Setup, Step
-from divebatch.lab.training.distributed import Parallel
-from divebatch.lab.training.precision import device_settings
 
 LEAST_STEPS = 24
-"""Of the short run; fewer tell nothing."""
-LEAST_SIZE, MOST_SIZE = 8, 2**16
-"""Batch sizes that are timed where none are named."""
+"""Steps of the short run; fewer show nothing."""
+LEAST_SIZE = 8
+MOST_SIZE = 2**16
+"""The batch sizes that are timed where none are named lie between these two."""
+MOST_VARIANTS = 256
+"""How often the compiler may make code anew for another batch size."""
 ESTIMATORS = ("split", "moments", "per-sample")
 
 
@@ -41,9 +43,10 @@ def advise(
     batch_sizes: Sequence[int] | None = None,
     device: str | torch.device | None = None,
     steps: int = 300,
-    estimator: str = "split",
-    precision: str = "fp32",
+    estimator: Literal["split", "moments", "per-sample"] = "split",
+    precision: Literal["fp32", "bf16"] = "fp32",
     compile: bool = False,
+    make_step: MakeStep | None = None,
     timing_seconds: float = 60.0,
     step_seconds: Callable[[int], float] | None = None,
     on_time: OnTime | None = None,
@@ -51,28 +54,43 @@ def advise(
 ) -> Advice:
     """Measure the noise scale over a short run and the time of a step against its batch size; advise from both.
 
-    `dataset` is a Dataset, a DataLoader or an AdaptiveLoader whose batches are pairs (inputs, targets), and
-    `loss_fn(model(inputs), targets)` a mean over samples. `batch_size` is the one your optimizer's learning rate
-    belongs to; a loader has its own. The short run makes `steps` steps with both. Without an optimizer the weights
-    stay, and the advice on the learning rate is a factor. `batch_sizes` are timed for at most `timing_seconds`, warming
-    up and compiling not counted; powers of two by default, until memory or the data ends. A step is timed without
-    loading its data. `step_seconds(b)` replaces the timing where you know better, for instance on other hardware.
-    `on_time(b, seconds)` is called after each size that was timed: compiling them takes minutes.
+    Everything runs on copies: model, optimizer, loader and torch's random numbers stay as they are.
 
-    Everything runs on copies: model and optimizer stay as they are, and so do torch's random numbers.
+    Args:
+        model: The model to train.
+        loss_fn: `loss_fn(model(inputs), targets)`, a mean over samples.
+        dataset: A Dataset, a DataLoader or an AdaptiveLoader whose batches are pairs (inputs, targets).
+        optimizer: The model's, with the learning rate that suits `batch_size`. Without one the weights stay as they
+            are, and the advice on the learning rate is a factor.
+        batch_size: The batch size that learning rate belongs to; by default the loader's. The short run uses both.
+        batch_sizes: The sizes to time; by default powers of two, until memory or the data ends.
+        device: Where to run; by default where the model is.
+        steps: Optimizer steps of the short run.
+        estimator: What measures the noise: "split", "moments" or "per-sample" (not for models with BatchNorm).
+        precision: "fp32", or "bf16" for a forward pass under autocast. TF32 is as your torch settings have it.
+        compile: Whether the step goes through torch.compile.
+        make_step: Builds another training step than a plain one, which then sees to precision and compiling itself;
+            `compile` must say whether it compiles.
+        timing_seconds: Most seconds for timing; warming up and compiling are not counted.
+        step_seconds: Gives the seconds of a step of so many samples and replaces the timing, which leaves out the
+            loading of data: for instance for other hardware.
+        on_time: Called with each batch size and the seconds of its step as soon as they are known.
+        seed: Of the data's order and of what is random in the model.
     """
-    _require_settings(steps, estimator, timing_seconds)
-    loss_of = _Measuring(model, loss_fn, optimizer, _device_of(model, device), precision, compile)
-    with _restored(dataset), loss_of.scene(seed):
+    _require_settings(steps, estimator, precision, timing_seconds)
+    if make_step is None:
+        make_step = partial(_plain_step, loss_fn=loss_fn, precision=precision, compile=compile)
+    measuring = _Measuring(model, loss_fn, optimizer, _device_of(model, device), compile, make_step)
+    with _restored(dataset), measuring.surroundings(seed):
         loader = make_loader(dataset, batch_size, seed)
         loader.set_epoch(loader.epoch)  # one that was left within an epoch would count its samples back
         reference = loader.batch_size
-        noise = loss_of.noise(loader, estimator, steps)
+        noise = measuring.noise(loader, estimator, steps)
         sizes = _sizes(batch_sizes, reference, loader.dataset_size)
         if step_seconds is not None:
             times = StepTimes(tuple((size, step_seconds(size)) for size in sizes))
         else:
-            times = loss_of.times(loader, sizes, timing_seconds, on_time)
+            times = measuring.times(loader, sizes, timing_seconds, on_time)
     return Advice(
         noise=noise,
         times=times,
@@ -81,8 +99,15 @@ def advise(
         adaptive=is_adaptive(optimizer),
         estimator="moments" if optimizer is None or extrapolation(optimizer) else "split",
         dataset_size=loader.dataset_size,
-        device=str(loss_of.device) if step_seconds is None else "",
+        device=str(measuring.device) if step_seconds is None else "",
     )
+
+
+def _plain_step(
+    model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None, **settings: Any
+) -> Step:
+    cuts = int(getattr(estimator, "min_parts", 1))
+    return PlainStep(model, optimizer, min_micro_batches=cuts, **settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,48 +118,37 @@ class _Measuring:
     loss_fn: LossFn
     optimizer: Optimizer | None
     device: torch.device
-    precision: str
     compile: bool
-    setup: Setup = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "setup", Setup(precision=self.precision, compile=self.compile, cuda_graphs=True))
+    make_step: MakeStep
 
     @contextmanager
-    def scene(self, seed: int) -> Iterator[None]:
-        """Inside, random numbers and the device's settings are ours."""
+    def surroundings(self, seed: int) -> Iterator[None]:
+        """Inside, random numbers follow from the seed, and the compiler may make code for every size."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), device_settings(self.precision, self.device):
+        with torch.random.fork_rng(devices=devices), _many_variants() if self.compile else nullcontext():
             torch.manual_seed(seed)
             yield
 
     def noise(self, loader: AdaptiveLoader, kind: str, steps: int) -> NoiseCourse:
-        """Over `steps` steps at the loader's batch size."""
+        """Measure over `steps` steps at the loader's batch size."""
         model, optimizer = copied(self.model, self.optimizer, self.device)
         settings = {"compiled": self.compile} if kind == "per-sample" else {}
         estimator = make_estimator(kind, **settings)
         estimator.bind(
             Scene(model, loader.full_pass, "mean", self.loss_fn, optimizer, lambda: loader.samples_delivered)
         )
-        parts, token = int(getattr(estimator, "min_parts", 1)), getattr(estimator, "replay_token", None)
-        passes = Passes(Parallel.alone(model), self.loss_fn, self.setup, Clock(self.device))
-        step = Step(passes, optimizer, lambda: True, replay_token=lambda: token, min_parts=lambda: parts)
-        step.on_replay = getattr(estimator, "see_replay", step.on_replay)
-        passes.begin_epoch(step.part_size(loader.batch_size))
+        step = self.make_step(model, optimizer, loader.batch_size, estimator)
         return measure_noise(step, endless(loader, self.device), estimator, steps=steps)
 
     def times(self, loader: AdaptiveLoader, sizes: Sequence[int], budget: float, on_time: OnTime | None) -> StepTimes:
-        """Of whole steps: forward, backward, update; the learning rate is zero, which takes as long."""
+        """Time whole steps. The learning rate is zero, which takes as long."""
         model, optimizer = copied(self.model, self.optimizer, self.device)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0
         batch = next(endless(loader, self.device))
-        passes = Passes(Parallel.alone(model), self.loss_fn, self.setup, Clock(self.device))
-        step = Step(passes, optimizer)
 
         def prepare(size: int) -> Callable[[], None]:
-            filled = tiled(batch, size)
-            passes.begin_epoch(size)
+            step, filled = self.make_step(model, optimizer, size, None), tiled(batch, size)
             return lambda: self._wait(step(filled))
 
         return time_steps(prepare, sizes, budget=budget, on_time=on_time)
@@ -142,6 +156,14 @@ class _Measuring:
     def _wait(self, _: Tensor) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _many_variants() -> Iterator[None]:
+    import torch._dynamo  # takes a second to import, and only compiled steps need it
+
+    with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS):
+        yield
 
 
 @contextmanager
@@ -181,10 +203,12 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
     return first.device if device is None else torch.device(device)
 
 
-def _require_settings(steps: int, estimator: str, timing_seconds: float) -> None:
+def _require_settings(steps: int, estimator: str, precision: str, timing_seconds: float) -> None:
     require_count("steps", steps)
     if steps < LEAST_STEPS:
         raise ArgumentError(f"steps must be at least {LEAST_STEPS} for a noise scale to show, got steps={steps}")
     if estimator not in ESTIMATORS:
         raise ArgumentError(f"unknown estimator {estimator!r} for an advice; known: {', '.join(ESTIMATORS)}")
+    if precision not in PRECISIONS:
+        raise ArgumentError(f"unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
     require_positive("timing_seconds", timing_seconds)

@@ -13,8 +13,8 @@ from divebatch.measurement import Diversity, Spread
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseScale:
-    """In samples, over the steps from `first` to `last`, with its 95 % interval (infinite where there is no end)."""
+class NoiseEstimate:
+    """The noise scale, in samples, over the steps `first` to `last`, with its 95 % interval, which may be infinite."""
 
     first: int
     last: int
@@ -24,7 +24,7 @@ class NoiseScale:
     high: float
 
     @classmethod
-    def of(cls, diversity: Diversity, first: int, last: int) -> "NoiseScale":
+    def of(cls, diversity: Diversity, first: int, last: int) -> "NoiseEstimate":
         """As measured; never below zero."""
         low, high = diversity.noise_scale_interval()
         value = max(0.0, diversity.noise_scale) if diversity.is_defined else None
@@ -35,8 +35,8 @@ class NoiseScale:
 class NoiseCourse:
     """How the noise scale went over the run, stretch by stretch, and where it stands."""
 
-    stretches: tuple[NoiseScale, ...]
-    now: NoiseScale
+    stretches: tuple[NoiseEstimate, ...]
+    now: NoiseEstimate
     """Over the second half of the run."""
 
 
@@ -48,10 +48,10 @@ def measure_noise(
     for index in range(stretches):
         count = steps * (index + 1) // stretches - done
         found.append(_stretch(step, batches, estimator, count, done))
-        points.append(NoiseScale.of(found[-1], done + 1, done + count))
+        points.append(NoiseEstimate.of(found[-1], done + 1, done + count))
         done += count
     half = stretches // 2
-    return NoiseCourse(tuple(points), NoiseScale.of(pooled(found[half:]), points[half].first, steps))
+    return NoiseCourse(tuple(points), NoiseEstimate.of(pooled(found[half:]), points[half].first, steps))
 
 
 def _stretch(

@@ -1,41 +1,43 @@
-"""An advice as one picture: noise over the run, throughput, and the time to the same progress."""
+"""An advice as one picture. Needs matplotlib, and imports it only when something is drawn."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from divebatch.advice.result import Advice
 from divebatch.advice.tradeoff import time_to_progress
-from divebatch.report.drawing import Drawing, add_heading, finish, require_matplotlib, settings
+from divebatch.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-COLOR, CHOSEN, CAP, REFERENCE = "#0072B2", "#D55E00", "#009E73", "#999999"
+CAPTION = (
+    "Left: the noise scale over the short run with 95 % intervals. Middle: samples a second as timed (dots) and by "
+    "the straight line t(b) = fixed + b * per_sample (line). Right: time to the same progress, the best as 1; "
+    "the band is the noise scale's interval."
+)
+COLOR = "#0072B2"
+CHOSEN = "#D55E00"
+CAP = "#009E73"
+REFERENCE = "#999999"
 MOST_TICKS = 7
 
 
-def draw_advice(name: str, advice: Advice) -> Drawing:
-    """Three panels."""
-    require_matplotlib()
-    with settings():
+def draw_advice(advice: Advice) -> "Figure":
+    """Draw three panels: noise over the run, samples a second, time to the same progress."""
+    try:
         from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11.7, 3.6), layout="constrained")
-        noise, speed, progress = figure.subplots(1, 3)
-        _draw_noise(noise, advice)
-        _draw_speed(speed, advice)
-        _draw_progress(progress, advice)
-        heading = f"Start with batch {advice.batch_size}" if advice.is_clear else "Too noisy to advise"
-        add_heading(figure, f"{heading}; growth stops paying at {advice.max_batch_size}")
-        return finish(name, heading, figure, (_caption(),))
-
-
-def _caption() -> str:
-    return (
-        "Left: the noise scale over the short run with 95 % intervals. Middle: samples a second as timed (dots) and by "
-        "the straight line t(b) = fixed + b * per_sample (line). Right: time to the same progress, the best as 1; "
-        "the band is the noise scale's interval."
-    )
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "report") from error
+    figure = Figure(figsize=(11.7, 3.6), layout="constrained")
+    noise, speed, progress = figure.subplots(1, 3)
+    _draw_noise(noise, advice)
+    _draw_speed(speed, advice)
+    _draw_progress(progress, advice)
+    start = f"Start with batch {advice.batch_size}" if advice.is_clear else "Too noisy to advise"
+    heading = f"{start}; growth stops paying at {advice.max_batch_size}"
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    return figure
 
 
 def _draw_noise(axes: "Axes", advice: Advice) -> None:
@@ -47,8 +49,8 @@ def _draw_noise(axes: "Axes", advice: Advice) -> None:
     for each in stretches:
         middle, top = (each.first + each.last) / 2, each.high if math.isfinite(each.high) else 10 * highest
         axes.plot([middle, middle], [max(each.low, 0.5), top], color=COLOR, linewidth=1.2)
-    axes.plot([(each.first + each.last) / 2 for each in known], [max(each.value or 0.0, 0.5) for each in known],
-              color=COLOR, marker="o")  # fmt: skip
+    middles = [(each.first + each.last) / 2 for each in known]
+    axes.plot(middles, [max(each.value or 0.0, 0.5) for each in known], color=COLOR, marker="o")
     axes.axhline(advice.reference_batch_size, color=REFERENCE, linewidth=1.2, linestyle=(0, (3, 2)))
     axes.set_yscale("log")
     axes.set_ylim(top=2 * highest)
@@ -63,8 +65,7 @@ def _draw_speed(axes: "Axes", advice: Advice) -> None:
     axes.plot(times.sizes, [size / (fixed + size * per_sample) for size in times.sizes], color=REFERENCE, linewidth=1.2)
     axes.plot(times.sizes, [size / s for size, s in times.measured], color=COLOR, marker="o", linestyle="none")
     axes.axvline(advice.max_batch_size, color=CAP, linewidth=1.5)
-    axes.annotate("growth stops paying", (advice.max_batch_size, 0.04), xycoords=("data", "axes fraction"),
-                  xytext=(-4, 0), textcoords="offset points", rotation=90, color=CAP, ha="right")  # fmt: skip
+    _annotate(axes, "growth stops paying", advice.max_batch_size, 0.04, -4, rotation=90, color=CAP, ha="right")
     axes.set_ylim(bottom=0)
     _size_axis(axes, advice)
     axes.set_title("Samples a second", loc="left")
@@ -80,12 +81,17 @@ def _draw_progress(axes: "Axes", advice: Advice) -> None:
         axes.plot(sizes, middle, color=COLOR, marker="o")
     if advice.batch_size is not None:
         axes.axvline(advice.batch_size, color=CHOSEN, linewidth=1.5)
-        axes.annotate("start", (advice.batch_size, 0.92), xycoords=("data", "axes fraction"),
-                      xytext=(4, 0), textcoords="offset points", color=CHOSEN, fontsize=9)  # fmt: skip
+        _annotate(axes, "start", advice.batch_size, 0.92, 4, color=CHOSEN, fontsize=9)
     axes.set_yscale("log")
     _plain_ticks(axes.yaxis)
     _size_axis(axes, advice)
     axes.set_title("Time to the same progress (best = 1)", loc="left")
+
+
+def _annotate(axes: "Axes", text: str, size: int, height: float, offset: int, **look: Any) -> None:
+    """Write beside a batch size, `offset` points to its right, at a part `height` of the axes."""
+    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate(text, (size, height), xytext=(offset, 0), **place, **look)
 
 
 def _size_axis(axes: "Axes", advice: Advice) -> None:
@@ -99,10 +105,10 @@ def _size_axis(axes: "Axes", advice: Advice) -> None:
     axes.set(xlabel="Batch size (samples)")
 
 
-def _plain_ticks(axis: "object") -> None:
-    """Digits, also where a log axis spans less than a power of ten."""
+def _plain_ticks(axis: Any) -> None:
+    """Show digits, also where a log axis spans less than a power of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=9))  # type: ignore[attr-defined]
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # type: ignore[attr-defined]
-    axis.set_minor_formatter(NullFormatter())  # type: ignore[attr-defined]
+    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -9,7 +9,7 @@ from divebatch.advice.tradeoff import StepTimes, good_size, lr_factor, time_to_p
 from divebatch.policies import Auto, Fixed, Policy
 
 if TYPE_CHECKING:
-    from divebatch.report.drawing import Drawing
+    from matplotlib.figure import Figure
 
 MOST_APART = 4
 """By what factor the batch sizes for both ends of the noise scale's interval may differ for an advice to be one."""
@@ -95,16 +95,15 @@ class Advice:
         return float(f"{balance:.3g}") if is_line and size is not None and balance > size else None
 
     def __str__(self) -> str:
-        """In words."""
         from divebatch.advice.text import in_words
 
         return in_words(self)
 
-    def draw(self, name: str = "advice") -> "Drawing":
-        """The picture, as SVG and PNG. Needs the extra `report`."""
+    def draw(self) -> "Figure":
+        """The picture, as a figure of matplotlib: save it with `savefig`. Needs the extra `report`."""
         from divebatch.advice.plot import draw_advice
 
-        return draw_advice(name, self)
+        return draw_advice(self)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from divebatch.advice.noise import NoiseScale
+from divebatch.advice.noise import NoiseEstimate
 from divebatch.advice.result import MOST_MISFIT, Advice
 from divebatch.advice.tradeoff import SLACK, good_size, time_to_progress
 from divebatch.policies import Fixed
@@ -25,7 +25,7 @@ def _noise(advice: Advice) -> str:
     return f"Noise scale: {_shown(now)}, {where}. {_trend(first, now)}".rstrip()
 
 
-def _trend(first: NoiseScale, now: NoiseScale) -> str:
+def _trend(first: NoiseEstimate, now: NoiseEstimate) -> str:
     before = f"over the first {first.last} steps: {_shown(first)}"
     if now.low > first.high:
         return f"It grows ({before})."
@@ -34,7 +34,7 @@ def _trend(first: NoiseScale, now: NoiseScale) -> str:
     return f"No change is certain ({before})."
 
 
-def _shown(noise: NoiseScale) -> str:
+def _shown(noise: NoiseEstimate) -> str:
     end = f"{noise.high:.0f}" if math.isfinite(noise.high) else "no upper end"
     middle = "cannot be told" if noise.value is None else f"{noise.value:.0f} samples"
     return f"{middle} (95 %: {noise.low:.0f} to {end})"

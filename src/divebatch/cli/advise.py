@@ -6,10 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import nn
+from torch.optim import Optimizer
 
 from divebatch.advice import Advice
 from divebatch.advice import advise as advise_on
+from divebatch.advice.plot import CAPTION
+from divebatch.advice.step import LossFn, MakeStep
 from divebatch.advice.text import step_in_words
 from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
@@ -17,8 +22,13 @@ from divebatch.cli.import_path import call_own, is_import_path
 from divebatch.cli.options import DataDir, Device
 from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
+from divebatch.estimators import Estimator
 from divebatch.lab.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
-from divebatch.report.drawing import require_matplotlib
+from divebatch.lab.training import Clock, Passes, Setup, Step
+from divebatch.lab.training.distributed import Parallel
+from divebatch.lab.training.precision import device_settings
+from divebatch.report.drawing import Drawing, finish, require_matplotlib
+from divebatch.report.drawing import settings as figure_settings
 
 
 def advise(
@@ -43,9 +53,8 @@ def advise(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")] = False,
 ) -> None:
     """Say which batch size and learning rate to start with here, where growth stops paying, and why."""
-    settings: dict[str, Any] = {"device": device, "precision": precision, "compile": compile, "seed": seed}
-    settings |= {"steps": steps, "timing_seconds": timing_seconds, "estimator": estimator}
-    settings["on_time"] = _say
+    settings: dict[str, Any] = {"device": device, "seed": seed, "steps": steps, "estimator": estimator}
+    settings |= {"timing_seconds": timing_seconds, "on_time": _say}
     with errors_exit_with(WRONG_USE):
         require_device(device)
         require_matplotlib()
@@ -56,14 +65,15 @@ def advise(
         if is_import_path(target):
             if lr is not None:
                 raise ArgumentError("--lr is for experiments; of your own the optimizer's learning rate counts")
-            advice = _of_own(target, batch_size, settings)
+            parts = {**_own_parts(target), "batch_size": batch_size}
         else:
             run = _run(target, method, model, batch_size, lr, seed, device, data_dir, out)
-            advice = _of_experiment(run, settings)
+            parts = _parts_of(run)
+        advice = _as_trained(parts, Setup(precision=precision, compile=compile), settings)
     name = re.sub(r"[^\w.-]+", "-", Path(target).stem if target.endswith(".toml") else target)
     values = {"target": target, **advice.to_dict()}
     with errors_exit_with(FAILED):
-        paths = write_results(out, name, values, advice.draw(name))
+        paths = write_results(out, name, values, _drawing(name, advice))
     typer.echo(to_json(values) if json else "\n".join([str(advice), *map(str, paths)]))
 
 
@@ -71,17 +81,47 @@ def _say(batch_size: int, seconds: float) -> None:
     typer.echo(step_in_words(batch_size, seconds), err=True)  # what is waited for, not the answer
 
 
-def _of_own(target: str, batch_size: int | None, settings: dict[str, Any]) -> Advice:
-    model, loss_fn, dataset, optimizer = call_own(target)
-    return advise_on(model, loss_fn, dataset, optimizer=optimizer, batch_size=batch_size, **settings)
+def _own_parts(target: str) -> dict[str, Any]:
+    return dict(zip(("model", "loss_fn", "dataset", "optimizer"), call_own(target), strict=True))
 
 
-def _of_experiment(run: Run, settings: dict[str, Any]) -> Advice:
+def _parts_of(run: Run) -> dict[str, Any]:
     trainer = make_trainer(run)
     trainer.control.close()
     for group in trainer.optimizer.param_groups:
         group["lr"] = run.method.lr  # a warm-up would start below it
-    return advise_on(trainer.model, trainer.loss_fn, trainer.control.loader, optimizer=trainer.optimizer, **settings)
+    return {
+        "model": trainer.model,
+        "loss_fn": trainer.loss_fn,
+        "dataset": trainer.control.loader,
+        "optimizer": trainer.optimizer,
+    }
+
+
+def _as_trained(parts: dict[str, Any], setup: Setup, settings: dict[str, Any]) -> Advice:
+    """Advise on the step that `divebatch run` makes."""
+    make_step = _trainer_step(parts["loss_fn"], setup)
+    with device_settings(setup.precision, torch.device(settings["device"])):
+        return advise_on(**parts, **settings, compile=setup.compile, make_step=make_step)
+
+
+def _trainer_step(loss_fn: LossFn, setup: Setup) -> MakeStep:
+    def make_step(model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None) -> Step:
+        clock = Clock(next(model.parameters()).device)
+        step = Step(Passes(Parallel.alone(model), loss_fn, setup, clock), optimizer)
+        if estimator is not None:
+            parts, token = int(getattr(estimator, "min_parts", 1)), getattr(estimator, "replay_token", None)
+            step.is_measuring, step.replay_token, step.min_parts = (lambda: True), (lambda: token), (lambda: parts)
+            step.on_replay = getattr(estimator, "see_replay", step.on_replay)
+        step.passes.begin_epoch(step.part_size(batch_size))
+        return step
+
+    return make_step
+
+
+def _drawing(name: str, advice: Advice) -> Drawing:
+    with figure_settings():
+        return finish(name, f"Advice for {name}", advice.draw(), (CAPTION,))
 
 
 def _run(
