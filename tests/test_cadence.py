@@ -249,7 +249,7 @@ def test_where_measuring_ends_at_the_cap_it_ends_within_the_epoch():
 def test_a_record_holds_the_changes_and_the_size_that_the_epoch_ended_with():
     run = Training(ByStep(((2, 8), (4, 3), (13, 40))), lr_coupling="linear", every_steps=2)
     first, second, third = run.epoch(), run.epoch(), run.epoch()
-    assert first.changes == [[2, 8, pytest.approx(0.02)], [4, 3, pytest.approx(0.0075)]]
+    assert first.changes == [(2, 8, pytest.approx(0.02)), (4, 3, pytest.approx(0.0075))]
     assert (first.batch_size, first.lr, first.next_batch_size) == (3, pytest.approx(0.0075), 3)
     assert (second.batch_size, second.steps, second.changes) == (3, 24, None)
     assert third.changes is None

@@ -11,13 +11,27 @@ import pytest
 
 import divebatch
 from divebatch import records
-from divebatch.errors import RecordError
-from divebatch.records import EpochRecord, RecordWriter, RunHeader, read_run, rewrite_run
+from divebatch.errors import ArgumentError, RecordError
+from divebatch.records import (
+    Change,
+    EpochRecord,
+    Metric,
+    RecordWriter,
+    ReportSettings,
+    RunHeader,
+    read_run,
+    rewrite_run,
+)
 
 HEADER = RunHeader(
     experiment="synthetic-convex",
     method="divebatch",
     seed=3,
+    label="DiveBatch",
+    metric=Metric("val_loss", "lower"),
+    report=ReportSettings(
+        baselines=["sgd-small"], order=["sgd-small", "divebatch"], chance=0.5, figures={"figure1": []}
+    ),
     config={"policy": {"delta": 0.1}, "milestones": [1, 2], "név": "é\u2028\n"},
     versions={"torch": "2.13.0"},
     hardware={"cpus": 2},
@@ -28,6 +42,9 @@ EPOCHS = [
     EpochRecord(epoch=1, batch_size=128, lr=0.1, steps=8, samples=1000, train_loss=0.5, diversity=0.0132, reason="r"),
     EpochRecord(epoch=2, batch_size=256, lr=0.2, steps=12, samples=2000, val_accuracy=0.75, peak_memory_bytes=10**12),
     EpochRecord(epoch=3, batch_size=256, lr=1 / 3, steps=16, samples=3000, next_batch_size=512, next_lr=0.4),
+    EpochRecord(
+        epoch=4, batch_size=512, lr=0.4, steps=20, samples=4000, changes=[Change(18, 512, 0.4)], shadows={"a": 1}
+    ),
 ]
 PROMISED_KEYS = {
     *("kind", "epoch", "batch_size", "lr", "steps", "samples", "train_loss", "val_loss", "val_accuracy"),
@@ -65,9 +82,10 @@ def test_what_is_written_is_read_back(path):
 def test_the_file_is_one_json_object_a_line_first_the_run_then_its_epochs(path):
     write(path, HEADER, *EPOCHS)
     lines = [strict_json(line) for line in path.read_bytes().decode("ascii").splitlines()]
-    assert [line["kind"] for line in lines] == ["run", "epoch", "epoch", "epoch"]
+    assert [line["kind"] for line in lines] == ["run", *4 * ["epoch"]]
     assert all(line.keys() >= PROMISED_KEYS for line in lines[1:])
-    assert lines[1]["val_loss"] is None
+    assert lines[0]["metric"] == {"name": "val_loss", "better": "lower"}
+    assert (lines[1]["val_loss"], lines[4]["changes"]) == (None, [[18, 512, 0.4]])
 
 
 def test_every_record_is_on_disk_when_write_returns(path):
@@ -180,6 +198,55 @@ def test_a_disk_that_fails_during_a_write_is_a_record_error(path, monkeypatch):
         monkeypatch.setattr(records.os, "fsync", full)
         with pytest.raises(RecordError, match=r"seed-3.jsonl.*No space left on device"):
             writer.write(HEADER)
+
+
+WRONG_HEADERS = {
+    "name must be one of val_accuracy, val_loss": {"metric": {"name": "speed", "better": "higher"}},
+    "better must be one of higher, lower": {"metric": {"name": "val_loss", "better": "more"}},
+    "name must be str": {"metric": {"name": 3}},
+    "metric must be dict": {"metric": "val_loss"},
+    "race_in must be one of seconds, epochs": {"report": {"race_in": "steps"}},
+    "methods must be a list of names": {"report": {"order": [1]}},
+    "methods must be a list of names, got 'all'": {"report": {"figures": {"figure1": "all"}}},
+    "label must be str": {"label": None},
+}
+WRONG_EPOCHS = {
+    "changes must be": {"changes": [[1, 2]]},
+    "changes must be .*": {"changes": [[1, "more", 0.1]]},
+    "shadows must be names with batch sizes": {"shadows": {"a": 1.5}},
+    "steps is too large a number, of 401 digits": {"steps": 10**400},
+    "epoch 1 follows epoch 1": {"epoch": 1},
+}
+
+
+@pytest.mark.parametrize(("problem", "values"), WRONG_HEADERS.items())
+def test_a_wrong_header_is_named(path, problem, values):
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({**strict_json(HEADER.to_json()), **values}) + "\n")
+    with pytest.raises(RecordError, match=f"seed-3.jsonl': .*{problem}"):
+        read_run(path)
+
+
+@pytest.mark.parametrize(("problem", "values"), WRONG_EPOCHS.items())
+def test_a_wrong_epoch_is_named(path, problem, values):
+    write(path, HEADER, EPOCHS[0])
+    with path.open("a") as file:
+        file.write(json.dumps({**strict_json(EPOCHS[1].to_json()), **values}) + "\n")
+    with pytest.raises(RecordError, match=f"seed-3.jsonl': {problem}"):
+        read_run(path)
+
+
+# The metric
+
+
+def test_a_metric_says_which_value_is_better():
+    accuracy, loss = Metric(), Metric("val_loss", "lower")
+    record = replace(EPOCHS[0], val_accuracy=0.5, val_loss=math.inf)
+    assert (accuracy.of(record), loss.of(record), loss.of(EPOCHS[0])) == (0.5, None, None)
+    assert (accuracy.best([0.2, 0.3]), loss.best([0.2, 0.3]), loss.best([])) == (0.3, 0.2, None)
+    assert (accuracy.worst, loss.worst) == (0.0, math.inf)
+    with pytest.raises(ArgumentError, match="metric: better must be"):
+        Metric("val_loss", "smaller")
 
 
 # Going back

@@ -21,7 +21,7 @@ from divebatch.norms.rank_weighting import weigh_gradients as weigh
 from divebatch.policies import Policy
 from divebatch.policies.bounds import require_coupling
 from divebatch.ranks import inside_ddp
-from divebatch.records import EpochRecord
+from divebatch.records import Change, EpochRecord
 
 STATE_VERSION = 1
 _NOT_MEASURED = object()
@@ -106,7 +106,7 @@ class Controller:
         )
         self._measuring, self._is_closed = False, False
         self._diversity: Diversity | None = None
-        self._changes: list[list[float]] = []
+        self._changes: list[Change] = []
         self._history = History()
         loader.forget_finished_pass()
         self._forget_listeners = [loader.on_new_pass(self._on_new_pass), loader.on_step(self._on_step)]
@@ -221,7 +221,7 @@ class Controller:
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._begin_epoch()  # whether to measure on may depend on the size
         if decision.batch_size != seen.batch_size or not math.isclose(self._lr, lr):
-            self._changes.append([seen.step, decision.batch_size, self._lr])
+            self._changes.append(Change(seen.step, decision.batch_size, self._lr))
         else:
             self._lr = at_record
 
@@ -373,7 +373,7 @@ class Controller:
             self._estimator.close()
             self._measuring = False
         self._begin_epoch()
-        self._lr, self._changes = state["lr"], [list(change) for change in state.get("changes", [])]
+        self._lr, self._changes = state["lr"], [Change(*change) for change in state.get("changes", [])]
         if self._measuring and self._estimator is not None:
             self._estimator.load_state_dict(state["estimator"])
 

@@ -3,23 +3,119 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
-from divebatch.errors import RecordError
+from divebatch.errors import ArgumentError, RecordError
+
+TOO_LARGE = 10**300
+"""No float holds a whole number from about here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The number that a run is judged by.
+
+    Args:
+        name: A field of `EpochRecord`: "val_accuracy" (from 0 to 1) or "val_loss".
+        better: Whether a "higher" or a "lower" value is the better one.
+    """
+
+    name: Literal["val_accuracy", "val_loss"] = "val_accuracy"
+    better: Literal["higher", "lower"] = "higher"
+
+    def __post_init__(self) -> None:
+        for key, known in (("name", ("val_accuracy", "val_loss")), ("better", ("higher", "lower"))):
+            if getattr(self, key) not in known:
+                raise ArgumentError(f"metric: {key} must be one of {', '.join(known)}, got {getattr(self, key)!r}")
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether it is a share from 0 to 1, which is shown in percent."""
+        return self.name == "val_accuracy"
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a run tries to raise it."""
+        return self.better == "higher"
+
+    def of(self, record: "EpochRecord") -> float | None:
+        """The record's value; None where it has none or none that is finite."""
+        value: float | None = getattr(record, self.name)
+        return value if value is not None and math.isfinite(value) else None
+
+    def best(self, values: Iterable[float]) -> float | None:
+        """The best of some values; None where there are none."""
+        return (max if self.higher_is_better else min)(values, default=None)
+
+    @property
+    def worst(self) -> float:
+        """What a run that diverged is worth: an accuracy of 0, an infinite loss."""
+        return 0.0 if self.higher_is_better else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSettings:
+    """What a report on an experiment should know that its numbers do not say. Nothing here changes the training.
+
+    Args:
+        baselines: Methods that the others are compared with. The first one that has finished gives the common target.
+        order: Methods in the order of tables and figures; those that are not named follow by name.
+        race_in: What the headline compares: "seconds" of training, or "epochs" where times mean little.
+        chance: The metric's value of a model that has learned nothing; None where it is not known.
+        figures: The paper's figures that the experiment has, each with the methods it shows; all where none is named.
+    """
+
+    baselines: list[str] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    race_in: Literal["seconds", "epochs"] = "seconds"
+    chance: float | None = None
+    figures: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.race_in not in ("seconds", "epochs"):
+            raise ArgumentError(f"report: race_in must be one of seconds, epochs, got {self.race_in!r}")
+        for names in (self.baselines, self.order, *self.figures.values()):
+            if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+                raise ArgumentError(f"report: methods must be a list of names, got {repr(names)[:60]}")
+
+
+class Change(NamedTuple):
+    """A change within an epoch: from `step` steps since the start of training on, this size and rate were in force."""
+
+    step: int
+    batch_size: int
+    lr: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What was run, with what, where: enough to run it again."""
+    """What was run, with what, where: enough to run it again.
+
+    Args:
+        experiment: The experiment's name.
+        method: The method's name, one of the experiment's.
+        seed: What the run's random numbers follow from.
+        label: The method in words, for legends; its name where empty.
+        metric: What the run is judged by.
+        report: What a report on the experiment should know.
+        config: All settings of the run.
+        versions: Versions of the packages it ran with.
+        hardware: What it ran on: `device`, `name` and so on.
+        git_commit: Of the source, where known.
+        started: When, as ISO 8601.
+    """
 
     experiment: str
     method: str
     seed: int
+    label: str = ""
+    metric: Metric = field(default_factory=Metric)
+    report: ReportSettings = field(default_factory=ReportSettings)
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +129,11 @@ class RunHeader:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read back; keys of later versions are ignored."""
-        return cls(**_known(cls, values))
+        known = _known(cls, values)
+        for key, kind in (("metric", Metric), ("report", ReportSettings)):
+            if key in known:
+                known[key] = kind(**_known(kind, known[key]))
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +153,8 @@ class EpochRecord:
     `diversity_low` and `diversity_high` are the ends of its 95 % interval, where the estimator has one (null above: no
     upper end). `shadows` are the next batch sizes that policies which only watch would have chosen, by name.
 
-    `changes` are those made within the epoch, [step, batch size, learning rate] each, None where there were none: from
-    that many steps since the start of training on, these were in force. `batch_size` and `lr` are then those of the
-    last one, and the diversity is that of the steps since.
+    `changes` are those made within the epoch, in JSON [step, batch size, learning rate] each; None where there were
+    none. `batch_size` and `lr` are then those of the last one, and the diversity is that of the steps since.
     """
 
     epoch: int
@@ -83,7 +182,7 @@ class EpochRecord:
     next_lr: float | None = None
     reason: str = ""
     shadows: Mapping[str, int] | None = None
-    changes: list[list[float]] | None = None
+    changes: list[Change] | None = None
 
     def to_json(self) -> str:
         """One line, without the line end."""
@@ -93,8 +192,10 @@ class EpochRecord:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read back; keys of later versions are ignored."""
         known = _known(cls, values)
-        if not all(map(_is_change, known.get("changes") or ())):
-            raise RecordError(f"changes must be [step, batch size, lr] each, got {repr(known['changes'])[:60]}")
+        if known.get("changes") is not None:
+            known["changes"] = _changes(known["changes"])
+        if not all(type(size) is int and size < TOO_LARGE for size in (known.get("shadows") or {}).values()):
+            raise RecordError(f"shadows must be names with batch sizes, got {repr(known['shadows'])[:60]}")
         return cls(**known)
 
     def __str__(self) -> str:
@@ -151,10 +252,12 @@ def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
         raise RecordError(f"'{path}' is not a run record: its first line is not of kind 'run'")
     try:
         header = RunHeader.from_dict(values[0])
-        return header, [EpochRecord.from_dict(value) for value in values[1:] if value.get("kind") == "epoch"]
+        epochs = [EpochRecord.from_dict(value) for value in values[1:] if value.get("kind") == "epoch"]
+        _require_upward([record.epoch for record in epochs])
+        return header, epochs
     except TypeError as error:
         raise RecordError(f"'{path}' lacks a key: {error}") from error
-    except RecordError as error:
+    except (RecordError, ArgumentError) as error:
         raise RecordError(f"'{path}': {error}") from error
 
 
@@ -180,7 +283,8 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _fields(record: RunHeader | EpochRecord) -> dict[str, Any]:
-    return {entry.name: getattr(record, entry.name) for entry in fields(record)}
+    values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
+    return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -218,18 +322,32 @@ def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, kinds[key]) or (isinstance(value, bool) and bool not in kinds[key]):
             names = " or ".join(kind.__name__ for kind in kinds[key])
             raise RecordError(f"{key} must be {names}, got {repr(value)[:60]}")
+        if isinstance(value, int) and abs(value) >= TOO_LARGE:
+            raise RecordError(f"{key} is too large a number, of {len(str(value))} digits")
     return known
 
 
-def _is_change(value: Any) -> bool:
-    is_three = isinstance(value, list) and len(value) == 3
-    return is_three and all(isinstance(number, int | float) and not isinstance(number, bool) for number in value)
+def _changes(values: list[Any]) -> list[Change]:
+    """What JSON holds as three numbers each."""
+    for value in values:
+        is_three = isinstance(value, list) and len(value) == 3
+        if not (is_three and all(type(number) in (int, float) and abs(number) < TOO_LARGE for number in value)):
+            raise RecordError(f"changes must be [step, batch size, lr] each, got {repr(values)[:60]}")
+    return [Change(*value) for value in values]
+
+
+def _require_upward(epochs: list[int]) -> None:
+    for before, epoch in zip([0, *epochs], epochs, strict=False):
+        if epoch <= before:
+            raise RecordError(f"epoch {epoch} follows epoch {before}")
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
     """What JSON may hold for a field; a whole number is a float too."""
+    if get_origin(hint) is Literal:
+        return (str,)
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    plain = tuple(get_origin(option) or option for option in options)
+    plain = tuple(dict if is_dataclass(option) else get_origin(option) or option for option in options)
     return (*plain, int) if float in plain else plain
 
 
@@ -243,5 +361,6 @@ def _shown(value: float) -> str:
 
 
 _KINDS: dict[type, dict[str, tuple[type, ...]]] = {
-    cls: {name: _kinds(hint) for name, hint in get_type_hints(cls).items()} for cls in (RunHeader, EpochRecord)
+    cls: {name: _kinds(hint) for name, hint in get_type_hints(cls).items()}
+    for cls in (RunHeader, EpochRecord, Metric, ReportSettings)
 }

@@ -29,7 +29,7 @@ WRONG: list[Any] = [[], {}, "<script>alert(1)</script>", True, [[1]], {"a": 1}]
 
 def wrong_for(cls: type[Any], good: dict[str, Any]) -> list[Any]:
     """(key, value) of every field with values of every kind that it cannot have."""
-    fitting = {"str": str, "Mapping": dict, "bool": bool, "list": list}
+    fitting = {"str": str, "Mapping": dict, "bool": bool, "list": list, "Metric": dict, "ReportSettings": dict}
     pairs = []
     for entry in fields(cls):
         kinds = tuple(kind for word, kind in fitting.items() if word in str(entry.type))

@@ -51,7 +51,7 @@ def test_a_method_that_decides_within_epochs_records_where(tmp_path: Path):
     execute(run)
     _, epochs = read_run(run.records_path)
     # A tenth of a sample a step, ten steps an epoch, and a rate that falls to three quarters with each.
-    assert [record.changes for record in epochs] == [[[4, 129, 16.0]], [[14, 130, 12.0]], [[24, 131, 9.0]]]
+    assert [record.changes for record in epochs] == [[(4, 129, 16.0)], [(14, 130, 12.0)], [(24, 131, 9.0)]]
     assert [record.batch_size for record in epochs] == [129, 130, 131]
 
 

@@ -164,7 +164,7 @@ def test_a_size_that_changes_within_an_epoch_is_the_full_size_from_then_on():
     with trainer.control:
         record = trainer.run_epoch(after_step=lambda: full_sizes.append(trainer.passes.full_size))
     assert full_sizes == [7, 7, 5, 5, 7, 7]  # parts of 8, 8, 5, 5, 9, 9
-    assert [change[:2] for change in record.changes or []] == [[2, 5], [4, 9]]
+    assert [change[:2] for change in record.changes or []] == [(2, 5), (4, 9)]
     assert {size for size, _ in trainer.passes.variants} == {7, 5}
 
 

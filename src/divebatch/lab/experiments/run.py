@@ -1,6 +1,6 @@
 """What to run, how, and where its records go."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """All settings of this run, complete: what must be equal for a resume."""
         values = asdict(self.experiment)
-        del values["methods"]
+        del values["methods"], values["report"], values["metric"]
         return {**values, "method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
 
     @property
@@ -90,6 +90,9 @@ class Run:
             experiment=self.experiment.name,
             method=self.method_name,
             seed=self.seed,
+            label=self.method.label,
+            metric=self.experiment.metric,
+            report=replace(self.experiment.report, order=self.experiment.report.order or list(self.experiment.methods)),
             config=self.config,
             versions=versions(),
             hardware={**hardware(torch.device(self.device)), **self._ranks},

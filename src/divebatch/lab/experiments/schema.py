@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
@@ -15,6 +15,7 @@ from divebatch.lab.training import Setup
 from divebatch.lr import COUPLINGS
 from divebatch.policies import POLICIES, make_policy
 from divebatch.policies.bounds import require_coupling
+from divebatch.records import Metric, ReportSettings
 
 T = TypeVar("T")
 
@@ -121,6 +122,9 @@ class Experiment:
     optimizer: OptimizerSettings
     methods: Mapping[str, Method]
     training: Setup = field(default_factory=Setup)
+    metric: Metric = field(default_factory=Metric)
+    """What its runs are judged by."""
+    report: ReportSettings = field(default_factory=ReportSettings)
 
     def scaled(self, epochs: int) -> "Experiment":
         """The same experiment over another number of epochs, every epoch-counted setting with it."""
@@ -163,6 +167,8 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
         values[key] = _part(values.get(key), f"{where}: [{key}]")
     values["optimizer"] = _build(OptimizerSettings, values.get("optimizer", {}), f"{where}: [optimizer]")
     values["training"] = _build(Setup, values.get("training", {}), f"{where}: [training]")
+    values["metric"] = _build(Metric, values.get("metric", {}), f"{where}: [metric]")
+    values["report"] = _build(ReportSettings, values.get("report", {}), f"{where}: [report]")
     methods = values.get("methods")
     if not isinstance(methods, Mapping) or not methods:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
@@ -278,6 +284,8 @@ def _is_required(entry: Field[Any]) -> bool:
 def _fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
     kind = get_origin(hint) or hint
     if kind in (int, float) and isinstance(value, bool):
         return False
