@@ -34,7 +34,7 @@ from divebatch.lab.training import Trainer
 class Together:
     """Several estimators in the same steps; the first one's answer counts, all are kept."""
 
-    min_parts = 2
+    min_micro_batches = 2
 
     def __init__(self, estimators: dict[str, Estimator]) -> None:
         self.estimators = estimators

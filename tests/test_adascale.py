@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, gradient_diversity
 from divebatch.errors import ArgumentError
+from divebatch.estimators import Estimator
 from divebatch.lr import GainSum
 from divebatch.measurement import gain
 from divebatch.policies import PadaDamp, Policy
@@ -20,7 +21,7 @@ from reference.per_sample import dataset, mean_loss, mlp
 DATA = dataset(40)
 
 
-class Says:
+class Says(Estimator):
     """An estimator that has one answer after the other."""
 
     def __init__(self, *answers: tuple[float, float]) -> None:

@@ -138,7 +138,7 @@ def test_a_loss_that_is_told_is_in_the_record():
 def test_parts_of_the_wrong_kind_are_named():
     loader, model = AdaptiveLoader(dataset(40), 10), nn.Linear(4, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ArgumentError, match=r"policy must be a policy object .* got 'divebatch'"):
+    with pytest.raises(ArgumentError, match=r"policy must be a policy object .* got policy='divebatch'"):
         Controller(model, optimizer, loader, "divebatch")
     with pytest.raises(ArgumentError, match="policy must be a policy object"):
         Controller(model, optimizer, loader, DiveBatch)

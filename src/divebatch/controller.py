@@ -14,7 +14,7 @@ from divebatch.data.epoch_progress import Pass
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene, make_estimator
-from divebatch.estimators.estimator import Windowed
+from divebatch.estimators.catalog import require_fit
 from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.norms.rank_weighting import weigh_gradients as weigh
@@ -69,7 +69,7 @@ class Controller:
         weigh_gradients: bool = True,
     ) -> None:
         require_parts(model, optimizer, loader, policy, estimator)
-        lr_coupling = lr_coupling or getattr(policy, "lr_coupling", None) or "none"
+        lr_coupling = lr_coupling or policy.lr_coupling or "none"
         self.ranks = loader.ranks
         require_same_setup(
             (optimizer, loader, policy, estimator),
@@ -87,11 +87,11 @@ class Controller:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
         self._shadows = dict(shadows or {})
-        self._needs = policy.needs.union(*(shadow.needs for shadow in self._shadows.values()))
+        self._needs = frozenset[str]().union(policy.needs, *(shadow.needs for shadow in self._shadows.values()))
         self._rate_needs_noise = lr_coupling in BY_NOISE
         self.epoch = loader.epoch
         scene = _scene(model, loader, loss_reduction, loss_fn, optimizer)
-        self._estimator = self._bind(estimator or getattr(policy, "estimator", None), scene)
+        self._estimator = self._bind(estimator or policy.estimator, scene)
         self._stop_weighing = _weighed(model, loader, loss_reduction) if weigh_gradients else None
         self._every_steps = every_steps
         if every_steps is not None:
@@ -156,20 +156,23 @@ class Controller:
         return self._measuring
 
     @property
-    def min_parts(self) -> int:
-        """In how many backward passes a batch must go through at least, for the estimator at work to see anything."""
-        return int(getattr(self._estimator, "min_parts", 1)) if self._measuring else 1
+    def min_micro_batches(self) -> int:
+        """Into how many micro-batches a batch must be cut at least, for the estimator at work to see anything."""
+        return self._at_work.min_micro_batches if self._at_work is not None else 1
 
     @property
     def replay_token(self) -> object:
         """A recorded backward pass may be replayed while this is the same; None: what is measured needs Python."""
-        return getattr(self._estimator, "replay_token", None) if self._measuring else _NOT_MEASURED
+        return self._at_work.replay_token if self._at_work is not None else _NOT_MEASURED
 
     def see_replay(self, gradients: Mapping[str, Tensor]) -> None:
         """A recorded backward pass was replayed, which no hook sees: its own gradients, by the parameters' names."""
-        see = getattr(self._estimator, "see_replay", None)
-        if self._measuring and see is not None:
-            see(gradients)
+        if self._at_work is not None:
+            self._at_work.see_replay(gradients)
+
+    @property
+    def _at_work(self) -> Estimator | None:
+        return self._estimator if self._measuring else None
 
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
@@ -206,15 +209,16 @@ class Controller:
         """Whatever was seen before the epoch's first batch (a trial pass, one broken off) does not count."""
         self._changes = []
         self._begin_epoch()  # anew: the batch size may have been set by hand since
-        if self._measuring and self._estimator is not None:
-            self._estimator.restart()
+        if self._at_work is not None:
+            self._at_work.restart()
 
     def _on_step(self, current: Pass) -> None:
         """Between two batches of an epoch. What is decided here is in force for the rest of it."""
         if self._every_steps is None or current.batches % self._every_steps:
             return
         lr, at_record = self._coupling.rates()[0], self._lr
-        seen = self._measurement(current, self._window(), lr=lr)
+        diversity = self._at_work.window() if self._at_work is not None else None
+        seen = self._measurement(current, diversity, lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
         self.loader.recut(decision.batch_size)
         self._follow(decision, seen)
@@ -225,12 +229,9 @@ class Controller:
         else:
             self._lr = at_record
 
-    def _window(self) -> Diversity | None:
-        return self._estimator.window() if self._measuring and isinstance(self._estimator, Windowed) else None
-
     def _measured_diversity(self) -> Diversity | None:
-        if self._measuring and self._estimator is not None:
-            self._diversity = self._estimator.finish()
+        if self._at_work is not None:
+            self._diversity = self._at_work.finish()
             self._measuring = False
         return self._diversity
 
@@ -289,9 +290,8 @@ class Controller:
         decision, ranks = decision.at_most(seen.dataset_size), self.ranks.size
         if decision.batch_size >= ranks:
             return decision
-        return replace(
-            decision, batch_size=ranks, reason=f"{decision.reason}; raised to the {ranks} ranks".lstrip("; ")
-        )
+        reason = f"{decision.reason}; raised to the {ranks} ranks".lstrip("; ")
+        return replace(decision, batch_size=ranks, reason=reason)
 
     def _follow(self, decision: Decision, seen: Measurement) -> None:
         """Put the learning rate where the decision, and for some couplings the noise, wants it."""
@@ -323,6 +323,7 @@ class Controller:
         bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
         if "diversity" not in self._needs and not self._rate_needs_noise:
             return None
+        require_fit(bound, scene.model)
         bound.bind(scene)
         return bound
 
@@ -374,8 +375,8 @@ class Controller:
             self._measuring = False
         self._begin_epoch()
         self._lr, self._changes = state["lr"], [Change(*change) for change in state.get("changes", [])]
-        if self._measuring and self._estimator is not None:
-            self._estimator.load_state_dict(state["estimator"])
+        if self._at_work is not None:
+            self._at_work.load_state_dict(state["estimator"])
 
 
 def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str, loss_fn: Any, optimizer: Optimizer) -> Scene:

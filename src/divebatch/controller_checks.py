@@ -9,14 +9,15 @@ from divebatch.checks import require_count
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
-from divebatch.estimators.estimator import Windowed
+from divebatch.estimators.catalog import names_where
 from divebatch.policies import Policy
+from divebatch.policies.policy import require_policy
 
 
 def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoader, estimator: Estimator | None) -> None:
     """Raise unless policy, loader and estimator can do with a part of an epoch."""
     require_count("every_steps", every_steps)
-    if not getattr(policy, "decides_within_epochs", False):
+    if not policy.decides_within_epochs:
         raise ArgumentError(
             f"{type(policy).__name__} decides after whole epochs, by their number, loss or speed: leave "
             f"every_steps={every_steps} out. A policy of your own may say decides_within_epochs = True"
@@ -25,12 +26,12 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
         raise ArgumentError(
             f"every_steps={every_steps} needs data whose order is known: a stream keeps its batch size for an epoch"
         )
-    if estimator is not None and not isinstance(estimator, Windowed):
+    if estimator is not None and not estimator.has_window:
         raise ArgumentError(
             f"{type(estimator).__name__} sums over whole epochs and cannot serve every_steps={every_steps}: "
-            f"use estimator='split', 'moments', 'per-sample', 'ranks' or 'oracle'"
+            f"use one of the estimators {names_where(lambda kind: kind.has_window)}"
         )
-    if every_steps < (least := getattr(estimator, "least_every_steps", 1)):
+    if estimator is not None and every_steps < (least := estimator.min_steps_between_decisions):
         raise ArgumentError(
             f"every_steps={every_steps} leaves a decision less than two estimates of {type(estimator).__name__}, and "
             f"one has no spread: take every_steps of at least {least}, a smaller every, or decay below 1"
@@ -43,8 +44,7 @@ def require_parts(
     """Raise for what is no optimizer, loader, policy or estimator, and where there is nothing to train."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    if isinstance(policy, type) or not callable(getattr(policy, "next", None)):
-        raise ArgumentError(f"policy must be a policy object such as DiveBatch(0.1, 4096), got {policy!r}")
+    require_policy(policy)
     if isinstance(estimator, type):
         raise ArgumentError(f"estimator must be a name or an object such as {estimator.__name__}(), got the class")
     if not any(parameter.requires_grad for parameter in model.parameters()):

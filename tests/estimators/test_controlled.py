@@ -63,7 +63,7 @@ class Training:
         self.model.load_state_dict(state["model"])
 
 
-class Watch:
+class Watch(Policy):
     """Any policy, with what it saw kept."""
 
     def __init__(self, policy: Policy) -> None:
@@ -242,11 +242,11 @@ def test_the_record_has_the_interval_of_an_estimate():
 
 def test_the_controller_says_in_how_many_parts_a_batch_must_come():
     training = Training(NoiseScale(CAP, every=2), estimator="split")
-    assert [(training.control.min_parts, training.epoch())[0] for _ in range(3)] == [1, 2, 1]
-    assert Training(NoiseScale(CAP), estimator="moments").control.min_parts == 1
+    assert [(training.control.min_micro_batches, training.epoch())[0] for _ in range(3)] == [1, 2, 1]
+    assert Training(NoiseScale(CAP), estimator="moments").control.min_micro_batches == 1
     training = Training(NoiseScale(CAP), estimator=Split(every=4))
-    parts = [training.control.min_parts]
-    training.control.loader.on_step(lambda _: parts.append(training.control.min_parts))
+    parts = [training.control.min_micro_batches]
+    training.control.loader.on_step(lambda _: parts.append(training.control.min_micro_batches))
     training.epoch()
     assert parts[:9] == [2, 1, 1, 1, 2, 1, 1, 1, 2]
 

@@ -314,7 +314,7 @@ def seen_by(estimator: Split, batches: list, *, cut_all: bool) -> Diversity:
     estimator.start()
     for batch in batches:
         delivered += len(batch[0])
-        train(model, optimizer, [batch], parts_of=2 if cut_all else len(batch[0]) // estimator.min_parts)
+        train(model, optimizer, [batch], parts_of=2 if cut_all else len(batch[0]) // estimator.min_micro_batches)
     return estimator.finish()
 
 
@@ -354,7 +354,7 @@ def test_a_resumed_epoch_looks_at_the_batches_it_would_have_looked_at():
             train(model, optimizer, [batch], parts_of=2)
         resumed.start()
         resumed.load_state_dict(estimator.state_dict())
-        turns.append((estimator.min_parts, resumed.min_parts))
+        turns.append((estimator.min_micro_batches, resumed.min_micro_batches))
     assert turns == [(2, 2), (1, 1), (1, 1), (2, 2), (1, 1), (1, 1)]
 
 

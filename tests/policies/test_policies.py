@@ -192,7 +192,7 @@ def test_a_policy_is_frozen_and_its_repr_shows_every_setting(policy):
 
 @any_policy
 def test_a_policy_needs_fields_of_a_measurement(policy):
-    assert policy.needs <= {entry.name for kind in (Measurement, History) for entry in fields(kind)}
+    assert policy.needs <= {entry.name for kind in (Measurement, Diversity, History) for entry in fields(kind)}
 
 
 @pytest.mark.parametrize("policy", [case for case in CASES.values() if hasattr(case, "max_batch_size")])

@@ -8,16 +8,15 @@ import pytest
 from divebatch import AdaBatch, Decision, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History
-from divebatch.policies import DiveBatch, GeoDamp, NoiseScale, Rounded, SimiGrad, SpillOver, Steady, WarmUp
+from divebatch.policies import DiveBatch, GeoDamp, NoiseScale, Policy, Rounded, SimiGrad, SpillOver, Steady, WarmUp
 
 CAP, N = 1000, 50_000
 
 
-class Asks:
+class Asks(Policy):
     """Wants one size after the other, up to the cap."""
 
     needs = frozenset({"diversity"})
-    lr_coupling = None
 
     def __init__(self, *wanted: float | None) -> None:
         self.wanted = wanted

@@ -20,7 +20,7 @@ from divebatch.advice.tradeoff import StepTimes
 from divebatch.checks import require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Estimator, Scene, make_estimator
+from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
 from divebatch.estimators.lagged_products import extrapolation
 
 LEAST_STEPS = 24
@@ -30,7 +30,6 @@ MOST_SIZE = 2**16
 """The batch sizes that are timed where none are named lie between these two."""
 MOST_VARIANTS = 256
 """How often the compiler may make code anew for another batch size."""
-ESTIMATORS = ("split", "moments", "per-sample")
 
 
 def advise(
@@ -106,7 +105,7 @@ def advise(
 def _plain_step(
     model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None, **settings: Any
 ) -> Step:
-    cuts = int(getattr(estimator, "min_parts", 1))
+    cuts = 1 if estimator is None else estimator.min_micro_batches
     return PlainStep(model, optimizer, min_micro_batches=cuts, **settings)
 
 
@@ -132,7 +131,7 @@ class _Measuring:
     def noise(self, loader: AdaptiveLoader, kind: str, steps: int) -> NoiseCourse:
         """Measure over `steps` steps at the loader's batch size."""
         model, optimizer = copied(self.model, self.optimizer, self.device)
-        settings = {"compiled": self.compile} if kind == "per-sample" else {}
+        settings = {"compiled": self.compile} if ESTIMATORS[kind].measures_norms else {}
         estimator = make_estimator(kind, **settings)
         estimator.bind(
             Scene(model, loader.full_pass, "mean", self.loss_fn, optimizer, lambda: loader.samples_delivered)
@@ -207,8 +206,9 @@ def _require_settings(steps: int, estimator: str, precision: str, timing_seconds
     require_count("steps", steps)
     if steps < LEAST_STEPS:
         raise ArgumentError(f"steps must be at least {LEAST_STEPS} for a noise scale to show, got steps={steps}")
-    if estimator not in ESTIMATORS:
-        raise ArgumentError(f"unknown estimator {estimator!r} for an advice; known: {', '.join(ESTIMATORS)}")
+    known = [name for name, kind in ESTIMATORS.items() if kind.at_fixed_weights and not kind.needs_loss_fn]
+    if estimator not in known:
+        raise ArgumentError(f"unknown estimator {estimator!r} for an advice; known: {', '.join(known)}")
     if precision not in PRECISIONS:
         raise ArgumentError(f"unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
     require_positive("timing_seconds", timing_seconds)

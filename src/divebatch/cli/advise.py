@@ -110,9 +110,10 @@ def _trainer_step(loss_fn: LossFn, setup: Setup) -> MakeStep:
         clock = Clock(next(model.parameters()).device)
         step = Step(Passes(Parallel.alone(model), loss_fn, setup, clock), optimizer)
         if estimator is not None:
-            parts, token = int(getattr(estimator, "min_parts", 1)), getattr(estimator, "replay_token", None)
-            step.is_measuring, step.replay_token, step.min_parts = (lambda: True), (lambda: token), (lambda: parts)
-            step.on_replay = getattr(estimator, "see_replay", step.on_replay)
+            cuts, token = estimator.min_micro_batches, estimator.replay_token
+            step.is_measuring, step.replay_token = (lambda: True), (lambda: token)
+            step.min_micro_batches = lambda: cuts
+            step.on_replay = estimator.see_replay
         step.passes.begin_epoch(step.part_size(batch_size))
         return step
 

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from divebatch.estimators import ESTIMATORS
 from divebatch.lab.probe import Probe
 from divebatch.lab.probe.policy_sizes import Asked
 
@@ -42,7 +43,7 @@ def _asked_table(asked: list[Asked]) -> Table:
     table.add_column("asks for")
     table.add_column("batch", justify="right")
     for each in asked:
-        if each.estimator != "trajectory":
+        if ESTIMATORS[each.estimator].at_fixed_weights:
             table.add_row(each.estimator, "(noise scale, 95 % interval)", _noise(each))
         for policy, size in each.sizes.items():
             table.add_row(each.estimator, policy, str(size))

@@ -30,6 +30,7 @@ class AcrossRanks(Split):
     """
 
     name = "ranks"
+    has_inner_variance = False
 
     def __init__(self, *, decay: float = 1.0) -> None:
         super().__init__(decay=decay)
@@ -37,7 +38,7 @@ class AcrossRanks(Split):
         self._sum_of_shares = 0.0
 
     @property
-    def min_parts(self) -> int:
+    def min_micro_batches(self) -> int:
         """Micro-batches that a rank's share must be cut into at least."""
         return 2 if self._bound().ranks.is_alone else 1
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from divebatch.errors import ArgumentError
 from divebatch.estimators.across_ranks import AcrossRanks
 from divebatch.estimators.estimator import Estimator
@@ -11,15 +13,25 @@ from divebatch.estimators.oracle import Oracle
 from divebatch.estimators.per_sample import PerSample
 from divebatch.estimators.split import Split
 from divebatch.estimators.trajectory import Trajectory
+from divebatch.norms.sharded import is_sharded
 
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {
-    "trajectory": Trajectory,
-    "oracle": Oracle,
-    "per-sample": PerSample,
-    "split": Split,
-    "moments": Moments,
-    "ranks": AcrossRanks,
+ESTIMATORS: dict[str, type[Estimator]] = {
+    kind.name: kind for kind in (Trajectory, Oracle, PerSample, Split, Moments, AcrossRanks)
 }
+
+
+def names_where(holds: Callable[[type[Estimator]], bool]) -> str:
+    """Return the names of the estimators for which `holds`, for error messages: "'split', 'moments'"."""
+    return ", ".join(repr(name) for name, kind in ESTIMATORS.items() if holds(kind))
+
+
+def require_fit(estimator: Estimator, model: nn.Module) -> None:
+    """Raise if `estimator` needs whole gradients and FSDP2 has sharded those of `model`."""
+    if estimator.needs_whole_gradients and any(map(is_sharded, model.parameters())):
+        raise ArgumentError(
+            f"{type(estimator).__name__} needs whole gradients, and FSDP2 has sharded this model's: "
+            f"use one of the estimators {names_where(lambda kind: not kind.needs_whole_gradients)}"
+        )
 
 
 def make_estimator(kind: str, **settings: Any) -> Estimator:

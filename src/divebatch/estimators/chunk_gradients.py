@@ -124,7 +124,7 @@ class ChunkWise(Stepwise):
         """Samples the loader had delivered at the last optimizer step."""
 
     @property
-    def least_every_steps(self) -> int:
+    def min_steps_between_decisions(self) -> int:
         """From decision to decision, so that each sees two estimates; an exponential mean goes on through them."""
         return 2 * self._every if self._every > 1 and self._decay == 1 else 1
 

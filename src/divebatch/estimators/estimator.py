@@ -1,15 +1,15 @@
 """What an estimator is."""
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Diversity
-from divebatch.norms.sharded import is_sharded
 from divebatch.ranks import Ranks, RankShard
 
 
@@ -41,14 +41,6 @@ class Scene:
         return (self.local_samples_delivered or self.samples_delivered)()
 
 
-def require_whole(scene: Scene, name: str) -> None:
-    """For estimators that need each rank's own whole gradients."""
-    if any(map(is_sharded, scene.model.parameters())):
-        raise ArgumentError(
-            f"estimator {name!r} needs whole gradients, and FSDP2 has sharded this model's: use estimator='trajectory'"
-        )
-
-
 def optimizer_of(scene: Scene, name: str) -> Optimizer:
     """The one that steps, for estimators that must know when weights change."""
     if scene.optimizer is None:
@@ -56,52 +48,85 @@ def optimizer_of(scene: Scene, name: str) -> Optimizer:
     return scene.optimizer
 
 
-class Estimator(Protocol):
+class Estimator(ABC):
     """Turns what an epoch's backward passes show into a `Diversity`.
 
     The controller calls `bind` once, then for each epoch that is to be measured `start`, `restart` if the epoch begins
-    anew, and `finish`. Between `finish` and `start` nothing may be attached to the model. One that may be asked within
-    an epoch also has `window`: what was seen since the last call or the start, while measuring goes on. A new estimator
-    is one file in this folder and one row in `catalog.py`.
+    anew, and `finish`. Between `finish` and `start` nothing may be attached to the model. What an estimator can and
+    cannot do stands in its class attributes. A new estimator is one file in this folder and one row in `catalog.py`.
     """
 
+    name: ClassVar[str] = ""
+    """What experiment files and `Controller(estimator=...)` call it."""
+    at_fixed_weights: ClassVar[bool] = True
+    """Whether n * diversity - 1 is the gradient noise scale; not where gradients of many steps are summed up."""
+    measures_norms: ClassVar[bool] = False
+    """Whether every layer needs a norm rule; such an estimator takes `NormMeter`'s settings."""
+    needs_whole_gradients: ClassVar[bool] = True
+    """Whether it needs each rank's own whole gradients, which FSDP2 does not show."""
+    needs_loss_fn: ClassVar[bool] = False
+    """Whether it runs the model by itself and must be made with `loss_fn`."""
+    undoes_grad_scale: ClassVar[bool] = False
+    """Whether it is right under a GradScaler without being told of it."""
+    takes_batch_norm: ClassVar[bool] = True
+    """Whether it is right where BatchNorm in training mode makes each sample's gradient depend on its batch."""
+    has_window: ClassVar[bool] = True
+    """Whether `window` may be asked within an epoch."""
+    has_inner_variance: ClassVar[bool] = False
+    """Whether the `Diversity` comes with its `inner_variance`."""
+    sees_all_ranks: ClassVar[bool] = False
+    """Whether each rank sees what all saw together, so that there is nothing to add up over ranks."""
+
+    @property
+    def min_micro_batches(self) -> int:
+        """How many backward passes the next batch must be cut into at least."""
+        return 1
+
+    @property
+    def min_steps_between_decisions(self) -> int:
+        """How many steps a decision must be apart from the last one, for it to have an interval."""
+        return 1
+
+    @property
+    def replay_token(self) -> object:
+        """A recorded backward pass may be replayed while this stays the same; None: every pass must run in Python."""
+        return None
+
+    def see_replay(self, gradients: Mapping[str, Tensor]) -> None:  # noqa: B027 (most have nothing to do)
+        """Take in a replayed backward pass, which no hook sees: its own gradients, by the parameters' names."""
+
+    @abstractmethod
     def bind(self, scene: Scene) -> None:
         """Look the model over; raise here if it cannot be measured."""
-        ...
 
+    @abstractmethod
     def start(self) -> None:
-        """A measured epoch begins."""
-        ...
+        """Begin a measured epoch."""
 
+    @abstractmethod
     def restart(self) -> None:
-        """The epoch starts again from its beginning: forget what was seen."""
-        ...
-
-    def finish(self) -> Diversity:
-        """The epoch has ended: say what it showed, and detach."""
-        ...
-
-    def close(self) -> None:
-        """Detach, whatever the state."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sums of an epoch under way; empty between epochs."""
-        ...
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if `state` cannot be loaded here."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue an epoch; called after `start`."""
-        ...
-
-
-@runtime_checkable
-class Windowed(Protocol):
-    """An estimator that may be asked within an epoch."""
+        """Forget what was seen: the epoch starts again from its beginning."""
 
     def window(self) -> Diversity:
-        """What was seen since the last call, or since `start`; measuring goes on."""
-        ...
+        """Return what was seen since the last call, or since `start`, and go on measuring."""
+        raise UsageError(f"{type(self).__name__} sums over whole epochs and cannot be asked within one")
+
+    @abstractmethod
+    def finish(self) -> Diversity:
+        """Return what the epoch showed, and detach."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Detach, whatever the state."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of an epoch under way; an empty dict between epochs."""
+
+    @abstractmethod
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if `state` cannot be loaded here."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue an epoch; called after `start`."""

@@ -12,7 +12,7 @@ from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.chunk_gradients import ChunkWise
 from divebatch.estimators.dropped import DropWatch, loss_scale
-from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
+from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.estimators.lagged_products import KEPT, Lagged, check_gradients, extrapolation
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
@@ -47,9 +47,10 @@ class Moments(ChunkWise):
     cost next to nothing. By default there is one a step where it is extrapolated, else one a window.
     """
 
+    name = "moments"
+    undoes_grad_scale = True
+    has_inner_variance = True
     sees_all_ranks = True
-    replay_token = True
-    """No pass has to be seen where no step is skipped, so one that was recorded may be replayed."""
 
     def __init__(
         self, *, window: int | None = None, decay: float = 1.0, preconditioned: bool = False, every: int = 1
@@ -65,9 +66,13 @@ class Moments(ChunkWise):
         self._passed = 0
         """Samples the loader had delivered at the last backward pass."""
 
+    @property
+    def replay_token(self) -> object:
+        """No pass has to be seen where no step is skipped, so one that was recorded may be replayed."""
+        return True
+
     def _prepare(self, scene: Scene) -> None:
         self._require_optimizer(scene, "moments")
-        require_whole(scene, "moments")
 
     def _attach(self, scene: Scene) -> None:
         self._chunks, self._stepped, self._pause = self._new_chunks(scene), scene.samples_delivered(), 0

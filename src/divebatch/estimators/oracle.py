@@ -6,19 +6,23 @@ from typing import Any
 from torch import Tensor
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.estimator import Scene, require_whole
+from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.measurement import Diversity
 from divebatch.norms import NormMeter, gradient_diversity
 from divebatch.norms.compilation import uncompiled
 
 
-class Oracle:
+class Oracle(Estimator):
     """Exact, unbiased, and dear: one more forward and backward pass over all data after each measured epoch.
 
     It needs the loss, `loss_fn(model(inputs), targets)`, given here or to the controller; batches must be
     `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass. `fallback="vmap"` is
     for layers without a norm rule.
     """
+
+    name = "oracle"
+    needs_loss_fn = True
+    undoes_grad_scale = True  # its own passes are not scaled
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None = None, *, fallback: str | None = None) -> None:
         self._loss_fn, self._fallback = loss_fn, fallback
@@ -31,7 +35,6 @@ class Oracle:
                 "the oracle runs the model by itself and needs the loss: "
                 "pass Controller(..., estimator='oracle', loss_fn=...) or estimator=Oracle(loss_fn)"
             )
-        require_whole(scene, "oracle")
         NormMeter(uncompiled(scene.model), fallback=self._fallback)  # never attached: its making checks the coverage
         self._scene = scene
 

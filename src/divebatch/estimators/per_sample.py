@@ -1,21 +1,23 @@
 """An unbiased estimate from each step's per-sample norms."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators.average import unbiased
 from divebatch.estimators.chunk_gradients import sq_norm
-from divebatch.estimators.estimator import Scene, require_whole
+from divebatch.estimators.estimator import Scene
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.measurement import Diversity
 from divebatch.norms import DiversityMeter
 from divebatch.norms.backward import Backward
 from divebatch.norms.compiled_engine import Tapped
+from divebatch.norms.meter import MODES
 
 OnPass = Callable[[Tensor, Any, Any], None]
 
@@ -30,21 +32,40 @@ class PerSample(Stepwise):
     Not for BatchNorm in training mode: samples then have no gradients of their own, their contributions cancel within
     the batch, and ||G||^2 comes out too small, often below zero. That gets an error; use `split` or `moments`.
 
-    `settings` go to `NormMeter`: mode="sketch", compiled=True, fallback="vmap", grad_scaler=...
+    Args:
+        decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
+        preconditioned: Not possible here: an error that names the estimators that can.
+        mode: "exact" norms, or "sketch" for unbiased estimates of them at a fraction of the time.
+        compiled: Whether the model is compiled with `torch.compile`.
+        fallback: "vmap" measures layers that have no norm rule, slowly; None raises an error that names them.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, where there is one.
     """
 
-    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, **settings: Any) -> None:
+    name = "per-sample"
+    measures_norms = True
+    takes_batch_norm = False
+
+    def __init__(
+        self,
+        *,
+        decay: float = 1.0,
+        preconditioned: bool = False,
+        mode: Literal["exact", "sketch"] = "exact",
+        compiled: bool = False,
+        fallback: Literal["vmap"] | None = None,
+        grad_scaler: Any = None,
+    ) -> None:
         super().__init__(decay=decay)
         if preconditioned:
             raise ArgumentError(
                 "per-sample norms come from factors of each layer's gradient, which cannot be divided coordinate by "
                 "coordinate: use Split(preconditioned=True) or Moments(preconditioned=True)"
             )
-        self._settings = settings
+        require_choice("mode", mode, MODES)
+        self._settings = {"mode": mode, "compiled": compiled, "fallback": fallback, "grad_scaler": grad_scaler}
         self._meter: _PassMeter | None = None
 
     def _prepare(self, scene: Scene) -> None:
-        require_whole(scene, "per-sample")
         settings = {"loss_reduction": scene.loss_reduction, "share": scene.share, **self._settings}
         self._meter = _PassMeter(scene.model, self._take, **settings)
 

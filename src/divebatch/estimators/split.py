@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.chunk_gradients import ChunkWise
-from divebatch.estimators.estimator import Scene, optimizer_of, require_whole
+from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.estimators.recorded import is_recorded
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
@@ -39,12 +39,11 @@ class Split(ChunkWise):
     running second moment. Exact: all chunks of a batch are divided by the same.
 
     `every=q` looks at one batch in q, the first of them: the others may go through as a whole, and cost little.
-    `control.min_parts` says for each batch whether it is to be cut.
+    `control.min_micro_batches` says for each batch whether it is to be cut.
     """
 
     name = "split"
-    replay_token = True
-    """A pass that was recorded may be replayed, where `see_replay` is told."""
+    has_inner_variance = True
 
     def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every: int = 1) -> None:
         super().__init__(decay=decay, preconditioned=preconditioned, every=every)
@@ -54,7 +53,12 @@ class Split(ChunkWise):
         self._task, self._counts = -1, False
 
     @property
-    def min_parts(self) -> int:
+    def replay_token(self) -> object:
+        """A pass that was recorded may be replayed, where `see_replay` is told."""
+        return True
+
+    @property
+    def min_micro_batches(self) -> int:
         """Backward passes that the batch under way must go through in at least."""
         return 2 if self._looks else 1
 
@@ -69,7 +73,6 @@ class Split(ChunkWise):
                 f"'moments' and 'per-sample' take sums"
             )
         self._require_optimizer(scene, self.name)
-        require_whole(scene, self.name)
 
     def _attach(self, scene: Scene) -> None:
         self._chunks = self._new_chunks(scene)

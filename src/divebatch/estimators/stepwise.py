@@ -1,15 +1,15 @@
 """What the estimates at fixed weights share: one small estimate a step or so, averaged over the epoch."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 from divebatch.errors import UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.estimator import Scene
+from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.measurement import Diversity
 
 
-class Stepwise(ABC):
+class Stepwise(Estimator):
     """Averages pairs (tr(Sigma), ||G||^2) of single steps, each at its own weights, over an epoch.
 
     `decay` below 1 makes it an exponential mean over steps, debiased: 0.95 looks back some twenty steps. The interval
@@ -19,9 +19,6 @@ class Stepwise(ABC):
     Where decisions come every so many steps, each sees the steps since the last one. An exponential mean goes on
     through the decisions of an epoch instead: it forgets by itself.
     """
-
-    sees_all_ranks = False
-    """Whether each rank sees what all saw together, so that there is nothing to add."""
 
     def __init__(self, *, decay: float = 1.0) -> None:
         self._decay = PairAverage(decay=decay).decay

@@ -1,25 +1,45 @@
 """The paper's estimate: sums along the epoch's trajectory."""
 
-from typing import Any
+from typing import Any, Literal
 
+from divebatch.checks import require_choice
 from divebatch.errors import UsageError
-from divebatch.estimators.estimator import Scene
+from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.measurement import Diversity
 from divebatch.norms import DiversityMeter
+from divebatch.norms.meter import MODES
 
 
-class Trajectory:
+class Trajectory(Estimator):
     """Delta-hat of the paper's Definition 2: each sample's gradient at the weights it met during the epoch.
 
     Cost: the norms within the normal backward passes, and one copy of the trainable parameters for the gradient sum.
     Bias: the weights move while the sums grow, gradients of early and late steps cancel, and the estimate comes out
     too large, often tenfold and more. It is the paper's rule, not an estimate at fixed weights.
 
-    `settings` go to `NormMeter`: mode="sketch", compiled=True, fallback="vmap", grad_scaler=...
+    Args:
+        mode: "exact" norms, or "sketch" for unbiased estimates of them at a fraction of the time.
+        compiled: Whether the model is compiled with `torch.compile`.
+        fallback: "vmap" measures layers that have no norm rule, slowly; None raises an error that names them.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, where there is one.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self._settings = settings
+    name = "trajectory"
+    at_fixed_weights = False
+    measures_norms = True
+    needs_whole_gradients = False
+    has_window = False
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["exact", "sketch"] = "exact",
+        compiled: bool = False,
+        fallback: Literal["vmap"] | None = None,
+        grad_scaler: Any = None,
+    ) -> None:
+        require_choice("mode", mode, MODES)
+        self._settings = {"mode": mode, "compiled": compiled, "fallback": fallback, "grad_scaler": grad_scaler}
         self._meter: DiversityMeter | None = None
 
     def bind(self, scene: Scene) -> None:

@@ -1,7 +1,6 @@
 """AdaBatch (Devarakonda et al. 2018): grow the batch on a fixed timetable."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
@@ -23,7 +22,7 @@ class AdaBatch(Policy):
     Decision(batch_size=256, lr_factor=0.75, reason='epoch 20: times 2')
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    epoch_settings = frozenset({"every"})
 
     max_batch_size: int
     _: KW_ONLY

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from divebatch.checks import require_count, require_positive
 from divebatch.measurement import Decision, Measurement
@@ -15,7 +14,7 @@ from divebatch.policies.policy import Policy
 class _Damping(Policy):
     """Never below the first batch, never above the cap. `SpillOver` sends what is over the cap to the learning rate."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    has_many_sizes = True
 
     max_batch_size: int
 
@@ -40,7 +39,7 @@ class AdaDamp(_Damping):
     loss_0 is the first epoch's loss. The loss must have its lowest value near zero.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"loss"})
+    needs = frozenset({"loss"})
 
     def next(self, seen: Measurement) -> Decision:
         """By the loss."""
@@ -56,8 +55,8 @@ class GradientDamp(_Damping):
     G_0 is the first one measured. An estimate of ||G||^2 that is not above zero leaves the size as it is.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
-    decides_within_epochs: ClassVar[bool] = True
+    needs = frozenset({"diversity"})
+    decides_within_epochs = True
 
     def next(self, seen: Measurement) -> Decision:
         """By the gradient."""
@@ -71,7 +70,7 @@ class GradientDamp(_Damping):
 class PadaDamp(_Damping):
     """b0 + rate * step: AdaDamp's growth on a straight line, with nothing to measure. `rate` in samples a step."""
 
-    decides_within_epochs: ClassVar[bool] = True
+    decides_within_epochs = True
 
     _: KW_ONLY
     rate: float = 0.1
@@ -88,6 +87,9 @@ class PadaDamp(_Damping):
 @dataclass(frozen=True, slots=True)
 class GeoDamp(_Damping):
     """b0 * factor^(epoch // every): growth by a factor at fixed times."""
+
+    epoch_settings = frozenset({"every"})
+    has_many_sizes = False
 
     _: KW_ONLY
     factor: float = 2

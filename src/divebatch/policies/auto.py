@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
@@ -19,7 +18,7 @@ POWERS = {"linear": 1.0, "sqrt": 0.5}
 class _Doublings(Policy):
     """sqrt(price * B) to the nearest doubling of b0, which is the price unless one is given."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
+    needs = frozenset({"diversity"})
 
     max_batch_size: int
     price: float | None
@@ -75,15 +74,15 @@ class Auto(Policy):
     Auto(max_batch_size=4096, price=None, warm_up=1, lr_coupling='linear')
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
-    estimator: ClassVar[str | None] = "moments"
-    decides_within_epochs: ClassVar[bool] = True
+    needs = frozenset({"diversity"})
+    estimator = "moments"
+    decides_within_epochs = True
 
     max_batch_size: int
     _: KW_ONLY
     price: float | None = None
     warm_up: int = 1
-    lr_coupling: str = "linear"  # type: ignore[misc]
+    lr_coupling: str | None = "linear"
 
     def __post_init__(self) -> None:
         require_count("max_batch_size", self.max_batch_size)
@@ -103,7 +102,9 @@ class Auto(Policy):
 
     def parts(self) -> WarmUp:
         """What it is made of."""
-        return WarmUp(_Doublings(self.max_batch_size, self.price), epochs=self.warm_up, power=POWERS[self.lr_coupling])
+        return WarmUp(
+            _Doublings(self.max_batch_size, self.price), epochs=self.warm_up, power=POWERS[self.lr_coupling or "linear"]
+        )
 
     def check_start(self, batch_size: int) -> None:
         """Raise if the first batch is above the cap."""

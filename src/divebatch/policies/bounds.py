@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
+from divebatch.policies.policy import Policy
 
 
 def require_start_under_cap(batch_size: int, max_batch_size: int) -> None:
@@ -15,9 +16,9 @@ def require_start_under_cap(batch_size: int, max_batch_size: int) -> None:
         )
 
 
-def require_coupling(policy: object, lr_coupling: str) -> None:
+def require_coupling(policy: Policy, lr_coupling: str) -> None:
     """Raise if the policy is made for another one."""
-    wanted = getattr(policy, "lr_coupling", None)
+    wanted = policy.lr_coupling
     if wanted not in (None, lr_coupling):
         raise ArgumentError(
             f"{type(policy).__name__} moves the learning rate with the batch size: pass lr_coupling={wanted!r}, "

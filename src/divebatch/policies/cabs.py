@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from divebatch.measurement import Diversity, Measurement
 from divebatch.policies.confidence import ratio, require_diversity, require_loss
@@ -18,8 +17,8 @@ class Cabs(Paced):
     and cap were 16 and 2048.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"diversity", "loss"})
-    decides_within_epochs: ClassVar[bool] = False
+    needs = frozenset({"diversity", "loss"})
+    decides_within_epochs = False
 
     monotone: bool = False
     min_batch_size: int = 16

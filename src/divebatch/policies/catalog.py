@@ -1,6 +1,5 @@
 """The policies by name, for configuration files and listings. A new policy adds one row."""
 
-from collections.abc import Callable
 from typing import Any
 
 from divebatch.errors import ArgumentError
@@ -20,7 +19,7 @@ from divebatch.policies.sample_schedule import SampleSchedule
 from divebatch.policies.schedule_to_batch import Seesaw, Smith
 from divebatch.policies.simigrad import SimiGrad
 
-POLICIES: dict[str, Callable[..., Policy]] = {
+POLICIES: dict[str, type[Policy]] = {
     "fixed": Fixed,
     "adabatch": AdaBatch,
     "divebatch": DiveBatch,

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from divebatch.checks import require_count, require_positive
 from divebatch.measurement import Decision, Diversity, Measurement
@@ -32,8 +32,11 @@ class DiveBatch(Policy):
     (100, 128)
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
-    decides_within_epochs: ClassVar[bool] = True
+    needs = frozenset({"diversity"})
+    estimator = "trajectory"
+    decides_within_epochs = True
+    epoch_settings = frozenset({"every"})
+    has_many_sizes = True
 
     delta: float
     max_batch_size: int

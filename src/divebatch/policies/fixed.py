@@ -1,7 +1,6 @@
 """The baseline: never change anything."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.policy import Policy
@@ -15,8 +14,7 @@ class Fixed(Policy):
     128
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    decides_within_epochs: ClassVar[bool] = True
+    decides_within_epochs = True
 
     def next(self, seen: Measurement) -> Decision:
         """The same batch size again."""

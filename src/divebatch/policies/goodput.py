@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
@@ -25,7 +24,9 @@ class Goodput(Policy):
     Time is measured, so two runs need not decide alike.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"diversity", "throughputs"})
+    needs = frozenset({"diversity", "throughputs"})
+    epoch_settings = frozenset({"every"})
+    has_many_sizes = True
 
     max_batch_size: int
     _: KW_ONLY

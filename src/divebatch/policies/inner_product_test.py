@@ -23,6 +23,8 @@ class InnerProductTest(Paced):
     alike in all directions.
     """
 
+    needs = frozenset({"diversity", "inner_variance"})
+
     theta: float = 0.5
     nu: float | None = 1.0
 

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from divebatch.checks import require_count
 from divebatch.measurement import Decision, Measurement
@@ -15,8 +14,10 @@ from divebatch.policies.policy import Policy
 class Paced(Policy):
     """After each `every`-th epoch what `proposal` says, within floor and cap; `monotone` never lets the size fall."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
-    decides_within_epochs: ClassVar[bool] = True
+    needs = frozenset({"diversity"})
+    decides_within_epochs = True
+    epoch_settings = frozenset({"every"})
+    has_many_sizes = True
 
     max_batch_size: int
     _: KW_ONLY

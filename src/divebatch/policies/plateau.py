@@ -1,7 +1,6 @@
 """Grow the batch where the training loss has stopped falling."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
@@ -15,7 +14,8 @@ from divebatch.policies.policy import Policy
 class Plateau(Policy):
     """Multiply the batch size by `factor` after `patience` epochs at one size without a new lowest loss."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"loss"})
+    needs = frozenset({"loss"})
+    epoch_settings = frozenset({"patience"})
 
     max_batch_size: int
     _: KW_ONLY

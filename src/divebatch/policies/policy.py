@@ -1,37 +1,77 @@
 """What a policy is."""
 
-from typing import ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from typing import Any, ClassVar
 
+from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 
+NEEDS = ("diversity", "inner_variance", "loss", "throughputs")
+"""What a policy may need beyond what costs nothing: fields of `Measurement`, its `Diversity` and its `History`."""
 
-class Policy(Protocol):
-    """A frozen configuration plus one pure method. State lives elsewhere; equal inputs give equal decisions.
 
-    A new policy is one file in this folder and one row in `catalog.py`. Its `repr` is compared when a checkpoint is
-    loaded, so it must show every setting (a frozen dataclass does).
+class Policy(ABC):
+    """A rule that turns a `Measurement` into a `Decision`: a frozen configuration and one pure method, `next`.
+
+    State lives elsewhere: equal measurements give equal decisions. Everything but `next` has a default. A policy of
+    your own is a subclass, best a frozen dataclass, so that a checkpoint knows its settings:
+
+        @dataclass(frozen=True)
+        class Doubling(Policy):
+            every_epochs: int = 10
+
+            def next(self, seen: Measurement) -> Decision:
+                due = seen.epoch % self.every_epochs == 0
+                return Decision(batch_size=2 * seen.batch_size if due else seen.batch_size)
+
+    A new policy of this library is one file in this folder and one row in `catalog.py`.
     """
 
-    lr_coupling: ClassVar[str | None] = None
+    needs: Set[str] = frozenset()
+    """Which of "diversity", "inner_variance", "loss" and "throughputs" `next` reads; nothing else is measured."""
+    estimator: str | None = None
+    """The name of the estimator that the controller takes where it is given none; None for "moments"."""
+    lr_coupling: str | None = None
     """How the learning rate must follow the batch size for the rule to be what it says; None where any will do."""
-    estimator: ClassVar[str | None] = None
-    """Which one the controller takes where it is given none; None for its own default."""
-    decides_within_epochs: ClassVar[bool] = False
+    decides_within_epochs: bool = False
     """Whether `next` makes sense every so many steps. Not where it counts epochs, or reads an epoch's loss or speed."""
+    epoch_settings: ClassVar[Set[str]] = frozenset()
+    """Its settings that count epochs: an experiment that is shortened shortens them with it."""
+    has_many_sizes: ClassVar[bool] = False
+    """Whether it proposes sizes of all values, which are rounded down where a compiler must see few shapes."""
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Fields of `Measurement` and `History` that `next` reads and that cost something: nothing else is measured."""
-        ...
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        needs = cls.__dict__.get("needs", frozenset())
+        if isinstance(needs, str | Set):
+            require_known_needs(cls.__name__, needs)
 
+    @abstractmethod
     def next(self, seen: Measurement) -> Decision:
-        """The batch size to use from now on."""
-        ...
+        """Return the batch size to use from now on."""
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         """Whether `epoch` (from 1), run at `batch_size`, must be measured. Unmeasured epochs cost nothing."""
         return True
 
-    def check_start(self, batch_size: int) -> None:
+    def check_start(self, batch_size: int) -> None:  # noqa: B027 (most have nothing to check)
         """Raise if training cannot start at `batch_size`."""
-        return None
+
+
+def require_known_needs(owner: str, needs: Any) -> None:
+    """Raise unless `needs` is a set of words that a controller knows."""
+    if not isinstance(needs, Set) or not needs <= set(NEEDS):
+        raise ArgumentError(f"{owner}.needs must be a set of some of {', '.join(map(repr, NEEDS))}, got {needs!r}")
+
+
+def require_policy(policy: Any, example: str = "DiveBatch(0.1, 4096)") -> None:
+    """Raise unless `policy` is an object of a subclass of `Policy`."""
+    if isinstance(policy, type):
+        raise ArgumentError(f"policy must be a policy object such as {example}, got the class {policy.__name__}")
+    if not isinstance(policy, Policy):
+        raise ArgumentError(
+            f"policy must be a policy object such as {example}, got policy={policy!r}; a policy of your own is a "
+            f"subclass of divebatch.Policy with a method `next`"
+        )
+    require_known_needs(type(policy).__name__, policy.needs)

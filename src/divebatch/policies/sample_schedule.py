@@ -3,7 +3,6 @@
 import re
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
@@ -25,8 +24,7 @@ class SampleSchedule(Policy):
     [(0, 768), (122070312, 1536)]
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    decides_within_epochs: ClassVar[bool] = True
+    decides_within_epochs = True
 
     schedule: str
     _: KW_ONLY

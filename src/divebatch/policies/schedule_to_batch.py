@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from divebatch.checks import require_count
 from divebatch.errors import UsageError
@@ -20,8 +19,8 @@ class ScheduleToBatch(Policy):
     down to that value again.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    decides_within_epochs: ClassVar[bool] = True
+    decides_within_epochs = True
+    has_many_sizes = True
 
     max_batch_size: int
 
@@ -56,7 +55,7 @@ class Smith(ScheduleToBatch):
     640
     """
 
-    lr_coupling: ClassVar[str | None] = "linear"
+    lr_coupling = "linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,4 +65,4 @@ class Seesaw(ScheduleToBatch):
     That is the square-root coupling, which must be chosen with it.
     """
 
-    lr_coupling: ClassVar[str | None] = "sqrt"
+    lr_coupling = "sqrt"

@@ -1,7 +1,6 @@
 """SimiGrad (Qin et al. 2021): hold the likeness of two half-batch gradients at a target."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from divebatch.checks import require_positive
 from divebatch.errors import ArgumentError
@@ -20,7 +19,8 @@ class SimiGrad(Paced):
     that follows the square root of the batch size. It comes to rest at 2 * B * target / (1 - target).
     """
 
-    lr_coupling: ClassVar[str | None] = "sqrt"
+    lr_coupling = "sqrt"
+    has_many_sizes = False  # it goes by tenths, and rounded down it would not move
 
     monotone: bool = False
     target: float = 0.3

@@ -2,13 +2,14 @@
 
 import math
 from abc import abstractmethod
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Set
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.policy import Policy
+from divebatch.policies.policy import Policy, require_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,30 +17,20 @@ class Around(Policy):
     """Everything but `next` is the inner policy's."""
 
     policy: Policy
+    needs: Set[str] = field(init=False, repr=False)
+    estimator: str | None = field(init=False, repr=False)
+    lr_coupling: str | None = field(init=False, repr=False)
+    decides_within_epochs: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, type) or not callable(getattr(self.policy, "next", None)):
-            raise ArgumentError(f"policy must be a policy object such as NoiseScale(4096), got policy={self.policy!r}")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the inner policy needs."""
-        return self.policy.needs
-
-    @property
-    def lr_coupling(self) -> str | None:  # type: ignore[override]
-        """What the inner policy is made for."""
-        return self.policy.lr_coupling
-
-    @property
-    def estimator(self) -> str | None:  # type: ignore[override]
-        """What the inner policy takes."""
-        return self.policy.estimator
-
-    @property
-    def decides_within_epochs(self) -> bool:  # type: ignore[override]
-        """As the inner policy."""
-        return self.policy.decides_within_epochs
+        require_policy(self.policy, example="NoiseScale(4096)")
+        for name, value in (
+            ("needs", self.policy.needs),
+            ("estimator", self.policy.estimator),
+            ("lr_coupling", self.policy.lr_coupling),
+            ("decides_within_epochs", self.policy.decides_within_epochs),
+        ):
+            object.__setattr__(self, name, value)
 
     @abstractmethod
     def next(self, seen: Measurement) -> Decision:

@@ -91,7 +91,7 @@ def change(path: str, value: object) -> dict:
         (
             "methods/oracle/estimator",
             {"kind": "trajectory", "foo": 1},
-            r"'trajectory' takes no settings here; of split",
+            r"'trajectory' cannot be built from .* unexpected keyword argument 'foo'",
         ),
         ("methods/oracle/estimator", {"kind": "split", "preconditioned": 1}, r"preconditioned must be True or False"),
         (

@@ -111,7 +111,7 @@ def watched_in_parts(*, cuda_graphs: bool, every: int) -> tuple[dict[str, torch.
     estimator.bind(Scene(model, lambda: iter(()), "mean", cross_entropy, optimizer, lambda: now[0]))
     estimator.start()
     step = Step(passes, optimizer, is_measuring=lambda: True, on_replay=estimator.see_replay)
-    step.min_parts = lambda: estimator.min_parts
+    step.min_micro_batches = lambda: estimator.min_micro_batches
     losses = []
     for size in SIZES:
         now[0] = next(delivered)

@@ -11,7 +11,7 @@ from divebatch.controller import Controller
 from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Estimator, make_estimator
+from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.experiments.datasets import DATASETS, DataPlace, Split
 from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.run import Run
@@ -121,7 +121,7 @@ def _policy(method: Method) -> Policy:
 
 def estimator_for(kind: str, training: Setup, **settings: Any) -> Estimator:
     """By name; those that measure norms do so in the way the run trains."""
-    if kind in ("trajectory", "per-sample"):
+    if ESTIMATORS[kind].measures_norms:
         settings = {"mode": training.norms, "compiled": training.compile, **settings}
     return make_estimator(kind, **settings)
 

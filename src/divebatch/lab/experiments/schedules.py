@@ -1,7 +1,7 @@
 """Learning-rate schedules by kind, stepped once an epoch. A new one is one dataclass and one row."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, StepLR
@@ -12,6 +12,9 @@ from divebatch.checks import require_count, require_positive
 class ScheduleSettings(Protocol):
     """A dataclass of settings that can drive an optimizer."""
 
+    epoch_settings: ClassVar[frozenset[str]]
+    """Its settings that count epochs: an experiment that is shortened shortens them with it."""
+
     def build(self, optimizer: Optimizer) -> LRScheduler | None:
         """A scheduler, or None where the rate stays."""
         ...
@@ -21,6 +24,8 @@ class ScheduleSettings(Protocol):
 class Constant:
     """The rate stays."""
 
+    epoch_settings: ClassVar[frozenset[str]] = frozenset()
+
     def build(self, optimizer: Optimizer) -> LRScheduler | None:
         """No scheduler."""
         return None
@@ -29,6 +34,8 @@ class Constant:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """Times `factor` after every `every_epochs` epochs."""
+
+    epoch_settings: ClassVar[frozenset[str]] = frozenset({"every_epochs"})
 
     factor: float
     every_epochs: int
@@ -46,6 +53,8 @@ class Step:
 class Cosine:
     """Half a cosine from the first rate to zero after `over_epochs` epochs."""
 
+    epoch_settings: ClassVar[frozenset[str]] = frozenset({"over_epochs"})
+
     over_epochs: int
 
     def __post_init__(self) -> None:
@@ -59,6 +68,8 @@ class Cosine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Milestones:
     """Times `factor` after each of the epochs in `after_epochs`."""
+
+    epoch_settings: ClassVar[frozenset[str]] = frozenset({"after_epochs"})
 
     factor: float
     after_epochs: list[int] = field(default_factory=list)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, make_estimator
+from divebatch.lab.experiments.schedules import SCHEDULES
 from divebatch.lab.training import Setup
 from divebatch.lr import COUPLINGS
 from divebatch.policies import POLICIES, make_policy
@@ -19,19 +20,8 @@ from divebatch.records import Metric, ReportSettings
 
 T = TypeVar("T")
 
-EPOCH_COUNTED = frozenset({"every", "every_epochs", "over_epochs", "after_epochs", "patience"})
-"""Settings that count epochs and shrink with them when a run is shortened."""
-
 COMPILED_MULTIPLE = 64
 """Samples by which compiled batch sizes differ."""
-ROUNDING = frozenset({"divebatch", "noise-scale", "norm-test", "inner-product-test", "cabs", "goodput"})
-"""Policies with any number of sizes that have a setting for it. SimiGrad goes by tenths and would not move."""
-FINE_GRAINED = frozenset({"smith", "seesaw", "adadamp", "gradient-damp", "padadamp"})
-"""The same without a setting."""
-
-
-SET_HERE = ("split", "moments", "ranks")
-"""Estimators with settings of their own; the others' are those of their norms, which [training] has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +31,10 @@ class Part:
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def scaled(self, ratio: float) -> "Part":
-        """Epoch-counted settings times `ratio`, rounded, at least 1."""
-        scaled = {key: _scaled(value, ratio) for key, value in self.settings.items() if key in EPOCH_COUNTED}
+    def scaled(self, ratio: float, registry: Mapping[str, Any]) -> "Part":
+        """Settings that count epochs, as the kind's class says, times `ratio`, rounded, at least 1."""
+        counted = registry[self.kind].epoch_settings if self.kind in registry else ()
+        scaled = {key: _scaled(value, ratio) for key, value in self.settings.items() if key in counted}
         return replace(self, settings={**self.settings, **scaled})
 
 
@@ -92,19 +83,14 @@ class Method:
     def scaled(self, ratio: float) -> "Method":
         """Epoch-counted settings times `ratio`."""
         warmup = _scaled(self.warmup_epochs, ratio) if self.warmup_epochs else 0
-        shadows = {name: part.scaled(ratio) for name, part in (self.shadows or {}).items()}
-        return replace(self, policy=self.policy.scaled(ratio), warmup_epochs=warmup, shadows=shadows or None)
+        shadows = {name: part.scaled(ratio, POLICIES) for name, part in (self.shadows or {}).items()}
+        return replace(self, policy=self.policy.scaled(ratio, POLICIES), warmup_epochs=warmup, shadows=shadows or None)
 
     def for_compiler(self) -> "Method":
         """Sizes that follow a measurement are rounded down: each new one costs the compiler half a minute."""
         if self.multiple_of > 1 or "multiple_of" in self.policy.settings:
             return self
-        if self.policy.kind in FINE_GRAINED:
-            return replace(self, multiple_of=COMPILED_MULTIPLE)
-        if self.policy.kind not in ROUNDING:
-            return self
-        settings = {**self.policy.settings, "multiple_of": COMPILED_MULTIPLE}
-        return replace(self, policy=replace(self.policy, settings=settings))
+        return replace(self, multiple_of=COMPILED_MULTIPLE) if POLICIES[self.policy.kind].has_many_sizes else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +118,7 @@ class Experiment:
             raise ArgumentError(f"epochs must be at least 1, got epochs={epochs}")
         ratio = epochs / self.epochs
         methods = {name: method.scaled(ratio) for name, method in self.methods.items()}
-        return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio), methods=methods)
+        return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio, SCHEDULES), methods=methods)
 
     def with_model(self, kind: str) -> "Experiment":
         """The same experiment with another network, at its own settings."""
@@ -217,8 +203,6 @@ def _estimator(entry: Any, where: str) -> str | Part | None:
     if not isinstance(entry, str | Mapping):
         raise ArgumentError(f"{where}: must be a name or a table, got {entry!r}")
     part = _part({"kind": entry} if isinstance(entry, str) else entry, where, known=tuple(ESTIMATORS))
-    if part.settings and part.kind not in SET_HERE:
-        raise ArgumentError(f"{where}: {part.kind!r} takes no settings here; of {', '.join(SET_HERE)} they are known")
     try:
         make_estimator(part.kind, **part.settings)
     except ArgumentError as error:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from divebatch.estimators import ESTIMATORS
 from divebatch.lab.probe.policy_sizes import Asked
 from divebatch.lab.probe.verdict import Probe
 from divebatch.report.drawing import Drawing, add_heading, finish, require_matplotlib, settings
@@ -84,7 +85,7 @@ def _rows(asked: Sequence[Asked]) -> list[tuple[str, float, tuple[float, float] 
     """(label, size, interval): the noise scale first, then the policies of each estimator."""
     rows: list[tuple[str, float, tuple[float, float] | None]] = []
     for each in asked:
-        if each.noise_scale is not None and each.estimator != "trajectory":
+        if each.noise_scale is not None and ESTIMATORS[each.estimator].at_fixed_weights:
             low, high = each.low or 1.0, each.high
             ends = (max(1.0, low), high if high is not None and math.isfinite(high) else 10 * each.noise_scale)
             rows.append((f"noise scale ({each.estimator})", max(1.0, each.noise_scale), ends))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from divebatch.controller import Controller
+from divebatch.estimators import ESTIMATORS
 from divebatch.lab.experiments.assembly import estimator_for
 from divebatch.lab.experiments.schema import Method
 from divebatch.lab.probe.trainer import BranchTrainer
@@ -18,6 +19,8 @@ from divebatch.policies import Auto, Cabs, DiveBatch, Fixed, InnerProductTest, N
 from divebatch.policies.wrappers import Around
 from divebatch.records import EpochRecord
 
+ASKED_OF = ("split", "per-sample", "moments", "trajectory")
+"""Estimators whose view is shown; the others need several processes or another pass over all data."""
 DELTA = 0.1
 """Of DiveBatch, where the run's own method has none."""
 
@@ -43,11 +46,12 @@ class Asked:
 def ask_policies(branches: BranchTrainer) -> list[Asked]:
     """One epoch at the present batch size for each estimator, always from the checkpoint, policies as shadows."""
     state = branches.save()
-    kinds = ["split", *([] if has_batch_norm(branches.trainer.model) else ["per-sample"]), "moments", "trajectory"]
+    batch_norm = has_batch_norm(branches.trainer.model)
     found = []
-    for kind in kinds:
-        branches.restore(state)
-        found.append(_ask(branches, kind))
+    for kind in ASKED_OF:
+        if ESTIMATORS[kind].takes_batch_norm or not batch_norm:
+            branches.restore(state)
+            found.append(_ask(branches, kind))
     branches.restore(state)
     return found
 
@@ -71,23 +75,23 @@ class BegunWith(Around):
 def policies_for(estimator: str, method: Method, dataset_size: int, first_batch_size: int) -> dict[str, Policy]:
     """Free to grow up to the data and, but for `Auto`, to shrink.
 
-    On the paper's estimate only its own rule makes sense; `moments` is what `Auto` takes where it is given no other.
+    On an estimate that is not at fixed weights, the paper's, only the rule that is made for it makes sense.
     """
-    auto = {"Auto": BegunWith(Auto(dataset_size), first_batch_size)}
-    if estimator == "moments":
-        return dict(auto)
-    delta = float(method.policy.settings.get("delta", DELTA))
-    divebatch = {f"DiveBatch, delta {delta:g}": DiveBatch(delta, dataset_size, monotone=False)}
-    if estimator == "trajectory":
-        return dict(divebatch)
-    inner = {"InnerProductTest": InnerProductTest(dataset_size, monotone=False)} if estimator == "split" else {}
-    return {
-        **auto,
+    kind, delta = ESTIMATORS[estimator], float(method.policy.settings.get("delta", DELTA))
+    policies: dict[str, Policy] = {
+        "Auto": BegunWith(Auto(dataset_size), first_batch_size),
         "NoiseScale": NoiseScale(dataset_size, monotone=False),
         "NormTest, eta 0.5": NormTest(dataset_size, monotone=False),
-        **inner,
+        "InnerProductTest": InnerProductTest(dataset_size, monotone=False),
         "Cabs": Cabs(dataset_size),
-        **divebatch,
+        f"DiveBatch, delta {delta:g}": DiveBatch(delta, dataset_size, monotone=False),
+    }
+    if not kind.at_fixed_weights:
+        return {name: policy for name, policy in policies.items() if policy.estimator == estimator}
+    return {
+        name: policy
+        for name, policy in policies.items()
+        if kind.has_inner_variance or "inner_variance" not in policy.needs
     }
 
 

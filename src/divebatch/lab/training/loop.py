@@ -43,7 +43,7 @@ class Step:
     optimizer: Optimizer
     is_measuring: Callable[[], bool] = lambda: False
     replay_token: Callable[[], object] = lambda: True
-    min_parts: Callable[[], int] = lambda: 1
+    min_micro_batches: Callable[[], int] = lambda: 1
     """Into how many parts a batch must be cut at least: some estimators compare the parts."""
     share: Callable[[], RankShard | None] = lambda: None
     """This rank's part of the batch under way, where there are several."""
@@ -58,7 +58,7 @@ class Step:
             optimizer,
             is_measuring=lambda: control.is_measuring,
             replay_token=lambda: control.replay_token,
-            min_parts=lambda: control.min_parts,
+            min_micro_batches=lambda: control.min_micro_batches,
             share=lambda: control.loader.rank_shard,
             on_replay=control.see_replay,
         )
@@ -115,7 +115,7 @@ class Step:
 
     def part_size(self, num_samples: int) -> int:
         """The samples of one backward pass of a batch."""
-        return min(self.micro_batch_size or num_samples, math.ceil(num_samples / self.min_parts()))
+        return min(self.micro_batch_size or num_samples, math.ceil(num_samples / self.min_micro_batches()))
 
     @property
     def micro_batch_size(self) -> int | None:
