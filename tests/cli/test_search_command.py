@@ -55,7 +55,7 @@ def test_a_sampler_tries_as_many_points_as_it_is_told(experiment, tmp_path):
         (["--over", "delta=1"], "nothing to search over called 'delta'"),
         (["--over", "lr=1..2"], "a grid needs values, not a range"),
         (["--sampler", "dice"], "unknown sampler 'dice'"),
-        (["--held-out", "1.5"], "fraction must lie between 0 and 1"),
+        (["--held-out", "1.5"], "held_out must lie between 0 and 1"),
         (["--also", "sgd-tiny"], "has no method 'sgd-tiny'"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--storage", "nonsense"], "cannot open the study's storage 'nonsense'"),

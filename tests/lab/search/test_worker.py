@@ -51,7 +51,7 @@ def test_a_search_trains_every_point_on_the_held_out_split(tmp_path):
     assert [result.point for result in results] == list(plan.space.points())
     path = tmp_path / "synthetic-convex-sgd-small" / "sgd-small_lr-0.5_batch_size-16" / "seed-1.jsonl"
     header, epochs = read_run(path)
-    assert header.config["data"]["kind"] == "held-out"
+    assert header.config["held_out"] == 0.2
     assert (header.config["method"]["lr"], header.config["method"]["batch_size"]) == (0.5, 16)
     assert len(epochs) == 3
     assert epochs[-1].samples == 3 * 160  # four fifths of the 200 training samples

@@ -12,7 +12,7 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
-from divebatch.lab.experiments.datasets import DATASETS, DataPlace, Split
+from divebatch.lab.experiments.datasets import DATASETS, DataPlace, DataSplit
 from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES, warm_up
@@ -101,13 +101,13 @@ def place_for(run: Run) -> DataPlace:
     )
 
 
-def _load_data(run: Run) -> Split:
+def _load_data(run: Run) -> DataSplit:
     data = _settings(DATASETS, run.experiment.data, "data")
-    split: Split = data.load(mixed_seed(run.seed, *DATA), place_for(run))
+    split: DataSplit = data.load(mixed_seed(run.seed, *DATA), place_for(run), held_out=run.experiment.held_out)
     return split
 
 
-def _build_model(run: Run, settings: ModelSettings, split: Split) -> nn.Module:
+def _build_model(run: Run, settings: ModelSettings, split: DataSplit) -> nn.Module:
     torch.manual_seed(mixed_seed(run.seed, *MODEL))
     model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
     memory_format = torch.channels_last if run.experiment.training.channels_last else torch.contiguous_format

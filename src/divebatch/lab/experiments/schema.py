@@ -111,6 +111,12 @@ class Experiment:
     metric: Metric = field(default_factory=Metric)
     """What its runs are judged by."""
     report: ReportSettings = field(default_factory=ReportSettings)
+    held_out: float = 0.0
+    """Fraction of the training samples to validate on, which the seed chooses; 0 for the test samples."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out < 1:
+            raise ArgumentError(f"held_out must be at least 0 and below 1, got held_out={self.held_out}")
 
     def scaled(self, epochs: int) -> "Experiment":
         """The same experiment over another number of epochs, every epoch-counted setting with it."""

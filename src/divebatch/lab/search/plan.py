@@ -8,7 +8,7 @@ from typing import Any
 
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments import Experiment, Run, check_parts
-from divebatch.lab.search.held_out import with_held_out
+from divebatch.lab.experiments.datasets.dataset import require_fraction
 from divebatch.lab.search.space import Space, check_point, corners, paper_space, slug, with_point
 from divebatch.lab.search.storage import sqlite_url
 
@@ -53,6 +53,7 @@ class Plan:
             "seeds": [self.seed, self.num_seeds],
             "epochs": self.epochs,
             "data": asdict(experiment.data),
+            "held_out": self.held_out,
             "model": asdict(experiment.model),
             "training": asdict(experiment.training),
             "optimizer": asdict(experiment.optimizer),
@@ -62,6 +63,7 @@ class Plan:
 
     def check(self) -> None:
         """Raise before any work for what cannot be run."""
+        require_fraction("held_out", self.held_out)
         method = self.experiment.method(self.method_name)
         check_parts(self.searched())
         for point in corners(self.space):
@@ -72,7 +74,7 @@ class Plan:
 
     def searched(self) -> Experiment:
         """The experiment that trials run: shorter, without the held-out part."""
-        return with_held_out(self.experiment.scaled(self.epochs), self.held_out)
+        return replace(self.experiment.scaled(self.epochs), held_out=self.held_out)
 
     def runs(self, point: Mapping[str, int | float]) -> list[Run]:
         """One for each seed; their records are in FOLDER/STUDY/METHOD_SETTINGS/seed-K.jsonl."""

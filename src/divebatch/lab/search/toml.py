@@ -12,12 +12,11 @@ from divebatch.lab.experiments.schema import Part
 def to_toml(experiment: Experiment, *, comment: str = "") -> str:
     """Read back, it is equal to `experiment`."""
     lines = [f"# {line}" for line in comment.splitlines()]
-    for entry in fields(experiment):
-        value = getattr(experiment, entry.name)
-        if isinstance(value, str | int):
-            lines.append(f"{entry.name} = {_value(value)}")
-    for name in ("data", "model", "optimizer", "schedule", "training"):
-        lines += ["", f"[{name}]", *_pairs(_plain(getattr(experiment, name)))]
+    values = {entry.name: getattr(experiment, entry.name) for entry in fields(experiment) if entry.name != "methods"}
+    plain = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
+    lines += _pairs(plain)
+    for name in [name for name in values if name not in plain]:
+        lines += ["", f"[{name}]", *_pairs(_plain(values[name]))]
     for name, method in experiment.methods.items():
         lines += ["", f"[methods.{_key(name)}]", *_pairs(_plain(method))]
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ import torch
 from divebatch.checks import require_count
 from divebatch.lab.experiments.datasets.archive import Origin
 from divebatch.lab.experiments.datasets.augment import CropFlip, CropFlipRotate, Transform, Whole
+from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
-from divebatch.lab.experiments.datasets.split import DataPlace, Split
 from divebatch.lab.experiments.datasets.unpickle import read_pickle
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -30,15 +30,19 @@ class CifarFormat:
     label_key: str
     num_classes: int
     colours: Colours
+    augmentation: Transform
 
-    def load(self, augmentation: Transform, eval_batch_size: int, place: DataPlace) -> Split:
-        """The official split."""
-        require_count("eval_batch_size", eval_batch_size)
+    def parts(self, settings: "Cifar", place: DataPlace) -> DataParts[HostImages]:
+        """The official parts; the test files are read when they are asked for."""
+        require_count("eval_batch_size", settings.eval_batch_size)
         folder = self.origin.find(place.folder)
-        train, test = (self.read(folder, files) for files in (self.train_files, self.test_files))
-        return image_split(
-            (train, augmentation), (test, Whole()), self.colours, self.num_classes, eval_batch_size, place
-        )
+        augmentation = self.augmentation if settings.augment else Whole()
+
+        def split(train: HostImages, validation: HostImages) -> DataSplit:
+            sets = (train, augmentation), (validation, Whole())
+            return image_split(*sets, self.colours, self.num_classes, settings.eval_batch_size, place)
+
+        return DataParts(self.read(folder, self.train_files), lambda: self.read(folder, self.test_files), split)
 
     def read(self, folder: Path, names: Sequence[str]) -> HostImages:
         """All images of these files, in order."""
@@ -80,6 +84,7 @@ CIFAR10 = CifarFormat(
     label_key="labels",
     num_classes=10,
     colours=Colours(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)),
+    augmentation=CropFlip(),
 )
 CIFAR100 = CifarFormat(
     Origin("cifar-100-python", URL),
@@ -88,28 +93,31 @@ CIFAR100 = CifarFormat(
     label_key="fine_labels",
     num_classes=100,
     colours=Colours(mean=(0.50708, 0.48655, 0.44092), std=(0.26733, 0.25644, 0.27615)),
+    augmentation=CropFlipRotate(),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cifar10:
+class Cifar(DatasetSettings):
+    """The official split, whatever the seed."""
+
+    format: ClassVar[CifarFormat]
+
+    augment: bool = True
+    eval_batch_size: int = 2000
+
+    def parts(self, seed: int, place: DataPlace) -> DataParts[HostImages]:
+        """The images in memory."""
+        return self.format.parts(self, place)
+
+
+class Cifar10(Cifar):
     """Ten classes; trained on random crops out of a margin of 4 zero pixels and mirror images."""
 
-    augment: bool = True
-    eval_batch_size: int = 2000
-
-    def load(self, seed: int, place: DataPlace) -> Split:
-        """The official split, whatever the seed."""
-        return CIFAR10.load(CropFlip() if self.augment else Whole(), self.eval_batch_size, place)
+    format = CIFAR10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cifar100:
+class Cifar100(Cifar):
     """A hundred classes; trained on what Cifar10 does, then rotations within 15 degrees."""
 
-    augment: bool = True
-    eval_batch_size: int = 2000
-
-    def load(self, seed: int, place: DataPlace) -> Split:
-        """The official split, whatever the seed."""
-        return CIFAR100.load(CropFlipRotate() if self.augment else Whole(), self.eval_batch_size, place)
+    format = CIFAR100

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.lab.experiments.datasets.augment import Transform, with_margin
 from divebatch.lab.experiments.datasets.batch_pipeline import Batch, Fetched, prepare, prepare_compiled
-from divebatch.lab.experiments.datasets.split import DataPlace, Split
+from divebatch.lab.experiments.datasets.dataset import DataPlace, DataSplit
 
 AUGMENTATION = 4
 """The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
@@ -29,6 +29,10 @@ class ImageSet(Protocol):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Images (uint8, NHWC), labels and numbers of the samples asked for, in one go."""
+        ...
+
+    def select(self, numbers: Tensor) -> Self:
+        """Those with these numbers, in this order."""
         ...
 
     def in_memory(self) -> "HostImages":
@@ -49,6 +53,10 @@ class HostImages(Dataset[Any]):
         """A whole batch by one look-up."""
         index = torch.tensor(indices)
         return self.images[index], self.labels[index], index
+
+    def select(self, numbers: Tensor) -> "HostImages":
+        """Those with these numbers, in this order."""
+        return HostImages(self.images[numbers], self.labels[numbers])
 
     def in_memory(self) -> "HostImages":
         """They are there already."""
@@ -187,7 +195,7 @@ class ImageLoader(AdaptiveLoader):
         return self._make(self._store.fetch(batch), plan, self._transform, self._normalise)
 
 
-class Evaluation:
+class FixedOrder:
     """The batches of a loader in fixed order, as often as they are asked for, each prepared when its turn comes."""
 
     def __init__(self, loader: AdaptiveLoader) -> None:
@@ -207,14 +215,14 @@ def image_split(
     num_classes: int,
     eval_batch_size: int,
     place: DataPlace,
-) -> Split:
+) -> DataSplit:
     """Both sets where `place` wants them."""
     normalise = Normaliser(colours, place)
     make_loader = partial(ImageLoader, compile=place.compile)
     held_out = make_loader(_store(*validation, place), validation[1], normalise, eval_batch_size)
-    return Split(
+    return DataSplit(
         loader=partial(make_loader, _store(*train, place), train[1], normalise),
-        validation=Evaluation(held_out),
+        validation=FixedOrder(held_out),
         num_classes=num_classes,
     )
 

@@ -10,11 +10,34 @@ from torch.utils.data import TensorDataset
 from divebatch.checks import require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
-from divebatch.lab.experiments.datasets.split import DataPlace, Split, own_part, require_fraction
+from divebatch.lab.experiments.datasets.dataset import (
+    DataParts,
+    DataPlace,
+    DatasetSettings,
+    DataSplit,
+    require_fraction,
+    shard_for_rank,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSamples:
+    """Feature vectors and labels, on one device."""
+
+    features: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, numbers: Tensor) -> "FlatSamples":
+        """Those with these numbers, in this order."""
+        numbers = numbers.to(self.labels.device)
+        return FlatSamples(self.features[numbers], self.labels[numbers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Synthetic:
+class Synthetic(DatasetSettings):
     """y = 1 if w . x + noise > 0, else 0, with x uniform in [-1, 1]^d and w standard normal.
 
     sigmoid(t) > 0.5 is t > 0, so the paper's sigmoid is left out. Each trial draws its own w, x and noise.
@@ -40,15 +63,17 @@ class Synthetic:
     def _num_train(self) -> int:
         return round(self.num_samples * self.train_fraction)
 
-    def load(self, seed: int, place: DataPlace) -> Split:
+    def parts(self, seed: int, place: DataPlace) -> DataParts["FlatSamples"]:
         """Drawn on the CPU, so that a seed means the same data on every device."""
         features, labels = self._draw(torch.Generator().manual_seed(seed))
-        num_train = self._num_train
-        features, labels = features.to(place.device), labels.to(place.device)
-        train = TensorDataset(features[:num_train], labels[:num_train])
-        return Split(
-            loader=partial(AdaptiveLoader, train),
-            validation=[own_part(features[num_train:], labels[num_train:])],
+        samples = FlatSamples(features.to(place.device), labels.to(place.device))
+        train, test = torch.arange(self.num_samples).split([self._num_train, self.num_samples - self._num_train])
+        return DataParts(samples.select(train), lambda: samples.select(test), self._split)
+
+    def _split(self, train: "FlatSamples", validation: "FlatSamples") -> DataSplit:
+        return DataSplit(
+            loader=partial(AdaptiveLoader, TensorDataset(train.features, train.labels)),
+            validation=[shard_for_rank(validation.features, validation.labels)],
             num_features=self.num_features,
         )
 

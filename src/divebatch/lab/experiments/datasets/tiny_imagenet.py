@@ -17,9 +17,9 @@ from divebatch.checks import require_count
 from divebatch.errors import ArgumentError, DataError, MissingExtraError
 from divebatch.lab.experiments.datasets.archive import Origin
 from divebatch.lab.experiments.datasets.augment import Transform
+from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
 from divebatch.lab.experiments.datasets.resample import RandomResizedCrop, ResizeCentreCrop
-from divebatch.lab.experiments.datasets.split import DataPlace, Split
 
 ORIGIN = Origin("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip")
 COLOURS = Colours(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -27,7 +27,7 @@ SIDE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinyImageNet:
+class TinyImageNet(DatasetSettings):
     """Photos of 64 x 64 pixels; trained on random resized crops and mirror images, tested on the middle."""
 
     image_size: int = 224
@@ -37,16 +37,20 @@ class TinyImageNet:
     augment: bool = True
     eval_batch_size: int = 500
 
-    def load(self, seed: int, place: DataPlace) -> Split:
-        """The official split, whatever the seed; the classes are the lines of wnids.txt."""
+    def parts(self, seed: int, place: DataPlace) -> DataParts["ImageFiles"]:
+        """The official parts, whatever the seed; the classes are the lines of wnids.txt."""
         self._check()
         _pillow()  # before any work, not in a worker process
         folder = ORIGIN.find(place.folder)
         classes = read_classes(folder)
         middle = ResizeCentreCrop(self.image_size, self.resize)
         crops: Transform = RandomResizedCrop(SIDE, self.image_size) if self.augment else middle
-        train, validation = train_files(folder, classes), validation_files(folder, classes)
-        return image_split((train, crops), (validation, middle), COLOURS, len(classes), self.eval_batch_size, place)
+
+        def split(train: ImageFiles, validation: ImageFiles) -> DataSplit:
+            sets = (train, crops), (validation, middle)
+            return image_split(*sets, COLOURS, len(classes), self.eval_batch_size, place)
+
+        return DataParts(train_files(folder, classes), lambda: validation_files(folder, classes), split)
 
     def _check(self) -> None:
         for name in ("image_size", "resize", "eval_batch_size"):
@@ -58,7 +62,7 @@ class TinyImageNet:
 class ImageFiles(Dataset[Any]):
     """JPEG files with their labels, decoded when they are asked for."""
 
-    def __init__(self, paths: Sequence[Path], labels: Sequence[int]) -> None:
+    def __init__(self, paths: Sequence[str | Path], labels: Sequence[int]) -> None:
         self.paths, self.labels = list(map(str, paths)), torch.tensor(labels)
 
     def __len__(self) -> int:
@@ -69,6 +73,10 @@ class ImageFiles(Dataset[Any]):
         images = np.stack([decode(self.paths[index]) for index in indices])
         index = torch.tensor(indices)
         return torch.from_numpy(images), self.labels[index], index
+
+    def select(self, numbers: Tensor) -> "ImageFiles":
+        """Those with these numbers, in this order."""
+        return ImageFiles([self.paths[number] for number in numbers.tolist()], self.labels[numbers].tolist())
 
     def in_memory(self) -> HostImages:
         """All decoded, by as many threads as there are processors."""

@@ -1,23 +1,21 @@
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
+from image_files import write_cifar10, write_cifar100, write_tiny_imagenet
 
 from divebatch.errors import ArgumentError
-from divebatch.lab.experiments.assembly import check_parts
-from divebatch.lab.experiments.datasets import DataPlace
-from divebatch.lab.experiments.datasets.synthetic import Synthetic
-from divebatch.lab.experiments.schema import Part
-from divebatch.lab.search.held_out import HeldOut, with_held_out
-from lab.experiments.dataset_tests.image_files import write_cifar10, write_cifar100, write_tiny_imagenet
-from lab.search.tiny_search import tiny_experiment
+from divebatch.lab.experiments.datasets import DATASETS, DataPlace
 
 SYNTHETIC = {"num_samples": 250, "num_features": 4, "noise_variance": 0.1, "train_fraction": 0.8}
 
 
 def place(folder=None, **settings) -> DataPlace:
     return DataPlace(torch.device("cpu"), folder, **settings)
+
+
+def load(kind, seed, fraction=0.2, place=DataPlace(torch.device("cpu")), **settings):  # noqa: B008
+    return DATASETS[kind](**settings).load(seed, place, held_out=fraction)
 
 
 def rows(split) -> tuple[set[tuple], set[tuple]]:
@@ -28,8 +26,8 @@ def rows(split) -> tuple[set[tuple], set[tuple]]:
 
 
 def test_a_fifth_of_the_training_data_is_held_out_and_the_rest_trained_on():
-    train, unseen = rows(Synthetic(**SYNTHETIC).load(3, place()))
-    kept, held = rows(HeldOut(of="synthetic", settings=SYNTHETIC).load(3, place()))
+    train, unseen = rows(load("synthetic", 3, 0.0, **SYNTHETIC))
+    kept, held = rows(load("synthetic", 3, **SYNTHETIC))
     assert (len(kept), len(held)) == (160, 40)
     assert kept | held == train
     assert not kept & held
@@ -37,18 +35,16 @@ def test_a_fifth_of_the_training_data_is_held_out_and_the_rest_trained_on():
 
 
 def test_labels_stay_with_their_samples():
-    whole = Synthetic(**SYNTHETIC).load(3, place()).loader(250, seed=0)
+    whole = load("synthetic", 3, 0.0, **SYNTHETIC).loader(250, seed=0)
     labels = {tuple(x): y for xs, ys in whole.full_pass() for x, y in zip(xs.tolist(), ys.tolist(), strict=True)}
-    split = HeldOut(of="synthetic", settings=SYNTHETIC).load(3, place())
+    split = load("synthetic", 3, **SYNTHETIC)
     for xs, ys in [*split.loader(16, seed=1).full_pass(), *split.validation]:
         assert [labels[tuple(x)] for x in xs.tolist()] == ys.tolist()
 
 
 def test_the_seed_chooses_what_is_held_out(tmp_path):
     write_cifar10(tmp_path)
-    first, same, other = (
-        rows(HeldOut(of="cifar10", settings={"augment": False}).load(seed, place(tmp_path)))[1] for seed in (1, 1, 2)
-    )
+    first, same, other = (rows(load("cifar10", seed, place=place(tmp_path), augment=False))[1] for seed in (1, 1, 2))
     assert first == same != other
 
 
@@ -66,9 +62,7 @@ def test_images_are_held_out_without_any_test_data_there(tmp_path, kind, write, 
     gone = tmp_path / test_data
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     small = {"image_size": 64, "resize": 64} if kind == "tiny-imagenet" else {}
-    split = HeldOut(of=kind, fraction=0.25, settings={"augment": False, **small}).load(
-        0, place(tmp_path, on_device=on_device)
-    )
+    split = load(kind, 0, 0.25, place=place(tmp_path, on_device=on_device), augment=False, **small)
     kept, held = rows(split)
     assert not kept & held
     assert len(held) == round(0.25 * (len(kept) + len(held)))
@@ -76,22 +70,12 @@ def test_images_are_held_out_without_any_test_data_there(tmp_path, kind, write, 
 
 def test_training_images_are_augmented_and_held_out_ones_are_not(tmp_path):
     write_cifar10(tmp_path)
-    plain = rows(HeldOut(of="cifar10", settings={"augment": False}).load(0, place(tmp_path)))
-    augmented = rows(HeldOut(of="cifar10").load(0, place(tmp_path)))
+    plain = rows(load("cifar10", 0, place=place(tmp_path), augment=False))
+    augmented = rows(load("cifar10", 0, place=place(tmp_path)))
     assert augmented[1] == plain[1]
     assert augmented[0] != plain[0]
 
 
-def test_an_experiment_with_a_part_held_out_checks_the_part():
-    experiment = with_held_out(tiny_experiment(), 0.2)
-    check_parts(experiment)
-    with pytest.raises(ArgumentError, match="fraction must lie between 0 and 1"):
-        check_parts(with_held_out(tiny_experiment(), 1.0))
-    unknown = replace(tiny_experiment(), data=Part(kind="poems"))
-    with pytest.raises(ArgumentError, match="'poems' data cannot be held out; known: synthetic, cifar10"):
-        check_parts(with_held_out(unknown, 0.2))
-
-
 def test_a_part_must_not_be_empty():
     with pytest.raises(ArgumentError, match="leaves a part empty"):
-        HeldOut(of="synthetic", fraction=0.001, settings=SYNTHETIC).load(0, place())
+        load("synthetic", 0, 0.001, **SYNTHETIC)

@@ -1,0 +1,127 @@
+"""What a dataset is: settings that read samples, and samples that become a split to train with."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from divebatch.data import AdaptiveLoader
+from divebatch.errors import ArgumentError
+from divebatch.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlace:
+    """Where data is read from and where batches must end up."""
+
+    device: torch.device
+    folder: Path | None = None
+    """Holds cifar-10-batches-py, cifar-100-python, tiny-imagenet-200; None for data that is drawn."""
+    channels_last: bool = False
+    """Memory format of image batches."""
+    on_device: bool = True
+    """False: images stay in host memory, or on disk, and come through a DataLoader."""
+    num_workers: int = 0
+    """Processes of that DataLoader."""
+    compile: bool = False
+    """Whether what is done to images on the device goes through the compiler."""
+
+
+class MakeLoader(Protocol):
+    """Makes a new loader over the training data."""
+
+    def __call__(self, batch_size: int, *, seed: int) -> AdaptiveLoader:
+        """Order and augmentation follow from `seed`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSplit:
+    """Training data to batch, and validation data in batches."""
+
+    loader: MakeLoader
+    validation: Iterable[Any]
+    """(inputs, targets) on the device, of several ranks each its own; can be iterated again and again."""
+    num_features: int = 0
+    """Length of a flat sample; 0 for images."""
+    num_classes: int = 1
+    """1 for a single logit."""
+
+
+class Samples(Protocol):
+    """Samples of which some can be taken."""
+
+    def __len__(self) -> int: ...
+
+    def select(self, numbers: Tensor) -> Self:
+        """Those with these numbers, in this order."""
+        ...
+
+
+T = TypeVar("T", bound=Samples)
+
+
+@dataclass(frozen=True, slots=True)
+class DataParts(Generic[T]):
+    """A dataset taken apart.
+
+    Args:
+        train: The training samples, without augmentation.
+        read_test: Reads the test samples. Called only where they are used: a search must not even read them.
+        split: Puts training and validation samples together, each with the transform it needs.
+    """
+
+    train: T
+    read_test: Callable[[], T]
+    split: Callable[[T, T], DataSplit]
+
+    def official(self) -> DataSplit:
+        """Train on the training samples, validate on the test samples."""
+        return self.split(self.train, self.read_test())
+
+    def holding_out(self, fraction: float, seed: int) -> DataSplit:
+        """Train and validate on training samples, of which `seed` chooses the `fraction` for validation."""
+        num_samples = len(self.train)
+        num_held = round(num_samples * fraction)
+        if not 0 < num_held < num_samples:
+            raise ArgumentError(f"holding out {fraction} of {num_samples} training samples leaves a part empty")
+        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+        held, kept = (self.train.select(part.sort().values) for part in (order[:num_held], order[num_held:]))
+        return self.split(kept, held)
+
+
+class DatasetSettings(ABC):
+    """Settings of a dataset: a dataclass that can read its samples."""
+
+    @abstractmethod
+    def parts(self, seed: int, place: DataPlace) -> DataParts[Any]:
+        """Read the data of the trial with this seed."""
+
+    def load(self, seed: int, place: DataPlace, *, held_out: float = 0.0) -> DataSplit:
+        """Prepare the data of a trial for training.
+
+        Args:
+            seed: The trial's, for data that is drawn and for what is held out.
+            place: Where to read from, and where batches must end up.
+            held_out: Fraction of the training samples to validate on; 0 for the dataset's own test samples.
+        """
+        parts = self.parts(seed, place)
+        return parts.holding_out(held_out, seed) if held_out else parts.official()
+
+
+def shard_for_rank(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of the samples that this rank evaluates: all, where there is one rank."""
+    ranks = Ranks.here()
+    if len(targets) < ranks.size:
+        raise ArgumentError(f"{len(targets)} samples for validation cannot be shared by {ranks.size} ranks")
+    return inputs.tensor_split(ranks.size)[ranks.rank], targets.tensor_split(ranks.size)[ranks.rank]
+
+
+def require_fraction(name: str, value: float) -> None:
+    """Raise unless both parts of a split get something."""
+    if not 0 < value < 1:
+        raise ArgumentError(f"{name} must lie between 0 and 1, got {name}={value}")
