@@ -64,8 +64,7 @@ def timed(method: Method | Built, setting: Setting, calls: int) -> float:
 def compare(method: Method | Built, base: Method | Built, setting: Setting, repeats: int) -> dict[str, object]:
     """Median, least and greatest of the rounds' time ratios to `base`, and the ratio of peak memory."""
     least = 8 if setting.device == "cuda" else 1 + int(0.05 / timed(PLAIN, setting, 1))  # outlast cold caches
-    calls = -(-least // method.every) * method.every
-    times = [(timed(base, setting, calls), timed(method, setting, calls)) for _ in range(repeats)]
+    times = [(timed(base, setting, least), timed(method, setting, least)) for _ in range(repeats)]
     ratios = [ours / theirs for theirs, ours in times]
     result: dict[str, object] = {
         "time": round(statistics.median(ratios), 3),

@@ -75,7 +75,6 @@ class Method:
     """A way to measure; its time is stated as a ratio to the method `base`."""
 
     mode: str
-    every: int = 1
     gradient_sum: bool = False
     by_kernels: bool = True
     """With the hand-written GPU kernels (`norms/fused.py`) where they apply."""
@@ -83,9 +82,8 @@ class Method:
 
     @contextmanager
     def running(self, setting: Setting) -> Iterator[Step]:
-        """Inside, the shared model's steps measure; of several with `every`, the first does."""
+        """Inside, the shared model's steps measure."""
         meter = setting.meter(self.mode, self.by_kernels)
-        meter.norms.every = self.every
         meter.reset()  # its norms run alone too
         with kernels.switched(self.by_kernels), meter if self.gradient_sum else meter.norms:
             yield setting.plain
@@ -99,7 +97,6 @@ class Built:
     """A step of its own: the plain one, or a peer's, which wraps a model of its own."""
 
     build: Callable[[Setting], Step]
-    every: int = 1
     base: str = "plain"
 
     @contextmanager
@@ -115,7 +112,6 @@ PLAIN = Built(lambda setting: setting.plain)
 METHODS: dict[str, Method] = {
     "exact": Method("exact"),
     "sketch": Method("sketch"),
-    "sketch every=8": Method("sketch", every=8),
     "exact + gradient sum": Method("exact", gradient_sum=True, base="exact"),
     "exact in plain torch": Method("exact", by_kernels=False),
     "sketch in plain torch": Method("sketch", by_kernels=False),

@@ -1,5 +1,7 @@
 """Errors put into the code on purpose: each must show in the comparison with the slow twin that guards it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.optim import SGD
@@ -10,6 +12,7 @@ from divebatch.data.order import Shuffled
 from divebatch.lr import LrCoupling
 from divebatch.norms import DiversityMeter
 from divebatch.norms.backward import Backward
+from divebatch.norms.loss_scale import LossScale
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp
 
@@ -101,7 +104,8 @@ def test_norms_not_multiplied_by_the_squared_batch_size_show(monkeypatch: pytest
 
 
 def test_gradients_not_multiplied_by_the_batch_size_show(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Backward, "gradient_scale", lambda self, loss_reduction: 1)
+    scale = LossScale.of_pass
+    monkeypatch.setattr(LossScale, "of_pass", lambda self, *given: replace(scale(self, *given), factor=1))
     sum_of_sq_norms, sq_norm_of_sum, _ = errors_at_fixed_weights()
     assert min(sum_of_sq_norms, sq_norm_of_sum) > 0.9
 

@@ -17,6 +17,7 @@ from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.estimators.catalog import require_fit
 from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
+from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.rank_weighting import weigh_gradients as weigh
 from divebatch.policies import Policy
 from divebatch.policies.bounds import require_coupling
@@ -165,10 +166,10 @@ class Controller:
         """A recorded backward pass may be replayed while this is the same; None: what is measured needs Python."""
         return self._at_work.replay_token if self._at_work is not None else _NOT_MEASURED
 
-    def see_replay(self, gradients: Mapping[str, Tensor]) -> None:
-        """A recorded backward pass was replayed, which no hook sees: its own gradients, by the parameters' names."""
+    def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
+        """A recorded backward pass was replayed, which no hook sees: its own gradients, and the weight of its loss."""
         if self._at_work is not None:
-            self._at_work.see_replay(gradients)
+            self._at_work.see_replay(gradients, weight)
 
     @property
     def _at_work(self) -> Estimator | None:
@@ -379,7 +380,7 @@ class Controller:
             self._at_work.load_state_dict(state["estimator"])
 
 
-def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str, loss_fn: Any, optimizer: Optimizer) -> Scene:
+def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: Any, loss_fn: Any, optimizer: Optimizer) -> Scene:
     return Scene(
         inside_ddp(model),
         loader.full_pass,

@@ -1,3 +1,4 @@
+import pickle
 from collections import UserDict, namedtuple
 
 import pytest
@@ -6,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, NormMeter, micro_batches
-from divebatch.errors import ArgumentError
-from divebatch.norms.share import current_share
+from divebatch.errors import ArgumentError, UsageError
+from reference import per_sample
 
 Pair = namedtuple("Pair", "first second")
 
@@ -34,8 +36,8 @@ def test_gradients_and_norms_are_those_of_one_backward_pass(num_samples, size, r
     with NormMeter(whole, loss_reduction=reduction) as once:
         cross_entropy(whole(inputs), targets, reduction=reduction).backward()
     with NormMeter(parts, loss_reduction=reduction) as often:
-        for (x, y), factor in micro_batches((inputs, targets), size, loss_reduction=reduction):
-            (cross_entropy(parts(x), y, reduction=reduction) * factor).backward()
+        for (x, y), weight in micro_batches((inputs, targets), size, loss_reduction=reduction):
+            (cross_entropy(parts(x), y, reduction=reduction) * weight).backward()
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
     assert often.sum_of_sq_norms() == pytest.approx(once.sum_of_sq_norms(), rel=1e-10)
@@ -48,8 +50,8 @@ def epoch(size: int | None) -> tuple[float, torch.Tensor]:
     with Controller(model, optimizer, loader, DiveBatch(0.1, 16)) as control:
         for batch in loader:
             optimizer.zero_grad()
-            for (x, y), factor in micro_batches(batch, size or 100):
-                (cross_entropy(model(x), y) * factor).backward()
+            for (x, y), weight in micro_batches(batch, size or 100):
+                (cross_entropy(model(x), y) * weight).backward()
             optimizer.step()
         return control.step().diversity, model[0].weight.detach()
 
@@ -68,7 +70,7 @@ def test_any_nesting_is_cut_and_what_is_no_tensor_goes_to_every_part():
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
     assert [part["pair"].second[0].tolist() for part in parts] == [[0, 3], [6, 9], [12]]
     assert all(isinstance(part["pair"], Pair) and part["name"] == "text" for part in parts)
-    assert [factor for _, factor in micro_batches(batch, 2)] == [0.4, 0.4, 0.2]
+    assert [weight for _, weight in micro_batches(batch, 2)] == [0.4, 0.4, 0.2]
 
 
 def test_mappings_that_are_no_dicts_are_cut_too():
@@ -100,8 +102,199 @@ def test_unknown_reduction():
         list(micro_batches(torch.arange(3), 1, loss_reduction="median"))
 
 
-def test_leaving_the_loop_early_leaves_no_trace():
-    for _ in micro_batches(torch.arange(4), 1):
-        assert current_share() == 0.25
-        break
-    assert current_share() == 1.0
+# However the micro-batches are gone through
+
+
+def mean_over(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(x), y)
+
+
+def in_the_loop(model, batch):
+    for (x, y), weight in micro_batches(batch, 3):
+        (mean_over(model, x, y) * weight).backward()
+
+
+def from_a_list(model, batch):
+    for (x, y), weight in list(micro_batches(batch, 3)):
+        (mean_over(model, x, y) * weight).backward()
+
+
+def backwards(model, batch):
+    for (x, y), weight in reversed(list(micro_batches(batch, 3))):
+        (weight * mean_over(model, x, y)).backward()
+
+
+def zipped(model, batch):
+    for ((x, y), weight), _ in zip(micro_batches(batch, 3), range(10), strict=False):
+        torch.mul(mean_over(model, x, y), weight).backward()
+
+
+def all_forward_passes_first(model, batch):
+    losses = [mean_over(model, x, y) * weight for (x, y), weight in micro_batches(batch, 3)]
+    for loss in losses:
+        loss.backward()
+
+
+def in_place(model, batch):
+    for (x, y), weight in micro_batches(batch, 3):
+        loss = mean_over(model, x, y)
+        loss *= weight
+        loss.backward()
+
+
+def with_gradients_taken_by_hand(model, batch):
+    parameters = list(model.parameters())
+    for (x, y), weight in micro_batches(batch, 3):
+        gradients = torch.autograd.grad(mean_over(model, x, y) * weight, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def in_two_losses_of_one_weight(model, batch):
+    for (x, y), weight in micro_batches(batch, 3):
+        loss = mean_over(model, x, y)
+        (0.25 * loss * weight + weight * loss * 0.75).backward()
+
+
+def by_reentrant_checkpoints(model, batch):
+    for (x, y), weight in micro_batches(batch, 3):
+        x.requires_grad_()
+        loss = checkpoint(lambda x, y=y, w=weight: mean_over(model, x, y) * w, x, use_reentrant=True)
+        loss.backward()
+
+
+def with_the_last_generator_suspended(model, batch):
+    suspended = micro_batches(batch, 2)
+    part, _ = next(suspended)
+    assert len(part[0]) == 2
+    in_the_loop(model, batch)
+    del suspended
+
+
+WAYS = (
+    in_the_loop,
+    from_a_list,
+    backwards,
+    zipped,
+    all_forward_passes_first,
+    in_place,
+    with_gradients_taken_by_hand,
+    in_two_losses_of_one_weight,
+    by_reentrant_checkpoints,
+    with_the_last_generator_suspended,
+)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_norms_and_gradients_are_those_of_each_sample_by_itself(way):
+    model, batch = network(), data(8)
+    with NormMeter(model) as meter:
+        way(model, batch)
+    expected = per_sample.sq_norms(network(), cross_entropy, *batch)
+    assert meter.sum_of_sq_norms() == pytest.approx(float(expected.sum()), rel=1e-10)
+    plain = network()
+    mean_over(plain, *batch).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_batch_left_early_does_not_touch_the_next():
+    """The two cases a process-wide weight got wrong."""
+    model, batch = network(), data(9)
+    expected = float(per_sample.sq_norms(model, cross_entropy, *batch).sum())
+    with NormMeter(model) as meter:
+        suspended = micro_batches(batch, 3)
+        (x, y), weight = next(suspended)
+        (mean_over(model, x, y) * weight).backward()
+        of_first = float(per_sample.sq_norms(network(), cross_entropy, x, y).sum())
+        assert meter.sum_of_sq_norms() == pytest.approx(of_first, rel=1e-10)
+        meter.reset()
+        mean_over(model, *batch).backward()
+        assert meter.sum_of_sq_norms() == pytest.approx(expected, rel=1e-10)
+        suspended.close()
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_retained_graph_has_its_weight_each_time(again: int):
+    model, batch = network(), data(6)
+    (x, y), weight = next(micro_batches(batch, 2))
+    with NormMeter(model) as meter:
+        loss = mean_over(model, x, y) * weight
+        for _ in range(again):
+            loss.backward(retain_graph=True)
+    one = float(per_sample.sq_norms(network(), cross_entropy, x, y).sum())
+    assert meter.sum_of_sq_norms() == pytest.approx(again * one, rel=1e-10)
+
+
+@pytest.mark.parametrize("scaled_first", [False, True])
+def test_with_a_scale_of_the_loss(scaled_first: bool):
+    model, batch = network(), data(8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with NormMeter(model, grad_scaler=scaler) as meter:
+        for (x, y), weight in list(micro_batches(batch, 3)):
+            loss = mean_over(model, x, y)
+            (scaler.scale(loss) * weight if scaled_first else scaler.scale(loss * weight)).backward()
+    expected = per_sample.sq_norms(network(), cross_entropy, *batch)
+    assert meter.sum_of_sq_norms() == pytest.approx(float(expected.sum()), rel=1e-6)
+
+
+def test_losses_of_low_precision():
+    model, batch = network(), data(8)
+    with NormMeter(model) as meter, torch.autocast("cpu", torch.bfloat16):
+        for (x, y), weight in list(micro_batches(batch, 3)):
+            (mean_over(model, x, y).bfloat16() * weight).backward()
+    expected = per_sample.sq_norms(network(), cross_entropy, *batch)
+    assert meter.sum_of_sq_norms() == pytest.approx(float(expected.sum()), rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_loss_has_its_weight():
+    model, batch = network(), data(8)
+    meter = NormMeter(model, compiled=True)
+    weighted = torch.compile(lambda x, y, weight: mean_over(model, x, y) * weight, backend="aot_eager")
+    with meter:
+        for (x, y), weight in list(micro_batches(batch, 4)):
+            weighted(x, y, weight).backward()
+    torch.compiler.reset()
+    expected = per_sample.sq_norms(network(), cross_entropy, *batch)
+    assert meter.sum_of_sq_norms() == pytest.approx(float(expected.sum()), rel=1e-10)
+
+
+# What would be wrong is an error
+
+WRONG = {
+    "a float of it": lambda loss, weight: loss * float(weight),
+    "a product": lambda loss, weight: (2 * weight) * loss / 2,
+    "the number of parts": lambda loss, weight: loss / 3,
+    "nothing": lambda loss, weight: loss,
+}
+
+
+@pytest.mark.parametrize("drawn", [lambda parts: parts, list], ids=["in a loop", "as a list"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_measured_pass_that_leaves_its_weight_out_is_an_error(wrong: str, drawn):
+    model, parts = network(), iter(drawn(micro_batches(data(9), 3)))
+    (x, y), weight = next(parts)
+    with NormMeter(model), pytest.raises(UsageError, match=r"micro-batch of 3 samples was not used.* \* weight"):
+        WRONG[wrong](mean_over(model, x, y), weight).backward()
+
+
+def test_a_pass_over_the_sum_of_all_losses_is_an_error():
+    model = network()
+    with NormMeter(model), pytest.raises(UsageError, match="the losses of two micro-batches"):
+        sum(mean_over(model, x, y) * weight for (x, y), weight in micro_batches(data(9), 3)).backward()
+
+
+def test_what_is_no_measured_pass_may_use_weights_as_numbers():
+    model, (inputs, targets) = network(), data(9)
+    with torch.no_grad():
+        total = sum(mean_over(model, x, y).item() * weight for (x, y), weight in micro_batches((inputs, targets), 3))
+        assert type(total) is float
+        assert total == pytest.approx(mean_over(model, inputs, targets).item())
+        kept = list(micro_batches((inputs, targets), 3))
+    assert pickle.loads(pickle.dumps(kept[0][1])).num_samples == 3
+    with NormMeter(model) as meter:  # as many samples as the parts have that were drawn for evaluation
+        mean_over(model, *kept[0][0]).backward()
+    assert meter.num_samples == 3

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from divebatch import Diversity, NormMeter, gradient_diversity
 from divebatch.errors import ArgumentError, CoverageError, UndefinedDiversityError, UsageError
 from divebatch.norms import DiversityMeter
+from divebatch.ranks import RankShard
 from reference import per_sample
 from reference.per_sample import mean_loss, mlp, num_hooks, samples, sum_loss
 
@@ -294,10 +295,10 @@ class Scaler:
 def test_under_a_scaler_a_stand_ins_pass_counts_for_nothing_too():
     model, (x, y) = mlp(), samples(6)
     found = []
-    for weights in ((1.0, 0.0, 1.0), (1.0, 1.0)):
-        with DiversityMeter(model, grad_scaler=Scaler()) as meter:
-            for weight in weights:
-                meter.norms._loss_weight = lambda weight=weight: weight
-                (mean_loss(model(x), y) * 8.0 * weight).backward()
+    for sizes in ((6, 0, 6), (6, 6)):
+        shards = iter([RankShard(6, mine) for mine in sizes])
+        with DiversityMeter(model, grad_scaler=Scaler(), rank_shard=lambda shards=shards: next(shards)) as meter:
+            for mine in sizes:
+                (mean_loss(model(x), y) * 8.0 * (mine / 6)).backward()
             found.append(meter.diversity())
     assert found[0] == found[1]

@@ -21,7 +21,7 @@ MEASURES: dict[str, Callable[[nn.Module], NormMeter | DiversityMeter]] = {
     "by hooks": lambda model: DiversityMeter(model),
     "compiled": lambda model: DiversityMeter(model, compiled=True),
     "compiled sketch": lambda model: DiversityMeter(model, compiled=True, mode="sketch"),
-    "one pass in two": lambda model: NormMeter(model, every=2),
+    "norms alone": lambda model: NormMeter(model),
 }
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from divebatch import NormMeter, rule_for
 from divebatch.errors import ArgumentError, CoverageError, UsageError
-from divebatch.norms.accumulators import Sums
+from divebatch.norms.compiled_engine import Tapped
 from divebatch.norms.registry import RULES
 from reference.per_sample import mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
 
@@ -289,7 +289,7 @@ def test_every_uncovered_parameter_is_named():
 
 def test_frozen_parameters_need_no_rule():
     model = nn.Sequential(nn.Linear(4, 4), nn.PReLU().requires_grad_(False))
-    assert [layer.name for layer in NormMeter(model).layers] == ["0"]
+    assert [layer.name for layer in NormMeter(model)._layers] == ["0"]
 
 
 def test_a_model_without_trainable_parameter_gets_an_error():
@@ -364,10 +364,32 @@ def test_a_merged_batch_dimension_gets_an_error():
 
 
 def test_sums_stay_where_they_are_so_that_a_replayed_pass_finds_them():
-    sums, one = Sums(extrapolates=True), torch.ones((), dtype=torch.float64)
-    sums.add(one, one, torch.tensor(2))
-    before = [sums._total, sums._squares, sums._variance, sums.num_samples]
-    sums.add(one, one, torch.tensor(3))
-    after = [sums._total, sums._squares, sums._variance, sums.num_samples]
+    meter, one = NormMeter(mlp()), torch.ones((), dtype=torch.float64)
+    meter._finish(Tapped(one, one, torch.tensor(2), []))
+    before = [meter._total, meter._variance, meter._num_samples]
+    meter._finish(Tapped(one, one, torch.tensor(3), []))
+    after = [meter._total, meter._variance, meter._num_samples]
     assert all(old is new for old, new in zip(before, after, strict=True))
-    assert (sums.total(), int(sums.num_samples), float(one)) == (2.0, 5, 1.0)
+    assert (meter.sum_of_sq_norms(), meter.num_samples, float(one)) == (4.0 + 9.0, 5, 1.0)
+
+
+def test_a_wrong_value_gets_an_error_that_shows_it_and_there_is_no_every():
+    with pytest.raises(ArgumentError, match="unknown mode 'rough'; known: exact, sketch"):
+        NormMeter(mlp(), mode="rough")
+    with pytest.raises(TypeError, match="every"):
+        NormMeter(mlp(), every=2)
+
+
+def test_passes_that_wait_together_forwards_without_backward_and_loaded_sums():
+    model, halves = mlp(), [(INPUTS[:4], TARGETS[:4]), (INPUTS[4:], TARGETS[4:])]
+    with NormMeter(model) as meter:
+        meter._load(10.0, 3)
+        model(INPUTS)
+        losses = [mean_loss(model(x), y) for x, y in halves]
+        for loss in reversed(losses):
+            loss.backward()
+    expected = sum(float(sq_norms(model, mean_loss, x, y).sum()) for x, y in halves)
+    assert meter.sum_of_sq_norms() == pytest.approx(10.0 + expected, rel=1e-10)
+    assert (meter.num_samples, meter.standard_error()) == (10, 0.0)
+    mean_loss(model(INPUTS), TARGETS).backward()
+    assert meter.num_samples == 10  # detached

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from divebatch.errors import UsageError
 from divebatch.norms import NormMeter, gradient_diversity
 from divebatch.norms.rank_weighting import weigh_gradients
+from divebatch.ranks import RankShard
 from reference.per_sample import mean_loss, mlp, samples
 
 WEIGHT = 0.75
+SHARD = RankShard(num_samples=8, mine=3, num_ranks=2)
 
 
 def gradient(model: nn.Module, *, times: int = 1) -> Tensor:
@@ -118,7 +120,7 @@ def test_a_meter_that_knows_the_weight_counts_as_without():
     with NormMeter(mlp_plain := mlp()) as plain:
         mean_loss(mlp_plain(x), y).backward()
     weigh_gradients(model, lambda: WEIGHT)
-    with NormMeter(model, loss_weight=lambda: WEIGHT) as meter:
+    with NormMeter(model, rank_shard=lambda: SHARD) as meter:
         mean_loss(model(x), y).backward()
     assert meter.sum_of_sq_norms() == pytest.approx(plain.sum_of_sq_norms(), rel=1e-12)
     assert meter.num_samples == 5
@@ -127,7 +129,7 @@ def test_a_meter_that_knows_the_weight_counts_as_without():
 def test_a_pass_of_weight_zero_counts_for_nothing():
     model, (x, y) = mlp(), samples(5)
     weigh_gradients(model, lambda: 0.0)
-    with NormMeter(model, loss_weight=lambda: 0.0) as meter:
+    with NormMeter(model, rank_shard=lambda: RankShard(5, 0, 2)) as meter:
         mean_loss(model(x), y).backward()
     assert (meter.sum_of_sq_norms(), meter.num_samples) == (0.0, 0)
 

@@ -16,7 +16,7 @@ def test_each_pass_has_other_seeds_and_a_pass_that_waits_is_not_disturbed():
     model, meter = make_meter("sketch")
     x, y = samples(4)
     seeds = meter._engine._seeds
-    assert len(seeds) == len(meter.layers)
+    assert len(seeds) == len(meter._layers)
     seen = [seeds.clone()]
     with meter:
         losses = [mean_loss(model(x), y) for _ in range(2)]

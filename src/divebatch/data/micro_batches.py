@@ -7,36 +7,47 @@ from torch import Tensor
 
 from divebatch.checks import require_choice, require_count
 from divebatch.errors import ArgumentError
-from divebatch.norms.share import part_of_batch
-
-LOSS_REDUCTIONS = ("mean", "sum")
+from divebatch.norms.loss_scale import LOSS_REDUCTIONS, LossReduction, LossWeight
 
 
-def micro_batches(batch: Any, size: int, *, loss_reduction: str = "mean") -> Iterator[tuple[Any, float]]:
-    """Cut `batch` into parts of at most `size` samples, each with the factor for its loss.
+def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mean") -> Iterator[tuple[Any, float]]:
+    """Cut `batch` into micro-batches of at most `size` samples, each with the weight for its loss.
 
-    Multiply each part's loss by its factor and call `backward()` within the loop: the gradients add up to those of one
-    backward pass over the whole batch. For a loss that is a mean over samples the factor is the part's share of the
-    batch; for a sum it is 1. Meters and controllers know of the cut, so measured norms stay right. `batch` is a tensor
-    or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors with the batch
-    dimension first; what is no tensor is passed on to every part, and mappings come out as dicts. BatchNorm sees one
-    part at a time: its statistics are those of `size` samples, not of the batch.
+    Multiply each micro-batch's loss by its weight and call `backward()`: the gradients add up to those of one backward
+    pass over the whole batch. Meters and controllers learn the weight from the product, so measured norms are right in
+    whatever way you go through the micro-batches; a measured pass that leaves its weight out is an error. The weight is
+    a float otherwise. BatchNorm sees one micro-batch at a time: its statistics are those of `size` samples.
+
+    Args:
+        batch: a tensor, or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors
+            with the batch dimension first. What is no tensor goes to every micro-batch; mappings come out as dicts.
+        size: the most samples of one micro-batch; the last one may have fewer.
+        loss_reduction: how your loss is reduced over its samples. For a "mean" the weight is the micro-batch's part of
+            the batch, for a "sum" it is 1.
 
     >>> import torch
     >>> x, w = torch.arange(5.0), torch.ones((), requires_grad=True)
-    >>> for part, factor in micro_batches(x, 2):
-    ...     ((w * part).mean() * factor).backward()
+    >>> for part, weight in micro_batches(x, 2):
+    ...     ((w * part).mean() * weight).backward()
     >>> w.grad == x.mean()
     tensor(True)
     """
+    for part, weight in weighted_parts(batch, size, loss_reduction=loss_reduction):
+        weight.expect_use()
+        yield part, weight
+
+
+def weighted_parts(
+    batch: Any, size: int, *, loss_reduction: LossReduction = "mean"
+) -> Iterator[tuple[Any, LossWeight]]:
+    """`micro_batches` for a caller that sees to the weights itself: one left out is no error."""
     require_count("size", size)
     require_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
     num_samples = batch_length(batch)
     for start in range(0, num_samples, size):
         stop = min(start + size, num_samples)
-        share = (stop - start) / num_samples if loss_reduction == "mean" else 1.0
-        with part_of_batch(share):
-            yield (batch if stop - start == num_samples else cut(batch, start, stop)), share
+        weight = LossWeight((stop - start) / num_samples if loss_reduction == "mean" else 1.0, stop - start)
+        yield (batch if stop - start == num_samples else cut(batch, start, stop)), weight
 
 
 def batch_length(batch: Any) -> int:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Diversity
+from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.ranks import Ranks, RankShard
 
 
@@ -20,7 +21,7 @@ class Scene:
     model: nn.Module
     full_pass: Callable[[], Iterable[Any]]
     """Every sample once, as batches, without moving the training's own position."""
-    loss_reduction: str
+    loss_reduction: LossReduction
     loss_fn: Callable[[Any, Any], Tensor] | None
     optimizer: Optimizer | None = None
     samples_delivered: Callable[[], int] = lambda: 0
@@ -92,8 +93,13 @@ class Estimator(ABC):
         """A recorded backward pass may be replayed while this stays the same; None: every pass must run in Python."""
         return None
 
-    def see_replay(self, gradients: Mapping[str, Tensor]) -> None:  # noqa: B027 (most have nothing to do)
-        """Take in a replayed backward pass, which no hook sees: its own gradients, by the parameters' names."""
+    def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:  # noqa: B027 (most do nothing)
+        """Take in a replayed backward pass, which no hook sees.
+
+        Args:
+            gradients: those of the pass's own mean loss, by the parameters' names.
+            weight: the factor of that loss in the batch's, with the number of its samples.
+        """
 
     @abstractmethod
     def bind(self, scene: Scene) -> None:

@@ -1,7 +1,7 @@
 """The paper's Oracle: exact diversity of the whole dataset at the weights an epoch ended with."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -24,7 +24,9 @@ class Oracle(Estimator):
     needs_loss_fn = True
     undoes_grad_scale = True  # its own passes are not scaled
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None = None, *, fallback: str | None = None) -> None:
+    def __init__(
+        self, loss_fn: Callable[[Any, Any], Tensor] | None = None, *, fallback: Literal["vmap"] | None = None
+    ) -> None:
         self._loss_fn, self._fallback = loss_fn, fallback
         self._scene: Scene | None = None
 

@@ -1,25 +1,19 @@
 """An unbiased estimate from each step's per-sample norms."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators.average import unbiased
-from divebatch.estimators.chunk_gradients import sq_norm
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.stepwise import Stepwise
 from divebatch.measurement import Diversity
 from divebatch.norms import DiversityMeter
-from divebatch.norms.backward import Backward
-from divebatch.norms.compiled_engine import Tapped
+from divebatch.norms.diversity import PassSums
 from divebatch.norms.meter import MODES
-
-OnPass = Callable[[Tensor, Any, Any], None]
 
 
 class PerSample(Stepwise):
@@ -62,12 +56,23 @@ class PerSample(Stepwise):
                 "coordinate: use Split(preconditioned=True) or Moments(preconditioned=True)"
             )
         require_choice("mode", mode, MODES)
-        self._settings = {"mode": mode, "compiled": compiled, "fallback": fallback, "grad_scaler": grad_scaler}
-        self._meter: _PassMeter | None = None
+        self._settings: dict[str, Any] = {
+            "mode": mode,
+            "compiled": compiled,
+            "fallback": fallback,
+            "grad_scaler": grad_scaler,
+        }
+        self._meter: DiversityMeter | None = None
 
     def _prepare(self, scene: Scene) -> None:
-        settings = {"loss_reduction": scene.loss_reduction, "share": scene.share, **self._settings}
-        self._meter = _PassMeter(scene.model, self._take, **settings)
+        self._meter = DiversityMeter(
+            scene.model,
+            rank_shard=scene.share,
+            on_pass=self._take,
+            loss_reduction=scene.loss_reduction,
+            **self._settings,
+        )
+        self._batch_norms = {name: m for name, m in scene.model.named_modules() if isinstance(m, _BatchNorm)}
 
     def _attach(self, scene: Scene) -> None:
         assert self._meter is not None
@@ -77,34 +82,17 @@ class PerSample(Stepwise):
         assert self._meter is not None
         self._meter.detach()
 
-    def _take(self, pair: Tensor, num_samples: Any, counts: Any) -> None:
-        self._average.add(pair, num_samples * counts)
-        self._average.num_samples = self._average.num_samples + num_samples
+    def _take(self, seen: PassSums) -> None:
+        self._require_own_gradients()
+        size: Any = seen.num_samples
+        mean = seen.sq_norm_of_sum / size**2
+        counts = size > 1
+        pair = torch.stack(unbiased(seen.sum_of_sq_norms, mean, size, size))
+        self._average.add(pair, size * (counts if seen.is_finite is None else counts & seen.is_finite))
+        self._average.num_samples = self._average.num_samples + size
 
     def _when_empty(self) -> Diversity:
         raise UsageError("the epoch has ended, but no backward pass of two or more samples was seen in it")
-
-
-class _PassMeter(DiversityMeter):
-    """Tells of each backward pass by itself: (tr(Sigma), ||G||^2), samples, and 1 if it counts or else 0."""
-
-    def __init__(self, model: nn.Module, on_pass: OnPass, **settings: Any) -> None:
-        super().__init__(model, **settings)
-        self._on_pass = on_pass
-        self._batch_norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
-
-    def _take(self, done: Backward | Tapped) -> None:
-        self._require_own_gradients()
-        super()._take(done)
-        self._multiply_out()
-        sums = list(self._sums.values())
-        size = self.norms.num_counted(done)
-        sq_norms = done.sq_norms.sum(dtype=torch.float64) * self.norms.gradient_scale(done) ** 2
-        pair = torch.stack(unbiased(sq_norms, sq_norm(sums) / size**2, size, size))
-        torch._foreach_zero_(sums)
-        is_finite = self.norms.last_counts
-        counts = size > 1
-        self._on_pass(pair, size, counts if is_finite is None else counts & is_finite)
 
     def _require_own_gradients(self) -> None:
         for name, module in self._batch_norms.items():

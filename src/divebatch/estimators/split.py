@@ -15,11 +15,11 @@ from divebatch.estimators.estimator import Scene, optimizer_of
 from divebatch.estimators.recorded import is_recorded
 from divebatch.estimators.stepping import when_gradients_are_used
 from divebatch.measurement import Diversity
-from divebatch.norms.share import current_share
+from divebatch.norms.loss_scale import LossWeight, weight_of_pass
 
 HOW_TO_CUT = (
-    "cut each batch into two or more: for (x, y), share in divebatch.micro_batches(batch, size): "
-    "(loss_fn(model(x), y) * share).backward()"
+    "cut each batch into two or more: for (x, y), weight in divebatch.micro_batches(batch, size): "
+    "(loss_fn(model(x), y) * weight).backward()"
 )
 
 
@@ -104,20 +104,23 @@ class Split(ChunkWise):
             self._counts = True
             Variable._execution_engine.queue_callback(self._end_of_pass)
 
-    def see_replay(self, gradients: Mapping[str, Tensor]) -> None:
+    def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
         """A recorded pass was replayed, which no hook sees: the gradients of its own mean loss."""
         if self._chunks is not None and self._looks:
             self._received = {name: gradients[name] for name in self._chunks.parameters if name in gradients}
-            self._take(1.0)
+            self._take(weight, 1.0)
 
     def _end_of_pass(self) -> None:
-        self._take(current_share())
+        weight = weight_of_pass(self._task)
+        weight = LossWeight(1.0) if weight is None else weight
+        self._take(weight, float(weight))
 
-    def _take(self, factor: float) -> None:
-        """What was received is one chunk's mean gradient times `factor`."""
-        share, weight = current_share(), self._bound().loss_weight()
-        if self._chunks is not None and weight:
-            self._add_chunk(round(share * self._batch_length()), share, scale=1 / (factor * weight))
+    def _take(self, weight: LossWeight, factor: float) -> None:
+        """What was received is the mean gradient of one chunk of this weight times `factor`."""
+        of_rank = self._bound().loss_weight()
+        if self._chunks is not None and of_rank and weight:
+            size = self._batch_length() if weight.num_samples is None else weight.num_samples
+            self._add_chunk(size, float(weight), scale=1 / (factor * of_rank))
         self._received = {}
 
     def _add_chunk(self, num_samples: int, share: float, *, scale: float) -> None:

@@ -39,7 +39,12 @@ class Trajectory(Estimator):
         grad_scaler: Any = None,
     ) -> None:
         require_choice("mode", mode, MODES)
-        self._settings = {"mode": mode, "compiled": compiled, "fallback": fallback, "grad_scaler": grad_scaler}
+        self._settings: dict[str, Any] = {
+            "mode": mode,
+            "compiled": compiled,
+            "fallback": fallback,
+            "grad_scaler": grad_scaler,
+        }
         self._meter: DiversityMeter | None = None
 
     def bind(self, scene: Scene) -> None:
@@ -47,7 +52,11 @@ class Trajectory(Estimator):
         if self._meter is not None:
             raise UsageError("this estimator belongs to another controller already: make one for each")
         self._meter = DiversityMeter(
-            scene.model, ranks=scene.ranks, share=scene.share, loss_reduction=scene.loss_reduction, **self._settings
+            scene.model,
+            ranks=scene.ranks,
+            rank_shard=scene.share,
+            loss_reduction=scene.loss_reduction,
+            **self._settings,
         )
 
     @property

@@ -4,7 +4,7 @@ It works with `lightning.pytorch` and with `pytorch_lightning`, which are differ
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,7 @@ from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import OverPasses, refuse_loss
 from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
-from divebatch.norms.share import part_of_batch
+from divebatch.norms.loss_scale import LossWeight
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
 
@@ -84,7 +84,6 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         self._to_load: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._num_passes = 1
-        self._around_backward = ExitStack()
 
     # From the start of fit to its end
 
@@ -138,11 +137,7 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Lightning has divided the loss by the number of passes; norms must know."""
         if self._num_passes > 1:
-            self._around_backward.enter_context(part_of_batch(1 / self._num_passes))
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """The pass is over."""
-        self._around_backward.close()
+            LossWeight(1 / self._num_passes).mark(loss)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure, decide, apply. Lightning steps epoch schedulers before and saves checkpoints after this."""
@@ -164,7 +159,6 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
 
     def _leave(self, *, keep_state: bool = True) -> None:
         """Take every hook off the model again; checkpoints written later hold the state of now."""
-        self._around_backward.close()
         if self._is_fitting and self.control is not None:
             with suppress(UsageError):  # an epoch whose step() failed has no state to go on from
                 self._last = self.state_dict() if keep_state else {}

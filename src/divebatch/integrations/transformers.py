@@ -24,8 +24,8 @@ from divebatch.integrations.accumulation_policies import InMultiples, refuse_los
 from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
 from divebatch.norms import rule_for
+from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.sample_gradients import Explicit, Form, Outer, positions
-from divebatch.norms.share import part_of_batch
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
 
@@ -157,10 +157,21 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """One pass, with norms told how much of the optimizer step's loss it is."""
         self._samples_in_pass = _num_samples(inputs)
-        with part_of_batch(self._share(num_items_in_batch)):
-            return super().training_step(model, inputs, num_items_in_batch)
+        self._pass_weight = LossWeight(self._weight_of_pass(num_items_in_batch))
+        return super().training_step(model, inputs, num_items_in_batch)
 
-    def _share(self, num_items: Any) -> float:
+    def create_accelerator_and_postprocess(self) -> None:
+        """Losses pass through the accelerator on their way backwards, also those of a subclass's `compute_loss`."""
+        super().create_accelerator_and_postprocess()
+        backward = self.accelerator.backward
+
+        def marked(loss: Tensor, **settings: Any) -> None:
+            self._pass_weight.mark(loss)
+            backward(loss, **settings)
+
+        self.accelerator.backward = marked
+
+    def _weight_of_pass(self, num_items: Any) -> float:
         by_items = self.model_accepts_loss_kwargs and num_items is not None
         is_whole_steps = by_items or self.compute_loss_func is not None
         if self.loss_is_scaled_for_ga is not None:

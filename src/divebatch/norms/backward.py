@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from divebatch.errors import UsageError
+from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.registry import CoveredLayer
 from divebatch.norms.sample_gradients import Form, joined, total
 from divebatch.norms.sketch import Estimate
@@ -96,6 +97,8 @@ class Backward:
     num_samples: int = 0
     layers: list[CoveredLayer] = field(default_factory=list)
     """Those that were reached."""
+    weight: LossWeight | None = None
+    """The weight its loss was multiplied by, known when it has ended."""
     _estimates: list[Estimate] = field(default_factory=list)
     """One a parameter, added up at the end and at once: on a GPU each addition by itself would be a launch."""
     _waiting: dict[Family, list[tuple[nn.Parameter, Form]]] = field(default_factory=dict)
@@ -123,6 +126,7 @@ class Backward:
     def take_over(self, inner: "Backward") -> None:
         """A pass within this one is over."""
         self.num_samples = inner.num_samples
+        self.weight = inner.weight  # a loss within a checkpoint has its weight there
         self.layers += inner.layers
         self._estimates += inner._estimates
 
@@ -136,10 +140,6 @@ class Backward:
         """(B,): of `sq_norms`, where they are estimates."""
         variances = [each.variances for each in self._estimates if each.variances is not None]
         return torch.stack(variances).sum(0) if variances else None
-
-    def gradient_scale(self, loss_reduction: str) -> int:
-        """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
-        return self.num_samples if loss_reduction == "mean" else 1
 
     def _count(self, family: Family) -> None:
         by_parameter: dict[int, list[Form]] = {}

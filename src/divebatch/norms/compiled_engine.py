@@ -20,6 +20,7 @@ from divebatch.errors import CoverageError, UsageError
 from divebatch.norms import fused
 from divebatch.norms.backward import families, measured
 from divebatch.norms.compiled_normalization import message, own_tap
+from divebatch.norms.loss_scale import LossWeight, weight_of_pass
 from divebatch.norms.registry import CoveredLayer, original_type
 from divebatch.norms.sharded import is_sharded
 from divebatch.norms.sketch import random_seeds
@@ -34,10 +35,8 @@ class Tapped:
     variances: Tensor | None
     num_samples: Tensor
     layers: Sequence[CoveredLayer]
-
-    def gradient_scale(self, loss_reduction: str) -> Tensor | int:
-        """What turns a gradient of this pass into a sum of unaveraged per-sample gradients."""
-        return self.num_samples if loss_reduction == "mean" else 1
+    weight: LossWeight | None = None
+    """The weight its loss was multiplied by."""
 
 
 class Taps:
@@ -109,7 +108,8 @@ class Taps:
         sq_norms, variance, samples, layers = gradient.unbind()
         self._note_calls(layers)
         variances = variance if self._mode == "sketch" else None
-        self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers))
+        weight = weight_of_pass(torch._C._current_graph_task_id())
+        self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers, weight))
 
     def _note_calls(self, layers: Tensor) -> None:
         """In place, where recorded passes find it."""

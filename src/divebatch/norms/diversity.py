@@ -1,9 +1,10 @@
 """Gradient diversity: the norm meter and the sum of gradients side by side, over any number of backward passes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
 from divebatch.measurement import Diversity
 from divebatch.norms.accumulators import addend
-from divebatch.norms.backward import Backward
 from divebatch.norms.compilation import WAY_OUT, uncompiled
-from divebatch.norms.compiled_engine import Tapped
-from divebatch.norms.meter import NormMeter, pausing_meters
+from divebatch.norms.loss_scale import LossReduction
+from divebatch.norms.meter import CountedPass, NormMeter, pausing_meters
 from divebatch.norms.rank_weighting import without_weighing
+from divebatch.norms.registry import CoveredLayer
 from divebatch.norms.sharded import ShardSums, is_sharded
 from divebatch.norms.sketch import sum_dtype
 from divebatch.ranks import Ranks, RankShard, inside_ddp
@@ -25,15 +26,34 @@ from divebatch.ranks import Ranks, RankShard, inside_ddp
 LossFn = Callable[[Any, Any], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class PassSums:
+    """Both sums of one backward pass by itself, on the device."""
+
+    sum_of_sq_norms: Tensor
+    sq_norm_of_sum: Tensor
+    num_samples: int | Tensor
+    """Samples that count; 0 for a pass of weight zero."""
+    is_finite: Tensor | None
+    """With a GradScaler: whether the pass did not overflow, and so counts; None where every pass counts."""
+
+
 class DiversityMeter:
     """Sums ||g_i||^2 and g_i over backward passes; attach, run any loop, read `diversity()`.
 
     The gradient sum takes each backward pass's own gradient through parameter hooks, so gradient accumulation,
     clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters, and holds on to a backward
-    pass's gradients until it ends: one that dies half-way must be in neither sum. `settings` are NormMeter's.
+    pass's gradients until it ends: one that dies half-way must be in neither sum.
 
-    Where `ranks` share each batch, `share` tells of the batch under way, and reading is a collective: gradient vectors
-    are added over ranks and then squared. What FSDP2 has sharded stays so: each rank sums and squares its own pieces.
+    Where `ranks` train together, reading is a collective: gradient vectors are added over ranks and then squared. What
+    FSDP2 has sharded stays so: each rank sums and squares its own pieces.
+
+    Args:
+        model: its trainable parameters must all be covered by norm rules, as `NormMeter` requires.
+        ranks: the processes that train together; None for this one alone.
+        rank_shard: gives this rank's samples of the batch under way, where there are several ranks.
+        on_pass: is told both sums of each backward pass by itself. The gradient sum then begins anew with each pass.
+        mode, fallback, loss_reduction, compiled, grad_scaler: as for `NormMeter`.
     """
 
     def __init__(
@@ -41,16 +61,24 @@ class DiversityMeter:
         model: nn.Module,
         *,
         ranks: Ranks | None = None,
-        share: Callable[[], RankShard] | None = None,
-        **settings: Any,
+        rank_shard: Callable[[], RankShard] | None = None,
+        on_pass: Callable[[PassSums], None] | None = None,
+        mode: Literal["exact", "sketch"] = "exact",
+        fallback: Literal["vmap"] | None = None,
+        loss_reduction: LossReduction = "mean",
+        compiled: bool = False,
+        grad_scaler: Any = None,
     ) -> None:
-        if settings.get("every", 1) != 1:
-            raise ArgumentError(
-                f"every must be 1 here, got every={settings['every']!r}: a pass that is not measured does not tell how "
-                f"many samples its gradient is the mean of; mode='sketch' makes measuring cheap"
-            )
-        self._model, self._settings = model, settings
-        self._ranks, self._share = ranks or Ranks.alone(), share
+        self._model = model
+        self._settings: dict[str, Any] = {
+            "mode": mode,
+            "fallback": fallback,
+            "loss_reduction": loss_reduction,
+            "compiled": compiled,
+            "grad_scaler": grad_scaler,
+            "rank_shard": rank_shard,
+        }
+        self._ranks, self._on_pass = ranks or Ranks.alone(), on_pass
         self._cover()
         self._handles: list[RemovableHandle] = []
         self.token = object()
@@ -61,8 +89,8 @@ class DiversityMeter:
         self._pending: dict[int, dict[str, Tensor]] = {}
 
     def _cover(self) -> None:
-        self.norms = NormMeter(self._model, loss_weight=self._loss_weight if self._share else None, **self._settings)
-        self.norms.on_backward_end = self._take
+        self.norms = NormMeter(self._model, **self._settings)
+        self.norms._on_pass = self._take
         self._parameters = _trainable(self._model)
         self._shards: ShardSums | None = None
         self._reached: set[int] = set()
@@ -89,7 +117,7 @@ class DiversityMeter:
     @property
     def is_attached(self) -> bool:
         """Whether backward passes are being counted."""
-        return self.norms in NormMeter.attached
+        return self.norms._is_attached
 
     def reset(self) -> None:
         """Back to zero without touching the hooks."""
@@ -102,8 +130,8 @@ class DiversityMeter:
         self._coverage_is_checked = False
         self._drop_shards()
         if len(plain) < len(self._parameters):
-            self._shards, self._reached = ShardSums(self._parameters, self._scale_of_shards), set()
-            self.norms.call_at_start(self._shards.begin)
+            self._shards, self._reached = ShardSums(self._parameters, self.norms._loss_scale.of_mean_over_ranks), set()
+            self.norms._call_at_start(self._shards.begin)
 
     def _drop_shards(self) -> None:
         if self._shards is not None:
@@ -155,7 +183,7 @@ class DiversityMeter:
             return
         for name, total in self._sums.items():
             total.copy_(state["gradient_sums"][name])
-        self.norms.load_sums(state["sum_of_sq_norms"], state["num_samples"])
+        self.norms._load(state["sum_of_sq_norms"], state["num_samples"])
 
     def __enter__(self) -> Self:
         self.attach()
@@ -166,38 +194,49 @@ class DiversityMeter:
 
     def _receive(self, name: str, gradient: Tensor) -> None:
         """A parameter's gradient of the backward pass under way."""
-        if self.norms.paused:
-            return
         task = torch._C._current_graph_task_id()
-        if task not in self._pending:
-            self._pending[task] = {}
-            if not self.norms.backward_of(task).layers:  # the meter may never hear of this pass
+        pending = self._pending.get(task)
+        if pending is None:
+            if self.norms._is_paused:
+                return
+            pending = self._pending[task] = {}
+            if not self.norms._layers_reached(task):  # the meter may never hear of this pass
                 Variable._execution_engine.queue_callback(partial(self._check_coverage, task))
-        self._pending[task][name] = gradient.detach()
+        pending[name] = gradient.detach()
 
-    def _take(self, done: Backward | Tapped) -> None:
+    def _take(self, done: CountedPass) -> None:
         """A backward pass has ended: its gradients go into the sum."""
         if not self._coverage_is_checked:
             self._coverage_is_checked = True
-            self._require_called(done)
+            self._require_called(done.layers)
         if self._shards is not None:
             self._reached |= {id(layer.module) for layer in done.layers}
         received = {name: gradient for part in self._pending.values() for name, gradient in part.items()}
         self._pending = {}
-        if not received:
-            return
+        if received:
+            self._add(received, done)
+        if self._on_pass is not None:
+            self._tell(self._on_pass, done)
+
+    def _add(self, received: dict[str, Tensor], done: CountedPass) -> None:
         sums = [self._sums[name] for name in received]
         gradients = [addend(g, s) for g, s in zip(received.values(), sums, strict=True)]
-        counts = self.norms.last_counts
-        if counts is not None:
-            gradients = [torch.where(counts, gradient, 0.0) for gradient in gradients]
-        scale = self.norms.gradient_scale(done)
-        if isinstance(scale, Tensor):
-            self._count_in(scale)
+        if done.is_finite is not None:
+            gradients = [torch.where(done.is_finite, gradient, 0.0) for gradient in gradients]
+        factor = done.scale.factor
+        if isinstance(factor, Tensor):
+            self._count_in(factor)
             torch._foreach_add_(sums, gradients)
-        elif scale:
+        elif factor:
             self._multiply_out()
-            torch._foreach_add_(sums, gradients, alpha=scale)
+            torch._foreach_add_(sums, gradients, alpha=factor)
+
+    def _tell(self, on_pass: Callable[[PassSums], None], done: CountedPass) -> None:
+        self._multiply_out()
+        sums = list(self._sums.values())
+        norms = torch.stack(torch._foreach_norm(sums)).double()
+        on_pass(PassSums(done.sum_of_sq_norms, norms.square().sum(), done.scale.num_samples, done.is_finite))
+        torch._foreach_zero_(sums)
 
     def _count_in(self, unit: Tensor) -> None:
         """Keep the sums as multiples of `unit` from here on, in which gradients are added as they are.
@@ -218,11 +257,11 @@ class DiversityMeter:
 
     def _check_coverage(self, task: int) -> None:
         if task in self._pending:
-            self._require_called(self.norms.backward_of(task))
+            self._require_called(self.norms._layers_reached(task))
 
-    def _require_called(self, backward: Backward | Tapped) -> None:
+    def _require_called(self, layers: Sequence[CoveredLayer]) -> None:
         """A weight used past its layer's forward would be missing in the norms."""
-        counted = {id(p) for layer in backward.layers for p in layer.parameters}
+        counted = {id(p) for layer in layers for p in layer.parameters}
         received = {name for part in self._pending.values() for name in part}
         missed = [name for name, p in self._parameters.items() if name in received and id(p) not in counted]
         if missed:
@@ -233,27 +272,17 @@ class DiversityMeter:
         """The same for shards, whose gradients may come after the pass: looked up when the sums are read."""
         if self._shards is None:
             return
-        counted = {id(p) for layer in self.norms.layers if id(layer.module) in self._reached for p in layer.parameters}
+        counted = {id(p) for layer in self.norms._layers if id(layer.module) in self._reached for p in layer.parameters}
         missed = [name for name in sorted(self._shards.received) if id(self._parameters[name]) not in counted]
         if missed:
             raise _not_called(missed)
 
-    # Ranks
-
-    def _loss_weight(self) -> float:
-        assert self._share is not None
-        return self._share().weight_for(self.norms.loss_reduction)
-
-    def _scale_of_shards(self) -> float:
-        """From the mean over ranks to the sum over samples."""
-        assert self._share is not None
-        share = self._share()
-        return share.num_samples if self.norms.loss_reduction == "mean" else share.num_ranks
-
     def _require_can_be_sharded(self) -> None:
-        refused = [key for key in ("compiled", "grad_scaler") if self._settings.get(key)]
-        again = [f"'{layer.name}' ({type(layer.module).__name__})" for layer in self.norms.layers if layer.entry.reruns]
-        if self._share is None:
+        refused = [key for key in ("compiled", "grad_scaler") if self._settings[key]]
+        again = [
+            f"'{layer.name}' ({type(layer.module).__name__})" for layer in self.norms._layers if layer.entry.reruns
+        ]
+        if not self.norms._loss_scale.knows_rank_shard:
             refused.append("a meter without a loader")
         if refused or again:
             raise CoverageError(f"parameters sharded by FSDP2 cannot be measured with: {', '.join(refused + again)}")
@@ -275,16 +304,22 @@ def gradient_diversity(
     loss_fn: LossFn,
     batches: Iterable[Any],
     *,
-    loss_reduction: str = "mean",
-    fallback: str | None = None,
+    loss_reduction: LossReduction = "mean",
+    fallback: Literal["vmap"] | None = None,
     ranks: Ranks | None = None,
 ) -> Diversity:
     """Exact gradient diversity of the samples in `batches`, at the model's present weights.
 
-    `batches` yields `(inputs, targets)`; the loss is `loss_fn(model(inputs), targets)`, reduced as `loss_reduction`
-    says. `fallback="vmap"` is for layers without a rule, as in `NormMeter`. The model runs in the mode it is in,
-    without its compiled code if it has any, and is left as found: weights, gradients, buffers, mode, random state.
-    Where each of several `ranks` brings batches of its own (`loader.full_pass()`), the answer is that for all of them.
+    The model runs in the mode it is in, without its compiled code if it has any, and is left as found: weights,
+    gradients, buffers, mode, random state.
+
+    Args:
+        model: the model, also within DistributedDataParallel.
+        loss_fn: gives the loss of a batch, `loss_fn(model(inputs), targets)`.
+        batches: pairs `(inputs, targets)`, as many as you like.
+        loss_reduction: how `loss_fn` reduces over the samples of a batch, "mean" or "sum".
+        fallback: "vmap" measures layers without a norm rule, as in `NormMeter`.
+        ranks: the processes that each bring batches of their own (`loader.full_pass()`): the answer is for all of them.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> data = [(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))]

@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.norms.backward import Backward, Call, Family, families
+from divebatch.norms.loss_scale import weight_of_pass
 from divebatch.norms.recompute import Rerun, Surroundings
 from divebatch.norms.registry import CoveredLayer
 from divebatch.norms.sample_gradients import forget_memory_caps
@@ -119,7 +120,8 @@ class Hooks:
         if done is None or not done.layers:
             return
         done.count_rest()
-        if self._under_way:  # a reentrant checkpoint's pass within another one: it is counted as part of that
+        done.weight = weight_of_pass(task) if done.weight is None else done.weight
+        if self._under_way:  # a reentrant checkpoint's pass within another one, of which it is counted as a part
             next(reversed(self._under_way.values())).take_over(done)
         else:
             self._on_end(done)

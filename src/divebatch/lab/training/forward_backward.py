@@ -13,11 +13,11 @@ from divebatch.lab.training.clock import Clock, forget_peak_memory, peak_memory_
 from divebatch.lab.training.cuda_graph import Recording
 from divebatch.lab.training.device_options import Setup
 from divebatch.lab.training.distributed import Parallel
-from divebatch.norms.share import part_of_batch
+from divebatch.norms.loss_scale import LossWeight
 
 LossFn = Callable[[Any, Any], Tensor]
-OnReplay = Callable[[Mapping[str, Tensor]], None]
-"""Told the gradients of a pass by the parameters' names."""
+OnReplay = Callable[[Mapping[str, Tensor], LossWeight], None]
+"""Told the gradients of a pass's mean loss by the parameters' names, and the weight of that loss."""
 
 Variant = tuple[int, bool]
 """Samples, and whether norms are measured."""
@@ -107,11 +107,11 @@ class Passes:
         inputs: Any,
         targets: Any,
         *,
-        share: float,
+        share: LossWeight,
         measuring: bool,
         token: object = True,
         is_last: bool = True,
-        on_replay: OnReplay = lambda _: None,
+        on_replay: OnReplay = lambda _, __: None,
     ) -> Tensor:
         """Add the gradients of the mean loss times `share` to the parameters'; that product.
 
@@ -126,7 +126,7 @@ class Passes:
             return self._replay(recording, inputs, targets, share, on_replay)
         with self._first_time(variant), self.parallel.adding_up(is_last=is_last):
             loss = self._loss(inputs, targets)
-            loss = loss if share == 1 else loss * share
+            loss = loss if share == 1.0 else loss * share
             loss.backward()
         if may_record:
             self._ran[variant] = token
@@ -166,14 +166,16 @@ class Passes:
         on_gpu = self.clock.device.type == "cuda" and self.parallel.ranks.is_alone
         return on_gpu and self.setup.compile and self.setup.cuda_graphs and variant[0] == self.full_size
 
-    def _replay(self, recording: Recording, inputs: Any, targets: Any, share: float, on_replay: OnReplay) -> Tensor:
+    def _replay(
+        self, recording: Recording, inputs: Any, targets: Any, share: LossWeight, on_replay: OnReplay
+    ) -> Tensor:
         loss = recording(inputs, targets)
-        if share == 1:
+        if share == 1.0:
             recording.hand_over()
         else:
             recording.add_up(share)
             loss = loss * share
-        on_replay(recording.gradients)
+        on_replay(recording.gradients, share)
         return loss
 
     def _find(self, variant: Variant, token: object) -> Recorded | None:
@@ -194,8 +196,7 @@ class Passes:
     def _record(self, inputs: Any, targets: Any) -> Recording:
         """Of a batch by itself, so that it serves for parts of batches of all sizes."""
         trainable = {name: each for name, each in self.parallel.model.named_parameters() if each.requires_grad}
-        with part_of_batch(1.0):
-            return Recording(trainable, self._loss, inputs, targets)
+        return Recording(trainable, self._loss, inputs, targets)
 
     def _keep(self, is_of_use: Callable[[Variant, Recorded], bool]) -> None:
         self._recorded = {variant: each for variant, each in self._recorded.items() if is_of_use(variant, each)}

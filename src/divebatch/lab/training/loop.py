@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from divebatch.controller import Controller
-from divebatch.data.micro_batches import batch_length, cut, micro_batches
+from divebatch.data.micro_batches import batch_length, cut, weighted_parts
 from divebatch.errors import BatchTooLargeError
 from divebatch.lab.training.forward_backward import OnReplay, Passes
+from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.meter import pausing_meters
 from divebatch.ranks import Ranks, RankShard
 
@@ -47,7 +48,7 @@ class Step:
     """Into how many parts a batch must be cut at least: some estimators compare the parts."""
     share: Callable[[], RankShard | None] = lambda: None
     """This rank's part of the batch under way, where there are several."""
-    on_replay: OnReplay = lambda _: None
+    on_replay: OnReplay = lambda _, __: None
     """For passes that no hook sees."""
 
     @classmethod
@@ -82,7 +83,7 @@ class Step:
         count = self._num_parts(batch_length(batch))
         for _ in range(count, self._rounds()):
             self._keep_company(batch)
-        for number, ((inputs, targets), share) in enumerate(micro_batches(batch, size), 1):
+        for number, ((inputs, targets), share) in enumerate(weighted_parts(batch, size), 1):
             part = self.passes(
                 inputs,
                 targets,
@@ -111,7 +112,7 @@ class Step:
         """A pass that counts for nothing, before those that do."""
         inputs, targets = cut(batch, 0, 1)
         with pausing_meters():
-            self.passes(inputs, targets, share=0.0, measuring=False, is_last=False)
+            self.passes(inputs, targets, share=LossWeight(0.0), measuring=False, is_last=False)
 
     def part_size(self, num_samples: int) -> int:
         """The samples of one backward pass of a batch."""
@@ -138,7 +139,7 @@ class Step:
         while tried > 1:
             tried //= 2
             self.optimizer.zero_grad()
-            part, _ = next(iter(micro_batches(batch, tried)))
+            part, _ = next(weighted_parts(batch, tried))
             try:
                 self._accumulate(part, tried)
             except torch.OutOfMemoryError:
