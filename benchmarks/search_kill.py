@@ -40,7 +40,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--over", action="append", help="as `divebatch search` takes it; the paper's grid by default")
     parser.add_argument("--kill-after", type=int, default=10, help="trials with a result before the kill")
-    parser.add_argument("--grace", type=float, default=5.0, help="seconds")
+    parser.add_argument("--heartbeat-timeout", type=float, default=5.0, help="seconds")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds")
     return parser.parse_args()
 
@@ -50,7 +50,11 @@ def plan_in(folder: Path, arguments: argparse.Namespace) -> tuple[Plan, list[str
     space = parse_space(over) if over else None
     plan = make_plan(get_experiment(EXPERIMENT), METHOD, folder, space=space, epochs=arguments.epochs)
     words = ["search", EXPERIMENT, "--method", METHOD, "--epochs", str(arguments.epochs), "--out", str(folder)]
-    words += ["--grace", str(arguments.grace), *(word for each in over for word in ("--over", each))]
+    words += [
+        "--heartbeat-timeout",
+        str(arguments.heartbeat_timeout),
+        *(word for each in over for word in ("--over", each)),
+    ]
     return plan, words
 
 

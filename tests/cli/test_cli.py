@@ -116,7 +116,16 @@ def test_python_dash_m_works(tmp_path: Path):
 
 
 def test_every_option_on_the_use_of_the_device_arrives_in_the_run(tmp_path):
-    options = ["--precision", "tf32", "--no-compile", "--no-cuda-graphs", "--micro-batch", "50", "--norms", "sketch"]
+    options = [
+        "--precision",
+        "tf32",
+        "--no-compile",
+        "--no-cuda-graphs",
+        "--micro-batch",
+        "50",
+        "--norm-mode",
+        "sketch",
+    ]
     answer = call(*RUN, *options, "--methods", "sgd-small", "--out", str(tmp_path))
     assert answer.exit_code == 0, answer.output
     (path,) = tmp_path.rglob("*.jsonl")

@@ -56,7 +56,7 @@ def test_a_sampler_tries_as_many_points_as_it_is_told(experiment, tmp_path):
         (["--over", "lr=1..2"], "a grid needs values, not a range"),
         (["--sampler", "dice"], "unknown sampler 'dice'"),
         (["--held-out", "1.5"], "held_out must lie between 0 and 1"),
-        (["--also", "sgd-tiny"], "has no method 'sgd-tiny'"),
+        (["--apply-to", "sgd-tiny"], "has no method 'sgd-tiny'"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--storage", "nonsense"], "cannot open the study's storage 'nonsense'"),
     ],
@@ -84,4 +84,4 @@ def test_another_search_under_the_same_name_is_refused(experiment, tmp_path):
     assert call(*words, "--epochs", "1").exit_code == 0
     answer = call(*words, "--epochs", "2")
     assert answer.exit_code == 2
-    assert "Use another --study name" in answer.output
+    assert "Choose another --study name" in answer.output

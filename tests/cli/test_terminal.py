@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.cli.command_line import command_again
+from divebatch.cli.exits import command_again
 from divebatch.cli.progress import describe
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.search import to_toml
@@ -79,14 +79,14 @@ def test_quiet_and_json_exclude_each_other(experiment, tmp_path):
 
 
 def test_an_unknown_logger_is_found_before_any_work(experiment, tmp_path):
-    answer = call("run", experiment, "--log", "paper", "--out", tmp_path)
+    answer = call("run", experiment, "--logger", "paper", "--out", tmp_path)
     assert answer.exit_code == 2
     assert "unknown logger 'paper'; known: tensorboard, wandb" in answer.output
     assert not list(tmp_path.iterdir())
 
 
 def test_log_writes_beside_the_records(experiment, tmp_path):
-    answer = call("run", experiment, *RUN, "--log", "tensorboard", "--out", tmp_path)
+    answer = call("run", experiment, *RUN, "--logger", "tensorboard", "--out", tmp_path)
     assert answer.exit_code == 0, answer.output
     assert list((tmp_path / "synthetic-convex" / "divebatch" / "seed-0").glob("events.out.*"))
 

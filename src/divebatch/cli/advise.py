@@ -1,7 +1,9 @@
 """`divebatch advise EXPERIMENT` or `divebatch advise module:function`."""
 
+import importlib
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,10 +18,8 @@ from divebatch.advice import advise as advise_on
 from divebatch.advice.plot import CAPTION
 from divebatch.advice.step import LossFn, MakeStep
 from divebatch.advice.text import step_in_words
-from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
-from divebatch.cli.import_path import call_own, is_import_path
-from divebatch.cli.options import DataDir, Device
+from divebatch.cli.options import DataDir, Device, require_device
 from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
@@ -29,6 +29,8 @@ from divebatch.lab.training.distributed import Parallel
 from divebatch.lab.training.precision import device_settings
 from divebatch.report.drawing import Drawing, finish, require_matplotlib
 from divebatch.report.drawing import settings as figure_settings
+
+WANTED = "(model, loss_fn, dataset) or (model, loss_fn, dataset, optimizer)"
 
 
 def advise(
@@ -62,7 +64,7 @@ def advise(
             raise ArgumentError(f"--lr must be positive and finite, got {lr}")
         settings["batch_sizes"] = _sizes(batch_sizes)
         make_folder(out)
-        if is_import_path(target):
+        if _is_import_path(target):
             if lr is not None:
                 raise ArgumentError("--lr is for experiments; of your own the optimizer's learning rate counts")
             parts = {**_own_parts(target), "batch_size": batch_size}
@@ -82,7 +84,7 @@ def _say(batch_size: int, seconds: float) -> None:
 
 
 def _own_parts(target: str) -> dict[str, Any]:
-    return dict(zip(("model", "loss_fn", "dataset", "optimizer"), call_own(target), strict=True))
+    return dict(zip(("model", "loss_fn", "dataset", "optimizer"), _call_own(target), strict=True))
 
 
 def _parts_of(run: Run) -> dict[str, Any]:
@@ -154,3 +156,27 @@ def _sizes(text: str | None) -> list[int] | None:
         return None if text is None else [int(word) for word in text.split(",")]
     except ValueError as error:
         raise ArgumentError(f"--batch-sizes must be whole numbers such as 32,64,128, got {text!r}") from error
+
+
+def _is_import_path(text: str) -> bool:
+    """Whether it can be no experiment's name."""
+    return ":" in text and not text.endswith(".toml")
+
+
+def _call_own(path: str) -> tuple[Any, Any, Any, Any]:
+    """Import the module, also from the present folder, and call the function: this runs the user's code."""
+    module_name, _, function_name = path.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(f"cannot import '{path}': {error}") from error
+    if not callable(function):
+        raise ArgumentError(f"'{path}' must be a function that returns {WANTED}, got {type(function).__name__}")
+    made = function()
+    if not isinstance(made, tuple | list) or len(made) not in (3, 4):
+        got = f"{len(made)} objects" if isinstance(made, tuple | list) else type(made).__name__
+        raise ArgumentError(f"'{path}' must return {WANTED}, got {got}")
+    model, loss_fn, dataset = made[:3]
+    return model, loss_fn, dataset, made[3] if len(made) == 4 else None

@@ -1,5 +1,9 @@
-"""Errors as a person at a terminal wants them: one message, the right exit code, no traceback."""
+"""How a command ends: one message in the command line's own words, the right exit code, no traceback."""
 
+import os
+import re
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,13 +12,38 @@ import typer
 from divebatch.errors import DivebatchError
 from divebatch.lab.experiments import speaks_first
 
-FAILED, WRONG_USE = 1, 2
+FAILED = 1
+WRONG_USE = 2
+
+OPTIONS = {
+    r"\bresume=True": "--resume",
+    r"\bcompile=False": "--no-compile",
+    r"\bon_device=False": "--data-on-host",
+    r"\bmicro_batch_size=(\d+)": r"--micro-batch \1",
+    r"\bnum_workers=(\d+)": r"--workers \1",
+    r"\bsampler='(\w+)'": r"--sampler \1",
+    r"\banother study_name\b": "another --study name",
+    r"\bdata_dir=": "--data-dir ",
+    r"\banother folder\b": "another --out folder",
+}
+"""Arguments as the errors of library and laboratory name them, and the options that set them."""
+
+
+def in_options(message: str) -> str:
+    """Name options where an error names arguments.
+
+    >>> in_options("out of memory: use micro_batch_size=64")
+    'out of memory: use --micro-batch 64'
+    """
+    for argument, option in OPTIONS.items():
+        message = re.sub(argument, option, message)
+    return message
 
 
 def leave(message: str, code: int) -> typer.Exit:
     """Print `message` to stderr, once for all ranks of a job; raise what comes back."""
     if speaks_first():
-        typer.echo(f"divebatch: {message}", err=True)
+        typer.echo(f"divebatch: {in_options(message)}", err=True)
     return typer.Exit(code)
 
 
@@ -25,3 +54,16 @@ def errors_exit_with(code: int) -> Iterator[None]:
         yield
     except DivebatchError as error:
         raise leave(str(error), code) from error
+
+
+def command_again(*more: str) -> str:
+    """The command that was typed, with `more` where it is not there yet; ready to paste into a shell."""
+    words = sys.argv[1:]
+    return shlex.join([*_program(), *words, *(word for word in more if word not in words)])
+
+
+def _program() -> list[str]:
+    """How this was started: by itself, or by torchrun on each of its processes."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return ["divebatch"]
+    return ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), "-m", "divebatch"]

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from divebatch.cli.device import require_device
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
-from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch
-from divebatch.cli.probe_tables import show
+from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, require_device
 from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
+from divebatch.estimators import ESTIMATORS
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.probe import Outcome, Probe, probe_critical_batch
 from divebatch.lab.probe.branching import LEAST_STEPS, SMOOTHING, checked_factors, default_factors, require_settings
@@ -22,6 +23,7 @@ from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.report.drawing import require_matplotlib
 
 JUDGES = ("train", "validation")
+FILE_WIDTH = 120
 Checkpoint = Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that `divebatch run` wrote.")]
 
 
@@ -73,7 +75,7 @@ def probe(
             repeats=repeats,
             tolerance=tolerance,
             evaluate=branches.evaluate if judge == "validation" else None,
-            on_outcome=None if json else _say,
+            on_outcome=_say,
         )
         asked = ask_policies(branches) if policies else []
         name = f"{planned.name}-{start.header.method}-seed-{start.header.seed}-epoch-{start.epoch}"
@@ -83,7 +85,7 @@ def probe(
     if json:
         typer.echo(to_json(values))
     else:
-        show(heading, found, asked)
+        _show(heading, found, asked)
         typer.echo("\n".join(map(str, paths)))
 
 
@@ -141,4 +143,53 @@ def _values(start: Start, branches: BranchTrainer, found: Probe, asked: list[Ask
 
 def _say(outcome: Outcome) -> None:
     branch = outcome.branch
-    typer.echo(f"batch {branch.batch_size}, repeat {branch.repeat + 1}: {branch.steps} steps, loss {outcome.loss:.4f}")
+    typer.echo(
+        f"batch {branch.batch_size}, repeat {branch.repeat + 1}: {branch.steps} steps, loss {outcome.loss:.4f}",
+        err=True,
+    )  # progress, not the answer
+
+
+def _show(heading: str, found: Probe, asked: list[Asked]) -> None:
+    """Two tables, and between them the critical batch size."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(f"{heading}: branches of {found.window} samples, learning rate by {found.coupling}", highlight=False)
+    console.print(_gap_table(found))
+    if found.problem:
+        console.print(found.problem, highlight=False, markup=False)
+    console.print(f"critical batch size: {found.critical}", highlight=False, style="bold")
+    if asked:
+        console.print(_asked_table(asked))
+
+
+def _gap_table(found: Probe) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("batch", "steps", "loss", "above batch " + str(found.batch_size), "95 % interval"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for gap in found.gaps:
+        ends = f"{100 * gap.low:+.1f} .. {100 * gap.high:+.1f} %" if gap.factor > 1 else ""
+        above = f"{100 * gap.mean:+.1f} %" if gap.factor > 1 else ""
+        words = gap.verdict if gap.factor > 1 else ""
+        table.add_row(str(gap.batch_size), str(gap.steps), f"{gap.loss:.4f}", above, ends, words)
+    return table
+
+
+def _asked_table(asked: list[Asked]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("estimator")
+    table.add_column("asks for")
+    table.add_column("batch", justify="right")
+    for each in asked:
+        if ESTIMATORS[each.estimator].at_fixed_weights:
+            table.add_row(each.estimator, "(noise scale, 95 % interval)", _noise(each))
+        for policy, size in each.sizes.items():
+            table.add_row(each.estimator, policy, str(size))
+    return table
+
+
+def _noise(each: Asked) -> str:
+    middle = "?" if each.noise_scale is None else f"{each.noise_scale:.0f}"
+    low, high = (f"{end:.0f}" if end is not None else "" for end in (each.low, each.high))
+    return f"{middle} ({low or '0'} .. {high or 'no end'})"

@@ -7,11 +7,39 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from divebatch.cli.numbers import duration, rate
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments import Run
 from divebatch.records import EpochRecord
 from divebatch.report.watch import rate_between, time_left
+
+
+def duration(seconds: float | None) -> str:
+    """Two units at most.
+
+    >>> duration(7.4), duration(83), duration(7260), duration(None)
+    ('7s', '1m 23s', '2h 01m', '')
+    """
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def rate(per_second: float | None) -> str:
+    """Three digits and a thousands' letter.
+
+    >>> rate(84.2), rate(1234.5), rate(2345678.0)
+    ('84.2', '1.23k', '2.35M')
+    """
+    if per_second is None:
+        return ""
+    for bound, divisor, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (float("inf"), 1e6, "M")):
+        if per_second < bound:
+            return f"{per_second / divisor:.3g}{letter}"
+    return "inf"
 
 
 class Display(Protocol):
@@ -40,7 +68,7 @@ def make_display(runs: Sequence[Run], mode: str = "show") -> Display:
     if mode == "json":
         return JsonLines(runs)
     console = Console()
-    return Bars(runs, console) if console.is_terminal else Lines(runs)
+    return ProgressBars(runs, console) if console.is_terminal else Lines(runs)
 
 
 def name_of(run: Run) -> str:
@@ -85,7 +113,7 @@ class JsonLines(Silence):
         print(json.dumps({**names, **json.loads(record.to_json())}), flush=True)
 
 
-class Bars:
+class ProgressBars:
     """A bar for all epochs of all runs, and one for each run under way."""
 
     def __init__(self, runs: Sequence[Run], console: Console) -> None:

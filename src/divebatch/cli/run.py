@@ -1,32 +1,40 @@
 """`divebatch run EXPERIMENT`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from divebatch.cli.command_line import command_again
-from divebatch.cli.device import require_device
-from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
-from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, Quiet
+from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, leave
+from divebatch.cli.options import (
+    Compile,
+    DataDir,
+    Device,
+    ExperimentName,
+    MicroBatch,
+    Quiet,
+    comma_separated,
+    require_device,
+)
 from divebatch.cli.progress import make_display, mode_of
 from divebatch.cli.results_files import make_folder
 from divebatch.errors import ArgumentError, StoppedError
 from divebatch.lab.experiments import (
     Experiment,
-    Failure,
     Run,
-    begun_here,
     check_can_write,
     check_parts,
     default_jobs,
     execute_all,
     first_does,
     get_experiment,
-    in_hand,
+    locked_runs,
+    marked_as_begun,
     process_group,
-    was_begun_here,
+    was_begun_by_this_launch,
 )
 from divebatch.lab.loggers import make_logger
 from divebatch.ranks import Ranks
@@ -47,10 +55,11 @@ def run(
         bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay compiled passes on a GPU.")
     ] = None,
     micro_batch: MicroBatch = None,
-    norms: Annotated[str | None, typer.Option(help="Per-sample norms where measured: exact or sketch.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=0, help="Keep images off the device; load them with so many processes.")
-    ] = None,
+    norm_mode: Annotated[str | None, typer.Option(help="Per-sample norms where measured: exact or sketch.")] = None,
+    data_on_host: Annotated[
+        bool, typer.Option("--data-on-host", help="Keep images in host memory or on disk, not on the device.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that load images, with --data-on-host.")] = 0,
     sharding: Annotated[
         str, typer.Option(help="Under torchrun: ddp (a copy of the model on each rank) or fsdp (a part on each).")
     ] = "ddp",
@@ -62,7 +71,7 @@ def run(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the records.")] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue what is there, start what is not.")] = False,
-    log: Annotated[
+    logger: Annotated[
         list[str] | None, typer.Option(help="Show epochs there too: tensorboard or wandb; may be repeated.")
     ] = None,
     quiet: Quiet = False,
@@ -75,36 +84,65 @@ def run(
     with errors_exit_with(WRONG_USE), process_group(device) as (own_device, ranks):
         require_device(device)
         mode = mode_of(quiet=quiet, json=json)
-        for kind in log or ():
-            make_logger(kind)
         planned = _prepared(experiment, epochs, model).with_training(
-            precision=precision, compile=compile, cuda_graphs=cuda_graphs, micro_batch_size=micro_batch, norms=norms
+            precision=precision,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
+            micro_batch_size=micro_batch,
+            norms=norm_mode,
         )
         check_parts(planned)
         first = Run(
-            planned, "", seed, out, device=own_device, log_exact=log_exact, sharding=sharding,
-            data_dir=data_dir, on_device=workers is None, num_workers=workers or 0,
-            checkpoint_every=checkpoint_every, checkpoint_steps=checkpoint_steps,
-            loggers=tuple(dict.fromkeys(log or ())),
-        )  # fmt: skip
-        runs = _all_runs(first, _method_names(planned, methods), trials or planned.trials)
+            planned,
+            "",
+            seed,
+            out,
+            device=own_device,
+            log_exact=log_exact,
+            data_dir=data_dir,
+            on_device=not data_on_host,
+            num_workers=workers,
+            checkpoint_every=checkpoint_every,
+            checkpoint_steps=checkpoint_steps,
+            sharding=sharding,
+            loggers=_loggers(logger),
+        )
+        runs = _all_runs(first, comma_separated(methods), trials or planned.trials)
         count = _num_jobs(jobs, default_jobs(device, len(runs)), num_ranks=ranks.size)
-        _train(runs, count, ranks, resume=resume, out=out, mode=mode if ranks.is_first else "quiet")
+        _train(runs, count, ranks, resume=resume, mode=mode if ranks.is_first else "quiet")
         if mode == "show" and ranks.is_first:
             typer.echo(f"{len(runs)} run{'s' * (len(runs) > 1)} in {out / planned.name}; next: divebatch report {out}")
 
 
-def _train(runs: list[Run], jobs: int, ranks: Ranks, *, resume: bool, out: Path, mode: str) -> None:
-    """All of them, held against other commands."""
+def _train(runs: list[Run], jobs: int, ranks: Ranks, *, resume: bool, mode: str) -> None:
+    """Execute all runs, which no other command gets meanwhile."""
+    out = runs[0].folder
     with errors_exit_with(FAILED):
         make_folder(out)
-    with in_hand(runs, ranks):
-        resume = resume or was_begun_here(out, ranks)
+    with locked_runs(runs, ranks):
+        resume = resume or was_begun_by_this_launch(out, ranks)
         first_does(ranks, lambda: _check_can_write(runs, resume=resume))
-        with errors_exit_with(FAILED), begun_here(out, ranks):
-            failures = _execute(runs, jobs, resume, out, mode)
+        with errors_exit_with(FAILED), marked_as_begun(out, ranks):
+            with _saying_how_to_continue(out), make_display(runs, mode) as display:
+                failures = execute_all(runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch)
             if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
-                raise leave("\n".join(_say(failure) for failure in failures), FAILED)
+                raise leave("\n".join(map(str, failures)), FAILED)
+
+
+@contextmanager
+def _saying_how_to_continue(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except (StoppedError, KeyboardInterrupt) as error:
+        what = str(error) or "interrupted"
+        way_on = f"the same command with --resume continues the runs in '{out}':\n  {command_again('--resume')}"
+        raise leave(f"{what}; {way_on}", FAILED) from None
+
+
+def _loggers(kinds: list[str] | None) -> tuple[str, ...]:
+    for kind in kinds or ():
+        make_logger(kind)  # raises for one that is unknown or not installed
+    return tuple(dict.fromkeys(kinds or ()))
 
 
 def _num_jobs(asked: int | None, default: int, *, num_ranks: int) -> int:
@@ -127,27 +165,8 @@ def _prepared(name: str, epochs: int | None, model: str | None) -> Experiment:
 
 
 def _all_runs(first: Run, methods: list[str], trials: int) -> list[Run]:
+    for name in methods:
+        first.experiment.method(name)  # raises for one that is unknown
     seeds = range(first.seed, first.seed + trials)
-    return [replace(first, method_name=name, seed=seed) for name in methods for seed in seeds]
-
-
-def _method_names(experiment: Experiment, methods: str | None) -> list[str]:
-    names = [name.strip() for name in methods.split(",")] if methods is not None else list(experiment.methods)
-    for name in names:
-        experiment.method(name)
-    return list(dict.fromkeys(names))
-
-
-def _execute(runs: list[Run], jobs: int, resume: bool, out: Path, mode: str) -> list[Failure]:
-    try:
-        with make_display(runs, mode) as display:
-            return execute_all(runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch)
-    except (StoppedError, KeyboardInterrupt) as error:
-        what = str(error) or "interrupted"
-        way_on = f"the same command with --resume continues the runs in '{out}':\n  {command_again('--resume')}"
-        raise leave(f"{what}; {way_on}", FAILED) from None
-
-
-def _say(failure: Failure) -> str:
-    run = failure.run
-    return f"{run.experiment.name} {run.method_name} seed {run.seed}: {failure.error}"
+    names = methods or list(first.experiment.methods)
+    return [replace(first, method_name=name, seed=seed) for name in names for seed in seeds]

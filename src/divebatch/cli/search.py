@@ -8,18 +8,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from divebatch.cli.command_line import command_again
-from divebatch.cli.device import require_device
-from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
-from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet
+from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, leave
+from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet, comma_separated, require_device
 from divebatch.cli.results_files import make_folder
-from divebatch.errors import StoppedError
+from divebatch.errors import ArgumentError, StoppedError
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.search import (
     SAMPLERS,
     Plan,
     Result,
     Results,
+    Space,
     Study,
     collect,
     make_plan,
@@ -46,10 +45,10 @@ def search(
     seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs at each point; their mean counts.")] = 1,
     held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
-    also: Annotated[str | None, typer.Option(help="Methods that get the best settings too, comma-separated.")] = None,
+    apply_to: Annotated[str | None, typer.Option(help="Other methods that get the best settings too: a,b.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,
     storage: Annotated[str | None, typer.Option(help="Database URL; OUT/STUDY.db by default.")] = None,
-    grace: Annotated[
+    heartbeat_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after which a silent process is dead; the same for all.")
     ] = 60.0,
     data_dir: DataDir = Path("data"),
@@ -69,7 +68,7 @@ def search(
             get_experiment(experiment),
             method,
             out,
-            space=parse_space(over) if over else None,
+            space=_space(over),
             epochs=epochs,
             sampler=sampler,
             num_trials=trials,
@@ -81,23 +80,25 @@ def search(
             run_settings={"device": device, "data_dir": data_dir},
         )
         plan.check()
-        others = _others(plan, also)
+        others = comma_separated(apply_to)
+        for name in others:
+            plan.experiment.method(name)  # raises for one that is unknown
         make_folder(out)
-        opened = open_study(plan, grace=grace)
+        opened = open_study(plan, heartbeat_timeout=heartbeat_timeout)
     if not results:
         with errors_exit_with(FAILED):
             _work(plan, opened, quiet)
     found = collect(opened)
-    paths = list(write_results(plan, found, also=others))
+    paths = list(write_results(plan, found, apply_to=others))
     if not quiet:
         _show(plan, found, paths)
 
 
-def _others(plan: Plan, also: str | None) -> list[str]:
-    names = [name.strip() for name in also.split(",")] if also else []
-    for name in names:
-        plan.experiment.method(name)
-    return names
+def _space(over: list[str] | None) -> Space | None:
+    try:
+        return parse_space(over) if over else None
+    except ArgumentError as error:
+        raise ArgumentError(f"--over: {error}") from error
 
 
 def _work(plan: Plan, study: Study, quiet: bool) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from divebatch.cli.exits import WRONG_USE, leave
-from divebatch.cli.numbers import duration, rate
+from divebatch.cli.progress import duration, rate
 from divebatch.report.watch import Standing, Watch
 
 COLUMNS = ("run", "state", "epoch", "batch", "lr", "diversity", "samples/s", "left", "val loss", "acc %")

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from divebatch.cli import app
 from divebatch.errors import ArgumentError, DivebatchError, MissingExtraError, RecordError
 from divebatch.lab.experiments import Run, check_parts, execute, execute_all
-from divebatch.lab.experiments.catalog import FOLDER
-from divebatch.lab.experiments.schema import read_experiment
+from divebatch.lab.experiments.schema import FOLDER, read_experiment
 from divebatch.records import EpochRecord, RunHeader, read_run
 from lab.experiments.begun import small
 
@@ -225,7 +224,7 @@ WORDS = [
     (["--model", "resnet9000"], "synthetic-convex: unknown model kind 'resnet9000'; known: logistic-regression, mlp, "),
     (["--model", "../../evil"], "known: logistic-regression, mlp, "),
     (["--precision", "fp8"], "unknown precision 'fp8'; known: fp32, tf32, bf16"),
-    (["--norms", "guess"], "unknown norms 'guess'; known: exact, sketch"),
+    (["--norm-mode", "guess"], "unknown norms 'guess'; known: exact, sketch"),
     (["--micro-batch", "0"], "--micro-batch"),
     (["--checkpoint-every", "0"], "--checkpoint-every"),
     (["--checkpoint-steps", "-1"], "--checkpoint-steps"),

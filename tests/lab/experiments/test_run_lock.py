@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import divebatch.cli.run as command
 from divebatch.cli import app
 from divebatch.errors import RecordError
-from divebatch.lab.experiments import Failure, Run, get_experiment, in_hand, runner
+from divebatch.lab.experiments import Failure, Run, get_experiment, locked_runs, runner
 from divebatch.lab.experiments.run_lock import _locked, _open
 from divebatch.lab.search import to_toml
 from divebatch.ranks import Ranks
@@ -47,7 +47,7 @@ def call(run: Run, *more: str) -> Result:
 
 def _command(arguments: list[str], gate: Path) -> None:
     """`divebatch`, whose training waits at the gate in its first step. A child of the process outlives it."""
-    after_step, execute = runner.Saver._after_step, command._execute
+    after_step, execute = runner.Saver._after_step, command.execute_all
 
     def waiting(saver: runner.Saver) -> None:
         (gate.parent / f"waits-{os.getpid()}").touch()
@@ -55,19 +55,19 @@ def _command(arguments: list[str], gate: Path) -> None:
             time.sleep(0.005)
         after_step(saver)
 
-    def with_a_child(*settings: Any) -> list[Failure]:
+    def with_a_child(*runs: Any, **settings: Any) -> list[Failure]:
         """As DataLoaders have them."""
         if (child := os.fork()) == 0:
             time.sleep(PATIENCE)
             os._exit(0)
         with (gate.parent / "children").open("a") as file:
             file.write(f"{child}\n")
-        return execute(*settings)
+        return execute(*runs, **settings)
 
     forks = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _: forks  # type: ignore[assignment, misc] # spawned workers import torch anew
     runner.Saver._after_step = waiting  # type: ignore[method-assign]
-    command._execute = with_a_child
+    command.execute_all = with_a_child
     app(arguments)
 
 
@@ -109,7 +109,7 @@ def assert_complete(run: Run) -> None:
 def test_a_second_command_fails_at_once_and_names_the_first(run, held, tmp_path):
     first = held()
     before = contents(run.folder)
-    holder = f"process {first.processes[0].pid} on {socket.gethostname()} has small/divebatch/seed-0.jsonl in hand"
+    holder = f"process {first.processes[0].pid} on {socket.gethostname()} is working on small/divebatch/seed-0.jsonl"
     for more in ((), ("--resume",), ("--resume", "--trials", "2")):
         second = call(run, *more)
         assert second.exit_code == 2, second.output
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_written_is_named(run):
     run.folder.mkdir()
     (run.folder / ".lock").mkdir()
     with pytest.raises(RecordError, match=r"cannot write '.*lock': Is a directory\. Choose another"):  # noqa: SIM117
-        with in_hand([run], Ranks.alone()):
+        with locked_runs([run], Ranks.alone()):
             pass
 
 

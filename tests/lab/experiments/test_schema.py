@@ -6,7 +6,7 @@ import pytest
 
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments import experiment_names, get_experiment, parse_experiment
-from divebatch.lab.experiments.catalog import FOLDER
+from divebatch.lab.experiments.schema import FOLDER
 from divebatch.policies import POLICIES
 
 

@@ -60,10 +60,10 @@ def test_the_same_command_gives_the_same_numbers(place, tmp_path):
     words = ("--factors", "2,8", "--repeats", "2", "--json", "--out", tmp_path)
     first, second = call(place, *words), call(place, *words)
     assert first.exit_code == 0, first.output
-    assert first.output == second.output
-    found = json.loads(first.output)
+    assert first.stdout == second.stdout
+    found = json.loads(first.stdout)
     assert [gap["factor"] for gap in found["gaps"]] == [1, 2, 8]
-    other = json.loads(call(place, *words, "--judge", "validation", "--coupling", "linear", "--no-policies").output)
+    other = json.loads(call(place, *words, "--judge", "validation", "--coupling", "linear", "--no-policies").stdout)
     assert other["gaps"] != found["gaps"]
     assert other["asked"] == []
 
@@ -184,7 +184,7 @@ def test_wrong_use_exits_with_2_and_says_what_is_wrong(place, tmp_path, words, m
 def test_a_checkpoint_that_is_not_there_or_not_the_experiments(place, tmp_path):
     out = ["--out", str(tmp_path)]
     assert "no checkpoint (seed-K.ckpt) at" in call(place, *out, checkpoint=tmp_path).output
-    assert "several runs fit; choose with --method" in call(place, *out, method=None).output
+    assert "several runs fit; choose by method and seed" in call(place, *out, method=None).output
     answer = CliRunner().invoke(app, ["probe", "cifar10", "--checkpoint", str(place / "runs"), *out])
     assert answer.exit_code == 2
     assert "holds no checkpoint of experiment 'cifar10', but of: tiny" in answer.output
@@ -216,7 +216,7 @@ def test_the_batch_size_is_the_one_in_force_also_where_it_changed_since_the_last
     save_checkpoint(tmp_path / path.name, state)
     (tmp_path / "seed-0.jsonl").write_bytes(path.with_suffix(".jsonl").read_bytes())
     words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
-    found = json.loads(call(place, *words, checkpoint=tmp_path / path.name).output)
+    found = json.loads(call(place, *words, checkpoint=tmp_path / path.name).stdout)
     assert [gap["batch_size"] for gap in found["gaps"]] == [32, 64]
 
 
@@ -233,5 +233,5 @@ def test_the_previous_checkpoint_can_be_probed_by_file_or_epoch(place, tmp_path)
     by_epoch = call(place, *words, "--epoch", 3)
     path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt.previous"
     assert by_epoch.exit_code == 0, by_epoch.output
-    assert json.loads(by_epoch.output)["epoch"] == 3
+    assert json.loads(by_epoch.stdout)["epoch"] == 3
     assert call(place, *words, checkpoint=path).output == by_epoch.output

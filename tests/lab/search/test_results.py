@@ -5,7 +5,7 @@ from PIL import Image
 
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.search import Results, Tried, parse_space, write_results
-from divebatch.lab.search.heatmap import cells, draw
+from divebatch.lab.search.results import cells, draw
 from lab.search.tiny_search import tiny_plan
 
 RESULTS = Results(
@@ -24,7 +24,7 @@ def pairs(results):
 
 def test_the_best_point_becomes_a_file_that_runs_at_full_length(tmp_path):
     plan = tiny_plan(tmp_path)
-    paths = list(write_results(plan, RESULTS, also=["divebatch"]))
+    paths = list(write_results(plan, RESULTS, apply_to=["divebatch"]))
     assert [path.suffix for path in paths] == [".toml", ".png", ".svg"]
     found = get_experiment(str(paths[0]))
     assert found.name == "synthetic-convex-tuned"

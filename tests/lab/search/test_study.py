@@ -13,7 +13,7 @@ GRID = parse_space(["lr=1,2", "batch_size=8,16,32"])
 RANGE = parse_space(["lr=0.1..1.0", "batch_size=8..64"])
 
 
-GRACE = 60.0
+TIMEOUT = 60.0
 
 
 class Clock:
@@ -24,8 +24,8 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def pass_grace(self) -> None:
-        self.now += GRACE + 1
+    def pass_timeout(self) -> None:
+        self.now += TIMEOUT + 1
 
 
 clock = Clock()
@@ -45,7 +45,7 @@ def _begin_with_tables(empty, tmp_path):
 
 
 def make_study(folder, space=GRID, **settings) -> Study:
-    return Study(sqlite_url(folder / "study.db"), "study", space, grace=GRACE, clock=clock, **settings)
+    return Study(sqlite_url(folder / "study.db"), "study", space, heartbeat_timeout=TIMEOUT, clock=clock, **settings)
 
 
 def finish_all(study: Study) -> list[dict]:
@@ -138,30 +138,30 @@ def test_a_silent_trial_is_run_again_and_its_late_result_refused(tmp_path):
     lost = silent.claim()
     points = [lost.point, *finish_all(other)]
     assert sorted(map(str, points)) == sorted(map(str, GRID.points()))
-    clock.pass_grace()
+    clock.pass_timeout()
     assert finish_all(other) == [lost.point]
     assert not silent.tell(lost.trial_id, 0.9)
     assert states(other) == {"COMPLETE": 6, "FAIL": 1}
     assert all(trial.value == 0.5 for trial in other.completed())
 
 
-def test_a_trial_with_a_pulse_is_left_alone_however_long_it_takes(tmp_path):
+def test_a_trial_with_a_heartbeat_is_left_alone_however_long_it_takes(tmp_path):
     slow, other = make_study(tmp_path), make_study(tmp_path)
     claim = slow.claim()
     finish_all(other)
     for count in range(1, 4):
         slow.beat(claim.trial_id, count)
-        clock.pass_grace()
+        clock.pass_timeout()
         assert other.claim() is None
     assert slow.tell(claim.trial_id, 0.9)
 
 
-def test_a_process_that_died_before_its_first_pulse_is_found_too(tmp_path):
+def test_a_process_that_died_before_its_first_heartbeat_is_found_too(tmp_path):
     dead, other = make_study(tmp_path), make_study(tmp_path)
     dead._queue_a_missing_point()
     assert dead._begin(dead._id_of(0))  # and no beat
     finish_all(other)
-    clock.pass_grace()
+    clock.pass_timeout()
     finish_all(other)
     assert states(other) == {"COMPLETE": 6, "FAIL": 1}
 
@@ -231,7 +231,7 @@ def test_a_sampled_trial_of_a_dead_process_is_run_again_and_the_number_kept(tmp_
     other = make_study(tmp_path, RANGE, sampler="random", num_trials=4)
     lost = dead.claim()
     finish_all(other)
-    clock.pass_grace()
+    clock.pass_timeout()
     assert finish_all(other) == [lost.point]
     assert states(other) == {"COMPLETE": 4, "FAIL": 1}
 
@@ -248,7 +248,7 @@ def test_of_too_many_sampled_at_once_the_last_is_dropped(tmp_path):
 def test_a_study_keeps_to_what_it_was_begun_with(tmp_path):
     make_study(tmp_path).agree_on({"epochs": 3, "seeds": (0, 1)})
     make_study(tmp_path).agree_on({"epochs": 3, "seeds": (0, 1)})
-    with pytest.raises(ArgumentError, match=r"begun with another epochs: 3, not 4. Use another --study name"):
+    with pytest.raises(ArgumentError, match=r"begun with another epochs: 3, not 4. Choose another study_name"):
         make_study(tmp_path).agree_on({"epochs": 4, "seeds": (0, 1)})
 
 

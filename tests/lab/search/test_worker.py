@@ -13,7 +13,7 @@ import pytest
 import divebatch.lab.search.worker as worker
 from divebatch.errors import RecordError, StoppedError
 from divebatch.lab.search import Result, Study, collect, open_study, work
-from divebatch.lab.search.worker import GivenUp, Pulse
+from divebatch.lab.search.worker import GivenUp, Heartbeat
 from divebatch.records import read_run
 from lab.search.tiny_search import OVER, tiny_plan
 
@@ -35,7 +35,7 @@ def execute_and_die(run, *, on_epoch, **settings):
 
 worker.execute = execute_and_die
 plan = tiny_plan(Path(sys.argv[1]))
-worker.work(plan, worker.open_study(plan, grace=1.0), on_result=print)
+worker.work(plan, worker.open_study(plan, heartbeat_timeout=1.0), on_result=print)
 """
 
 
@@ -81,7 +81,7 @@ def test_a_trial_that_cannot_be_run_fails_for_good(tmp_path):
     assert "is not a run record" in bad.note
     assert good.accuracy is not None
     found = collect(open_study(plan))
-    assert found.is_complete
+    assert len(found.tried) == found.total
     assert [each.accuracy for each in found.tried] == [good.accuracy, None]
 
 
@@ -116,7 +116,7 @@ def test_a_process_killed_in_a_trial_loses_nothing_and_nothing_is_done_twice(tmp
     dying = subprocess.Popen(
         [sys.executable, "-c", DIES, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE
     )
-    study = open_study(plan, grace=1.0)
+    study = open_study(plan, heartbeat_timeout=1.0)
     while not study.completed():
         assert dying.poll() is None, dying.communicate()
         time.sleep(0.05)
@@ -139,7 +139,7 @@ def test_the_last_one_waits_for_others_and_takes_over_what_they_leave(tmp_path):
 
     def on_wait(running: int) -> None:
         waited.append(running)
-        now[0] += study.grace / 2
+        now[0] += study.heartbeat_timeout / 2
 
     results: list[Result] = []
     work(plan, study, on_result=results.append, on_wait=on_wait)
@@ -149,23 +149,23 @@ def test_the_last_one_waits_for_others_and_takes_over_what_they_leave(tmp_path):
 
 def test_a_process_that_was_given_up_stops_when_it_wakes(tmp_path):
     plan = tiny_plan(tmp_path, over=OVER[:1])
-    study = open_study(plan, grace=0.06)
+    study = open_study(plan, heartbeat_timeout=0.06)
     claim = study.claim()
-    with Pulse(study, claim.trial_id) as pulse:
-        pulse.require_trust()
-        study.give_back(claim.trial_id, "no pulse")
+    with Heartbeat(study, claim.trial_id) as heartbeat:
+        heartbeat.require_trust()
+        study.give_back(claim.trial_id, "no heartbeat")
         ended = time.monotonic() + 20
-        while pulse._is_trusted and time.monotonic() < ended:
+        while heartbeat._is_trusted and time.monotonic() < ended:
             time.sleep(0.01)
         with pytest.raises(GivenUp):
-            pulse.require_trust()
+            heartbeat.require_trust()
 
 
-def test_a_pulse_changes_what_others_see(tmp_path):
+def test_a_heartbeat_changes_what_others_see(tmp_path):
     plan = tiny_plan(tmp_path, over=OVER[:1])
-    study = open_study(plan, grace=0.06)
+    study = open_study(plan, heartbeat_timeout=0.06)
     claim = study.claim()
-    with Pulse(study, claim.trial_id):
+    with Heartbeat(study, claim.trial_id):
         ended = time.monotonic() + 20
         while study.trials()[claim.number].user_attrs["beat"] < 2:
             assert time.monotonic() < ended

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ class Failure:
     run: Run
     error: BaseException
 
+    def __str__(self) -> str:
+        return f"{self.run.experiment.name} {self.run.method_name} seed {self.run.seed}: {self.error}"
+
 
 def default_jobs(device: str, num_runs: int) -> int:
     """One process a core on a CPU, one run at a time on a GPU."""
@@ -42,41 +46,27 @@ def execute_all(runs: Sequence[Run], *, jobs: int, resume: bool, on_epoch: OnEpo
     """
     ranks = Ranks.here()
     with make_stop(ranks) as stop:
-        if not ranks.is_alone:
-            return _together(runs, resume, on_epoch, stop, ranks)
-        if jobs == 1:
-            return _one_by_one(runs, resume, on_epoch, stop)
+        if jobs == 1 or not ranks.is_alone:
+            _require_same(runs, ranks)
+            return _in_turn(runs, resume, on_epoch, stop, ranks)
         failures = _in_processes(runs, jobs, resume, on_epoch, stop)
         if failures and stop.is_set:
             raise StoppedError(f"stopped; {len(runs) - len(failures)} of {len(runs)} runs are complete")
         return failures
 
 
-def _one_by_one(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: StopRequest) -> list[Failure]:
+def _in_turn(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: StopRequest, ranks: Ranks) -> list[Failure]:
     failures = []
     for index, run in enumerate(runs):
         try:
-            _execute_unless_stopped(run, resume, lambda record, index=index: on_epoch(index, record), stop)  # type: ignore[misc]
-        except StoppedError:
-            raise
-        except Exception as error:  # as in a process of its own
-            failures.append(Failure(run, error))
-    return failures
-
-
-def _together(runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, stop: StopRequest, ranks: Ranks) -> list[Failure]:
-    _require_same(runs, ranks)
-    failures = []
-    for index, run in enumerate(runs):
-        try:
-            _execute_unless_stopped(run, resume, lambda record, index=index: on_epoch(index, record), stop)  # type: ignore[misc]
-        except DivergedError as error:  # of the loss of all ranks
-            failures.append(Failure(run, error))
+            execute(run, resume=resume, on_epoch=partial(on_epoch, index), stop=stop)
         except StoppedError:
             raise
         except Exception as error:
-            name = f"{run.experiment.name} {run.method_name} seed {run.seed}"
-            raise RankError(f"rank {ranks.rank} of {ranks.size}, {name}: {_in_short(error)}") from error
+            if not ranks.is_alone and not isinstance(error, DivergedError):  # a loss diverges on all ranks alike
+                name = f"{run.experiment.name} {run.method_name} seed {run.seed}"
+                raise RankError(f"rank {ranks.rank} of {ranks.size}, {name}: {_in_short(error)}") from error
+            failures.append(Failure(run, error))
     return failures
 
 
@@ -92,12 +82,6 @@ def _in_short(error: Exception) -> str:
     what = (str(error) or type(error).__name__).partition("\n")[0]
     is_lost = isinstance(error, RuntimeError) and any(word in what for word in ("gloo", "NCCL", "ProcessGroup"))
     return f"lost contact with another rank ({what[:200]})" if is_lost else what
-
-
-def _execute_unless_stopped(run: Run, resume: bool, report: Callable[[EpochRecord], None], stop: StopRequest) -> None:
-    if stop.now():
-        raise StoppedError(f"stopped before {run.records_path} was begun")
-    execute(run, resume=resume, on_epoch=report, stop=stop)
 
 
 def _in_processes(runs: Sequence[Run], jobs: int, resume: bool, on_epoch: OnEpoch, stop: StopRequest) -> list[Failure]:
@@ -136,20 +120,20 @@ def _die_with_parent() -> None:
 
 
 def _execute_in_worker(index: int, run: Run, resume: bool) -> None:
-    _execute_unless_stopped(run, resume, lambda record: _events.put((index, record)), _stop)
+    execute(run, resume=resume, on_epoch=lambda record: _events.put((index, record)), stop=_stop)
 
 
 def _relay(futures: Sequence[Future[None]], events: Any, on_epoch: OnEpoch, stop: StopRequest) -> None:
-    """Hand on what the workers say until all are done and nothing is left to say; hand them a wish to stop."""
+    """Report the workers' epochs until all are done and reported; pass a request to stop on to them."""
     told = False
     while True:
         if stop.is_set and not told:
             told = True
             for worker in multiprocessing.active_children():
-                worker.terminate()  # SIGTERM, which they take as a wish
+                worker.terminate()  # SIGTERM: they finish their step and save
         finished = all(future.done() for future in futures)
         try:
-            on_epoch(*events.get(timeout=0.1))  # one at a time: quick epochs must not drown out a wish to stop
+            on_epoch(*events.get(timeout=0.1))  # one at a time: quick epochs must not drown out a request to stop
         except queue.Empty:
             if finished:
                 return

@@ -1,18 +1,24 @@
 """What to run, how, and where its records go."""
 
-from dataclasses import asdict, dataclass, replace
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from divebatch.errors import ArgumentError
-from divebatch.lab.experiments.provenance import git_commit, hardware, versions
 from divebatch.lab.experiments.schema import Experiment, Method
 from divebatch.lab.training.distributed import SHARDINGS
 from divebatch.ranks import Ranks
 from divebatch.records import RunHeader
+
+MAY_DIFFER = {"may_differ_between_ranks": True}
+"""Marks a field of `Run` that each rank may have its own value of: devices, and folders with other names elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +28,20 @@ class Run:
     experiment: Experiment
     method_name: str
     seed: int
-    folder: Path
-    device: str = "cpu"
+    folder: Path = field(metadata=MAY_DIFFER)
+    device: str = field(default="cpu", metadata=MAY_DIFFER)
     log_exact: bool = False
-    data_dir: Path | None = None
-    on_device: bool = True
+    data_dir: Path | None = field(default=None, metadata=MAY_DIFFER)
+    on_device: bool = field(default=True, metadata=MAY_DIFFER)
     """False where the data does not fit: it then comes through a DataLoader with `num_workers` processes."""
-    num_workers: int = 0
+    num_workers: int = field(default=0, metadata=MAY_DIFFER)
     checkpoint_every: int = 1
     """Epochs from one checkpoint to the next; the last epoch always has one."""
     checkpoint_steps: int | None = None
     """Steps from one checkpoint to the next within an epoch."""
     sharding: str = "ddp"
     """How several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
-    loggers: tuple[str, ...] = ()
+    loggers: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
     """Kinds, as `divebatch.lab.loggers` knows them: where epochs are shown beside the records."""
 
     def __post_init__(self) -> None:
@@ -44,7 +50,11 @@ class Run:
         if self.log_exact and self.sharding == "fsdp":
             raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
         if self.experiment.training.compile and self.sharding == "fsdp":
-            raise ArgumentError("norms of compiled passes are not measured on fsdp's parts: use --no-compile, or ddp")
+            raise ArgumentError("norms of compiled passes are not measured on fsdp's parts: use compile=False, or ddp")
+        if self.num_workers and self.on_device:
+            raise ArgumentError(
+                f"num_workers={self.num_workers} load nothing while the data lies on the device: add on_device=False"
+            )
 
     @property
     def method(self) -> Method:
@@ -75,8 +85,8 @@ class Run:
 
     @property
     def settings_of_all_ranks(self) -> dict[str, Any]:
-        """What must be equal on all ranks; devices differ, and folders may be called something else elsewhere."""
-        names = ("checkpoint_every", "checkpoint_steps", "sharding")
+        """What must be equal on all ranks: every setting that is not marked as one that may differ."""
+        names = [entry.name for entry in fields(self) if entry.metadata != MAY_DIFFER and entry.name != "experiment"]
         return {**self.config, **{name: getattr(self, name) for name in names}}
 
     @property
@@ -94,8 +104,44 @@ class Run:
             metric=self.experiment.metric,
             report=replace(self.experiment.report, order=self.experiment.report.order or list(self.experiment.methods)),
             config=self.config,
-            versions=versions(),
-            hardware={**hardware(torch.device(self.device)), **self._ranks},
-            git_commit=git_commit(),
+            versions=_versions(),
+            hardware={**_hardware(torch.device(self.device)), **self._ranks},
+            git_commit=_git_commit(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+
+def _versions() -> dict[str, str]:
+    """Of everything that can change a result."""
+    found = {"python": platform.python_version()}
+    for package in ("divebatch", "torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from source
+            found[package] = "source"
+    return found
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    """What the run was timed on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"device": device.type, "name": name, "cpus": os.cpu_count(), "threads": torch.get_num_threads()}
+
+
+def _git_commit() -> str | None:
+    """The commit of this source tree, with "-dirty" where it was changed; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

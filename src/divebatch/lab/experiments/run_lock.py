@@ -1,4 +1,4 @@
-"""Which runs of a folder a command has in hand, so that no other command writes the same files."""
+"""Which command may write a run's files: one at a time, and again after its launcher has started it anew."""
 
 import errno
 import hashlib
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TextIO
 
 from divebatch.errors import RecordError
 from divebatch.lab.experiments.run import Run
-from divebatch.lab.training.launch import first_does
+from divebatch.lab.training.launch import first_does, is_restarted, may_be_restarted
 from divebatch.ranks import Ranks
 
 try:
@@ -30,8 +31,8 @@ TRIES = 100
 
 
 @contextmanager
-def in_hand(runs: Sequence[Run], ranks: Ranks) -> Iterator[None]:
-    """Inside, no other command gets any of these runs, all of one folder; `RecordError` where another has one already.
+def locked_runs(runs: Sequence[Run], ranks: Ranks) -> Iterator[None]:
+    """Inside, no other command gets any of these runs, all of one folder; `RecordError` if another has one already.
 
     Commands with other runs may work in the folder at the same time. The system keeps the lock for rank 0's process
     and takes it back at its end, whatever that is.
@@ -64,13 +65,13 @@ def _open(path: Path) -> TextIO:
         try:
             file = path.open("a+", encoding="utf-8")
         except OSError as error:
-            raise RecordError(f"cannot write '{path}': {error.strerror}. Choose another --out folder.") from error
+            raise RecordError(f"cannot write '{path}': {error.strerror}. Choose another folder.") from error
         with suppress(OSError):  # locking is not supported: `_lock` says so
             _system_lock(file, IN_USE, is_shared=True)
         if _is_at(path, file):
             return file
         file.close()
-    raise RecordError(f"'{path}' goes away as soon as it is written. Choose another --out folder.")
+    raise RecordError(f"'{path}' goes away as soon as it is written. Choose another folder.")
 
 
 def _lock(file: TextIO, path: Path, names: Sequence[str]) -> None:
@@ -81,8 +82,8 @@ def _lock(file: TextIO, path: Path, names: Sequence[str]) -> None:
             if error.errno not in HELD:
                 raise
             raise RecordError(
-                f"'{path.parent}': {_holder(file, name)} has {name} in hand, and two would spoil its files. "
-                f"Wait for its end, stop it, or choose another --out folder."
+                f"'{path.parent}': {_holder(file, name)} is working on {name}, and two commands would spoil its files. "
+                f"Wait for its end, stop it, or choose another folder."
             ) from None
 
 
@@ -127,3 +128,42 @@ def _clear_away(file: TextIO, path: Path) -> None:
     if _is_at(path, file):
         with suppress(OSError):
             path.unlink()
+
+
+def was_begun_by_this_launch(out: Path, ranks: Ranks) -> bool:
+    """Whether this job, which its launcher has started anew, began its runs before: it may continue them unasked.
+
+    A launcher's first start removes the mark of earlier jobs.
+    """
+    if is_restarted():
+        return first_does(ranks, _mark(out).exists)
+    if may_be_restarted() and ranks.is_first:
+        with suppress(OSError):
+            _mark(out).unlink()
+    return False
+
+
+@contextmanager
+def marked_as_begun(out: Path, ranks: Ranks) -> Iterator[None]:
+    """Inside, a mark says that this launch has begun its runs; it goes away with a good end."""
+    if not may_be_restarted():
+        yield
+        return
+    first_does(ranks, lambda: _put(_mark(out)))
+    yield
+    if ranks.is_first:
+        with suppress(OSError):
+            _mark(out).unlink()
+
+
+def _mark(out: Path) -> Path:
+    """One for each command line and each job of the launcher."""
+    words = "\0".join([os.environ.get("TORCHELASTIC_RUN_ID", ""), *sys.argv[1:]])
+    return out / f".launch-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+
+
+def _put(mark: Path) -> None:
+    try:
+        mark.touch()
+    except OSError as error:
+        raise RecordError(f"cannot write '{mark}': {error.strerror}. Choose another folder.") from error

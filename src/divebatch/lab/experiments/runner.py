@@ -8,7 +8,7 @@ import torch
 
 from divebatch.errors import DivergedError, StoppedError
 from divebatch.lab.experiments.assembly import make_trainer
-from divebatch.lab.experiments.history import History, read_history, reading_state
+from divebatch.lab.experiments.progress import RunProgress, read_progress, reading_state
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.loggers import logging_to
 from divebatch.lab.training import StopRequest, Trainer
@@ -34,14 +34,16 @@ def execute(
     for them), it finishes the step under way, saves, and raises `StoppedError`. Under an initialised process group
     all ranks call it; rank 0 alone writes records.
     """
+    if stop is not None and stop.now():
+        raise StoppedError(f"stopped before {run.records_path} was begun")
     ranks = Ranks.here()
-    history = read_history(run, resume=resume, ranks=ranks)
+    progress = read_progress(run, resume=resume, ranks=ranks)
     report = on_epoch or (lambda record: None)
-    for record in history.epochs:
+    for record in progress.epochs:
         report(record)
-    if len(history.epochs) < run.experiment.epochs:
+    if len(progress.epochs) < run.experiment.epochs:
         with nullcontext(stop) if stop is not None else make_stop(ranks) as listening:
-            _continue(run, history, report, listening)
+            _continue(run, progress, report, listening)
         gc.collect()  # a trainer is full of cycles; the next run's peak of memory must not hold this one's tensors
 
 
@@ -50,16 +52,16 @@ def make_stop(ranks: Ranks) -> StopRequest:
     return StopRequest() if ranks.is_alone else AgreedStop(ranks)
 
 
-def _continue(run: Run, history: History, report: Callable[[EpochRecord], None], stop: StopRequest) -> None:
+def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], None], stop: StopRequest) -> None:
     trainer = make_trainer(run)
-    if history.saved is not None:
+    if progress.saved is not None:
         with reading_state(run):
-            trainer.load_state_dict(history.saved.state(trainer.clock.device, trainer.parallel.layout))
+            trainer.load_state_dict(progress.saved.state(trainer.clock.device, trainer.parallel.layout))
     saver = Saver(run, trainer, stop)
-    if not history.is_begun:
+    if not progress.is_begun:
         first_does(trainer.ranks, lambda: _forget_checkpoints(run))  # of a run whose records are gone
-    done = len(history.epochs)
-    with trainer.control, _writing(run, trainer.ranks, history) as write:
+    done = len(progress.epochs)
+    with trainer.control, _writing(run, trainer.ranks, progress) as write:
         for epoch in range(done + 1, run.experiment.epochs + 1):
             record = saver.run_epoch()
             write(record)
@@ -68,7 +70,7 @@ def _continue(run: Run, history: History, report: Callable[[EpochRecord], None],
 
 
 @contextmanager
-def _writing(run: Run, ranks: Ranks, history: History) -> Iterator[Callable[[EpochRecord], None]]:
+def _writing(run: Run, ranks: Ranks, progress: RunProgress) -> Iterator[Callable[[EpochRecord], None]]:
     """Takes epochs to the records and the loggers, on rank 0."""
     if not ranks.is_first:
         yield lambda record: None
@@ -76,9 +78,9 @@ def _writing(run: Run, ranks: Ranks, history: History) -> Iterator[Callable[[Epo
     header = run.header()
     with (
         RecordWriter(run.records_path) as writer,
-        logging_to(run.loggers, header, run.log_folder, epochs_done=len(history.epochs)) as log,
+        logging_to(run.loggers, header, run.log_folder, epochs_done=len(progress.epochs)) as log,
     ):
-        if not history.is_begun:
+        if not progress.is_begun:
             writer.write(header)
 
         def write(record: EpochRecord) -> None:

@@ -32,7 +32,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepDecay:
     """Times `factor` after every `every_epochs` epochs."""
 
     epoch_settings: ClassVar[frozenset[str]] = frozenset({"every_epochs"})
@@ -86,7 +86,7 @@ class Milestones:
 
 SCHEDULES: dict[str, type[ScheduleSettings]] = {
     "constant": Constant,
-    "step": Step,
+    "step": StepDecay,
     "cosine": Cosine,
     "milestones": Milestones,
 }

@@ -20,6 +20,9 @@ from divebatch.records import Metric, ReportSettings
 
 T = TypeVar("T")
 
+FOLDER = Path(__file__).parent / "paper"
+"""Holds the experiments, one TOML file each."""
+
 COMPILED_MULTIPLE = 64
 """Samples by which compiled batch sizes differ."""
 
@@ -141,6 +144,21 @@ class Experiment:
         if name not in self.methods:
             raise ArgumentError(f"{self.name} has no method {name!r}; known: {', '.join(self.methods)}")
         return self.methods[name]
+
+
+def experiment_names() -> list[str]:
+    """The experiments that come with the package, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def get_experiment(name: str) -> Experiment:
+    """The experiment called `name`, or that of the file `name` if it ends in .toml; an error lists those there are."""
+    if name.endswith(".toml"):
+        return read_experiment(Path(name))
+    if name not in experiment_names():
+        known = ", ".join(experiment_names())
+        raise ArgumentError(f"unknown experiment {name!r}; known: {known}, or a path to a .toml file")
+    return read_experiment(FOLDER / f"{name}.toml")
 
 
 def read_experiment(path: Path) -> Experiment:

@@ -60,7 +60,7 @@ def find_start(place: Path, experiment: str, *, method: str | None, seed: int | 
     names = sorted({each.name for each in fitting})
     if len(names) != 1:
         known = ", ".join(names or sorted({each.name for each in runs}))
-        what = "several runs fit; choose with --method and --seed" if names else "no such run"
+        what = "several runs fit; choose by method and seed" if names else "no such run"
         raise ArgumentError(f"'{place}': {what}. There are: {known}")
     starts = [each.load() for each in fitting]
     chosen = [start for start in starts if epoch in (None, start.epoch)]

@@ -85,9 +85,9 @@ class Plan:
         seeds = range(self.seed, self.seed + self.num_seeds)
         return [Run(tried, name, seed, self.folder, **self.run_settings) for seed in seeds]
 
-    def tuned(self, point: Mapping[str, int | float], *, also: tuple[str, ...] = ()) -> Experiment:
-        """The whole experiment at its full length, with this point in the searched method and in those of `also`."""
-        changed = {name: with_point(self.experiment.method(name), point) for name in (self.method_name, *also)}
+    def tuned(self, point: Mapping[str, int | float], *, apply_to: tuple[str, ...] = ()) -> Experiment:
+        """The experiment at its full length, with this point in the searched method and in those of `apply_to`."""
+        changed = {name: with_point(self.experiment.method(name), point) for name in (self.method_name, *apply_to)}
         methods = {**self.experiment.methods, **changed}
         return replace(self.experiment, name=f"{self.experiment.name}-tuned", methods=methods)
 

@@ -30,7 +30,7 @@ class Dimension:
     """Both whole for whole numbers; searched on a logarithmic scale."""
 
     def __str__(self) -> str:
-        """As `--over` takes it."""
+        """As `parse_space` takes it."""
         if self.bounds is not None:
             return f"{self.name}={self.bounds[0]!r}..{self.bounds[1]!r}"
         return f"{self.name}={','.join(map(repr, self.values))}"
@@ -74,7 +74,7 @@ def parse_space(texts: Sequence[str]) -> Space:
     names = [dimension.name for dimension in dimensions]
     for name in names:
         if names.count(name) > 1:
-            raise ArgumentError(f"--over {name}=...: {name} is given twice")
+            raise ArgumentError(f"{name} is searched over twice")
     return Space(dimensions)
 
 
@@ -119,13 +119,13 @@ def slug(point: Mapping[str, int | float]) -> str:
 def _parse(text: str) -> Dimension:
     name, separator, values = text.partition("=")
     if not separator or not re.fullmatch(r"[a-z_]+", name):
-        raise ArgumentError(f"--over takes NAME=VALUE,VALUE or NAME=LOW..HIGH, got {text!r}")
+        raise ArgumentError(f"what to search over must be NAME=VALUE,VALUE or NAME=LOW..HIGH, got {text!r}")
     if ".." not in values:
         chosen = tuple(_number(value, text) for value in values.split(","))
         return Dimension(name, tuple(dict.fromkeys(chosen)))
     low, high = (_number(value, text) for value in values.split("..", 1))
     if not 0 < low < high:
-        raise ArgumentError(f"--over {text}: a range must go upwards from above 0")
+        raise ArgumentError(f"{text}: a range must go upwards from above 0")
     return Dimension(name, bounds=(low, high))
 
 
@@ -137,4 +137,4 @@ def _number(text: str, where: str) -> int | float:
             continue
         if math.isfinite(value):
             return value  # type: ignore[no-any-return]
-    raise ArgumentError(f"--over {where}: {text!r} is not a number")
+    raise ArgumentError(f"{where}: {text!r} is not a number")

@@ -18,7 +18,7 @@ from divebatch.lab.search.space import Dimension, Point, Space
 from divebatch.lab.search.storage import open_storage, require_optuna
 
 POINT, BEAT, ERROR, AGAIN = "point", "beat", "error", "again"
-"""What we note on a trial: its settings, its process's pulse, why it failed for good, why it is to be run again."""
+"""Noted on a trial: its settings, the heartbeat of its process, why it failed for good, why it is to be run again."""
 SAMPLERS = ("grid", "random", "tpe")
 
 
@@ -34,10 +34,19 @@ class Claim:
 
 
 class Study:
-    """One search in its storage. `grace` is the seconds without a pulse after which a trial's process counts as dead.
+    """One search in its storage.
 
-    A pulse is a number that changes. It is compared with what this process saw before, by this process's own clock:
-    clocks of other machines do not matter.
+    A trial's process shows a heartbeat, a number that changes. It is compared with what this process saw before, by
+    this process's own clock: clocks of other machines do not matter.
+
+    Args:
+        url: Of the database.
+        name: The study's.
+        space: What is searched over.
+        sampler: How points are chosen: "grid", "random" or "tpe".
+        num_trials: Points to try; None for a grid, which tries all of its own.
+        heartbeat_timeout: Seconds without a heartbeat after which a trial's process counts as dead.
+        clock: Gives the seconds.
     """
 
     def __init__(
@@ -48,11 +57,11 @@ class Study:
         *,
         sampler: str = "grid",
         num_trials: int | None = None,
-        grace: float = 60.0,
+        heartbeat_timeout: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.space, self.num_trials = space, num_trials
-        self.grace, self._clock = grace, clock
+        self.heartbeat_timeout, self._clock = heartbeat_timeout, clock
         self.is_grid = sampler == "grid"
         self._check(sampler)
         self._optuna = require_optuna()
@@ -66,14 +75,14 @@ class Study:
             sampler=self._make_sampler(sampler),
         )
         self._study_id = self.storage.get_study_id_from_name(name)
-        self._pulses: dict[int, tuple[Any, float]] = {}
+        self._heartbeats: dict[int, tuple[Any, float]] = {}
 
     def _check(self, sampler: str) -> None:
         if sampler not in SAMPLERS:
             raise ArgumentError(f"unknown sampler {sampler!r}; known: {', '.join(SAMPLERS)}")
         if self.is_grid and not self.space.is_grid:
             ranges = [str(each) for each in self.space.dimensions if each.bounds is not None]
-            raise ArgumentError(f"a grid needs values, not a range: {ranges[0]}. List them, or use --sampler tpe.")
+            raise ArgumentError(f"a grid needs values, not a range: {ranges[0]}. List them, or use sampler='tpe'.")
         if self.is_grid == (self.num_trials is not None):
             raise ArgumentError("a grid has as many trials as points; other samplers need a number of trials")
 
@@ -98,7 +107,7 @@ class Study:
             if wanted.get(key) != found.get(key):
                 raise ArgumentError(
                     f"study '{self._study.study_name}' has begun with another {key}: {found.get(key)!r}, "
-                    f"not {wanted.get(key)!r}. Use another --study name, or give what it began with."
+                    f"not {wanted.get(key)!r}. Choose another study_name, or give what it began with."
                 )
 
     @property
@@ -127,7 +136,7 @@ class Study:
 
     def claim(self) -> Claim | None:
         """The next trial to run; None where nothing is left to begin, though others may still be running."""
-        self._bury_the_dead()
+        self._requeue_dead_trials()
         while True:
             is_waiting = self._queue_a_missing_point()
             claim = self._claim_waiting() or self._claim_sampled()
@@ -136,22 +145,22 @@ class Study:
             if claim is None and not is_waiting:
                 return None
 
-    def _bury_the_dead(self) -> None:
-        """Fail every running trial whose pulse has not changed for the time of grace; it will be queued again."""
+    def _requeue_dead_trials(self) -> None:
+        """Fail every running trial whose heartbeat has not changed for too long; it will be queued again."""
         now = self._clock()
         running = [trial for trial in self.trials() if trial.state == self._states.RUNNING]
         for trial in running:
-            pulse = trial.user_attrs.get(BEAT)
-            seen, since = self._pulses.get(trial.number, (None, now))
-            if trial.number not in self._pulses or pulse != seen:
-                self._pulses[trial.number] = (pulse, now)
-            elif now - since > self.grace:
+            heartbeat = trial.user_attrs.get(BEAT)
+            seen, since = self._heartbeats.get(trial.number, (None, now))
+            if trial.number not in self._heartbeats or heartbeat != seen:
+                self._heartbeats[trial.number] = (heartbeat, now)
+            elif now - since > self.heartbeat_timeout:
                 self.give_back(self._id_of(trial.number), "its process died")
 
     def _queue_a_missing_point(self) -> bool:
         """See to it that a trial waits, if there is a point that no trial stands for; whether one does.
 
-        In company any missing point is taken, not the first: others look for work at the same moment.
+        With other processes at work any missing point is taken, not the first: others look for work at the same moment.
         """
         trials = self.trials()
         states = {trial.state for trial in trials}

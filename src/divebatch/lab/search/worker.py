@@ -20,7 +20,7 @@ from divebatch.lab.search.study import Claim, Study
 from divebatch.lab.training import StopRequest
 from divebatch.records import EpochRecord
 
-BEATS_PER_GRACE = 6
+BEATS_PER_TIMEOUT = 6
 POLL_SECONDS = 0.5
 
 
@@ -38,9 +38,16 @@ OnResult = Callable[[Result], None]
 OnWait = Callable[[int], None]
 
 
-def open_study(plan: Plan, *, grace: float = 60.0) -> Study:
+def open_study(plan: Plan, *, heartbeat_timeout: float = 60.0) -> Study:
     """The plan's study, new or begun."""
-    study = Study(plan.url, plan.name, plan.space, sampler=plan.sampler, num_trials=plan.num_trials, grace=grace)
+    study = Study(
+        plan.url,
+        plan.name,
+        plan.space,
+        sampler=plan.sampler,
+        num_trials=plan.num_trials,
+        heartbeat_timeout=heartbeat_timeout,
+    )
     study.agree_on(plan.description)
     return study
 
@@ -74,8 +81,8 @@ def _others_are_busy(study: Study, stop: StopRequest, on_wait: OnWait | None) ->
 def _run(plan: Plan, study: Study, claim: Claim, stop: StopRequest) -> Result:
     study.note(claim.trial_id, "worker", f"{socket.gethostname()}:{os.getpid()}")
     try:
-        with Pulse(study, claim.trial_id) as pulse:
-            accuracy, note = _train(plan, claim, stop, pulse)
+        with Heartbeat(study, claim.trial_id) as heartbeat:
+            accuracy, note = _train(plan, claim, stop, heartbeat)
     except StoppedError as error:
         study.give_back(claim.trial_id, "its process was asked to stop")
         raise StoppedError(f"trial {claim.number}: {error}") from error
@@ -90,26 +97,24 @@ def _run(plan: Plan, study: Study, claim: Claim, stop: StopRequest) -> Result:
     return Result(claim.number, claim.point, accuracy, note)
 
 
-def _train(plan: Plan, claim: Claim, stop: StopRequest, pulse: "Pulse") -> tuple[float, str]:
+def _train(plan: Plan, claim: Claim, stop: StopRequest, heartbeat: "Heartbeat") -> tuple[float, str]:
     """Mean final accuracy over the seeds, and what is to be said of it. A run that diverges is worth nothing."""
     accuracies, num_diverged = [], 0
     for run in plan.runs(claim.point):
-        if stop.is_set:
-            raise StoppedError(f"stopped before {run.records_path} was begun")
         try:
-            accuracies.append(_final_accuracy(run, stop, pulse))
+            accuracies.append(_final_accuracy(run, stop, heartbeat))
         except DivergedError:
             accuracies.append(0.0)
             num_diverged += 1
     return fmean(accuracies), f"{num_diverged} of {len(accuracies)} diverged" if num_diverged else ""
 
 
-def _final_accuracy(run: Run, stop: StopRequest, pulse: "Pulse") -> float:
+def _final_accuracy(run: Run, stop: StopRequest, heartbeat: "Heartbeat") -> float:
     last: list[EpochRecord] = []
 
     def keep(record: EpochRecord) -> None:
         last[:] = [record]
-        pulse.require_trust()
+        heartbeat.require_trust()
 
     execute(run, resume=True, on_epoch=keep, stop=stop)  # what a dead process left is continued
     if last[0].val_loss is None:
@@ -118,10 +123,10 @@ def _final_accuracy(run: Run, stop: StopRequest, pulse: "Pulse") -> float:
 
 
 class GivenUp(Exception):  # noqa: N818  not an error: another process has the trial
-    """Others saw no pulse for too long and have taken over."""
+    """Others saw no heartbeat for too long and have taken over."""
 
 
-class Pulse:
+class Heartbeat:
     """Inside, a thread shows every now and then that the trial's process lives."""
 
     def __init__(self, study: Study, trial_id: int) -> None:
@@ -136,7 +141,7 @@ class Pulse:
 
     def _beat(self) -> None:
         count = 1
-        while not self._end.wait(self._study.grace / BEATS_PER_GRACE):
+        while not self._end.wait(self._study.heartbeat_timeout / BEATS_PER_TIMEOUT):
             with suppress(Exception):  # a busy database: the next beat will do
                 self._is_trusted = self._study.is_running(self._trial_id)
                 if self._is_trusted:

@@ -16,7 +16,7 @@ class Origin:
     def find(self, data_dir: Path | None) -> Path:
         """The dataset's folder inside `data_dir`."""
         if data_dir is None:
-            raise DataError(f"no data folder was given: use --data-dir with the folder that holds {self._wanted}")
+            raise DataError(f"no data folder was given: pass data_dir=FOLDER, the one that holds {self._wanted}")
         found = data_dir / self.folder
         if found.is_dir():
             return found

@@ -1,16 +1,15 @@
 """What is on disk of a run, and how far it can be built upon."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from divebatch.errors import CheckpointError, DivebatchError, RecordError
 from divebatch.lab.experiments.run import Run
-from divebatch.lab.experiments.schema import Method
 from divebatch.lab.training.checkpoint_store import Saved, open_newest
 from divebatch.lab.training.launch import first_does
 from divebatch.ranks import Ranks
@@ -21,8 +20,8 @@ WORDS = {"summary", "paper", "trials"}
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    """A run's past: its records up to the checkpoint, and the checkpoint."""
+class RunProgress:
+    """How far a run has got: its records up to the checkpoint, and the checkpoint."""
 
     epochs: list[EpochRecord] = field(default_factory=list)
     saved: Saved | None = None
@@ -30,22 +29,22 @@ class History:
     """Whether the records hold the run's first line already."""
 
 
-def read_history(run: Run, *, resume: bool, ranks: Ranks) -> History:
+def read_progress(run: Run, *, resume: bool, ranks: Ranks) -> RunProgress:
     """Records beyond the checkpoint are taken back: a resume writes them again. Rank 0 sees to them for all."""
     written = first_does(ranks, lambda: _records_so_far(run, resume=resume))
     if written is None:
-        return History()
+        return RunProgress()
     header, epochs = written
     is_complete = len(epochs) >= run.experiment.epochs
     saved = _open_saved(run, ranks, is_needed=not is_complete)
     if saved is None and not is_complete:
         first_does(ranks, run.records_path.unlink)
-        return History()
+        return RunProgress()
     done = _epochs_of(saved.rest, run, len(epochs)) if saved is not None else len(epochs)
     if done >= run.experiment.epochs:
-        return History(epochs, is_begun=True)
+        return RunProgress(epochs, is_begun=True)
     first_does(ranks, lambda: rewrite_run(run.records_path, header, epochs[:done]))
-    return History(epochs[:done], saved, is_begun=True)
+    return RunProgress(epochs[:done], saved, is_begun=True)
 
 
 def _records_so_far(run: Run, *, resume: bool) -> tuple[RunHeader, list[EpochRecord]] | None:
@@ -71,7 +70,7 @@ def check_can_write(run: Run, *, resume: bool) -> None:
         _require_same(run, _read_back(run)[0])
         return
     raise RecordError(
-        f"'{run.records_path}' already holds a run. Use --resume to continue it, or another --out folder."
+        f"'{run.records_path}' already holds a run. Continue it with resume=True, or choose another folder."
     )
 
 
@@ -113,22 +112,15 @@ def reading_state(run: Run) -> Iterator[None]:
         raise CheckpointError(f"checkpoint '{run.checkpoint_path}' does not fit this run: {what}") from error
 
 
-def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A method from before it had all its settings had them at their defaults."""
-    method = config.get("method")
-    defaults = {entry.name: entry.default for entry in fields(Method) if entry.default is not MISSING}
-    return {**config, "method": {**defaults, **method}} if isinstance(method, Mapping) else dict(config)
-
-
 def _require_same(run: Run, header: RunHeader) -> None:
     """A resume must continue the same configuration."""
     wanted = json.loads(json.dumps(run.config))  # as a file holds it: lists for tuples
-    there = _with_defaults(header.config)
+    there = header.config
     keys = {*wanted, *there} - WORDS
     different = sorted(key for key in keys if wanted.get(key) != there.get(key))
     if different:
         key = different[0]
         raise CheckpointError(
             f"'{run.records_path}' is a run with another configuration: {key} is {there.get(key)!r} there "
-            f"and {wanted.get(key)!r} now. Use another --out folder."
+            f"and {wanted.get(key)!r} now. Choose another folder."
         )
