@@ -32,7 +32,7 @@ def test_several_folders_make_one_report_in_the_first(tmp_path: Path) -> None:
     assert "divebatch, seed 0" in page
     assert "seed-1.jsonl" in page
     assert not (second / "report.html").exists()
-    assert "got to 49.00 % validation accuracy first" in answer.output
+    assert "got to 89.00 % validation accuracy first" in answer.output
     assert f"skipped: '{second}/e/divebatch/seed-1.jsonl'" in answer.output
     assert str(first / "report.html") in answer.output.splitlines()
 

@@ -1,12 +1,38 @@
 """Record files with chosen numbers, written the way real runs write them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
-from divebatch.records import EpochRecord, RunHeader
+from divebatch.records import EpochRecord, Metric, ReportSettings, RunHeader
+
+LABELS = {
+    "sgd-small": "SGD",
+    "sgd-large": "SGD",
+    "sgd-large-rescaled": "SGD, rescaled",
+    "sgd-large-warmup": "SGD, warm-up",
+    "sgd-tuned": "SGD, tuned",
+    "adabatch": "AdaBatch",
+    "adabatch-rescaled": "AdaBatch, rescaled",
+    "divebatch": "DiveBatch",
+    "divebatch-rescaled": "DiveBatch, rescaled",
+    "divebatch-every-epoch": "DiveBatch, every epoch",
+    "oracle": "Oracle",
+}
+PLAIN = ReportSettings(baselines=["sgd-small", "sgd-tuned"], order=list(LABELS))
+SYNTHETIC = replace(
+    PLAIN,
+    baselines=["sgd-small"],
+    race_in="epochs",
+    chance=0.5,
+    figures={"figure1": ["sgd-small", "sgd-large", "divebatch"], "figure2": ["divebatch", "oracle"]},
+)
+REAL = replace(PLAIN, chance=0.1, figures={"figure3": [], "figure4": [], "course": []})
+LOSS = Metric("val_loss", "lower")
 
 
 def epoch_record(epoch: int, **values: Any) -> EpochRecord:
@@ -24,19 +50,29 @@ def write_run(
     config: Mapping[str, Any] | None = None,
     place: str | None = None,
     hardware: Mapping[str, Any] | None = None,
+    report: ReportSettings = PLAIN,
+    metric: Metric | None = None,
+    label: str | None = None,
 ) -> Path:
-    """`epochs` holds the fields of epoch 1, 2, ...; `place` is the folder below `folder`, EXPERIMENT/METHOD if None."""
+    """`epochs` holds the fields of epoch 1, 2, ...; `place` is the folder below `folder`, EXPERIMENT/METHOD if None.
+
+    Unless `epochs` says otherwise, the learning rates of two methods differ a little, so that they train differently.
+    """
     header = RunHeader(
         experiment=experiment,
         method=method,
         seed=seed,
+        label=LABELS.get(method, method) if label is None else label,
+        metric=metric or Metric(),
+        report=report,
         config={"epochs": len(epochs)} if config is None else config,
         versions={"python": "3.12.1", "torch": "2.13.0"},
         hardware={"device": "cpu", "cpus": 2} if hardware is None else hardware,
         git_commit="0123abcd",
     )
     path = folder / (place or f"{experiment}/{method}") / f"seed-{seed}.jsonl"
-    records = [header, *(epoch_record(epoch, **values) for epoch, values in enumerate(epochs, 1))]
+    lr = 0.1 + 1e-14 * crc32(method.encode())
+    records = [header, *(epoch_record(epoch, **{"lr": lr, **values}) for epoch, values in enumerate(epochs, 1))]
     # The lines that a RecordWriter writes; it would wait for the disk after each.
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{record.to_json()}\n" for record in records), encoding="utf-8")
@@ -63,7 +99,7 @@ def write_paper_like(folder: Path, *, convex: bool, epochs: int = 100, trials: i
                 "method": {"batch_size": rows[0]["batch_size"], "policy": {"kind": method}},
                 "seed": seed,
             }
-            write_run(folder, name, method, seed, rows, config=config)
+            write_run(folder, name, method, seed, rows, config=config, report=SYNTHETIC)
 
 
 def _paper_like_rows(method: str, convex: bool, epochs: int, small: int, large: int, seed: int) -> list[dict[str, Any]]:
@@ -130,7 +166,7 @@ def write_real(
     for method, runs in trials.items():
         for seed, rows in enumerate(runs):
             config = real_config(epochs or len(rows), policy, seed=seed)
-            write_run(folder, "cifar10", method, seed, rows, config=config, hardware=GPU)
+            write_run(folder, "cifar10", method, seed, rows, config=config, hardware=GPU, report=REAL)
 
 
 def write_cifar_like(folder: Path, *, epochs: int = 40, trials: int = 3, experiment: str = "cifar10") -> None:
@@ -139,7 +175,7 @@ def write_cifar_like(folder: Path, *, epochs: int = 40, trials: int = 3, experim
         for seed in range(trials):
             rows = _cifar_like_rows(method, batch_size, final, epochs, seed)
             config = real_config(epochs, policy, seed=seed)
-            write_run(folder, experiment, method, seed, rows, config=config, hardware=GPU)
+            write_run(folder, experiment, method, seed, rows, config=config, hardware=GPU, report=REAL)
 
 
 def _cifar_like_rows(method: str, batch_size: int, final: float, epochs: int, seed: int) -> list[dict[str, Any]]:

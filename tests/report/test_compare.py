@@ -1,12 +1,15 @@
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.report import load_runs
-from divebatch.report.compare import Comparison, compare_methods
-from report.made_up_runs import write_run
+from divebatch.records import ReportSettings
+from divebatch.report import analyse, load_runs
+from divebatch.report.compare import Comparison, compare_methods, pair
+from report.made_up_runs import LOSS, write_run
 
 A = [0.90, 0.91, 0.92, 0.93, 0.94]
 B = [0.88, 0.90, 0.89, 0.92, 0.91]
@@ -19,12 +22,12 @@ def write(folder, method, finals: Sequence[float], *, seconds: float = 1.0, firs
             {"val_accuracy": a, "val_loss": 1 - a, "train_seconds": seconds * (1 + 0.01 * seed) * epoch}
             for epoch, a in enumerate(accuracies, 1)
         ]
-        write_run(folder, "made-up", method, seed, rows, **settings)
+        write_run(folder, "made-up", method, seed, rows, report=ReportSettings(baselines=["b"]), **settings)
 
 
 def compared(folder, first="a", second="b") -> Comparison:
     (experiment,) = load_runs(folder).experiments
-    return compare_methods("made-up", experiment.methods[first], experiment.methods[second], (first, second))
+    return compare_methods(analyse(experiment), first, second)
 
 
 def test_a_difference_is_said_with_its_interval_and_size(tmp_path):
@@ -143,3 +146,70 @@ def test_wrong_use_says_what_is_known(tmp_path, words, code, message):
     answer = call(tmp_path, *words)
     assert answer.exit_code == code
     assert message in answer.output
+
+
+def test_losses_are_better_lower_and_one_that_is_not_finite_has_no_average(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path, "lm", "a", seed, [{"val_loss": 1.0 + 0.1 * seed}], metric=LOSS)
+        write_run(tmp_path, "lm", "b", seed, [{"val_loss": 1.2 + 0.1 * seed}], metric=LOSS)
+        rows = [{"val_loss": 1.0}, {"val_loss": None if seed else 1.0}]
+        write_run(tmp_path, "lm", "c", seed, rows, metric=LOSS)
+    final, best, _ = compared(tmp_path).answers
+    assert final.measure == "final loss"
+    assert final.text.startswith("a is better than b by 0.2 (a less b: 95% interval -0.2 to -0.2")
+    assert best.paired.mean == pytest.approx(-0.2)
+    diverged, *_ = compared(tmp_path, "a", "c").answers
+    assert diverged.text == "of 3 seeds a by 3 and c by 1 ended with one: no fair average."
+
+
+def test_methods_that_trained_the_same_are_said_to(tmp_path):
+    for method in ("a", "b"):
+        for seed in range(2):
+            write_run(tmp_path, "made-up", method, seed, [{"val_accuracy": 0.5, "val_loss": 0.5, "lr": 0.1}])
+    assert "a and b trained exactly the same: they can only differ in time." in compared(tmp_path).cautions
+
+
+# Paired differences
+
+
+def test_a_worked_example():
+    """Five differences with mean 2 and standard deviation sqrt(2.5)."""
+    found = pair([0.0, 1.0, 2.0, 3.0, 4.0])
+    assert (found.mean, found.std, found.num_pairs) == (2.0, pytest.approx(math.sqrt(2.5)), 5)
+    half = 2.7764 * math.sqrt(2.5) / math.sqrt(5)
+    assert found.interval == (pytest.approx(2 - half, abs=1e-4), pytest.approx(2 + half, abs=1e-4))
+    assert found.excludes_zero
+    assert found.effect == pytest.approx(2 / math.sqrt(2.5) * 0.8)  # Hedges: 1 - 3 / (4 * 4 - 1)
+    assert found.effect_in_words == "effect size 1.01, large; 5 seeds"
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    truth, held = 0.3, 0
+    for _ in range(2000):
+        low, high = pair(rng.normal(truth, 1.0, 4).tolist()).interval
+        held += low <= truth <= high
+    assert 0.935 < held / 2000 < 0.965
+
+
+def test_two_pairs_have_a_wide_interval():
+    found = pair([1.0, 2.0])
+    assert found.interval == (pytest.approx(1.5 - 6.3531, abs=1e-3), pytest.approx(1.5 + 6.3531, abs=1e-3))
+    assert not found.excludes_zero
+
+
+def test_two_pairs_have_no_effect_size():
+    """The correction for few pairs is zero there: it would call every difference negligible."""
+    found = pair([1.0, 20.0])
+    assert math.isnan(found.effect)
+    assert found.effect_in_words == "too few for an effect size; 2 seeds"
+    assert pair([1.0, 20.0, 11.0]).effect_in_words.startswith("effect size 0.64, medium")
+
+
+def test_differences_without_spread():
+    assert pair([0.0, 0.0]).effect == 0
+    assert not pair([0.0, 0.0]).excludes_zero
+    same = pair([0.1, 0.1, 0.1])
+    assert same.effect == math.inf
+    assert same.excludes_zero
+    assert same.effect_in_words == "the same in every seed; 3 seeds"

@@ -32,7 +32,7 @@ def call(*words):
 def test_states_come_from_records_and_their_age(tmp_path):
     write_three(tmp_path)
     found = Watch(tmp_path).look()
-    assert [(each.method, each.state) for each in found] == [
+    assert [(each.run.header.method, each.state) for each in found] == [
         ("running", "running"),
         ("stopped", "stopped"),
         ("finished", "finished"),
@@ -90,7 +90,7 @@ def test_once_prints_a_table_without_escape_codes(tmp_path):
     assert "1 running, 1 stopped, 1 finished" in answer.output
     line = next(line for line in answer.output.splitlines() if line.startswith("e running seed 0"))
     assert re.split(r"\s{1,}", line.strip())[4:] == [
-        *("running", "2/10", "128", "0.1", "0.0123", "500", "20s", "0.5000", "70.00")
+        *("running", "2/10", "128", "0.1", "0.0123", "500", "20s", "0.5000", "70.00", "70.00", "%")
     ]
     assert "stopped 1h 00m ago" in answer.output
 

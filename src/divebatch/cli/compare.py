@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
-from divebatch.report import load_runs
+from divebatch.report import RecordedExperiment, analyse, load_runs
 from divebatch.report.compare import Comparison, compare_methods
-from divebatch.report.runs import Experiment
 
 
 def compare(
@@ -28,16 +27,20 @@ def compare(
     names = _common(here, there, first, second, experiment)
     label = f"{second} in {against}" if against is not None else second
     for name in names:
-        runs = here[name].methods[first], there[name].methods[second]
-        _show(compare_methods(name, *runs, (first, label)))
+        other = analyse(there[name]) if against is not None else None
+        _show(compare_methods(analyse(here[name]), first, second, against=other, names=(first, label)))
 
 
-def _by_name(folder: Path) -> dict[str, Experiment]:
+def _by_name(folder: Path) -> dict[str, RecordedExperiment]:
     return {experiment.name: experiment for experiment in load_runs(folder).experiments}
 
 
 def _common(
-    here: dict[str, Experiment], there: dict[str, Experiment], first: str, second: str, wanted: str | None
+    here: dict[str, RecordedExperiment],
+    there: dict[str, RecordedExperiment],
+    first: str,
+    second: str,
+    wanted: str | None,
 ) -> list[str]:
     """The experiments that have both methods, or an error that says what there is."""
     for experiments, method in ((here, first), (there, second)):

@@ -35,8 +35,8 @@ def _print_results(written: Report) -> None:
     console = Console()
     for answer in written.answers:
         console.print(escape(answer), style="bold", highlight=False)
-    for verdict in written.verdicts:
-        console.print(escape(verdict), highlight=False)
+    for details in written.details:
+        console.print(escape(details), highlight=False)
     for table in written.tables:
         console.print(_rich(table, console.width))
         for note in table.notes:

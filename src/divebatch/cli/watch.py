@@ -14,7 +14,7 @@ from divebatch.cli.exits import WRONG_USE, leave
 from divebatch.cli.progress import duration, rate
 from divebatch.report.watch import Standing, Watch
 
-COLUMNS = ("run", "state", "epoch", "batch", "lr", "diversity", "samples/s", "left", "val loss", "acc %")
+COLUMNS = ("run", "state", "epoch", "batch", "lr", "diversity", "samples/s", "left", "val loss", "acc %", "best")
 FILE_WIDTH = 200
 COLOURS = {"running": "green", "stopped": "yellow", "finished": ""}
 
@@ -64,15 +64,14 @@ def _view(watched: Watch, *, limit: int | None) -> Group:
 
 
 def _row(standing: Standing) -> list[Text]:
-    record = standing.last
-    cells = [f"{standing.experiment} {standing.method} seed {standing.seed}", standing.state]
+    record, planned = standing.last, standing.run.planned_epochs or "?"
     if record is None:
-        cells += [f"0/{standing.planned_epochs or '?'}", *[""] * 7]
+        cells = [standing.name, standing.state, f"0/{planned}", *[""] * 8]
     else:
-        state = f"{standing.state} {duration(standing.silent_seconds)} ago" if standing.state == "stopped" else cells[1]
-        cells = [cells[0], state, f"{record.epoch}/{standing.planned_epochs or '?'}", str(record.batch_size)]
+        silent = f" {duration(standing.silent_seconds)} ago" if standing.state == "stopped" else ""
+        cells = [standing.name, f"{standing.state}{silent}", f"{record.epoch}/{planned}", str(record.batch_size)]
         cells += [f"{record.lr:.4g}", "" if record.diversity is None else f"{record.diversity:.3g}"]
         cells += [rate(standing.samples_per_second), duration(standing.seconds_left)]
         cells += ["diverged" if record.val_loss is None else f"{record.val_loss:.4f}"]
-        cells += ["" if record.val_accuracy is None else f"{100 * record.val_accuracy:.2f}"]
+        cells += ["" if record.val_accuracy is None else f"{100 * record.val_accuracy:.2f}", standing.best]
     return list(map(Text, cells))  # as text: names in records may look like markup

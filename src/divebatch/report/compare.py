@@ -1,16 +1,80 @@
-"""Are two methods different? Seed by seed, with an interval and an effect size, in words."""
+"""Are two methods different? Seed by seed, with Student's interval and an effect size, in words."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
-from divebatch.report.paired import LEVEL, Paired, pair
-from divebatch.report.runs import Run
+from divebatch.records import Metric
+from divebatch.report.analysis import Analysis, MethodResult, trained_alike
+from divebatch.report.runs import RecordedRun
+from divebatch.report.tables import metric_value
+from divebatch.student import t_quantile
 
-ONE_POINT = 0.01
-"""Of accuracy, which runs from 0 to 1."""
+LEVEL = 0.95
+SIZES = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"), (math.inf, "large"))
+"""Cohen's words for an effect below each bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Differences of pairs, in the unit they were given in."""
+
+    mean: float
+    std: float
+    """Sample standard deviation (divisor n - 1)."""
+    num_pairs: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Student's, for the mean, at `LEVEL`."""
+        half = t_quantile(0.5 + LEVEL / 2, self.num_pairs - 1) * self.std / math.sqrt(self.num_pairs)
+        return self.mean - half, self.mean + half
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval lies on one side of zero."""
+        low, high = self.interval
+        return low > 0 or high < 0
+
+    @property
+    def effect(self) -> float:
+        """Mean over standard deviation of the differences, with Hedges' correction for few pairs; may be infinite.
+
+        NaN for two pairs that differ: the correction would make it zero, whatever the differences.
+        """
+        if self.std == 0:
+            return 0.0 if self.mean == 0 else math.copysign(math.inf, self.mean)
+        if self.num_pairs == 2:
+            return math.nan
+        return self.mean / self.std * (1 - 3 / (4 * (self.num_pairs - 1) - 1))
+
+    @property
+    def effect_in_words(self) -> str:
+        """For instance `effect size 1.32, large; 5 seeds`."""
+        return f"{self._size_in_words}; {self.num_pairs} seeds"
+
+    @property
+    def _size_in_words(self) -> str:
+        if self.std == 0:
+            return "the same in every seed"
+        if math.isnan(self.effect):
+            return "too few for an effect size"
+        word = next(word for bound, word in SIZES if abs(self.effect) < bound or bound == math.inf)
+        return f"effect size {self.effect:.2f}, {word}"
+
+
+def pair(differences: Sequence[float]) -> Paired:
+    """Of at least two pairs. A spread below rounding counts as none."""
+    mean, std = fmean(differences), stdev(differences)
+    largest = max(map(abs, differences))
+    return Paired(mean, 0.0 if std <= 1e-12 * largest else std, len(differences))
+
+
+# Two methods
+
 FEW_SEEDS = 5
+Pairs = Sequence[tuple[RecordedRun, RecordedRun]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +83,7 @@ class Answer:
 
     measure: str
     paired: Paired | None
-    """None where fewer than two seeds can be paired."""
+    """None where there is no fair average."""
     text: str
 
 
@@ -35,98 +99,122 @@ class Comparison:
     cautions: tuple[str, ...]
 
 
-def compare_methods(experiment: str, first: Sequence[Run], second: Sequence[Run], names: tuple[str, str]) -> Comparison:
-    """First against second: final accuracy, best accuracy, training time to an accuracy that both can reach."""
-    pairs = _pairs(first, second)
+def compare_methods(
+    analysis: Analysis,
+    first: str,
+    second: str,
+    *,
+    against: Analysis | None = None,
+    names: tuple[str, str] | None = None,
+) -> Comparison:
+    """Compare two methods by their final value, their best value and their time to the common target.
+
+    Args:
+        analysis: The experiment's, which also gives the target.
+        first: A method of it.
+        second: Another one, of `against` where that is given.
+        against: The same experiment from another folder.
+        names: What the two are called in the answers; their method names where not given.
+    """
+    one, other = analysis.method(first), (against or analysis).method(second)
+    called = names or (first, second)
+    pairs = _pairs(one, other, analysis.metric)
     answers: tuple[Answer, ...] = ()
     if len(pairs) > 1:
-        target = _common_target(pairs)
         answers = (
-            _accuracies("final accuracy", pairs, names, _final),
-            _accuracies("best accuracy", pairs, names, _best),
-            _times(pairs, names, target),
+            _values(
+                "final", [(_final(a, analysis.metric), _final(b, analysis.metric)) for a, b in pairs], analysis, called
+            ),
+            _values(
+                "best", [(_best(a, analysis.metric), _best(b, analysis.metric)) for a, b in pairs], analysis, called
+            ),
+            *_times(pairs, (one, other), analysis, called),
         )
-    seeds = tuple(one.header.seed for one, _ in pairs)
-    return Comparison(experiment, *names, seeds, answers, tuple(_cautions(first, second, pairs, names)))
+    seeds = tuple(run.header.seed for run, _ in pairs)
+    cautions = tuple(_cautions((one, other), pairs, called))
+    return Comparison(analysis.experiment.name, *called, seeds, answers, cautions)
 
 
-def _pairs(first: Sequence[Run], second: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Finished runs with an accuracy, two of each seed."""
-    ones, others = ({run.header.seed: run for run in runs if _is_finished(run)} for runs in (first, second))
-    return [(ones[seed], others[seed]) for seed in sorted(ones.keys() & others.keys())]
+def _pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
+    """Finished runs that have a value of the metric, two of each seed."""
+    first, second = (
+        {run.header.seed: run for run in result.runs if result.num_finished and _values_of(run, metric)}
+        for result in (one, other)
+    )
+    return [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
 
 
-def _is_finished(run: Run) -> bool:
-    last = run.last
-    return last is not None and last.epoch >= (run.planned_epochs or 0) and _best(run) is not None
+def _values_of(run: RecordedRun, metric: Metric) -> list[float]:
+    values = [metric.of(record) for record in run.epochs]
+    return [value for value in values if value is not None]
 
 
-def _final(run: Run) -> float | None:
-    """A run that ended without one, because it diverged, is worth nothing."""
-    last = run.last
-    return (last.val_accuracy or 0.0) if last else None
+def _final(run: RecordedRun, metric: Metric) -> float:
+    """A run that ended without a value, because it diverged, has the worst one."""
+    value = metric.of(run.epochs[-1])
+    return metric.worst if value is None else value
 
 
-def _best(run: Run) -> float | None:
-    return max((record.val_accuracy for record in run.epochs if record.val_accuracy is not None), default=None)
+def _best(run: RecordedRun, metric: Metric) -> float:
+    value = metric.best(_values_of(run, metric))
+    return metric.worst if value is None else value
 
 
-def _common_target(pairs: Sequence[tuple[Run, Run]]) -> float:
-    """One point below the lower of the two mean final accuracies."""
-    means = (fmean(_final(pair[which]) or 0.0 for pair in pairs) for which in (0, 1))
-    return min(means) - ONE_POINT
-
-
-def _seconds_to(run: Run, target: float) -> float | None:
-    for record in run.epochs:
-        if record.val_accuracy is not None and record.val_accuracy >= target - 1e-12:
-            return record.train_seconds
-    return None
-
-
-# In words
-
-
-def _accuracies(
-    measure: str, pairs: Sequence[tuple[Run, Run]], names: tuple[str, str], value: Callable[[Run], float | None]
-) -> Answer:
-    differences = [100 * ((value(one) or 0.0) - (value(other) or 0.0)) for one, other in pairs]
-    found = pair(differences)
+def _values(which: str, values: Sequence[tuple[float, float]], analysis: Analysis, names: tuple[str, str]) -> Answer:
+    metric = analysis.metric
+    measure = f"{which} {'accuracy' if metric.is_accuracy else 'loss'}"
+    if not all(math.isfinite(value) for each in values for value in each):
+        counts = [sum(math.isfinite(each[place]) for each in values) for place in (0, 1)]
+        return Answer(measure, None, f"of {len(values)} seeds {_by(names, counts)} ended with one: no fair average.")
+    scale, unit, form = (100.0, " points", ".2f") if metric.is_accuracy else (1.0, "", ".4g")
+    found = pair([scale * (one - other) for one, other in values])
     low, high = found.interval
-    span = f"{LEVEL:.0%} interval {low:+.2f} to {high:+.2f} points"
+    span = f"{LEVEL:.0%} interval {low:+{form}} to {high:+{form}}{unit}"
     if found.excludes_zero:
-        better, worse = names if found.mean > 0 else names[::-1]
-        text = f"{better} is better than {worse} by {abs(found.mean):.2f} points"
+        better, worse = names if (found.mean > 0) == metric.higher_is_better else names[::-1]
+        text = f"{better} is better than {worse} by {abs(found.mean):{form}}{unit}"
     else:
-        text = f"no difference shown between {names[0]} and {names[1]}: {found.mean:+.2f} points on average"
+        text = f"no difference shown between {names[0]} and {names[1]}: {found.mean:+{form}}{unit} on average"
     return Answer(measure, found, f"{text} ({names[0]} less {names[1]}: {span}; {found.effect_in_words}).")
 
 
-def _times(pairs: Sequence[tuple[Run, Run]], names: tuple[str, str], target: float) -> Answer:
-    """Times differ by a factor, so their logarithms are compared."""
-    measure = f"time to {100 * target:.2f} %"
-    times = [(_seconds_to(one, target), _seconds_to(other, target)) for one, other in pairs]
-    reached = [(one, other) for one, other in times if one and other]
-    if len(reached) < len(pairs):
-        counts = [sum(bool(each[which]) for each in times) for which in (0, 1)]
-        text = " and ".join(f"{name} by {count}" for name, count in zip(names, counts, strict=True))
-        return Answer(measure, None, f"of {len(pairs)} seeds it was reached, with a time, in {text}: no fair average.")
-    found = pair([math.log(one / other) for one, other in reached])
+def _times(
+    pairs: Pairs, results: tuple[MethodResult, MethodResult], analysis: Analysis, names: tuple[str, str]
+) -> Iterator[Answer]:
+    """Training time to the common target. Times differ by a factor, so their logarithms are compared."""
+    target = analysis.target
+    if target is None:
+        return
+    measure = f"time to {metric_value(analysis.metric, target.value)}"
+    by_seed = [_seconds_by_seed(result, analysis.metric, target.value) for result in results]
+    times = [(by_seed[0][one.header.seed], by_seed[1][other.header.seed]) for one, other in pairs]
+    counts = [sum(0 < each[place] < math.inf for each in times) for place in (0, 1)]
+    if min(counts) < len(pairs):
+        text = f"of {len(pairs)} seeds it was reached, with a time, in {_by(names, counts)}: no fair average."
+        yield Answer(measure, None, text)
+        return
+    found = pair([math.log(one / other) for one, other in times])
     low, high = map(math.exp, found.interval)
-    span = f"{LEVEL:.0%} interval {low:.2f} to {high:.2f}"
     factor = math.exp(found.mean)
     if found.excludes_zero:
         faster, slower, by = (*names, 1 / factor) if factor < 1 else (*names[::-1], factor)
         text = f"{faster} is {by:.2f} times as fast as {slower}"
     else:
         text = f"no difference shown between {names[0]} and {names[1]}"
-    ratio = f"time of {names[0]} over that of {names[1]}: {factor:.2f}, {span}"
-    return Answer(measure, found, f"{text} ({ratio}; {found.effect_in_words}).")
+    ratio = f"time of {names[0]} over that of {names[1]}: {factor:.2f}, {LEVEL:.0%} interval {low:.2f} to {high:.2f}"
+    yield Answer(measure, found, f"{text} ({ratio}; {found.effect_in_words}).")
 
 
-def _cautions(
-    first: Sequence[Run], second: Sequence[Run], pairs: Sequence[tuple[Run, Run]], names: tuple[str, str]
-) -> Iterator[str]:
+def _seconds_by_seed(result: MethodResult, metric: Metric, target: float) -> dict[int, float]:
+    trials = result.arrivals(metric, target)["seconds"].trials
+    return {run.header.seed: seconds for run, seconds in zip(result.runs, trials, strict=True)}
+
+
+def _by(names: tuple[str, str], counts: Sequence[int]) -> str:
+    return " and ".join(f"{name} by {count}" for name, count in zip(names, counts, strict=True))
+
+
+def _cautions(results: tuple[MethodResult, MethodResult], pairs: Pairs, names: tuple[str, str]) -> Iterator[str]:
     if not pairs:
         yield f"{names[0]} and {names[1]} have no finished run of the same seed: nothing can be said."
     elif len(pairs) == 1:
@@ -136,9 +224,10 @@ def _cautions(
             f"{len(pairs)} seeds are few: the intervals hold if the differences are normally distributed, "
             f"which so few cannot show."
         )
-    left_out = len(first) + len(second) - 2 * len(pairs)
+    if pairs and trained_alike(*results):
+        yield f"{names[0]} and {names[1]} trained exactly the same: they can only differ in time."
+    left_out = sum(len(result.trials) for result in results) - 2 * len(pairs)
     if left_out:
         yield f"{left_out} runs are left out: unfinished, or without a partner of the same seed."
-    machines = {(str(run.header.hardware.get("name")), run.is_on_gpu) for each in pairs for run in each}
-    if len(machines) > 1:
+    if len({(run.machine, run.is_on_gpu) for each in pairs for run in each}) > 1:
         yield "The runs come from different hardware: the times do not compare."

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from divebatch.report.runs import Run
+from divebatch.report.runs import RecordedRun
 
 Floats = NDArray[np.float64]
-TOLERANCE = 1e-12
-"""So that an accuracy of 0.94 reaches a target of 0.95 - 0.01."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +61,6 @@ class Curve:
             return None
         return Average(float(self.mean[index]), float(self.std[index]), int(self.num_trials[index]))
 
-    def first_reaching(self, target: float) -> int | None:
-        """The first epoch whose mean is at least `target`; None if there is none."""
-        reached = self.mean >= target - TOLERANCE
-        return int(self.epochs[reached.argmax()]) if reached.any() else None
-
     def measured(self) -> "Curve":
         """Only the epochs with a finite value: for fields that are measured now and then."""
         return self._where(np.isfinite(self.mean))
@@ -84,7 +77,7 @@ class Curve:
         return Curve(self.epochs, self.mean * factor, self.std * factor, self.num_trials)
 
 
-def average_curve(runs: Sequence[Run], field: str) -> Curve:
+def average_curve(runs: Sequence[RecordedRun], field: str) -> Curve:
     """Average an `EpochRecord` field over trials, epoch by epoch."""
     epochs = sorted({record.epoch for run in runs for record in run.epochs})
     values = by_trial(runs, field, epochs)
@@ -96,7 +89,7 @@ def average_curve(runs: Sequence[Run], field: str) -> Curve:
     return Curve(np.array(epochs, dtype=np.int64), mean, np.sqrt(variance), counts)
 
 
-def by_trial(runs: Sequence[Run], field: str, epochs: list[int]) -> Floats:
+def by_trial(runs: Sequence[RecordedRun], field: str, epochs: list[int]) -> Floats:
     """One row a trial, one column an epoch, NaN where there is no finite value."""
     column = {epoch: index for index, epoch in enumerate(epochs)}
     values = np.full((len(runs), len(epochs)), np.nan)

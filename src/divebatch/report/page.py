@@ -1,17 +1,23 @@
 """From folders of runs to a report: Markdown, one HTML page, and every figure and table as files beside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from divebatch.errors import RecordError
 from divebatch.report.drawing import require_matplotlib
-from divebatch.report.exports import bars_to_csv, chart_to_csv, table_to_csv, table_to_latex
-from divebatch.report.markdown import render_markdown, table_to_markdown
+from divebatch.report.export import (
+    bars_to_csv,
+    chart_to_csv,
+    escape_markdown,
+    table_to_csv,
+    table_to_latex,
+    table_to_markdown,
+)
+from divebatch.report.html import render_html
 from divebatch.report.runs import load_runs
 from divebatch.report.sections import Section, make_sections
-from divebatch.report.table import Table
-from divebatch.report.web import render_html
+from divebatch.report.tables import Table
 
 TABLE_FORMATS: dict[str, Callable[[Table], str]] = {
     "CSV": table_to_csv,
@@ -32,14 +38,18 @@ class Report:
     """Of all experiments, in order."""
     answers: tuple[str, ...]
     """One sentence for each experiment."""
-    verdicts: tuple[str, ...]
-    """What the tables of an experiment come to, of those that have something to compare."""
+    details: tuple[str, ...]
+    """What stands behind the answers, of the experiments that have something to compare."""
     problems: tuple[str, ...]
     """Record files that were left out, and why."""
 
 
 def write_report(*folders: Path, out: Path | None = None) -> Report:
-    """Write report.html, report.md, figures/ and tables/ from the runs in `folders` into `out`, else into the first.
+    """Write report.html, report.md, figures/ and tables/.
+
+    Args:
+        folders: Where the runs are, as `load_runs` takes them.
+        out: Where to write; the first folder if not given.
 
     Equal records give equal files. Raises `RecordError` where there is no run to report or nothing can be written,
     and `MissingExtraError` without matplotlib.
@@ -63,7 +73,7 @@ def write_report(*folders: Path, out: Path | None = None) -> Report:
         paths=tuple(folder / name for name in files),
         tables=tables,
         answers=tuple(section.answer for section in sections),
-        verdicts=tuple(section.verdict for section in sections if section.verdict),
+        details=tuple(section.details for section in sections if section.details),
         problems=runs.problems,
     )
 
@@ -98,3 +108,45 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
             path.write_bytes(content)
         except OSError as error:
             raise RecordError(f"cannot write '{path}': {error.strerror}. Is the folder writable?") from error
+
+
+# Markdown
+
+
+def render_markdown(sections: Sequence[Section], problems: Sequence[str]) -> str:
+    """The whole report; figures are linked relative to the report's folder."""
+    blocks = ["# Report", *_problem_blocks(problems)]
+    for section in sections:
+        blocks += _section_blocks(section)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _section_blocks(section: Section) -> list[str]:
+    blocks = [
+        f"## {escape_markdown(section.name)}",
+        escape_markdown(section.summary),
+        _answer(section),
+        escape_markdown(section.details),
+    ]
+    for table in section.tables:
+        heading = f"### {escape_markdown(table.title)}" if len(section.tables) > 1 else ""
+        blocks += [heading, table_to_markdown(table)]
+    for drawing in (*section.drawings, *section.chart_drawings):
+        link = f"figures/{section.file_name(drawing.name, 'svg')}"
+        blocks += [
+            f"![{escape_markdown(drawing.title)}]({link})",
+            f"**{escape_markdown(drawing.title)}.** {escape_markdown(drawing.caption)}",
+        ]
+    for table in section.settings:
+        blocks += [f"### {escape_markdown(table.title)}", table_to_markdown(table)]
+    return [block for block in blocks if block]
+
+
+def _answer(section: Section) -> str:
+    return f"**{escape_markdown(section.answer)}**"
+
+
+def _problem_blocks(problems: Sequence[str]) -> list[str]:
+    if not problems:
+        return []
+    return ["## Files left out", "\n".join(f"- {escape_markdown(problem)}" for problem in problems)]

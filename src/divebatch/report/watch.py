@@ -1,12 +1,13 @@
 """Runs as they stand, from their records alone: what is under way, how fast, how long still."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from divebatch.errors import RecordError
-from divebatch.records import EpochRecord, RunHeader, read_run
+from divebatch.records import EpochRecord, read_run
+from divebatch.report.runs import RecordedRun
+from divebatch.report.tables import metric_value
 
 SILENT_EPOCHS, SILENT_SECONDS = 5, 60.0
 """A run that wrote nothing for so many of its epochs, and at least so many seconds, counts as stopped."""
@@ -16,31 +17,41 @@ SILENT_EPOCHS, SILENT_SECONDS = 5, 60.0
 class Standing:
     """One run at one moment."""
 
-    experiment: str
-    method: str
-    seed: int
+    run: RecordedRun
     state: str
     """running, finished or stopped."""
-    epochs: tuple[EpochRecord, ...]
-    planned_epochs: int | None
     silent_seconds: float
     """Since its records last changed."""
 
     @property
+    def name(self) -> str:
+        """Experiment, method and seed, safe to print."""
+        header = self.run.header
+        return _printable(f"{header.experiment} {header.method} seed {header.seed}")
+
+    @property
     def last(self) -> EpochRecord | None:
         """The last finished epoch."""
-        return self.epochs[-1] if self.epochs else None
+        return self.run.last
+
+    @property
+    def best(self) -> str:
+        """The best value of the run's metric so far, as text; empty where there is none."""
+        metric = self.run.header.metric
+        values = [metric.of(record) for record in self.run.epochs]
+        best = metric.best(value for value in values if value is not None)
+        return "" if best is None else metric_value(metric, best)
 
     @property
     def samples_per_second(self) -> float | None:
         """Of training, in the last epoch."""
-        before = self.epochs[-2] if len(self.epochs) > 1 else None
-        return rate_between(before, self.last) if self.last else None
+        *_, before, last = (None, None, *self.run.epochs)
+        return rate_between(before, last) if last else None
 
     @property
     def seconds_left(self) -> float | None:
         """If the rest goes on as fast as the run has gone so far."""
-        return time_left(self.last, self.planned_epochs) if self.last and self.state == "running" else None
+        return time_left(self.last, self.run.planned_epochs) if self.last and self.state == "running" else None
 
 
 def rate_between(before: EpochRecord | None, record: EpochRecord) -> float | None:
@@ -64,7 +75,7 @@ class Watch:
     """Reads a folder again and again; files that have not changed are not read twice."""
 
     folder: Path
-    _read: dict[Path, tuple[tuple[int, int], tuple[RunHeader, list[EpochRecord]]]] = field(default_factory=dict)
+    _read: dict[Path, tuple[tuple[int, int], RecordedRun]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """Files that could not be read at the last look."""
 
@@ -74,33 +85,30 @@ class Watch:
         found = [self._standing(path) for path in sorted(self.folder.glob("**/seed-*.jsonl"))]
         order = ("running", "stopped", "finished")
         standings = [standing for standing in found if standing is not None]
-        return sorted(standings, key=lambda each: (order.index(each.state), each.experiment, each.method, each.seed))
+        return sorted(standings, key=lambda each: (order.index(each.state), *_place(each.run)))
 
     def _standing(self, path: Path) -> Standing | None:
         try:
             status = path.stat()
             stamp = (status.st_mtime_ns, status.st_size)
             if self._read.get(path, (None,))[0] != stamp:
-                self._read[path] = (stamp, read_run(path))
-        except (RecordError, OSError, RecursionError, ValueError) as error:
+                header, epochs = read_run(path)
+                self._read[path] = (stamp, RecordedRun(header, tuple(epochs)))
+        except (RecordError, OSError) as error:
             self.problems.append(_printable(str(error)))
             return None
-        header, epochs = self._read[path][1]
-        return _standing(header, epochs, max(0.0, time.time() - status.st_mtime))
+        run, silent = self._read[path][1], max(0.0, time.time() - status.st_mtime)
+        return Standing(run, _state(run, silent), silent)
 
 
-def _standing(header: RunHeader, epochs: Sequence[EpochRecord], silent: float) -> Standing:
-    planned = header.config.get("epochs")
-    planned = planned if isinstance(planned, int) else None
-    state = _state(epochs, planned, silent)
-    names = _printable(header.experiment), _printable(header.method)
-    return Standing(*names, header.seed, state, tuple(epochs), planned, silent)
+def _place(run: RecordedRun) -> tuple[str, str, int]:
+    return run.header.experiment, run.header.method, run.header.seed
 
 
-def _state(epochs: Sequence[EpochRecord], planned: int | None, silent: float) -> str:
-    if epochs and planned is not None and epochs[-1].epoch >= planned:
+def _state(run: RecordedRun, silent: float) -> str:
+    if run.is_finished():
         return "finished"
-    pace = (epochs[-1].total_seconds or 0.0) / epochs[-1].epoch if epochs and epochs[-1].epoch > 0 else 0.0
+    pace = (run.last.total_seconds or 0.0) / run.last.epoch if run.last else 0.0
     return "stopped" if silent > max(SILENT_SECONDS, SILENT_EPOCHS * pace) else "running"
 
 

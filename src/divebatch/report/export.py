@@ -1,14 +1,14 @@
-"""Tables as CSV and LaTeX, and the numbers behind figures as CSV."""
+"""Tables as CSV, LaTeX and Markdown, and the numbers behind figures as CSV. Text from records stays text."""
 
 import csv
+import html
 import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from divebatch.report.bars import Bar, Bars
-from divebatch.report.charts import AXES, Chart
-from divebatch.report.table import Table
+from divebatch.report.charts import AXES, Chart, TargetBars
+from divebatch.report.tables import Table
 
 LATEX = {
     "\\": r"\textbackslash{}",
@@ -52,26 +52,46 @@ def escape_latex(text: str) -> str:
     return "".join(LATEX.get(character, character) for character in _one_line(text))
 
 
+def escape_markdown(text: str) -> str:
+    """On one line, with neither tags nor markup in force.
+
+    >>> print(escape_markdown("<b> a|b"))
+    &lt;b&gt; a\\|b
+    """
+    one_line = " ".join(text.split())
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", html.escape(one_line, quote=False))
+
+
+def table_to_markdown(table: Table) -> str:
+    """The table and its notes, without the title."""
+    lines = [_markdown_row(table.columns), "|" + " --- |" * len(table.columns), *map(_markdown_row, table.rows)]
+    notes = [f"- {escape_markdown(note)}" for note in table.notes]
+    return "\n".join([*lines, "", *notes]).strip()
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(escape_markdown, cells)) + " |"
+
+
 def chart_to_csv(chart: Chart) -> str:
     """One row for each point of each line, with its place on every axis."""
     columns = ["line", *AXES, "mean", "standard_error", "trials"]
     return _csv([columns, *_points(chart)])
 
 
-def bars_to_csv(charts: Mapping[str, Bars]) -> str:
-    """One row for each method and axis; empty cells where the target was not reached, or only in part of the draws."""
-    columns = ["method", "unit", "target", "on_mean_accuracy", "low_95", "high_95"]
+def bars_to_csv(charts: Mapping[str, TargetBars]) -> str:
+    """One row for each method and unit; empty cells where the target was not reached, or only in part of the draws."""
+    columns = ["method", "unit", "target", "on_mean_metric", "low_95", "high_95"]
     columns += ["fastest_trial", "slowest_trial", "reached", "trials"]
     rows = [
-        [bar.method, bars.axis, bars.target, bar.value, *_spans(bar), bar.num_reached, len(bar.trials)]
-        for bars in charts.values()
-        for bar in bars.bars
+        [
+            *(method, unit, bars.goal, each.value, each.low, each.high),
+            *(each.fastest, each.slowest, each.num_reached, len(each.trials)),
+        ]
+        for unit, bars in charts.items()
+        for method, each in bars.arrivals.items()
     ]
     return _csv([columns, *rows])
-
-
-def _spans(bar: Bar) -> list[float]:
-    return [bar.low, bar.high, bar.fastest, bar.slowest]
 
 
 def _points(chart: Chart) -> Iterator[list[object]]:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from made_up_runs import write_accuracies
 
-from divebatch.report import Table, load_runs
-from divebatch.report.bars import make_bars
-from divebatch.report.charts import make_charts
-from divebatch.report.exports import bars_to_csv, chart_to_csv, escape_latex, table_to_csv, table_to_latex
+from divebatch.report import Table, analyse, load_runs
+from divebatch.report.charts import make_bars, make_charts, make_tracks
+from divebatch.report.export import bars_to_csv, chart_to_csv, escape_latex, table_to_csv, table_to_latex
 
 TABLE = Table("a: 50 %\n\\input{x}", ["method", "loss"], [["a_b & c", "1 ± 2"], ["d", "-"]], ["# note\nof two lines"])
 
@@ -59,12 +58,12 @@ def test_latex_obeys_no_name() -> None:
 def test_figures_as_csv_hold_every_point(tmp_path: Path) -> None:
     write_accuracies(tmp_path, "e", "sgd-small", [[0.5, 0.7], [0.6, 0.9]])
     (experiment,) = load_runs(tmp_path).experiments
-    accuracy = rows(chart_to_csv(make_charts(experiment)[0]))
+    accuracy = rows(chart_to_csv(make_charts(make_tracks(analyse(experiment)))[0]))
     assert accuracy[1] == {
         **{"line": "sgd-small", "epochs": "2", "steps": "20", "samples": "2000", "seconds": ""},
         **{"mean": "80", "standard_error": "10", "trials": "2"},
     }
-    target = rows(bars_to_csv(make_bars(experiment)))
+    target = rows(bars_to_csv(make_bars(analyse(experiment))))
     assert [row["unit"] for row in target] == ["epochs", "steps", "samples"]
-    assert target[0]["on_mean_accuracy"] == "2"
+    assert target[0]["on_mean_metric"] == "2"
     assert (target[0]["reached"], target[0]["trials"], target[0]["slowest_trial"]) == ("1", "2", "")

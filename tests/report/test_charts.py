@@ -1,5 +1,6 @@
 """The numbers that the page draws: means over trials, four axes, bars with intervals, one sentence."""
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -9,28 +10,28 @@ import numpy as np
 import pytest
 from made_up_runs import write_accuracies, write_paper_like, write_real, write_run
 
-from divebatch.report import Experiment, load_runs
-from divebatch.report.answer import answer as answer_to
-from divebatch.report.bars import Bar, make_bars
-from divebatch.report.chart_drawings import draw_chart
-from divebatch.report.charts import Chart, make_charts, make_tracks
-from divebatch.report.figure_web import bar_text
-from divebatch.report.payload import payload
+from divebatch.report import Analysis, analyse, load_runs, write_report
+from divebatch.report.analysis import Arrival
+from divebatch.report.charts import Chart, bar_text, make_bars, make_charts, make_shadow_charts, make_tracks
+from divebatch.report.drawing import draw_chart
+from divebatch.report.html import payload
 from divebatch.report.sections import make_section
-from divebatch.report.style import LOOKS, ON_DARK, REAL_LOOKS, SPARE_LOOKS
+from divebatch.report.style import DASHED, ON_DARK, looks_for
 
 
-def only(folder: Path) -> Experiment:
+def only(folder: Path) -> Analysis:
     (experiment,) = load_runs(folder).experiments
-    return experiment
+    return analyse(experiment)
 
 
-def answer(experiment: Experiment) -> str:
-    return answer_to(experiment, make_bars(experiment))
+def section_data(folder: Path) -> dict[str, Any]:
+    (experiment,) = load_runs(folder).experiments
+    (section,) = json.loads(payload([make_section(experiment, "e")]))["sections"]
+    return dict(section)
 
 
-def chart(experiment: Experiment, name: str) -> Chart:
-    return next(chart for chart in make_charts(experiment) if chart.name == name)
+def chart(analysis: Analysis, name: str) -> Chart:
+    return next(chart for chart in make_charts(make_tracks(analysis)) if chart.name == name)
 
 
 def timed(*accuracies: float, pace: float = 1.0) -> list[dict[str, Any]]:
@@ -41,8 +42,7 @@ def timed(*accuracies: float, pace: float = 1.0) -> list[dict[str, Any]]:
 def test_the_numbers_on_the_page_are_those_of_the_records(tmp_path: Path) -> None:
     write_run(tmp_path, "e", "m", 0, timed(0.5, 0.7))
     write_run(tmp_path, "e", "m", 1, timed(0.6, 0.9, pace=3.0))
-    data = json.loads(payload([make_section(only(tmp_path), "e")]))
-    (section,) = data["sections"]
+    section = section_data(tmp_path)
     (method,) = section["methods"]
     assert method["x"] == {"epochs": [1, 2], "steps": [10, 20], "samples": [1000, 2000], "seconds": [2, 4]}
     accuracy = section["charts"][0]
@@ -94,12 +94,12 @@ def test_bars_say_when_the_mean_got_there_and_between_what(tmp_path: Path) -> No
     write_real(tmp_path, {"divebatch": [timed(0.9, 0.9, 0.9, pace=2.0)] * 2, "sgd-large": [timed(0.1, 0.1, 0.2)] * 2})
     bars = make_bars(only(tmp_path))
     assert list(bars) == ["seconds", "epochs", "steps", "samples"]
-    assert bars["seconds"].target == pytest.approx(0.895)
-    small, large, dive = bars["seconds"].bars
+    assert bars["seconds"].title == "Training time (s) to the common target of 89.50 %"
+    small, large, dive = bars["seconds"].arrivals.values()
     assert (small.value, small.low, small.high, small.trials) == (3.0, 3.0, 3.0, (3.0, 3.0))
     assert (large.value, large.num_reached) == (None, 0)
     assert (dive.value, dive.trials) == (2.0, (2.0, 2.0))
-    assert [bar.value for bar in bars["steps"].bars] == [30.0, None, 10.0]
+    assert [bar.value for bar in bars["steps"].arrivals.values()] == [30.0, None, 10.0]
     assert [bar_text(bar, "seconds") for bar in (small, large)] == ["3.00 s (3.00 s to 3.00 s)", "not reached"]
 
 
@@ -108,7 +108,7 @@ def test_the_interval_is_the_bootstraps(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     accuracy = 0.9 - np.array([[0.1], [0.2], [0.4], [0.6], [0.8]]) * np.exp(-np.arange(400) / 60)
     write_accuracies(tmp_path, "e", "sgd-small", accuracy.tolist())
-    bar = make_bars(only(tmp_path))["epochs"].bars[0]
+    bar = make_bars(only(tmp_path))["epochs"].arrivals["sgd-small"]
     target = accuracy[:, -1].mean() - 0.01
     draws = [accuracy[rng.integers(0, 5, 5)].mean(axis=0) for _ in range(4000)]
     arrivals = [1 + int(np.argmax(mean >= target)) for mean in draws]
@@ -121,58 +121,14 @@ def test_the_interval_is_the_bootstraps(tmp_path: Path) -> None:
 
 def test_a_single_trial_has_no_interval(tmp_path: Path) -> None:
     write_accuracies(tmp_path, "e", "sgd-small", [[0.5, 0.9]])
-    bar = make_bars(only(tmp_path))["epochs"].bars[0]
+    bar = make_bars(only(tmp_path))["epochs"].arrivals["sgd-small"]
     assert not bar.has_interval
     assert bar_text(bar, "epochs") == "2"
 
 
 def test_whiskers_that_run_on_to_never_say_so() -> None:
-    bar = Bar("m", LOOKS["oracle"], 5.0, 4.0, math.inf, (4.0, math.inf))
+    bar = Arrival(5.0, 4.0, math.inf, (4.0, math.inf))
     assert bar_text(bar, "epochs") == "5 (4 to never)"
-
-
-def test_the_answer_compares_with_the_baselines(tmp_path: Path) -> None:
-    write_real(tmp_path, {"sgd-small": [timed(0.1, 0.5, 0.9)] * 2, "sgd-tuned": [timed(0.1, 0.9, 0.9)] * 2})
-    write_real(tmp_path, {"divebatch": [timed(0.9, 0.9, 0.9)] * 2, "adabatch": [timed(0.1, 0.1, 0.1)] * 2})
-    assert answer(only(tmp_path)) == (
-        "divebatch got to 89.00 % validation accuracy first, in 1.00 s of training: "
-        "sgd-small took 3.00 times as long (no seeds overlap); sgd-tuned took 2.00 times as long (no seeds overlap)."
-    )
-
-
-def test_the_answer_says_what_may_be_chance(tmp_path: Path) -> None:
-    early, late = timed(0.9, 0.9, 0.9), timed(0.1, 0.1, 0.9)
-    write_real(tmp_path, {"sgd-small": [early, late], "divebatch": [timed(0.9, 0.9, 0.9, pace=1.5)] * 2})
-    assert "(seeds overlap, so it may be chance)" in answer(only(tmp_path))
-
-
-def test_the_answer_goes_by_epochs_where_times_do_not_compare(tmp_path: Path) -> None:
-    for method, rows in {"sgd-small": timed(0.1, 0.9), "divebatch": timed(0.9, 0.9, pace=9.0)}.items():
-        config = {"epochs": 3, "data": {"kind": "cifar"}}
-        write_run(tmp_path, "e", method, 0, [*rows, rows[-1]], config=config, hardware={"name": f"{method}'s"})
-    text = answer(only(tmp_path))
-    assert "divebatch got to 89.00 % validation accuracy first, in 1 epoch: sgd-small took 2.00 times as many" in text
-    assert "(a single seed, so it may be chance)" in text
-
-
-def test_unfinished_runs_make_the_answer_a_provisional_one(tmp_path: Path) -> None:
-    write_accuracies(tmp_path, "e", "sgd-small", [[0.1, 0.9]])
-    write_run(tmp_path, "e", "divebatch", 0, timed(0.9), config={"epochs": 2})
-    assert answer(only(tmp_path)).startswith("So far, divebatch got to 89.00 %")
-
-
-def test_a_leading_baseline_is_compared_with_the_next(tmp_path: Path) -> None:
-    write_accuracies(tmp_path, "e", "sgd-small", [[0.9, 0.9]])
-    write_accuracies(tmp_path, "e", "mine", [[0.1, 0.9]])
-    assert "sgd-small got to" in answer(only(tmp_path))
-    assert "mine took 2.00 times as many" in answer(only(tmp_path))
-
-
-def test_of_many_that_came_first_three_are_named(tmp_path: Path) -> None:
-    for method in "abcde":
-        write_accuracies(tmp_path, "e", method, [[0.1, 0.5]])
-    expected = "a and b and c and 2 more got to 49.00 % validation accuracy first, in 2 epochs"
-    assert answer(only(tmp_path)) == f"{expected}: no other method has reached it."
 
 
 def test_losses_of_any_size_are_drawn(tmp_path: Path) -> None:
@@ -181,26 +137,11 @@ def test_losses_of_any_size_are_drawn(tmp_path: Path) -> None:
     assert draw_chart(chart(only(tmp_path), "loss"), "e").png.startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ({"a": 0.5, "b": 0.25}, "b has the lowest last validation loss, 0.25; a comes next with 0.5."),
-        ({"a": 0.5}, "Only a was run, so there is nothing to compare."),
-        ({"a": None, "b": None}, "No answer yet: fewer than two methods have a validation loss."),
-    ],
-)
-def test_there_is_an_answer_without_accuracies(tmp_path: Path, losses: dict[str, float | None], expected: str) -> None:
-    for method, loss in losses.items():
-        write_run(tmp_path, "e", method, 0, [{"val_loss": loss}])
-    assert answer(only(tmp_path)) == expected
-
-
 def test_no_line_is_lost_on_either_page() -> None:
     """Contrast of at least 2 to 1 with the card that the figures lie on."""
-    colors = {look.color for look in (*LOOKS.values(), *REAL_LOOKS.values())} | {color for color, _ in SPARE_LOOKS}
-    for color in colors:
+    for color, dark in ON_DARK.items():
         assert contrast(color, "#ffffff") > 2, color
-        assert contrast(ON_DARK.get(color, color), "#1e2125") > 4, color
+        assert contrast(dark, "#1e2125") > 4, color
 
 
 def contrast(one: str, other: str) -> float:
@@ -222,3 +163,100 @@ def test_the_payload_cannot_end_its_element(tmp_path: Path) -> None:
     text = payload(sections)
     assert not set("<>&") & set(text)
     assert json.loads(text)["sections"][0]["methods"][0]["name"] == "</script>"
+
+
+# Looks
+
+
+def test_no_two_methods_look_alike_and_variants_share_a_colour() -> None:
+    methods = ["sgd", "sgd-large", "adabatch", "adabatch-rescaled", *(f"mine-{number}" for number in range(30))]
+    looks = looks_for(methods)
+    assert len(set(looks.values())) == len(methods)
+    assert looks["adabatch"].color == looks["adabatch-rescaled"].color != looks["sgd"].color
+    assert looks["sgd-large"].dashes == DASHED
+
+
+def test_more_methods_than_looks_still_have_one() -> None:
+    assert len(looks_for([f"m{number}" for number in range(50)])) == 50
+
+
+# Shadows
+
+
+def watched(*wishes: dict[str, int] | None, batch_size: int = 128) -> list[dict[str, Any]]:
+    return [{"batch_size": batch_size, "val_accuracy": 0.5, "val_loss": 0.5, "shadows": each} for each in wishes]
+
+
+def shadow_charts(folder: Path) -> list[Chart]:
+    return make_shadow_charts(make_tracks(only(folder)))
+
+
+def test_a_wish_stands_at_the_epoch_it_was_for(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "m", 0, watched({"noise": 256, "norm": 64}, {"noise": 512, "norm": 64}, {"noise": 9}))
+    write_run(tmp_path, "e", "m", 1, watched({"noise": 512, "norm": 64}, {"noise": 1024}, None))
+    (chart,) = shadow_charts(tmp_path)
+    driver, noise, norm = chart.panel.lines
+    assert (driver.label, noise.label, norm.label) == ("m, in force", "noise", "norm")
+    assert driver.curve.mean.tolist() == [128, 128, 128]
+    assert (noise.curve.epochs.tolist(), noise.curve.mean.tolist()) == ([2, 3], [384, 768])
+    assert norm.curve.num_trials.tolist() == [2, 1]
+    assert chart.positions(1, "steps") is not None
+    assert [line.look.dashes for line in chart.panel.lines] == ["solid", DASHED, DASHED]
+    assert len({line.look.color for line in chart.panel.lines}) == 3
+    assert (driver.width or 0) > (noise.width or 0)
+    assert chart.panel.log_base == 2
+
+
+def test_one_figure_for_each_method_that_has_shadows(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "alone", 0, watched(None, None))
+    write_run(tmp_path, "e", "brief", 0, watched({"noise": 4}), config={"epochs": 1})
+    for method in ("one", "two"):
+        write_run(tmp_path, "e", method, 0, watched({"noise": 4}, {"noise": 4}))
+    drawn = shadow_charts(tmp_path)
+    assert [(chart.name, chart.tracks[0].method) for chart in drawn] == [("shadows1", "one"), ("shadows2", "two")]
+    assert [chart.panel.title.split(", ")[1] for chart in drawn] == ["one driving", "two driving"]
+
+
+def test_a_gap_between_epochs_is_no_wish_for_the_later_one(tmp_path: Path) -> None:
+    rows = watched({"noise": 4}, {"noise": 8}, {"noise": 16})
+    path = write_run(tmp_path, "e", "m", 0, rows)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1], lines[2], lines[3].replace('"epoch": 3', '"epoch": 4')]) + "\n")
+    (chart,) = shadow_charts(tmp_path)
+    assert chart.panel.lines[1].curve.epochs.tolist() == [2]
+
+
+def test_the_report_draws_them_and_the_page_has_their_colours(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "sgd-small", 0, watched({"noise": 256}, {"noise": 4096}, {"noise": 4096}))
+    report = write_report(tmp_path)
+    svg = (tmp_path / "figures" / "e-shadows1.svg").read_text()
+    assert all(text in svg for text in ("sgd-small, in force", ">noise<", "sgd-small driving, log scale"))
+    assert (tmp_path / "figures" / "e-shadows1.png").stat().st_size > 0
+    with (tmp_path / "figures" / "e-shadows1.csv").open() as file:
+        rows = [(row["line"], row["epochs"], row["mean"]) for row in csv.DictReader(file)]
+    assert rows[3:] == [("noise", "2", "256"), ("noise", "3", "4096")]
+    page = report.html.read_text()
+    assert "<h4>Batch size wanted (samples), sgd-small driving</h4>" in page
+    assert "figures/e-shadows1.svg" in page
+    assert "figures/e-shadows1.svg" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("quick_figures")
+def test_only_a_shadow_has_a_colour_of_its_own_on_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "sgd-small", 0, watched({"noise": 256}, {"noise": 4096}))
+    charts = section_data(tmp_path)["charts"]
+    coloured = [line["label"] for chart in charts for line in chart["lines"] if "color" in line]
+    assert coloured == ["noise"]
+
+
+def test_runs_without_shadows_have_no_such_figure(tmp_path: Path) -> None:
+    write_paper_like(tmp_path, convex=True, epochs=2, trials=1)
+    assert shadow_charts(tmp_path) == []
+
+
+@pytest.mark.parametrize("shadows", [{"a": "many"}, {"a": None}, {"a": True}])
+def test_shadows_that_are_no_sizes_are_named_and_left_out(tmp_path: Path, shadows: object) -> None:
+    write_run(tmp_path, "e", "good", 0, watched(None))
+    write_run(tmp_path, "e", "bad", 0, [{"shadows": shadows}])
+    (problem,) = load_runs(tmp_path).problems
+    assert "shadows must be names with batch sizes" in problem

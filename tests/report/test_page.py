@@ -1,18 +1,22 @@
-"""The report on disk: complete, self-contained, safe, the same twice."""
+"""The report on disk: complete, self-contained, safe, the same twice; and what the package ships and imports."""
 
+import ast
 import base64
 import hashlib
 import html
 import json
 import re
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_up_runs import write_accuracies, write_cifar_like, write_paper_like, write_run
 
+import divebatch.report
 from divebatch.errors import MissingExtraError, RecordError
 from divebatch.report import Report, load_runs, write_report
 from divebatch.report.sections import file_stems
@@ -70,10 +74,13 @@ def test_all_files_are_written_and_named(convex: Report) -> None:
     own = ("accuracy", "loss", "batchsize", "lr", "diversity", "target")
     pictures = [f"figures/synthetic-convex-{name}.{kind}" for name in own for kind in ("svg", "png")]
     numbers = [f"figures/synthetic-convex-{name}.csv" for name in own]
-    tables = [f"tables/synthetic-convex-table{n}.{kind}" for n in (1, 2, 3, 4) for kind in ("csv", "tex", "md")]
+    tables = [f"tables/synthetic-convex-table{n}.{kind}" for n in (1, 2, 3, 4, 5) for kind in ("csv", "tex", "md")]
     assert names(convex) == ["report.html", "report.md", *both, *pictures, *numbers, *tables]
     assert all(path.stat().st_size > 0 for path in convex.paths)
-    assert [table.title for table in convex.tables] == ["synthetic-convex"]
+    assert [table.title.split(": ")[1] for table in convex.tables] == [
+        "validation accuracy (%) and time to target",
+        "cost",
+    ]
     assert convex.problems == ()
 
 
@@ -139,7 +146,7 @@ def test_every_figure_has_its_controls_and_files(convex: Report) -> None:
     labels = [value or "" for name, value in page.attributes if name == "aria-label"]
     for kind in ("SVG", "PNG", "CSV"):
         assert f"Validation loss as {kind}" in labels
-    assert "synthetic-convex as LaTeX" in labels
+    assert "synthetic-convex: cost as LaTeX" in labels
 
 
 @pytest.mark.usefixtures("quick_figures")
@@ -148,7 +155,7 @@ def test_every_run_has_its_whole_configuration_on_the_page(tmp_path: Path) -> No
     write_run(tmp_path, "e", "m", 3, [{"val_loss": 1.0}], config=config, hardware={"device": "cpu", "name": "A chip"})
     page = Page(write_report(tmp_path).html.read_text(encoding="utf-8"))
     assert "m, seed 3: epoch 1 of 2, not finished" in page.words
-    start = page.words.index('{\n  "config"')
+    start = page.words.index('{\n  "label"')
     shown, _ = json.JSONDecoder().raw_decode(page.words[start:])
     assert shown["config"] == config
     assert shown["versions"] == {"python": "3.12.1", "torch": "2.13.0"}
@@ -243,3 +250,68 @@ def test_file_stems_are_safe_and_never_meet() -> None:
     stems = file_stems(names)
     assert len({stem.lower() for stem in stems}) == len(names)
     assert all(re.fullmatch(r"[A-Za-z0-9-]{1,90}", stem) for stem in stems)
+
+
+# What is imported
+
+FILES = sorted(Path(divebatch.report.__file__).parent.glob("*.py"))
+OURS = {f"divebatch.{name}" for name in ("records", "errors", "checks", "measurement", "student")}
+
+
+def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> set[str]:
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names.add(node.module or "")
+    return names
+
+
+def test_no_file_imports_torch_or_another_part_of_the_package() -> None:
+    assert len(FILES) > 5
+    for file in FILES:
+        for name in imported(ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+            assert name.split(".")[0] not in {"torch", "pandas"}, file.name
+            if name.split(".")[0] == "divebatch":
+                assert name in OURS or name.startswith("divebatch.report"), f"{file.name} imports {name}"
+
+
+def test_matplotlib_is_not_imported_with_the_module() -> None:
+    for file in FILES:
+        at_once = imported(ast.parse(file.read_text(encoding="utf-8")).body)
+        assert not any(name.split(".")[0] == "matplotlib" for name in at_once), file.name
+
+
+# What is shipped
+
+ASSETS = files("divebatch.report").joinpath("assets")
+UPLOT_VERSION = "1.6.32"
+PUBLISHED = {
+    # From https://registry.npmjs.org/uplot/-/uplot-1.6.32.tgz (MIT): dist/ and LICENSE.
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_uplot_is_as_it_was_published(name: str) -> None:
+    assert hashlib.sha256(ASSETS.joinpath(name).read_bytes()).hexdigest() == PUBLISHED[name]
+
+
+def test_the_page_names_the_librarys_version_and_home() -> None:
+    assert f"https://github.com/leeoniya/uPlot (v{UPLOT_VERSION})" in ASSETS.joinpath("uPlot.iife.min.js").read_text()
+
+
+@pytest.mark.parametrize("name", ["page.js", "page.css"])
+def test_our_own_assets_are_short_and_end_no_element(name: str) -> None:
+    text = ASSETS.joinpath(name).read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 400
+    assert "</s" not in text
+
+
+def test_text_from_records_is_never_set_as_html() -> None:
+    text = ASSETS.joinpath("page.js").read_text(encoding="utf-8")
+    assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write") if word in text]

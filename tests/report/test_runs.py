@@ -135,8 +135,8 @@ def test_finished_means_the_configured_length_or_else_the_longest(tmp_path: Path
     write_run(tmp_path, "e", "open", 1, [{}] * 4, config={})
     write_run(tmp_path, "e", "open", 2, [], config={})
     (experiment,) = load_runs(tmp_path).experiments
-    finished = {m: [experiment.is_finished(run) for run in runs] for m, runs in experiment.methods.items()}
-    assert finished == {"planned": [True, False], "open": [True, False, False]}
+    finished = [run.is_finished(length=experiment.longest) for run in experiment.runs]
+    assert finished == [True, False, False, True, False]  # open, then planned
 
 
 def test_a_run_that_has_just_begun_counts_as_a_run(tmp_path: Path) -> None:

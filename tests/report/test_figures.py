@@ -7,20 +7,24 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
-from made_up_runs import real_config, write_accuracies, write_cifar_like, write_paper_like, write_real, write_run
+from made_up_runs import REAL, SYNTHETIC, write_accuracies, write_cifar_like, write_paper_like, write_real, write_run
 
 from divebatch.errors import MissingExtraError
-from divebatch.report import Experiment, load_runs
+from divebatch.report import Analysis, analyse, load_runs
+from divebatch.report.charts import Line, Panel, make_tracks
 from divebatch.report.curves import Curve
-from divebatch.report.drawing import Drawing
-from divebatch.report.figures import draw_figures
-from divebatch.report.plot import Line, Panel, band, log_limits
-from divebatch.report.style import LOOKS, REAL_LOOKS, SPARE_LOOKS, real_looks
+from divebatch.report.drawing import Drawing, band, log_limits, require_matplotlib
+from divebatch.report.paper_figures import draw_paper_figures
+from divebatch.report.style import Look
 
 
-def only_experiment(folder: Path) -> Experiment:
+def only(folder: Path) -> Analysis:
     (experiment,) = load_runs(folder).experiments
-    return experiment
+    return analyse(experiment)
+
+
+def draw(analysis: Analysis) -> list[Drawing]:
+    return draw_paper_figures(analysis, make_tracks(analysis))
 
 
 def texts(drawing: Drawing) -> list[str]:
@@ -34,65 +38,67 @@ def straight(values: list[float], std: float = 0.0) -> Curve:
 
 
 def panel_of(*curves: Curve) -> Panel:
-    return Panel("Loss", [Line("", LOOKS["oracle"], curve) for curve in curves])
+    return Panel("Loss", [Line("", Look("#222222", "solid"), curve) for curve in curves])
 
 
 @pytest.fixture(scope="module")
-def nonconvex(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+def nonconvex(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
     folder = tmp_path_factory.mktemp("runs")
     write_paper_like(folder, convex=False, epochs=12, trials=2)
-    return only_experiment(folder)
+    return only(folder)
 
 
 def test_figures_name_methods_with_their_batch_sizes(tmp_path: Path) -> None:
     write_paper_like(tmp_path, convex=True, epochs=3, trials=2)
-    first, second = draw_figures(only_experiment(tmp_path))
+    first, second = draw(only(tmp_path))
     assert {"SGD (128)", "SGD (4096)", "DiveBatch (128 - 4096)"} <= set(texts(first))
     assert "Oracle (128 - 4096)" not in texts(first)
-    assert {"DiveBatch (128 - 4096)", "Oracle (128 - 4096)", "exact diversity on DiveBatch's path"} <= set(
-        texts(second)
-    )
+    assert {"DiveBatch (128 - 4096)", "Oracle (128 - 4096)", "DiveBatch (128 - 4096), exact"} <= set(texts(second))
     assert "Validation accuracy (%)" in texts(first)
     assert {"Batch size (samples), log scale"} <= set(texts(second))
     assert "means over 2 trials" in first.caption
 
 
-def test_equal_records_give_equal_bytes_whatever_the_users_settings(nonconvex: Experiment) -> None:
-    once = draw_figures(nonconvex)
+def test_equal_records_give_equal_bytes_whatever_the_users_settings(nonconvex: Analysis) -> None:
+    once = draw(nonconvex)
     with matplotlib.rc_context({"font.size": 30, "axes.grid": False, "svg.fonttype": "path"}):
-        again = draw_figures(nonconvex)
+        again = draw(nonconvex)
         assert matplotlib.rcParams["font.size"] == 30
     assert [(d.svg, d.png) for d in once] == [(d.svg, d.png) for d in again]
     assert b"<dc:date>" not in once[0].svg
     assert once[0].png.startswith(b"\x89PNG")
 
 
-def test_drawing_leaves_pyplot_alone(nonconvex: Experiment) -> None:
+def test_drawing_leaves_pyplot_alone(nonconvex: Analysis) -> None:
     before = "matplotlib.pyplot" in sys.modules
-    draw_figures(nonconvex)
+    draw(nonconvex)
     assert ("matplotlib.pyplot" in sys.modules) == before
 
 
 def test_unknown_methods_alone_give_no_figure(tmp_path: Path) -> None:
     write_accuracies(tmp_path, "e", "mine", [[0.5, 0.6]])
-    assert draw_figures(only_experiment(tmp_path)) == []
+    assert draw(only(tmp_path)) == []
 
 
 def test_without_oracle_figure_two_shows_what_there_is(tmp_path: Path) -> None:
     rows = [{"val_loss": 1.0, "diversity": 0.5 if epoch == 1 else None} for epoch in range(4)]
-    write_run(tmp_path, "e", "divebatch", 0, rows)
-    first, second = draw_figures(only_experiment(tmp_path))
+    write_run(tmp_path, "e", "divebatch", 0, rows, report=SYNTHETIC)
+    first, second = draw(only(tmp_path))
     assert "Validation accuracy (%)" not in texts(first)
-    assert "Gradient diversity" in texts(second)
+    assert "Gradient diversity, estimated and exact" in texts(second)
     assert "1 trial." in first.caption
 
 
 def test_diverged_and_unfinished_runs_are_drawn_and_named(tmp_path: Path) -> None:
-    write_run(tmp_path, "e", "sgd-small", 0, [{"val_loss": 1e30}, {"val_loss": None}], config={"epochs": 2})
-    write_run(tmp_path, "e", "sgd-small", 1, [{"val_loss": 0.5}], config={"epochs": 2})
-    write_run(tmp_path, "e", "sgd-large", 0, [{"val_loss": None, "val_accuracy": 0.1}], config={"epochs": 2})
-    write_run(tmp_path, "e", "divebatch", 0, [], config={"epochs": 2})
-    (drawing,) = draw_figures(only_experiment(tmp_path))
+    trials = {
+        "sgd-small": [[{"val_loss": 1e30}, {"val_loss": None}], [{"val_loss": 0.5}]],
+        "sgd-large": [[{"val_loss": None, "val_accuracy": 0.1}]],
+        "divebatch": [[]],
+    }
+    for method, runs in trials.items():
+        for seed, rows in enumerate(runs):
+            write_run(tmp_path, "e", method, seed, rows, config={"epochs": 2}, report=SYNTHETIC)
+    (drawing,) = draw(only(tmp_path))
     assert "sgd-small: 1 of 2 trials finished." in drawing.caption
     assert "sgd-small: 1 of 2 trials diverged" in drawing.caption
     assert "sgd-large: 1 of 1 trials diverged" in drawing.caption
@@ -100,8 +106,8 @@ def test_diverged_and_unfinished_runs_are_drawn_and_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$\\frac{", "模型 €", "long " * 50, ""])
 def test_any_experiment_name_can_be_drawn(tmp_path: Path, name: str) -> None:
-    write_run(tmp_path, name, "sgd-small", 0, [{"val_loss": 1.0}], place="e/m")
-    (drawing,) = draw_figures(only_experiment(tmp_path))
+    write_run(tmp_path, name, "sgd-small", 0, [{"val_loss": 1.0}], place="e/m", report=SYNTHETIC)
+    (drawing,) = draw(only(tmp_path))
     assert b"<script" not in drawing.svg
     ElementTree.fromstring(drawing.svg)
 
@@ -121,15 +127,10 @@ def test_log_limits_hold_every_mean_but_do_not_follow_a_band_to_zero() -> None:
 
 
 def test_bands_are_cut_at_the_bounds_and_absent_without_a_spread() -> None:
-    low, high = band(straight([1.0, 50.0, 99.0], std=3.0), (0.0, 100.0))
+    low, high = band(straight([1.0, 50.0, 99.0], std=3.0), (0.0, 100.0), "std")
     assert low.tolist() == [0.0, 47.0, 96.0]
     assert high.tolist() == [4.0, 53.0, 100.0]
-    assert np.isnan(band(straight([1.0], std=float("nan")), (0.0, 1.0))).all()
-
-
-def test_colours_and_dashes_are_all_different() -> None:
-    assert len({look.color for look in LOOKS.values()}) == len(LOOKS)
-    assert len({look.dashes for look in LOOKS.values()}) == len(LOOKS)
+    assert np.isnan(band(straight([1.0], std=float("nan")), (0.0, 1.0), "std")).all()
 
 
 # Real data
@@ -137,9 +138,9 @@ def test_colours_and_dashes_are_all_different() -> None:
 
 def test_figures_3_and_4_show_all_methods_over_epochs_over_time_and_at_the_end(tmp_path: Path) -> None:
     write_cifar_like(tmp_path, epochs=8, trials=2)
-    drawings = draw_figures(only_experiment(tmp_path))
+    drawings = draw(only(tmp_path))
     assert [drawing.name for drawing in drawings] == ["figure3", "figure4", "course"]
-    labels = {"SGD (128)", "SGD, tuned (512)", "AdaBatch (128 - 256)", "DiveBatch, lr rescaled (128 - 2048)"}
+    labels = {"SGD (128)", "SGD, tuned (512)", "AdaBatch (128 - 256)", "DiveBatch, rescaled (128 - 2048)"}
     for drawing in drawings:
         assert labels <= set(texts(drawing))
         assert "means over 2 trials" in drawing.caption
@@ -152,36 +153,26 @@ def test_figures_3_and_4_show_all_methods_over_epochs_over_time_and_at_the_end(t
 
 def test_without_times_there_is_no_panel_over_time_and_without_epochs_no_figure(tmp_path: Path) -> None:
     write_real(tmp_path / "untimed", {"sgd-small": [[{"val_accuracy": 0.5}] * 3]})
-    names = {drawing.name: texts(drawing) for drawing in draw_figures(only_experiment(tmp_path / "untimed"))}
+    names = {drawing.name: texts(drawing) for drawing in draw(only(tmp_path / "untimed"))}
     assert list(names) == ["figure3", "course"]
     assert "Training time (s)" not in names["figure3"]
     write_real(tmp_path / "begun", {"sgd-small": [[]]}, epochs=3)
-    assert draw_figures(only_experiment(tmp_path / "begun")) == []
+    assert draw(only(tmp_path / "begun")) == []
 
 
 def test_unfinished_trials_are_left_out_where_others_have_finished(tmp_path: Path) -> None:
     rows = [{"val_accuracy": 0.5, "train_seconds": 1.0 * epoch} for epoch in (1, 2, 3, 4)]
     write_real(tmp_path, {"sgd-small": [rows, rows, rows[:2]], "divebatch": [rows[:1]]}, epochs=4)
-    caption = draw_figures(only_experiment(tmp_path))[0].caption
+    caption = draw(only(tmp_path))[0].caption
     assert "trials (sgd-small: 2, divebatch: 1)" in caption
     assert "divebatch: 0 of 1 trials finished." in caption
 
 
 def test_a_users_own_methods_are_drawn_too(tmp_path: Path) -> None:
     for number in range(8):
-        write_run(tmp_path, "cifar10", f"mine-{number}", 0, [{"val_accuracy": 0.5}], config=real_config(1, "fixed"))
-    drawing = draw_figures(only_experiment(tmp_path))[0]
+        write_run(tmp_path, "e", f"mine-{number}", 0, [{"val_accuracy": 0.5}], report=REAL)
+    drawing = draw(only(tmp_path))[0]
     assert {f"mine-{number} (128)" for number in range(8)} <= set(texts(drawing))
-
-
-def test_rescaled_variants_are_dashed_in_the_colour_of_their_base_and_no_two_look_alike() -> None:
-    for method, look in REAL_LOOKS.items():
-        is_rescaled = method.endswith("-rescaled")
-        assert (look.dashes != "solid") == is_rescaled
-        if is_rescaled:
-            assert look.color == REAL_LOOKS[method.removesuffix("-rescaled")].color
-    looks = real_looks([*REAL_LOOKS, *(f"mine-{number}" for number in SPARE_LOOKS)])
-    assert len({(look.color, look.dashes) for look in looks.values()}) == len(looks)
 
 
 def test_bands_show_the_spread_that_was_asked_for() -> None:
@@ -189,7 +180,7 @@ def test_bands_show_the_spread_that_was_asked_for() -> None:
     assert (low[0], high[0]) == pytest.approx((5 - 3**0.5, 5 + 3**0.5))
 
 
-def test_without_matplotlib_the_error_names_the_extra(nonconvex: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"matplotlib .*divebatch\[report\]"):
-        draw_figures(nonconvex)
+        require_matplotlib()
