@@ -85,7 +85,7 @@ def by_hand(data: TensorDataset) -> Epoch:
 def with_divebatch(data: TensorDataset, policy: Policy) -> Epoch:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = AdaptiveLoader(data, BATCH_SIZE)
+    loader = AdaptiveLoader(data, BATCH_SIZE, seed=0)
     control = Controller(model, optimizer, loader, policy)
 
     def epoch() -> tuple[float, float]:

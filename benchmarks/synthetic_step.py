@@ -55,7 +55,7 @@ def by_hand(data: TensorDataset, batch_size: int) -> Epoch:
 def with_divebatch(data: TensorDataset, batch_size: int, policy: Policy) -> Epoch:
     model = nn.Linear(NUM_FEATURES, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = AdaptiveLoader(data, batch_size)
+    loader = AdaptiveLoader(data, batch_size, seed=0)
     control = Controller(model, optimizer, loader, policy)
 
     def epoch() -> None:

@@ -19,7 +19,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, optimizer)  # was: model, optimizer, loader = prepare(...)
-    loader = AdaptiveLoader(dataset, batch_size=16)  # was: DataLoader(dataset, batch_size=16, shuffle=True)
+    loader = AdaptiveLoader(dataset, batch_size=16, seed=0)  # was: DataLoader(dataset, batch_size=16, shuffle=True)
     policy = DiveBatch(delta=0.1, max_batch_size=256)
     control = make_controller(accelerator, model, optimizer, loader, policy, lr_coupling="linear")
     for _ in range(5):

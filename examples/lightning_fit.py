@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)  # more threads only slow down a model this small
     inputs = torch.randn(1000, 20)
     dataset = TensorDataset(inputs, (inputs[:, 0] > 0).long())
-    loader = AdaptiveLoader(dataset, batch_size=16)  # was: DataLoader(dataset, batch_size=16, shuffle=True)
+    loader = AdaptiveLoader(dataset, batch_size=16, seed=0)  # was: DataLoader(dataset, batch_size=16, shuffle=True)
     callback = BatchSizeCallback(loader, DiveBatch(delta=0.1, max_batch_size=256), lr_coupling="linear")
     trainer = Trainer(
         max_epochs=5,

@@ -21,7 +21,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler = StepLR(self.optimizer, step_size=3, gamma=0.5)
-        self.loader = AdaptiveLoader.wrap(DataLoader(data, batch_size=16, shuffle=True))
+        self.loader = AdaptiveLoader.wrap(DataLoader(data, batch_size=16, shuffle=True), seed=0)
         policy = DiveBatch(delta=0.2, max_batch_size=128)
         self.control = Controller(
             self.model, self.optimizer, self.loader, policy, lr_coupling="linear", scheduler=self.scheduler

@@ -13,9 +13,19 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement
+from divebatch import (
+    AdaBatch,
+    AdaptiveLoader,
+    Controller,
+    Decision,
+    DiveBatch,
+    EpochRecord,
+    Fixed,
+    Measurement,
+    micro_batches,
+)
 from divebatch.errors import ArgumentError, CoverageError, UsageError
-from divebatch.policies import Policy
+from divebatch.policies import NoiseScale, Policy
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
@@ -202,6 +212,35 @@ def test_what_is_not_measured_has_no_hooks(case: str):
     assert hooks_in_each_epoch(Training(policy, **settings), 3) == [{count} for count in expected]
 
 
+def num_copies(model: nn.Module) -> int:
+    """Tensors with the shape of the largest parameter in memory that is neither its own nor its gradient's."""
+    gc.collect()
+    largest = max(model.parameters(), key=torch.numel)
+    alike = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.shape == largest.shape]
+    own = {each.data_ptr() for each in (largest, largest.grad) if each is not None}
+    return len({each.data_ptr() for each in alike} - own)
+
+
+@pytest.mark.parametrize("estimator", ["trajectory", "split", "moments", "per-sample"])
+def test_between_epochs_nothing_is_attached_to_the_model(estimator: str):
+    model = nn.Sequential(nn.Linear(4, 61), nn.Tanh(), nn.Linear(61, 3)).double()  # of a size that no other test has
+    run = Training(NoiseScale(16), model=model, estimator=estimator)
+    assert (num_hooks(model), num_copies(model)) == (0, 0)
+    for _ in range(2):
+        iter(run.loader)
+        assert (num_hooks(model), num_copies(model)) == (0, 0)
+        attached = []
+        for x, y in run.loader:
+            attached.append(num_hooks(model) > 0)
+            for part, weight in micro_batches((x, y), 2):
+                (mean_loss(model(part[0]), part[1]) * weight).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        assert set(attached) == {True}
+        run.control.step()
+        assert (num_hooks(model), num_copies(model)) == (0, 0)
+
+
 def test_fixed_trains_any_model_and_asks_for_no_rule():
     model = nn.Sequential(mlp(), nn.PReLU(dtype=torch.float64))
     assert [record.diversity for record in Training(Fixed(), model=model).epochs(2)] == [None, None]
@@ -372,6 +411,7 @@ def test_leaving_the_with_block_closes():
     run = grow()
     with run.control as control:
         assert control is run.control
+        next(run.batches())
         assert num_hooks(run.model) == 6
     assert num_hooks(run.model) == 0
 

@@ -42,7 +42,7 @@ def errors_of_the_second_epoch(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seen: list[Diversity] = []
     decide = DiveBatch.next
     monkeypatch.setattr(DiveBatch, "next", lambda self, m: seen.append(m.diversity) or decide(self, m))
-    model, twin, loader, twin_loader = mlp(), mlp(), AdaptiveLoader(DATA, 5), AdaptiveLoader(DATA, 5)
+    model, twin, loader, twin_loader = mlp(), mlp(), AdaptiveLoader(DATA, 5, seed=0), AdaptiveLoader(DATA, 5, seed=0)
     optimizer, twin_optimizer = SGD(model.parameters(), 0.01), SGD(twin.parameters(), 0.01)
     with Controller(model, optimizer, loader, DiveBatch(1e-9, 5)) as control:
         for _ in range(2):
@@ -57,7 +57,7 @@ def errors_of_the_second_epoch(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def errors_of_the_rate() -> list[float]:
     """After each epoch, against the same scheduler uncoupled and the factor by definition."""
-    model, loader = mlp(), AdaptiveLoader(DATA, 2)
+    model, loader = mlp(), AdaptiveLoader(DATA, 2, seed=0)
     optimizer, twin = SGD(model.parameters(), 0.01), SGD(model.parameters(), 0.01)
     scheduler, twin_scheduler = (StepLR(o, 1, gamma=0.5) for o in (optimizer, twin))
     errors = []
@@ -78,7 +78,7 @@ def errors_of_the_rate() -> list[float]:
 
 def errors_of_an_epoch_at_fixed_weights() -> list[float]:
     """Every sample exactly once: an epoch that does not train against the whole dataset."""
-    model, loader = mlp(), AdaptiveLoader(DATA, 5)
+    model, loader = mlp(), AdaptiveLoader(DATA, 5, seed=0)
     with DiversityMeter(model) as meter:
         for x, y in loader:
             mean_loss(model(x), y).backward()

@@ -20,7 +20,7 @@ class Loop:
     def __init__(self, policy: Policy, *, batch_size: int = 10, lr: float = 0.1, **settings: object) -> None:
         self.model = mlp()
         self.optimizer = SGD(self.model.parameters(), lr=lr)
-        self.loader = AdaptiveLoader(dataset(40), batch_size)
+        self.loader = AdaptiveLoader(dataset(40), batch_size, seed=0)
         self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
 
     def train(self) -> None:
@@ -34,7 +34,7 @@ class Loop:
 
 
 def test_a_pass_within_a_pass_is_refused():
-    loader = AdaptiveLoader(dataset(40), 10)
+    loader = AdaptiveLoader(dataset(40), 10, seed=0)
     outer = iter(loader)
     next(outer)
     list(loader)
@@ -136,7 +136,7 @@ def test_a_loss_that_is_told_is_in_the_record():
 
 
 def test_parts_of_the_wrong_kind_are_named():
-    loader, model = AdaptiveLoader(dataset(40), 10), nn.Linear(4, 3)
+    loader, model = AdaptiveLoader(dataset(40), 10, seed=0), nn.Linear(4, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(ArgumentError, match=r"policy must be a policy object .* got policy='divebatch'"):
         Controller(model, optimizer, loader, "divebatch")

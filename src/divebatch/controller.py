@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from divebatch.checks import require_count
 from divebatch.controller_checks import require_parts, require_same_setup, require_step_cadence
-from divebatch.data.epoch_progress import Pass
+from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene, make_estimator
@@ -25,7 +26,6 @@ from divebatch.ranks import inside_ddp
 from divebatch.records import Change, EpochRecord
 
 STATE_VERSION = 1
-_NOT_MEASURED = object()
 
 
 class Controller:
@@ -105,13 +105,13 @@ class Controller:
             first_batch_size=loader.batch_size,
             base_batch_size=base_batch_size,
         )
-        self._measuring, self._is_closed = False, False
+        self._at_work: Estimator | None = None
+        self._was_measured, self._is_under_way, self._is_closed = False, False, False
+        self._lr = self._coupling.rates()[0]
         self._diversity: Diversity | None = None
         self._changes: list[Change] = []
         self._history = History()
-        loader.forget_finished_pass()
-        self._forget_listeners = [loader.on_new_pass(self._on_new_pass), loader.on_step(self._on_step)]
-        self._begin_epoch()
+        self._stop_listening = loader._listen(self._before_batch)
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
         """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next.
@@ -119,24 +119,21 @@ class Controller:
         `loss` is the epoch's mean training loss, for policies that need it and for the record: of this rank's samples,
         or of all.
         """
-        self._check_may_step()
-        loss = self._loss_of_all_ranks(loss)
+        finished = self._finished_pass()
+        loss = self._loss_of_all_ranks(loss, finished)
         if loss is None and "loss" in self._needs:
             raise UsageError(f"{self._who_needs('loss')} needs the epoch's mean training loss: control.step(loss=...)")
-        finished = self.loader.require_finished_pass()
         seen = self._measurement(finished, self._measured_diversity(), lr=self._lr, loss=loss)
         seen, decision = self._agreed(replace(seen, history=self._timed(finished).with_epoch(seen)))
         shadows = {name: self._within_limits(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
         self.loader.batch_size = decision.batch_size
         self._follow(decision, seen)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
-        self.loader.forget_finished_pass()
         self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._diversity = None
+        self._diversity, self._is_under_way = None, False
         self.epoch += 1
         record = replace(self._record(seen, decision), shadows=shadows or None, changes=self._changes or None)
         self._changes = []
-        self._begin_epoch()
         return record
 
     @property
@@ -151,40 +148,26 @@ class Controller:
         """How often to step a scheduler now that is stepped with every batch, for its course to go by `gain_sum`."""
         return self._coupling.gains.due(self.loader.batches_delivered)
 
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the epoch under way is being measured."""
-        return self._measuring
-
-    @property
-    def min_micro_batches(self) -> int:
-        """Into how many micro-batches a batch must be cut at least, for the estimator at work to see anything."""
-        return self._at_work.min_micro_batches if self._at_work is not None else 1
-
-    @property
-    def replay_token(self) -> object:
-        """A recorded backward pass may be replayed while this is the same; None: what is measured needs Python."""
-        return self._at_work.replay_token if self._at_work is not None else _NOT_MEASURED
-
-    def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
-        """A recorded backward pass was replayed, which no hook sees: its own gradients, and the weight of its loss."""
-        if self._at_work is not None:
-            self._at_work.see_replay(gradients, weight)
-
-    @property
-    def _at_work(self) -> Estimator | None:
-        return self._estimator if self._measuring else None
+    def plan(self) -> BatchPlan:
+        """How the batch delivered last must go through the model. Ask once a batch, before its first forward pass."""
+        if self._at_work is None:
+            return BatchPlan(rank_shard=self.loader.rank_shard)
+        return BatchPlan(
+            measuring=True,
+            min_micro_batches=self._at_work.min_micro_batches,
+            replay_token=self._at_work.replay_token,
+            rank_shard=self.loader.rank_shard,
+            see_replay=self._at_work.see_replay,
+        )
 
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
         self._is_closed = True
         self._coupling.close()
-        for forget in self._forget_listeners:
-            forget()
+        self._stop_listening()
         if self._stop_weighing is not None:
             self._stop_weighing()
-        if self._estimator is not None:
-            self._estimator.close()
+        self._stop_measuring()
 
     def __enter__(self) -> Self:
         return self
@@ -194,63 +177,74 @@ class Controller:
 
     # One epoch
 
+    def _before_batch(self, current: EpochProgress) -> None:
+        """The loop has come for its next batch: the steps on those before are made."""
+        if current.batches == 0 or not self._is_under_way:
+            self._begin_epoch()
+        elif self._every_steps is not None and current.batches % self._every_steps == 0:
+            self._decide_within_epoch(current)
+
     def _begin_epoch(self) -> None:
-        self._lr = self._coupling.rates()[0]
+        """Only here are hooks put on the model. What was seen of a pass that was broken off does not count."""
+        self._lr, self._changes = self._coupling.rates()[0], []
+        self._is_under_way, self._was_measured = True, False
+        self._stop_measuring()
+        self._measure_if_due()
+
+    def _measure_if_due(self) -> None:
+        """Whether policies want this epoch measured may depend on the batch size, which may change within it."""
         if self._estimator is None:
             return
         measuring = [p for p in (self.policy, *self._shadows.values()) if "diversity" in p.needs]
         due = self._rate_needs_noise or any(p.measures(self.epoch + 1, self.loader.batch_size) for p in measuring)
-        if due and not self._measuring:
+        if due and self._at_work is None:
             self._estimator.start()
-        elif self._measuring and not due:
-            self._estimator.close()
-        self._measuring = due
+            self._at_work, self._was_measured = self._estimator, True
+        elif not due:
+            self._stop_measuring()
 
-    def _on_new_pass(self) -> None:
-        """Whatever was seen before the epoch's first batch (a trial pass, one broken off) does not count."""
-        self._changes = []
-        self._begin_epoch()  # anew: the batch size may have been set by hand since
+    def _stop_measuring(self) -> None:
         if self._at_work is not None:
-            self._at_work.restart()
+            self._at_work.close()
+        self._at_work = None
 
-    def _on_step(self, current: Pass) -> None:
-        """Between two batches of an epoch. What is decided here is in force for the rest of it."""
-        if self._every_steps is None or current.batches % self._every_steps:
-            return
-        lr, at_record = self._coupling.rates()[0], self._lr
+    def _decide_within_epoch(self, current: EpochProgress) -> None:
+        """What is decided here is in force for the rest of the epoch."""
+        lr = self._coupling.rates()[0]
         diversity = self._at_work.window() if self._at_work is not None else None
         seen = self._measurement(current, diversity, lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
-        self.loader.recut(decision.batch_size)
+        self.loader.resize_now(decision.batch_size)
         self._follow(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._begin_epoch()  # whether to measure on may depend on the size
-        if decision.batch_size != seen.batch_size or not math.isclose(self._lr, lr):
-            self._changes.append(Change(seen.step, decision.batch_size, self._lr))
-        else:
-            self._lr = at_record
+        self._measure_if_due()
+        next_lr = self._coupling.rates()[0]
+        if decision.batch_size != seen.batch_size or not math.isclose(next_lr, lr):
+            self._lr = next_lr
+            self._changes.append(Change(seen.step, decision.batch_size, next_lr))
 
     def _measured_diversity(self) -> Diversity | None:
         if self._at_work is not None:
             self._diversity = self._at_work.finish()
-            self._measuring = False
+            self._at_work = None
         return self._diversity
 
-    def _check_may_step(self) -> None:
+    def _finished_pass(self) -> EpochProgress:
         if self._is_closed:
             raise UsageError("this controller was closed: step() comes before close()")
-        finished = self.loader.finished_pass
-        if finished is not None and finished.epoch != self.epoch:
+        finished = self.loader._finished_pass(since=self.epoch)
+        if finished.epoch != self.epoch:
             raise UsageError(
                 f"step() must be called once after each epoch: {finished.epoch + 1 - self.epoch} epochs have ended "
                 f"since the last call. A complete pass for evaluation counts as one: use loader.full_pass() instead"
             )
+        return finished
 
     def _measurement(
-        self, done: Pass, diversity: Diversity | None, *, lr: float, loss: float | None = None
+        self, done: EpochProgress, diversity: Diversity | None, *, lr: float, loss: float | None = None
     ) -> Measurement:
         dataset_size = self.loader.dataset_size
-        assert dataset_size is not None  # known once an epoch has ended, and within one where it may be recut
+        assert dataset_size is not None  # known once an epoch has ended, and within one where it can be resized
         return Measurement(
             epoch=done.epoch + 1,
             batch_size=done.batch_size,
@@ -274,17 +268,16 @@ class Controller:
     def _who_needs(self, name: str) -> Policy:
         return next(policy for policy in (self.policy, *self._shadows.values()) if name in policy.needs)
 
-    def _timed(self, finished: Pass) -> History:
+    def _timed(self, finished: EpochProgress) -> History:
         speed = finished.samples_per_second
         if speed is None or "throughputs" not in self._needs:
             return self._history
         return self._history.with_throughput(finished.batch_size, speed)
 
-    def _loss_of_all_ranks(self, loss: float | None) -> float | None:
+    def _loss_of_all_ranks(self, loss: float | None, finished: EpochProgress) -> float | None:
         if self.ranks.is_alone:
             return loss
-        count = self.loader.require_finished_pass().local_samples if loss is not None else 0
-        return self.ranks.mean(loss, count)
+        return self.ranks.mean(loss, finished.local_samples if loss is not None else 0)
 
     def _within_limits(self, decision: Decision, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch or fewer than there are ranks, and no learning rate follows one."""
@@ -318,6 +311,7 @@ class Controller:
             next_batch_size=decision.batch_size,
             next_lr=self._coupling.rates()[0],
             reason=decision.reason,
+            measured=self._was_measured,
         )
 
     def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:
@@ -336,7 +330,7 @@ class Controller:
         The same on all ranks, who must all call it, and fit for another number of ranks; only sums that FSDP2 sharded
         stay in shards (DTensors).
         """
-        if self.loader.finished_pass is not None:
+        if self.loader._has_finished_pass(since=self.epoch):
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
         return {
             "version": STATE_VERSION,
@@ -366,16 +360,16 @@ class Controller:
             raise CheckpointError(f"the checkpoint has every_steps={every_steps}, this run {self._every_steps}")
         if self._estimator is not None:
             self._estimator.check_state(state["estimator"])
-        self.loader.check_state(state["loader"])
+        self.loader._check_state(state["loader"])
         self._coupling.check_state(state["coupling"])
         self.loader.load_state_dict(state["loader"])
         self._coupling.load_state_dict(state["coupling"])
         self.epoch, self._history = state["epoch"], History.from_dict(state.get("history", {}))
-        if self._estimator is not None:
-            self._estimator.close()
-            self._measuring = False
-        self._begin_epoch()
         self._lr, self._changes = state["lr"], [Change(*change) for change in state.get("changes", [])]
+        self._stop_measuring()
+        self._is_under_way = state["loader"]["pass"] is not None
+        if self._is_under_way:
+            self._measure_if_due()
         if self._at_work is not None:
             self._at_work.load_state_dict(state["estimator"])
 
@@ -390,7 +384,7 @@ def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: Any, loss_f
         lambda: loader.samples_delivered,
         loader.ranks,
         lambda: loader.rank_shard,
-        lambda: loader.local_samples_delivered,
+        lambda: loader._local_samples_delivered,
     )
 
 

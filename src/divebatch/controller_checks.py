@@ -22,7 +22,7 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
             f"{type(policy).__name__} decides after whole epochs, by their number, loss or speed: leave "
             f"every_steps={every_steps} out. A policy of your own may say decides_within_epochs = True"
         )
-    if not loader.can_recut:
+    if not loader.can_resize:
         raise ArgumentError(
             f"every_steps={every_steps} needs data whose order is known: a stream keeps its batch size for an epoch"
         )

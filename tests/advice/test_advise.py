@@ -189,7 +189,7 @@ def test_the_advised_start_policy_and_estimator_train_and_grow(make_optimizer, e
     assert ('with estimator="split"' in str(advice)) == (estimator == "split")
     assert advice.to_dict()["estimator"] == estimator
     optimizer.param_groups[0]["lr"] = advice.lr
-    loader = AdaptiveLoader(data, advice.batch_size)
+    loader = AdaptiveLoader(data, advice.batch_size, seed=0)
     control = Controller(model, optimizer, loader, advice.policy, estimator=advice.estimator)
     for _ in range(6):
         for batch, targets in loader:

@@ -12,6 +12,7 @@ from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.data.source import Numbers
 from divebatch.errors import ArgumentError, UsageError
+from divebatch.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -74,7 +75,7 @@ def test_every_sample_comes_once_an_epoch_at_any_sizes(data, seed, batch_sizes):
 @quickly
 @given(batch_sizes=st.lists(st.integers(1, 23), min_size=1, max_size=5))
 def test_dropping_the_rest_leaves_whole_batches_of_distinct_samples(data, batch_sizes):
-    loader = AdaptiveLoader(data, 1, drop_last=True)
+    loader = AdaptiveLoader(data, 1, drop_last=True, seed=0)
     for batch_size in batch_sizes:
         loader.batch_size = batch_size
         batches = numbers(loader)
@@ -120,7 +121,7 @@ def test_numbers_come_as_from_a_tensor_of_them(drop_last):
 
 @with_workers
 def test_a_size_set_during_an_epoch_reads_back_at_once_and_waits_for_the_next(workers):
-    loader = AdaptiveLoader(range(23), 4, **workers)
+    loader = AdaptiveLoader(range(23), 4, seed=0, **workers)
     sizes = []
     for batch in loader:
         loader.batch_size = 9
@@ -141,12 +142,14 @@ def test_a_pass_keeps_the_size_it_began_with():
 @quickly
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 50), drop_last=st.booleans())
 def test_len_is_the_number_of_batches(size, batch_size, drop_last):
-    loader = AdaptiveLoader(range(size), min(batch_size, size) if drop_last else batch_size, drop_last=drop_last)
+    loader = AdaptiveLoader(
+        range(size), min(batch_size, size) if drop_last else batch_size, drop_last=drop_last, seed=0
+    )
     assert len(loader) == len(list(loader)) >= 1
 
 
 def test_len_after_an_abandoned_pass_is_that_of_the_next():
-    loader = AdaptiveLoader(range(12), 6)
+    loader = AdaptiveLoader(range(12), 6, seed=0)
     next(iter(loader))
     loader.batch_size = 2
     assert len(loader) == 6
@@ -155,18 +158,18 @@ def test_len_after_an_abandoned_pass_is_that_of_the_next():
 @pytest.mark.parametrize("batch_size", [0, -1, True, 2.5, None])
 def test_a_wrong_batch_size_is_refused_and_the_old_one_kept(batch_size):
     with pytest.raises(ValueError, match=f"batch_size={batch_size!r}"):
-        AdaptiveLoader(range(10), batch_size)
-    loader = AdaptiveLoader(range(10), 4)
+        AdaptiveLoader(range(10), batch_size, seed=0)
+    loader = AdaptiveLoader(range(10), 4, seed=0)
     with pytest.raises(ValueError, match=f"batch_size={batch_size!r}"):
         loader.batch_size = batch_size
     assert loader.batch_size == 4
 
 
 def test_a_batch_larger_than_the_data_is_refused_only_when_it_would_be_dropped():
-    assert [len(batch) for batch in AdaptiveLoader(range(10), 11)] == [10]
+    assert [len(batch) for batch in AdaptiveLoader(range(10), 11, seed=0)] == [10]
     with pytest.raises(ArgumentError, match="batch_size=11 is larger than the 10 samples"):
-        AdaptiveLoader(range(10), 11, drop_last=True)
-    loader = AdaptiveLoader(range(10), 10, drop_last=True)
+        AdaptiveLoader(range(10), 11, drop_last=True, seed=0)
+    loader = AdaptiveLoader(range(10), 10, drop_last=True, seed=0)
     with pytest.raises(ArgumentError, match="drop_last=False"):
         loader.batch_size = 11
 
@@ -202,7 +205,7 @@ def test_seeds_and_epochs_give_different_orders():
 @any_data
 @with_workers
 def test_the_global_random_state_neither_matters_nor_moves(data, workers):
-    loader = AdaptiveLoader(data, 4, **workers)
+    loader = AdaptiveLoader(data, 4, seed=0, **workers)
     torch.manual_seed(123)
     before = torch.get_rng_state()
     assert flat(loader) == Shuffled(23, 0).draw(0).tolist()
@@ -226,7 +229,7 @@ def test_workers_get_seeds_that_depend_on_seed_and_epoch_alone():
 
 @with_workers
 def test_an_epoch_left_early_starts_again_and_does_not_count(workers):
-    loader = AdaptiveLoader(range(23), 4, **workers)
+    loader = AdaptiveLoader(range(23), 4, seed=0, **workers)
     for left_after in (1, 3):
         for number, _ in enumerate(loader, 1):
             if number == left_after:
@@ -239,64 +242,66 @@ def test_an_epoch_left_early_starts_again_and_does_not_count(workers):
 
 @any_data
 def test_counts_grow_with_each_delivered_batch(data):
-    loader = AdaptiveLoader(data, 10)
+    loader = AdaptiveLoader(data, 10, seed=0)
     seen = [(loader.epoch, loader.batches_delivered, loader.samples_delivered) for _ in range(2) for _ in loader]
     assert seen == [(0, 1, 10), (0, 2, 20), (0, 3, 23), (1, 4, 33), (1, 5, 43), (1, 6, 46)]
 
 
 @with_workers
 def test_a_loop_that_counts_the_batches_finishes_the_epoch(workers):
-    loader = AdaptiveLoader(range(23), 5, **workers)
+    loader = AdaptiveLoader(range(23), 5, seed=0, **workers)
     for epoch in range(3):
         batches = [batch for _, batch in zip(range(len(loader)), loader, strict=False)]
         assert flat(batches) == Shuffled(23, 0).draw(epoch).tolist()
-    assert loader.finish_epoch().epoch == 2
+    assert loader._finished_pass(since=2).epoch == 2
     assert (loader.epoch, loader.samples_delivered) == (3, 69)
 
 
 @quickly
 @given(batch_sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4))
 def test_a_loop_that_counts_the_batches_covers_the_data_at_any_sizes(batch_sizes):
-    loader = AdaptiveLoader(range(23), 1)
+    loader = AdaptiveLoader(range(23), 1, seed=0)
     for batch_size in batch_sizes:
         loader.batch_size = batch_size
         batches = [batch for _, batch in zip(range(len(loader)), loader, strict=False)]
         assert sorted(flat(batches)) == list(range(23))
 
 
-def test_finish_epoch_tells_of_the_pass_that_ended():
-    loader = AdaptiveLoader(range(23), 5)
+def test_the_loader_tells_of_the_pass_that_ended_last():
+    loader = AdaptiveLoader(range(23), 5, seed=0)
     for _ in loader:
         loader.batch_size = 7
-    assert loader.finished_pass is not None
-    finished = loader.finish_epoch()
+    finished = loader._finished_pass(since=0)
     assert (finished.epoch, finished.batch_size, finished.batches, finished.samples) == (0, 5, 5, 23)
-    assert loader.finished_pass is None
+    assert loader._has_finished_pass(since=0)
+    assert not loader._has_finished_pass(since=1)
 
 
-def test_finish_epoch_is_refused_before_the_end_and_a_second_time():
-    loader = AdaptiveLoader(range(23), 5)
+def test_a_pass_that_has_not_ended_is_an_error_that_says_how_far_it_came():
+    loader = AdaptiveLoader(range(23), 5, seed=0)
     with pytest.raises(UsageError, match="no epoch has ended"):
-        loader.finish_epoch()
+        loader._finished_pass(since=0)
     batches = iter(loader)
     next(batches)
     with pytest.raises(UsageError, match="1 of 5 batches"):
-        loader.finish_epoch()
+        loader._finished_pass(since=0)
     list(batches)
-    loader.finish_epoch()
+    loader._finished_pass(since=0)
     with pytest.raises(UsageError, match="no epoch has ended since the last"):
-        loader.finish_epoch()
+        loader._finished_pass(since=1)
 
 
-def test_a_listener_hears_each_pass_that_starts_from_its_beginning():
+def test_a_listener_hears_each_pass_from_its_first_batch_on():
     heard = []
-    loader = AdaptiveLoader(range(6), 2)
-    forget = loader.on_new_pass(lambda: heard.append(loader.epoch))
+    loader = AdaptiveLoader(range(6), 2, seed=0)
+    forget = loader._listen(lambda current: heard.append((current.epoch, current.batches)))
+    iter(loader)
+    assert heard == []
     next(iter(loader))
     list(loader), list(loader)
     forget()
     list(loader)
-    assert heard == [0, 0, 1]
+    assert heard == [(0, 0), *((epoch, batches) for epoch in range(2) for batches in range(3))]
 
 
 # A pass for measuring
@@ -305,7 +310,7 @@ def test_a_listener_hears_each_pass_that_starts_from_its_beginning():
 @any_data
 @with_workers
 def test_a_full_pass_shows_every_sample_and_moves_nothing(data, workers):
-    loader = AdaptiveLoader(data, 5, drop_last=True, **workers)
+    loader = AdaptiveLoader(data, 5, drop_last=True, seed=0, **workers)
     batches = iter(loader)
     delivered = numbers([next(batches)])
     state, random_state = loader.state_dict(), torch.get_rng_state()
@@ -322,15 +327,15 @@ def test_a_full_pass_shows_every_sample_and_moves_nothing(data, workers):
 @pytest.mark.parametrize("data", [[], TensorDataset(torch.zeros(0, 3))], ids=["list", "tensors"])
 def test_an_empty_dataset_is_refused(data):
     with pytest.raises(ArgumentError, match="empty"):
-        AdaptiveLoader(data, 4)
+        AdaptiveLoader(data, 4, seed=0)
 
 
 def test_a_dataset_without_length_is_refused():
     with pytest.raises(ArgumentError, match="Unsized has no length"):
-        AdaptiveLoader(Unsized(), 4)
+        AdaptiveLoader(Unsized(), 4, seed=0)
 
 
-@pytest.mark.parametrize("seed", [-1, True, 0.5, None])
+@pytest.mark.parametrize("seed", [-1, True, 0.5, "0"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_wrong_seed_is_refused(seed, shuffle):
     with pytest.raises(ArgumentError, match=f"seed={seed!r}"):
@@ -346,9 +351,75 @@ def test_settings_that_wrap_takes_care_of_are_refused(name):
 @any_data
 def test_an_unknown_setting_is_refused(data):
     with pytest.raises(TypeError, match="shuffel"):
-        AdaptiveLoader(data, 4, shuffel=False)
+        AdaptiveLoader(data, 4, shuffel=False, seed=0)
 
 
 def test_workers_must_keep_the_order():
     with pytest.raises(ArgumentError, match="in_order=False"):
-        AdaptiveLoader(range(10), 4, num_workers=2, in_order=False)
+        AdaptiveLoader(range(10), 4, num_workers=2, in_order=False, seed=0)
+
+
+# The seed that is drawn
+
+
+def test_without_a_seed_torch_decides_as_it_does_elsewhere():
+    torch.manual_seed(7)
+    first, second = AdaptiveLoader(range(23), 4), AdaptiveLoader(range(23), 4)
+    torch.manual_seed(7)
+    again = AdaptiveLoader(range(23), 4)
+    assert first.seed == again.seed != second.seed
+    assert flat(first) == flat(again) == Shuffled(23, first.seed).draw(0).tolist() != flat(second)
+
+
+def test_a_drawn_seed_travels_in_the_state():
+    loader, other = AdaptiveLoader(range(23), 4), AdaptiveLoader(range(23), 4)
+    list(loader)
+    other.load_state_dict(loader.state_dict())
+    assert other.seed == loader.seed
+    assert flat(other) == flat(loader)
+
+
+def test_ranks_take_the_seed_that_rank_0_has_drawn():
+    class Second(Ranks):
+        def from_first(self, _: object) -> int:
+            return 5
+
+    loader = AdaptiveLoader(range(23), 4)
+    loader._join(Second(None))
+    assert loader.seed == 5
+    assert flat(loader) == Shuffled(23, 5).draw(0).tolist()
+
+
+def test_wrapping_draws_the_seed_from_the_loaders_own_generator():
+    own = torch.Generator().manual_seed(3)
+    before = torch.get_rng_state()
+    loaders = [AdaptiveLoader.wrap(DataLoader(range(23), 4, shuffle=True, generator=own.manual_seed(3))) for _ in "ab"]
+    assert loaders[0].seed == loaders[1].seed
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# What is done to a batch, and how much of one comes at a time
+
+
+@with_workers
+def test_a_transform_makes_what_is_delivered(workers):
+    loader = AdaptiveLoader(range(23), 4, shuffle=False, seed=0, transform=lambda batch: batch * 2, **workers)
+    assert flat(loader) == flat(loader.full_pass()) == list(range(0, 46, 2))
+    loader.transform = None
+    assert flat(loader) == list(range(23))
+
+
+@any_data
+def test_batches_may_be_delivered_in_smaller_ones(data):
+    loader = AdaptiveLoader(data, 12, shuffle=False, seed=0, delivery_size=5)
+    for batch_size in (12, 20):
+        loader.batch_size = batch_size
+        assert len(loader) == 5
+        assert [len(batch) for batch in numbers(loader)] == [5, 5, 5, 5, 3]
+        assert loader._finished_pass(since=0).batch_size == batch_size
+    assert flat(loader.full_pass()) == list(range(23))
+
+
+def test_a_wrong_delivery_size_is_refused():
+    with pytest.raises(ArgumentError, match="delivery_size=0"):
+        AdaptiveLoader(range(23), 4, delivery_size=0)

@@ -48,16 +48,18 @@ class Rotated:
 
 
 LOADERS = {
-    "tensors": lambda **kw: AdaptiveLoader(TensorDataset(torch.arange(23)), 4, **kw),
-    "map": lambda **kw: AdaptiveLoader(range(23), 4, **kw),
-    "in sequence": lambda **kw: AdaptiveLoader(range(23), 4, shuffle=False, **kw),
-    "dropping the rest": lambda **kw: AdaptiveLoader(range(23), 4, drop_last=True, **kw),
-    "workers": lambda **kw: AdaptiveLoader(range(23), 4, **PREFETCHING, **kw),
-    "persistent workers": lambda **kw: AdaptiveLoader(range(23), 4, persistent_workers=True, **PREFETCHING, **kw),
-    "own sampler": lambda **kw: AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=Rotated()), **kw),
-    "stream": lambda **kw: AdaptiveLoader(Stream(), 4, **kw),
-    "stream dropping the rest": lambda **kw: AdaptiveLoader(Stream(), 4, drop_last=True, **kw),
-    "stream with workers": lambda **kw: AdaptiveLoader(Stream(), 4, **PREFETCHING, **kw),
+    "tensors": lambda **kw: AdaptiveLoader(TensorDataset(torch.arange(23)), 4, **{"seed": 0, **kw}),
+    "map": lambda **kw: AdaptiveLoader(range(23), 4, **{"seed": 0, **kw}),
+    "in sequence": lambda **kw: AdaptiveLoader(range(23), 4, shuffle=False, **{"seed": 0, **kw}),
+    "dropping the rest": lambda **kw: AdaptiveLoader(range(23), 4, drop_last=True, **{"seed": 0, **kw}),
+    "workers": lambda **kw: AdaptiveLoader(range(23), 4, **PREFETCHING, **{"seed": 0, **kw}),
+    "persistent workers": lambda **kw: AdaptiveLoader(
+        range(23), 4, persistent_workers=True, **PREFETCHING, **{"seed": 0, **kw}
+    ),
+    "own sampler": lambda **kw: AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=Rotated()), **{"seed": 0, **kw}),
+    "stream": lambda **kw: AdaptiveLoader(Stream(), 4, **{"seed": 0, **kw}),
+    "stream dropping the rest": lambda **kw: AdaptiveLoader(Stream(), 4, drop_last=True, **{"seed": 0, **kw}),
+    "stream with workers": lambda **kw: AdaptiveLoader(Stream(), 4, **PREFETCHING, **{"seed": 0, **kw}),
     "stream with persistent workers": lambda **kw: AdaptiveLoader(
         Stream(), 4, persistent_workers=True, **PREFETCHING, **kw
     ),
@@ -124,7 +126,7 @@ def test_a_state_saved_in_the_body_of_the_last_batch_leaves_nothing_of_that_epoc
         state = loader.state_dict()
     copy = resumed(make, state)
     assert numbers(copy) == []
-    assert copy.finish_epoch().batches == loader.finish_epoch().batches
+    assert copy._finished_pass(since=0).batches == loader._finished_pass(since=0).batches
     assert copy.epoch == loader.epoch == 1
     assert numbers(copy) == numbers(loader)
 
@@ -169,7 +171,7 @@ def test_a_loader_already_in_use_can_be_set_back(make):
 
 
 def test_a_resumed_epoch_left_early_starts_again_from_its_beginning():
-    loader = AdaptiveLoader(range(23), 4)
+    loader = AdaptiveLoader(range(23), 4, seed=0)
     batches = after(loader, 2)
     copy = resumed(LOADERS["map"], loader.state_dict())
     next(iter(copy))
@@ -179,17 +181,17 @@ def test_a_resumed_epoch_left_early_starts_again_from_its_beginning():
 
 
 def test_a_resumed_pass_is_no_new_pass():
-    loader = AdaptiveLoader(range(23), 4)
+    loader = AdaptiveLoader(range(23), 4, seed=0)
     batches = after(loader, 2)
     copy, heard = resumed(LOADERS["map"], loader.state_dict()), []
-    copy.on_new_pass(lambda: heard.append(copy.epoch))
+    copy._listen(lambda current: heard.append((current.epoch, current.batches)))
     list(copy), list(copy)
-    assert heard == [1]
+    assert heard == [*((0, batches) for batches in range(2, 6)), *((1, batches) for batches in range(6))]
     del batches
 
 
 def test_a_resumed_pass_has_the_length_of_the_whole():
-    loader = AdaptiveLoader(range(23), 4)
+    loader = AdaptiveLoader(range(23), 4, seed=0)
     batches = after(loader, 2)
     copy = resumed(LOADERS["map"], loader.state_dict())
     rest = [batch for _, batch in zip(range(len(copy)), copy, strict=False)]
@@ -230,7 +232,7 @@ def test_workers_may_come_and_go_over_a_map_style_dataset():
 
 def test_the_order_of_a_random_sampler_travels_in_the_state():
     def make():
-        return AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=SubsetRandomSampler(range(5, 20))))
+        return AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=SubsetRandomSampler(range(5, 20))), seed=0)
 
     loader = make()
     batches = after(loader, 2)
@@ -244,7 +246,7 @@ def test_the_order_of_a_random_sampler_travels_in_the_state():
 
 def test_a_full_pass_after_a_resume_shows_the_samples_of_the_resumed_epoch():
     def make():
-        return AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=SubsetRandomSampler(range(5, 20))))
+        return AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=SubsetRandomSampler(range(5, 20))), seed=0)
 
     loader = make()
     batches = after(loader, 2)
@@ -258,10 +260,10 @@ def test_a_full_pass_after_a_resume_shows_the_samples_of_the_resumed_epoch():
 # What does not fit
 
 MISFITS = {
-    "another dataset size": (LOADERS["map"], lambda: AdaptiveLoader(range(24), 4), "dataset_size=23"),
+    "another dataset size": (LOADERS["map"], lambda: AdaptiveLoader(range(24), 4, seed=0), "dataset_size=23"),
     "another stream size": (
-        lambda: AdaptiveLoader(SizedStream(23), 4),
-        lambda: AdaptiveLoader(SizedStream(24), 4),
+        lambda: AdaptiveLoader(SizedStream(23), 4, seed=0),
+        lambda: AdaptiveLoader(SizedStream(24), 4, seed=0),
         "dataset_size=23",
     ),
     "another rest": (LOADERS["map"], LOADERS["dropping the rest"], "drop_last=False"),
@@ -282,7 +284,7 @@ def test_a_state_of_another_loader_is_refused_and_changes_nothing(saved, other, 
 
 
 def test_a_state_of_another_version_is_refused():
-    loader = AdaptiveLoader(range(23), 4)
+    loader = AdaptiveLoader(range(23), 4, seed=0)
     with pytest.raises(CheckpointError, match="version 999"):
         loader.load_state_dict({**loader.state_dict(), "version": 999})
     with pytest.raises(CheckpointError, match="version None"):

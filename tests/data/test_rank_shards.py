@@ -84,17 +84,23 @@ class Numbers(Dataset[int]):
         return index
 
 
+def shared(loader: AdaptiveLoader, rank: Rank | None) -> AdaptiveLoader:
+    if rank is not None:
+        loader._join(rank)
+    return loader
+
+
 def wrapped(rank: Rank | None) -> AdaptiveLoader:
     sampler = SubsetRandomSampler(range(1, 22), generator=torch.Generator().manual_seed(3))
     dataloader = DataLoader(Numbers(), 6, sampler=sampler)
-    return AdaptiveLoader.wrap(dataloader, ranks=rank)
+    return shared(AdaptiveLoader.wrap(dataloader, seed=0), rank)
 
 
 LOADERS = {
-    "tensors": lambda rank: AdaptiveLoader(TensorDataset(torch.arange(23)), 6, ranks=rank),
-    "numbers": lambda rank: AdaptiveLoader(Numbers(), 6, ranks=rank),
-    "workers": lambda rank: AdaptiveLoader(Numbers(), 6, num_workers=1, ranks=rank),
-    "in order": lambda rank: AdaptiveLoader(Numbers(), 6, shuffle=False, drop_last=True, ranks=rank),
+    "tensors": lambda rank: shared(AdaptiveLoader(TensorDataset(torch.arange(23)), 6, seed=0), rank),
+    "numbers": lambda rank: shared(AdaptiveLoader(Numbers(), 6, seed=0), rank),
+    "workers": lambda rank: shared(AdaptiveLoader(Numbers(), 6, num_workers=1, seed=0), rank),
+    "in order": lambda rank: shared(AdaptiveLoader(Numbers(), 6, shuffle=False, drop_last=True, seed=0), rank),
     "an own sampler": wrapped,
 }
 
@@ -116,7 +122,7 @@ def test_every_kind_of_loader_deals_out_what_one_process_gets(kind: str):
     for loader in loaders:
         assert loader.state_dict() == single.state_dict()
         assert len(loader) == len(single)
-    assert sum(loader.local_samples_delivered for loader in loaders) == single.samples_delivered
+    assert sum(loader._local_samples_delivered for loader in loaders) == single.samples_delivered
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -134,18 +140,19 @@ class Random(Numbers):
 
 def test_workers_of_different_ranks_draw_different_random_numbers():
     first, second = (
-        [numbers(batch) for batch in AdaptiveLoader(Random(), 23, num_workers=1, ranks=rank)] for rank in team(2)
+        [numbers(batch) for batch in shared(AdaptiveLoader(Random(), 23, num_workers=1, seed=0), rank)]
+        for rank in team(2)
     )
     assert not {*first[0]} & {*second[0]}
 
 
 def test_a_resume_with_other_ranks_goes_on_at_the_same_sample():
-    single = list(AdaptiveLoader(TensorDataset(torch.arange(23)), 6))
-    before = AdaptiveLoader(TensorDataset(torch.arange(23)), 6, ranks=Rank(1, 3))
+    single = list(AdaptiveLoader(TensorDataset(torch.arange(23)), 6, seed=0))
+    before = shared(AdaptiveLoader(TensorDataset(torch.arange(23)), 6, seed=0), Rank(1, 3))
     passing = iter(before)
     next(passing), next(passing)
     for size in (1, 2, 5):
-        loaders = [AdaptiveLoader(TensorDataset(torch.arange(23)), 8, ranks=rank) for rank in team(size)]
+        loaders = [shared(AdaptiveLoader(TensorDataset(torch.arange(23)), 8, seed=0), rank) for rank in team(size)]
         for loader in loaders:
             loader.load_state_dict(before.state_dict())
         rest = [[n for batch in loader for n in numbers(batch)[: loader.rank_shard.mine]] for loader in loaders]

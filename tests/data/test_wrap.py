@@ -109,7 +109,7 @@ def test_plain_shuffling_becomes_a_function_of_seed_and_epoch():
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_a_sequential_loader_gives_the_batches_it_gave(workers):
     theirs = DataLoader(Pairs(), batch_size=4, **workers)
-    loader = AdaptiveLoader.wrap(theirs)
+    loader = AdaptiveLoader.wrap(theirs, seed=0)
     assert loader.batch_size == 4
     assert_same(loader, theirs)
     loader.batch_size = 6
@@ -117,7 +117,7 @@ def test_a_sequential_loader_gives_the_batches_it_gave(workers):
 
 
 def test_dropping_the_rest_is_taken_over():
-    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=4, drop_last=True))
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=4, drop_last=True), seed=0)
     assert [len(batch) for batch in loader] == [4, 4]
     with pytest.raises(ArgumentError, match="larger than the 11 samples"):
         loader.batch_size = 12
@@ -141,7 +141,7 @@ def test_an_own_sampler_keeps_drawing_the_order(data, make):
     theirs = DataLoader(data, batch_size=3, sampler=make(), generator=torch.Generator())
     torch.manual_seed(0)
     expected = [list(theirs), list(theirs)]
-    loader = AdaptiveLoader.wrap(theirs)
+    loader = AdaptiveLoader.wrap(theirs, seed=0)
     torch.manual_seed(0)
     assert loader.dataset_size == len(theirs.sampler)
     for batches in expected:
@@ -150,7 +150,7 @@ def test_an_own_sampler_keeps_drawing_the_order(data, make):
 
 
 def test_an_own_sampler_survives_a_change_of_size():
-    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=3, sampler=SubsetRandomSampler(range(2, 9))))
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=3, sampler=SubsetRandomSampler(range(2, 9))), seed=0)
     for batch_size in (3, 50, 2):
         loader.batch_size = batch_size
         assert sorted(flat(loader)) == list(range(2, 9))
@@ -158,7 +158,7 @@ def test_an_own_sampler_survives_a_change_of_size():
 
 
 def test_a_full_pass_shows_what_a_random_sampler_drew_without_drawing_again():
-    loader = AdaptiveLoader.wrap(DataLoader(range(11), 3, sampler=WeightedRandomSampler(torch.ones(11), 11)))
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), 3, sampler=WeightedRandomSampler(torch.ones(11), 11)), seed=0)
     drawn = flat(loader)
     before = torch.get_rng_state()
     assert flat(loader.full_pass()) == drawn
@@ -167,7 +167,7 @@ def test_a_full_pass_shows_what_a_random_sampler_drew_without_drawing_again():
 
 def test_a_sampler_is_told_the_epoch():
     ours, theirs = (DistributedSampler(range(11), num_replicas=2, rank=0, seed=3) for _ in range(2))
-    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=3, sampler=ours))
+    loader = AdaptiveLoader.wrap(DataLoader(range(11), batch_size=3, sampler=ours), seed=0)
     for epoch in range(3):
         theirs.set_epoch(epoch)
         assert flat(loader) == list(theirs)
@@ -180,7 +180,7 @@ def test_a_sampler_is_told_the_epoch():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_of_any_structure_pass_through_and_are_counted(collate, workers):
     theirs = DataLoader(Pairs(), batch_size=4, collate_fn=collate, num_workers=workers)
-    loader = AdaptiveLoader.wrap(theirs)
+    loader = AdaptiveLoader.wrap(theirs, seed=0)
     assert_same(loader, theirs)
     assert loader.samples_delivered == 11
     assert_same(loader.full_pass(), theirs)
@@ -189,26 +189,26 @@ def test_batches_of_any_structure_pass_through_and_are_counted(collate, workers)
 def test_an_own_collate_is_used_for_tensors_in_memory_too():
     data = TensorDataset(torch.randn(11, 3), torch.arange(11))
     theirs = DataLoader(data, batch_size=4, collate_fn=as_dict)
-    assert_same(AdaptiveLoader.wrap(theirs), theirs)
+    assert_same(AdaptiveLoader.wrap(theirs, seed=0), theirs)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_can_be_wrapped(workers):
     theirs = DataLoader(Stream(), batch_size=4, drop_last=True, num_workers=workers)
-    assert_same(AdaptiveLoader.wrap(theirs), theirs)
+    assert_same(AdaptiveLoader.wrap(theirs, seed=0), theirs)
 
 
 # Settings
 
 
 def test_workers_and_their_start_up_are_taken_over():
-    loader = AdaptiveLoader.wrap(DataLoader(Marked(), batch_size=4, num_workers=2, worker_init_fn=mark_worker))
+    loader = AdaptiveLoader.wrap(DataLoader(Marked(), batch_size=4, num_workers=2, worker_init_fn=mark_worker), seed=0)
     assert set(flat(loader)) == {7}
     assert set(flat(loader.full_pass())) == {7}
 
 
 def test_pinned_memory_is_taken_over():
-    loader = AdaptiveLoader.wrap(DataLoader(TensorDataset(torch.arange(11)), batch_size=4, pin_memory=True))
+    loader = AdaptiveLoader.wrap(DataLoader(TensorDataset(torch.arange(11)), batch_size=4, pin_memory=True), seed=0)
     if torch.accelerator.is_available():
         assert all(batch.is_pinned() for (batch,) in loader)
     else:
@@ -219,7 +219,7 @@ def test_pinned_memory_is_taken_over():
 def test_a_generator_of_its_own_seeds_the_workers():
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
-    list(AdaptiveLoader.wrap(DataLoader(range(11), batch_size=4, generator=generator)))
+    list(AdaptiveLoader.wrap(DataLoader(range(11), batch_size=4, generator=generator), seed=0))
     assert not torch.equal(generator.get_state(), before)
 
 
@@ -228,26 +228,28 @@ def test_a_generator_of_its_own_seeds_the_workers():
 
 def test_a_batch_sampler_with_ideas_of_its_own_is_refused():
     with pytest.raises(ArgumentError, match="batch sampler is: Buckets"):
-        AdaptiveLoader.wrap(DataLoader(range(11), batch_sampler=Buckets(SequentialSampler(range(11)), 3, False)))
+        AdaptiveLoader.wrap(
+            DataLoader(range(11), batch_sampler=Buckets(SequentialSampler(range(11)), 3, False)), seed=0
+        )
 
 
 def test_a_loader_without_batches_is_refused():
     with pytest.raises(ArgumentError, match=r"batch_size=None"):
-        AdaptiveLoader.wrap(DataLoader(range(11), batch_size=None))
+        AdaptiveLoader.wrap(DataLoader(range(11), batch_size=None), seed=0)
 
 
 def test_a_loader_that_mixes_the_order_of_its_workers_is_refused():
     with pytest.raises(ArgumentError, match="in_order=False"):
-        AdaptiveLoader.wrap(DataLoader(range(11), num_workers=2, in_order=False))
+        AdaptiveLoader.wrap(DataLoader(range(11), num_workers=2, in_order=False), seed=0)
 
 
 def test_an_empty_loader_is_refused():
     with pytest.raises(ArgumentError, match="empty"):
-        AdaptiveLoader.wrap(DataLoader([]))
+        AdaptiveLoader.wrap(DataLoader([]), seed=0)
     with pytest.raises(ArgumentError, match="empty"):
-        AdaptiveLoader.wrap(DataLoader(range(11), sampler=[]))
+        AdaptiveLoader.wrap(DataLoader(range(11), sampler=[]), seed=0)
 
 
 def test_what_is_no_loader_is_refused_by_its_name():
     with pytest.raises(ArgumentError, match="Pairs"):
-        AdaptiveLoader.wrap(Pairs())
+        AdaptiveLoader.wrap(Pairs(), seed=0)

@@ -153,7 +153,9 @@ class Run:
         self.model = self.net if problem.wrap_late else wrapped(self.net, ranks, problem)
         self.optimizer = SGD(self.net.parameters(), lr=problem.lr, momentum=0.5)
         self.scheduler = StepLR(self.optimizer, 2, 0.5)
-        self.loader = AdaptiveLoader(dataset(problem), problem.batch_size, seed=5, ranks=ranks)
+        self.loader = AdaptiveLoader(
+            dataset(problem), problem.batch_size, seed=5, process_group=ranks._group or "alone"
+        )
         self.estimator = keeping(make_estimator(problem.estimator))
         self.control = Controller(
             self.net if problem.give_inner else self.model,

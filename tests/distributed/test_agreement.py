@@ -122,16 +122,18 @@ def test_ranks_that_disagree_get_the_same_error_everywhere(team: Team, what: str
 
 def test_a_group_that_was_never_initialised_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    loader = AdaptiveLoader(TensorDataset(torch.arange(8)), 2)  # a group may still come
+    loader = AdaptiveLoader(TensorDataset(torch.arange(8)), 2, seed=0)  # a group may still come
     with pytest.raises(UsageError, match=r"WORLD_SIZE=4 .* no process group .*init_process_group\(\) first"):
         next(iter(loader))
-    assert len(list(AdaptiveLoader(TensorDataset(torch.arange(8)), 2, ranks=Ranks.alone()))) == 4
+    assert len(list(AdaptiveLoader(TensorDataset(torch.arange(8)), 2, process_group="alone", seed=0))) == 4
 
 
 def sizes_of(ranks: Ranks, batch_size: int, policy: Policy) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loader = AdaptiveLoader(TensorDataset(torch.arange(22.0)[:, None]), batch_size, ranks=ranks)
+        loader = AdaptiveLoader(
+            TensorDataset(torch.arange(22.0)[:, None]), batch_size, process_group=ranks._group, seed=0
+        )
         model = nn.Linear(1, 1)
         control = Controller(model, SGD(model.parameters(), 0.1), loader, policy, lr_coupling="linear")
         local = [len(x) for (x,) in loader]
@@ -169,9 +171,9 @@ def refusals(ranks: Ranks) -> list[str]:
     dealt = DataLoader(TensorDataset(torch.arange(20)), 5, sampler=DistributedSampler(range(20)))
     told = []
     for make in (
-        lambda: AdaptiveLoader(Stream(), 5, ranks=ranks),
-        lambda: AdaptiveLoader(data, 3, ranks=ranks),
-        lambda: AdaptiveLoader.wrap(dealt, ranks=ranks),
+        lambda: AdaptiveLoader(Stream(), 5, process_group=ranks._group, seed=0),
+        lambda: AdaptiveLoader(data, 3, process_group=ranks._group, seed=0),
+        lambda: AdaptiveLoader.wrap(dealt, process_group=ranks._group, seed=0),
     ):
         try:
             make()
@@ -190,7 +192,7 @@ def test_data_that_ranks_cannot_share_is_refused(team: Team) -> None:
 def drawn(ranks: Ranks) -> tuple[list[list[int]], list[int]]:
     torch.manual_seed(ranks.rank)
     data = TensorDataset(torch.arange(23))
-    loader = AdaptiveLoader.wrap(DataLoader(data, 6, sampler=RandomSampler(data, num_samples=19)))
+    loader = AdaptiveLoader.wrap(DataLoader(data, 6, sampler=RandomSampler(data, num_samples=19)), seed=0)
     seen = [batch.tolist()[: loader.rank_shard.mine] for (batch,) in loader]
     return seen, [number for (batch,) in loader.full_pass() for number in batch.tolist()]
 

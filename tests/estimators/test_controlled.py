@@ -35,7 +35,7 @@ class Training:
     """An ordinary loop that cuts its batches in two."""
 
     def __init__(self, policy: Policy, *, lr: float = 0.01, step_lr: float | None = None, **settings) -> None:
-        self.model, self.loader = mlp(), AdaptiveLoader(DATA, 16)
+        self.model, self.loader = mlp(), AdaptiveLoader(DATA, 16, seed=0)
         self.optimizer = SGD(self.model.parameters(), lr)
         self.scheduler = StepLR(self.optimizer, 1, gamma=step_lr) if step_lr else None
         self.control = Controller(self.model, self.optimizer, self.loader, policy, scheduler=self.scheduler, **settings)
@@ -225,7 +225,7 @@ def test_what_only_a_shadow_needs_is_asked_for_too():
     with pytest.raises(UsageError, match=r"AdaDamp.* needs the epoch's mean training loss"):
         training.epoch(tell_loss=False)
     seldom = Training(Fixed(), estimator="split", shadows={"third": NoiseScale(CAP, every=3)})
-    assert [(seldom.control.is_measuring, seldom.epoch())[0] for _ in range(4)] == [False, False, True, False]
+    assert [seldom.epoch().measured for _ in range(4)] == [False, False, True, False]
 
 
 def test_the_record_has_the_interval_of_an_estimate():
@@ -240,15 +240,21 @@ def test_the_record_has_the_interval_of_an_estimate():
     assert EpochRecord.from_dict(json.loads(record.to_json())) == record
 
 
+def cuts_of_an_epoch(training: Training) -> list[int]:
+    """Before each batch the least number of micro-batches."""
+    cuts: list[int] = []
+    forget = training.control.loader._listen(lambda _: cuts.append(training.control.plan().min_micro_batches))
+    training.epoch()
+    forget()
+    return cuts
+
+
 def test_the_controller_says_in_how_many_parts_a_batch_must_come():
     training = Training(NoiseScale(CAP, every=2), estimator="split")
-    assert [(training.control.min_micro_batches, training.epoch())[0] for _ in range(3)] == [1, 2, 1]
-    assert Training(NoiseScale(CAP), estimator="moments").control.min_micro_batches == 1
+    assert [cuts_of_an_epoch(training)[0] for _ in range(3)] == [1, 2, 1]
+    assert cuts_of_an_epoch(Training(NoiseScale(CAP), estimator="moments"))[0] == 1
     training = Training(NoiseScale(CAP), estimator=Split(every=4))
-    parts = [training.control.min_micro_batches]
-    training.control.loader.on_step(lambda _: parts.append(training.control.min_micro_batches))
-    training.epoch()
-    assert parts[:9] == [2, 1, 1, 1, 2, 1, 1, 1, 2]
+    assert cuts_of_an_epoch(training)[:9] == [2, 1, 1, 1, 2, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("kind", [Split, Moments])
@@ -263,7 +269,7 @@ def test_decisions_that_would_see_no_two_estimates_are_refused(kind):
 def test_moments_work_with_any_model_and_optimizer():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.PReLU(), nn.Linear(6, 3)).double()
-    loader, optimizer = AdaptiveLoader(DATA, 16), Adam(model.parameters(), 1e-3)
+    loader, optimizer = AdaptiveLoader(DATA, 16, seed=0), Adam(model.parameters(), 1e-3)
     with Controller(model, optimizer, loader, NoiseScale(CAP), estimator="moments") as control:
         for x, y in loader:
             optimizer.zero_grad()
@@ -279,9 +285,11 @@ REPLAYED = {"trajectory": True, "moments": True, "split": True, "per-sample": Fa
 def test_what_needs_python_in_each_pass_is_not_replayed(estimator, is_replayed):
     model = mlp()
     optimizer = SGD(model.parameters(), 0.1)
-    control = Controller(model, optimizer, AdaptiveLoader(DATA, 16), DiveBatch(0.1, 64), estimator=estimator)
-    assert control.is_measuring
-    before = control.replay_token
+    control = Controller(model, optimizer, AdaptiveLoader(DATA, 16, seed=0), DiveBatch(0.1, 64), estimator=estimator)
+    assert not control.plan().measuring
+    next(iter(control.loader))
+    assert control.plan().measuring
+    before = control.plan().replay_token
     assert (before is not None) == is_replayed
-    iter(control.loader)  # a new pass: the sums of trajectory begin anew
-    assert (control.replay_token == before) == (estimator != "trajectory")
+    next(iter(control.loader))  # a new pass: the sums of trajectory begin anew
+    assert (control.plan().replay_token == before) == (estimator != "trajectory")

@@ -60,7 +60,7 @@ def uneven_course(gamma: float) -> tuple[list[EpochRecord], float]:
     net = nn.Linear(1, 1)
     optimizer = SGD(net.parameters(), lr=0.1)
     scheduler = StepLR(optimizer, step_size=1, gamma=gamma)
-    loader = AdaptiveLoader(TensorDataset(torch.arange(float(UNEVEN)).view(-1, 1)), 6)
+    loader = AdaptiveLoader(TensorDataset(torch.arange(float(UNEVEN)).view(-1, 1)), 6, seed=0)
     policy, records = Watched(GROWS_AND_SHRINKS), []
     with Controller(net, optimizer, loader, policy, scheduler=scheduler, lr_coupling="linear") as control:
         for _ in GROWS_AND_SHRINKS:

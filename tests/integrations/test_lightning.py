@@ -273,7 +273,7 @@ def plain_lightning(sizes: tuple[int, ...], *, reload: int) -> list[list[int]]:
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             sampler.batch_size = sizes[min(trainer.current_epoch + 1, len(sizes) - 1)]
 
-    sampler = AdaptiveBatchSampler(48, sizes[0])
+    sampler = AdaptiveBatchSampler(48, sizes[0], seed=0)
     trained = module()
     loader = DataLoader(Numbered(), batch_sampler=sampler)
     settings = {**QUIET, "accelerator": "cpu", "reload_dataloaders_every_n_epochs": reload}

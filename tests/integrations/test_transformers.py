@@ -214,7 +214,7 @@ def test_the_trainer_itself_loses_samples_when_its_loader_changes(tmp_path):
         def get_train_dataloader(self) -> Any:
             return DataLoader(NUMBERED, batch_sampler=sampler)
 
-    sampler = AdaptiveBatchSampler(48, 24)
+    sampler = AdaptiveBatchSampler(48, 24, seed=0)
     args = trainer(Fixed(), tmp_path, num_train_epochs=2, gradient_accumulation_steps=1).args
     theirs = Theirs(model=Regression(), args=args, train_dataset=NUMBERED, callbacks=[Change()])
     theirs.train()

@@ -23,7 +23,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
     model, optimizer, prepared = accelerator.prepare(net, optimizer, scheduler)
-    loader = AdaptiveLoader(TensorDataset(torch.arange(float(UNEVEN)).view(-1, 1)), 6)
+    loader = AdaptiveLoader(TensorDataset(torch.arange(float(UNEVEN)).view(-1, 1)), 6, seed=0)
     parts = (accelerator, model, optimizer, loader, Watched(GROWS_AND_SHRINKS))
     spare = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     spare, prepared_spare = accelerator.prepare(spare, StepLR(spare, step_size=1))

@@ -113,7 +113,7 @@ def test_it_can_be_kept_calm_without_losing_its_rate():
 def test_one_line_is_enough():
     torch.manual_seed(0)
     model = mlp()
-    optimizer, loader = SGD(model.parameters(), 0.001), AdaptiveLoader(dataset(400), batch_size=4)
+    optimizer, loader = SGD(model.parameters(), 0.001), AdaptiveLoader(dataset(400), batch_size=4, seed=0)
     control = Controller(model, optimizer, loader, Auto(64))
     records = []
     for _ in range(4):
@@ -136,4 +136,6 @@ def test_a_coupling_that_would_change_the_noise_is_refused():
         Auto(4096, lr_coupling="none")
     model = mlp()
     with pytest.raises(ArgumentError, match=r"Auto moves the learning rate.*pass lr_coupling='linear', got.*'sqrt'"):
-        Controller(model, SGD(model.parameters(), 0.1), AdaptiveLoader(dataset(8), 4), Auto(8), lr_coupling="sqrt")
+        Controller(
+            model, SGD(model.parameters(), 0.1), AdaptiveLoader(dataset(8), 4, seed=0), Auto(8), lr_coupling="sqrt"
+        )

@@ -1,57 +1,92 @@
-"""One trip through the data."""
+"""One pass over the data."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from divebatch.data.sampler import num_batches
+from divebatch.errors import UsageError
+from divebatch.ranks import RankShard
+
 
 @dataclass(slots=True)
-class Pass:
-    """One trip through the data, and how far it has come."""
+class EpochProgress:
+    """One pass over the data, and how far it has come."""
 
     epoch: int
-    """From 0."""
+    """Counts from 0."""
     batch_size: int
-    """In force; the one it ended with where it has ended."""
+    """The size in force; once the pass has ended, the one it ended with."""
     order: Tensor | Sequence[Any] | None
-    num_batches: int | None
-    """In the whole pass; None for a stream."""
+    """The indices of all its samples; None for a stream."""
+    drop_last: bool
+    delivery_size: int | None = None
+    """Samples of a delivered batch where that is not the batch size."""
+    num_batches: int | None = None
+    """Batches of the whole pass; None for a stream that does not know."""
     batches: int = 0
-    """Delivered to the loop, not merely prefetched."""
+    """Batches delivered to the loop, not merely prefetched."""
     samples: int = 0
+    """Samples delivered, of all ranks."""
     local_samples: int = field(default=0, compare=False)
-    """Of them on this rank, in this life."""
+    """Samples delivered to this rank by this process; those before a resume are not among them."""
     is_open: bool = True
     """False once its iterator is used up or was left."""
     seconds: float = field(default=0.0, compare=False)
-    """From the first request for a batch to the end, where it has ended; a resumed pass counts from its resume."""
-    samples_before: int = field(default=0, compare=False)
-    """Delivered in an earlier life."""
+    """From the first request for a batch to the end; a resumed pass counts from its resume. 0 before the end."""
+    _begun_at: float = field(default=0.0, compare=False)
+    _samples_before: int = field(default=0, compare=False)
 
     @property
     def left(self) -> Tensor | Sequence[Any] | None:
-        """The samples that are still to be delivered; None for a stream, which does not know."""
+        """The indices that are still to be delivered; None for a stream."""
         return None if self.order is None else self.order[self.samples :]
 
     @property
     def samples_left(self) -> int:
-        """How many those are; 0 for a stream."""
+        """How many samples are still to be delivered; 0 for a stream."""
         return 0 if self.order is None else len(self.order) - self.samples
 
     @property
+    def cut_size(self) -> int:
+        """Samples of a delivered batch."""
+        return self.delivery_size or self.batch_size
+
+    @property
     def is_used_up(self) -> bool:
-        """All batches delivered, even if the loop stopped before the iterator could say so."""
+        """Whether all batches were delivered, even if the loop stopped before the iterator could say so."""
         return self.batches == self.num_batches
 
     @property
     def samples_per_second(self) -> float | None:
-        """Loading and training together; None where nothing was timed."""
-        return (self.samples - self.samples_before) / self.seconds if self.seconds > 0 else None
+        """Speed of loading and training together; None where nothing was timed."""
+        return (self.samples - self._samples_before) / self.seconds if self.seconds > 0 else None
+
+    def resize(self, batch_size: int) -> None:
+        """Cut what is left with another size; of a stream, which does not know what is left, the next pass."""
+        self.batch_size = batch_size
+        if self.order is not None:
+            self.num_batches = self.batches + num_batches(self.samples_left, self.cut_size, drop_last=self.drop_last)
+
+    def begin(self) -> None:
+        """The loop asks for its first batch, or for the first after a resume."""
+        self._begun_at, self._samples_before = time.perf_counter(), self.samples
+
+    def count(self, shard: RankShard) -> None:
+        """A batch is delivered."""
+        self.batches += 1
+        self.samples += shard.num_samples
+        self.local_samples += shard.mine
+
+    def end(self) -> None:
+        """The loop is through."""
+        self.seconds = time.perf_counter() - self._begun_at
 
     def state_dict(self, *, with_order: bool) -> dict[str, Any]:
-        """How far it has come; `with_order` where the order cannot be drawn again from (seed, epoch)."""
+        """How far it has come; `with_order` where the order cannot be drawn again."""
         return {
             "batch_size": self.batch_size,
             "batches": self.batches,
@@ -60,9 +95,9 @@ class Pass:
         }
 
 
-def why_not_finished(current: Pass | None) -> str:
-    """For a loop that says its epoch is over."""
+def not_finished(current: EpochProgress | None) -> UsageError:
+    """The error for a loop that says its epoch is over."""
     if current is None or current.batches == 0:
-        return "no epoch has ended since the last step(): iterate over the loader to its end first"
+        return UsageError("no epoch has ended since the last step(): iterate over the loader to its end first")
     total = current.num_batches or "?"
-    return f"epoch {current.epoch + 1} has not ended: {current.batches} of {total} batches were delivered"
+    return UsageError(f"epoch {current.epoch + 1} has not ended: {current.batches} of {total} batches were delivered")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from divebatch.data.order import Order, order_of
@@ -23,7 +24,7 @@ _PASSED_ON = (
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Parts:
     """All that decides which batches come."""
 
     dataset: Any
@@ -33,18 +34,21 @@ class Taken:
     drop_last: bool
     settings: dict[str, Any]
     """For a DataLoader that is given its batches."""
+    generator: torch.Generator | None = None
+    """From which a seed is drawn; None for torch's default one."""
 
 
-def parts_of(dataloader: Any, seed: int) -> Taken:
-    """The parts of a DataLoader; `seed` is for the order that replaces torch's plain shuffling."""
+def parts_of(dataloader: Any) -> Parts:
+    """The parts of a DataLoader, with an order of ours in the place of torch's plain shuffling."""
     if not isinstance(dataloader, DataLoader):
         raise ArgumentError(f"wrap takes a DataLoader, got {type(dataloader).__name__}")
     cutting = dataloader.batch_sampler
     if type(cutting) is not BatchSampler:
         kind = "none (batch_size=None)" if cutting is None else type(cutting).__name__
         raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")
-    order = None if isinstance(dataloader.dataset, IterableDataset) else order_of(cutting.sampler, seed)
     settings = {name: getattr(dataloader, name) for name in _PASSED_ON}
     if dataloader.generator is not None:
         settings["generator"] = dataloader.generator
-    return Taken(dataloader.dataset, cutting.batch_size, order, cutting.drop_last, settings)
+    order = None if isinstance(dataloader.dataset, IterableDataset) else order_of(cutting.sampler)
+    generator = dataloader.generator or getattr(cutting.sampler, "generator", None)
+    return Parts(dataloader.dataset, cutting.batch_size, order, cutting.drop_last, settings, generator)

@@ -1,7 +1,8 @@
 """In which order an epoch visits the samples."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -18,6 +19,12 @@ def checked_seed(seed: int) -> int:
     return seed
 
 
+def drawn_seed(generator: torch.Generator | None = None) -> int:
+    """A seed from `generator`, else from torch's default one, so that `torch.manual_seed` decides over it."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+
+
 def mixed_seed(seed: int, *purpose: int) -> int:
     """One well-mixed seed for each purpose: an epoch's order, its workers, a trial's data.
 
@@ -26,47 +33,61 @@ def mixed_seed(seed: int, *purpose: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=purpose).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-class Order(Protocol):
+class Order(ABC):
     """Draws the sample indices of an epoch."""
 
-    def draw(self, epoch: int) -> Tensor | Sequence[Any]:
-        """All indices of `epoch` (from 0), each once."""
-        ...
-
-    def __len__(self) -> int: ...
-
-
-class Shuffled:
-    """A permutation that depends on (seed, epoch) and nothing else."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.size, self.seed = size, checked_seed(seed)
-
-    def draw(self, epoch: int) -> Tensor:
-        """A fresh permutation for each epoch, the same one for the same epoch."""
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-        return torch.randperm(self.size, generator=generator)
-
-    def __len__(self) -> int:
-        return self.size
-
-
-class Sequential:
-    """The dataset's own order."""
+    is_reproducible: ClassVar[bool] = True
+    """Whether every drawing of an epoch, here or on another rank, gives the same."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def draw(self, epoch: int) -> Tensor:
-        """0, 1, 2, ..."""
-        return torch.arange(self.size)
-
     def __len__(self) -> int:
         return self.size
 
+    @abstractmethod
+    def draw(self, epoch: int) -> Tensor | Sequence[Any]:
+        """All indices of `epoch` (from 0), each once."""
 
-class FromSampler:
+    def seeded(self, seed: int) -> "Order":
+        """The same order with another seed, where it has one."""
+        return self
+
+    def fixed(self) -> Tensor | Sequence[Any]:
+        """The indices of an epoch in an order that never changes."""
+        return torch.arange(self.size)
+
+    def remember(self, order: Any) -> None:
+        """Take a saved order for the one that was drawn last."""
+        return
+
+
+class Shuffled(Order):
+    """A permutation that depends on (seed, epoch) and nothing else."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        super().__init__(size)
+        self.seed = checked_seed(seed)
+
+    def draw(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+        return torch.randperm(self.size, generator=generator)
+
+    def seeded(self, seed: int) -> Self:
+        return type(self)(self.size, seed)
+
+
+class Sequential(Order):
+    """The dataset's own order."""
+
+    def draw(self, epoch: int) -> Tensor:
+        return torch.arange(self.size)
+
+
+class FromSampler(Order):
     """The order of a sampler the user brought; told the epoch where it listens (`set_epoch`)."""
+
+    is_reproducible = False
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         if not isinstance(sampler, Sized):
@@ -74,26 +95,23 @@ class FromSampler:
         if len(sampler) == 0:
             raise ArgumentError(f"the dataset is empty: sampler {type(sampler).__name__} has no samples")
         self.sampler: Any = sampler
-        self._last: list[Any] | None = None
-
-    @property
-    def last_drawn(self) -> list[Any]:
-        """The indices of the latest epoch: drawing again would advance a random sampler."""
-        return self.draw(0) if self._last is None else self._last
-
-    @last_drawn.setter
-    def last_drawn(self, order: list[Any]) -> None:
-        self._last = order
-
-    def draw(self, epoch: int) -> list[Any]:
-        """What the sampler yields now."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        self._last = list(self.sampler)
-        return self._last
+        self._last_drawn: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def draw(self, epoch: int) -> list[Any]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        self._last_drawn = list(self.sampler)
+        return self._last_drawn
+
+    def fixed(self) -> list[Any]:
+        """The latest epoch's: only a drawing tells which samples there are, and another would advance the sampler."""
+        return self.draw(0) if self._last_drawn is None else self._last_drawn
+
+    def remember(self, order: Any) -> None:
+        self._last_drawn = order
 
 
 def size_of(dataset: Any) -> int:
@@ -107,12 +125,12 @@ def size_of(dataset: Any) -> int:
     return size
 
 
-def order_of(sampler: Any, seed: int) -> Order:
+def order_of(sampler: Any) -> Order:
     """Ours for torch's two plain samplers, so that epochs repeat and resume; else the sampler itself."""
     if type(sampler) is SequentialSampler:
         return Sequential(size_of(sampler.data_source))
     if type(sampler) is RandomSampler and not sampler.replacement:
         size = size_of(sampler.data_source)
         if sampler.num_samples == size:
-            return Shuffled(size, seed)
+            return Shuffled(size)
     return FromSampler(sampler)

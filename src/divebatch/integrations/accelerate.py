@@ -1,15 +1,12 @@
 """Accelerate: a controller for what `accelerator.prepare` made, over any number of processes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-
 from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.data.source import Source
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.integrations.scaling import under_scaler
@@ -46,7 +43,7 @@ def make_controller(
     _check(accelerator, loader)
     given = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
     schedulers = [_unwrapped(part, accelerator.num_processes) for part in given]
-    loader._source = _OnDevice(loader._source, accelerator.device)
+    loader.transform = _OnDevice(loader.transform, accelerator.device)
     control = Controller(
         accelerator.unwrap_model(model),
         optimizer.optimizer if isinstance(optimizer, _optimizer.AcceleratedOptimizer) else optimizer,
@@ -62,17 +59,14 @@ def make_controller(
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """Batches where the model is, whatever their nesting."""
+    """A loader's transform, then the batch where the model is, whatever its nesting."""
 
-    source: Source
+    transform: Callable[[Any], Any] | None
     device: Any
 
-    def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
-    ) -> Iterator[tuple[int, Any]]:
-        """The source's batches, moved."""
-        for num_samples, batch in self.source.batches(order, batch_size, start=start, seed=seed):
-            yield num_samples, _operations.send_to_device(batch, self.device)
+    def __call__(self, batch: Any) -> Any:
+        moved = batch if self.transform is None else self.transform(batch)
+        return _operations.send_to_device(moved, self.device)
 
 
 def _check(accelerator: Any, loader: Any) -> None:
@@ -81,7 +75,7 @@ def _check(accelerator: Any, loader: Any) -> None:
             f"loader must be an AdaptiveLoader, got {type(loader).__name__}: leave the loader out of "
             f"accelerator.prepare and make it AdaptiveLoader(dataset, batch_size) or AdaptiveLoader.wrap(dataloader)"
         )
-    if isinstance(loader._source, _OnDevice):
+    if isinstance(loader.transform, _OnDevice):
         raise ArgumentError("this loader belongs to an accelerator already: make one for each")
     if accelerator.gradient_accumulation_steps != 1:
         raise ArgumentError(

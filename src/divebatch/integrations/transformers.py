@@ -5,8 +5,8 @@ moves is `gradient_accumulation_steps`: a backward pass always takes `per_device
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.data.source import Source
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import InMultiples, refuse_loss
@@ -100,15 +99,15 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         """Every sample once an epoch, in passes of `per_device_train_batch_size`."""
         theirs = super().get_train_dataloader()
         self.args.gradient_accumulation_steps = self._first_passes
-        self.train_loader = _Passes(
+        self.train_loader = AdaptiveLoader(
             theirs.dataset,
             self._train_batch_size * self._first_passes,
             shuffle=self.args.train_sampling_strategy != "sequential",
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=self.args.dataloader_drop_last,
+            delivery_size=self._train_batch_size,
             **{name: getattr(theirs, name) for name in _TAKEN_OVER},
         )
-        self.train_loader.take_passes_of(self._train_batch_size)
         return self.train_loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -257,34 +256,6 @@ class _Follow(_TrainerCallback):  # type: ignore[misc]
             self.trainer.batch_control.close()
         while self._hooks:
             self._hooks.pop().remove()
-
-
-class _Passes(AdaptiveLoader):
-    """Delivers passes of a fixed size, whatever the batch size is: so many of them make one optimizer step."""
-
-    def take_passes_of(self, pass_size: int) -> None:
-        """Samples in one backward pass."""
-        self._pass_size = pass_size
-        self._source = _InPasses(self._source, pass_size)
-
-    def _num_batches(self, order: Any, batch_size: int) -> int | None:
-        return super()._num_batches(order, self._pass_size)
-
-    def __len__(self) -> int:
-        assert self.dataset_size is not None
-        return self._num_batches(range(self.dataset_size), self._pass_size) or 0
-
-
-@dataclass(frozen=True)
-class _InPasses:
-    source: Source
-    pass_size: int
-
-    def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
-    ) -> Iterator[tuple[int, Any]]:
-        """The epoch's order, cut by the size of a pass."""
-        return self.source.batches(order, self.pass_size, start=start, seed=seed)
 
 
 def _num_samples(inputs: Any) -> int:

@@ -189,7 +189,7 @@ def trained(estimator: str | Split, micro_batch_size: int | None) -> tuple[list[
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    loader, passes = AdaptiveLoader(DATA, 8), make_passes(model, micro_batch_size)
+    loader, passes = AdaptiveLoader(DATA, 8, seed=0), make_passes(model, micro_batch_size)
     records = []
     with Controller(model, optimizer, loader, NoiseScale(8), estimator=estimator) as control:
         step = Step.under(control, passes, optimizer)
@@ -197,8 +197,6 @@ def trained(estimator: str | Split, micro_batch_size: int | None) -> tuple[list[
             passes.begin_epoch(step.part_size(8), batch_size=8)
             loss = train_epoch(partial(expected_step, step), loader, Tally(), lambda: None)
             records.append(control.step(loss=loss))
-    passes.begin_epoch(step.part_size(8))
-    step(DATA[:8])  # after the controller is closed
     return records, [parameter.detach() for parameter in model.parameters()]
 
 
@@ -210,7 +208,7 @@ def test_what_is_replayed_trains_and_is_measured_as_what_is_not(kind, micro_batc
     request.getfixturevalue("on_a_gpu")
     found, weights = trained(make(), micro_batch_size)
     assert Played.made == (2 if "," in kind and micro_batch_size is None else 1)
-    assert Played.replayed >= 3 * 7
+    assert Played.replayed >= 3 * 7 - 1
     for one, other in zip(found, expected, strict=True):
         assert one.measured == other.measured
         assert (one.diversity, one.diversity_low, one.train_loss) == pytest.approx(

@@ -57,11 +57,11 @@ class Step:
         return cls(
             passes,
             optimizer,
-            is_measuring=lambda: control.is_measuring,
-            replay_token=lambda: control.replay_token,
-            min_micro_batches=lambda: control.min_micro_batches,
+            is_measuring=lambda: control.plan().measuring,
+            replay_token=lambda: control.plan().replay_token,
+            min_micro_batches=lambda: control.plan().min_micro_batches,
             share=lambda: control.loader.rank_shard,
-            on_replay=control.see_replay,
+            on_replay=lambda gradients, weight: control.plan().see_replay(gradients, weight),
         )
 
     def __call__(self, batch: Any) -> Tensor:

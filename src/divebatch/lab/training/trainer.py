@@ -70,7 +70,6 @@ class Trainer:
         Measuring counts as training; evaluation and the compiler's work do not. `after_step` may save or raise.
         """
         with device_settings(self.setup.precision, self.clock.device):
-            was_measured = self.control.is_measuring
             with self.clock.lap("train"):
                 train_loss = self._train(after_step)
                 with self.clock.lap("measure"):
@@ -88,7 +87,6 @@ class Trainer:
             val_loss=seen.loss,
             val_accuracy=seen.accuracy,
             exact_diversity=exact,
-            measured=was_measured,
             micro_batch_size=self.setup.micro_batch_size,
             recompiles=self.passes.num_compiled,
             **self._costs(peak),

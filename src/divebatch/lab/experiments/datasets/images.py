@@ -1,6 +1,6 @@
 """Image data in batches: stored on the device or fetched from the host, augmented on the device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self
@@ -168,31 +168,23 @@ class ImageLoader(AdaptiveLoader):
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        super().__init__(store.dataset, batch_size, seed=seed, **store.loader_settings)
-        self._store, self._transform, self._normalise = store, transform, normalise
+        super().__init__(store.dataset, batch_size, seed=seed, transform=self._prepare, **store.loader_settings)
+        self._store, self._augment, self._normalise = store, transform, normalise
         self._make = prepare_compiled if compile else prepare
+        self._planned: tuple[int, int] | None = None
         if compile:  # now, where nobody's training time runs
-            self._preparation()(store.first(min(COMPILED_WITH, len(store.dataset))))
+            self._prepare(store.first(min(COMPILED_WITH, len(store.dataset))))
 
-    def __iter__(self) -> Iterator[Batch]:
-        batches = super().__iter__()  # first: it may close the epoch before
-        return map(self._preparation(), batches)
-
-    def full_pass(self) -> Iterator[Batch]:
-        """Every sample once, in a fixed order and without counting, with the augmentation of the epoch to come."""
-        return map(self._preparation(), super().full_pass())
-
-    def _preparation(self) -> Callable[[Any], Batch]:
-        """What turns a batch of this epoch's numbers into images; all that is random is drawn here."""
-        plan = self._transform.plan(self._uniforms()).to(self._normalise.shift.device)
-        return partial(self._prepare, plan)
+    def _prepare(self, batch: Any) -> Batch:
+        """Turn a batch of sample numbers into images; all that is random is drawn at an epoch's first batch."""
+        if self._planned != (self.seed, self.epoch):
+            self._planned = (self.seed, self.epoch)
+            self._plan = self._augment.plan(self._uniforms()).to(self._normalise.shift.device)
+        return self._make(self._store.fetch(batch), self._plan, self._augment, self._normalise)
 
     def _uniforms(self) -> Tensor:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, AUGMENTATION))
-        return torch.rand(len(self.dataset), self._transform.num_uniforms, generator=generator)
-
-    def _prepare(self, plan: Tensor, batch: Any) -> Batch:
-        return self._make(self._store.fetch(batch), plan, self._transform, self._normalise)
+        return torch.rand(len(self.dataset), self._augment.num_uniforms, generator=generator)
 
 
 class FixedOrder:

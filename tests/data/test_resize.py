@@ -19,7 +19,7 @@ MAKE = {
     "tensors": lambda size=4, **more: AdaptiveLoader(TensorDataset(torch.arange(N)), size, seed=5, **more),
     "map": lambda size=4, **more: AdaptiveLoader(range(N), size, seed=5, **more),
     "own sampler": lambda size=4: AdaptiveLoader.wrap(
-        DataLoader(range(N), batch_size=size, sampler=SubsetRandomSampler(range(N)))
+        DataLoader(range(N), batch_size=size, sampler=SubsetRandomSampler(range(N))), seed=0
     ),
 }
 WORKERS = [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}]
@@ -46,7 +46,7 @@ def epoch(loader, changes: dict[int, int]) -> list[list[int]]:
     for index, batch in enumerate(loader):
         batches.append(numbers(batch))
         if index in changes:
-            loader.recut(changes[index])
+            loader.resize_now(changes[index])
         lengths.append(len(loader))
     assert lengths[-1] == len(batches)
     return batches
@@ -104,7 +104,7 @@ def test_the_length_is_right_after_a_change_and_the_next_epoch_has_the_new_size(
     loader = MAKE[kind](4)
     batches = iter(loader)
     next(batches), next(batches)
-    loader.recut(5)
+    loader.resize_now(5)
     assert (loader.batch_size, len(loader)) == (5, 2 + 3)
     assert [len(numbers(batch)) for batch in batches] == [5, 5, 5]
     assert (len(loader), loader.batches_delivered, loader.samples_delivered) == (5, 5, N)
@@ -113,10 +113,10 @@ def test_the_length_is_right_after_a_change_and_the_next_epoch_has_the_new_size(
 
 def test_outside_a_pass_it_is_the_size_of_the_next():
     loader = MAKE["tensors"](4)
-    loader.recut(10)
+    loader.resize_now(10)
     assert [len(numbers(batch)) for batch in loader] == [10, 10, 3]
     next(iter(loader))  # left at once
-    loader.recut(12)
+    loader.resize_now(12)
     assert [len(numbers(batch)) for batch in loader] == [12, 11]
 
 
@@ -124,39 +124,32 @@ def test_a_size_that_cannot_be_is_refused_and_changes_nothing():
     loader = MAKE["tensors"](4, drop_last=True)
     for _ in loader:
         with pytest.raises(ArgumentError, match="batch_size"):
-            loader.recut(N + 1)
+            loader.resize_now(N + 1)
     assert loader.batches_delivered == 5
 
 
 def test_a_stream_refuses_and_goes_on():
-    loader = AdaptiveLoader(Stream(), 4)
-    assert not loader.can_recut
+    loader = AdaptiveLoader(Stream(), 4, seed=0)
+    assert not loader.can_resize
     for _ in loader:
         with pytest.raises(UsageError, match="batch size of a stream cannot change within an epoch"):
-            loader.recut(8)
+            loader.resize_now(8)
     assert (loader.epoch, loader.batch_size) == (1, 4)
 
 
 # Listening
 
 
-def test_a_listener_hears_of_each_step_but_the_last():
+def test_a_listener_hears_before_each_batch_is_fetched_and_not_after_the_last():
     loader, heard = MAKE["tensors"](10), []
-    forget = loader.on_step(lambda current: heard.append((current.batches, current.samples)))
+    forget = loader._listen(lambda current: heard.append((current.batches, current.samples)))
     for _ in loader:
         heard.append("body")  # noqa: PERF401
-    assert heard == ["body", (1, 10), "body", (2, 20), "body"]
+    assert heard == [(0, 0), "body", (1, 10), "body", (2, 20), "body"]
     forget()
     forget()
     assert len(list(loader)) == 3
-    assert len(heard) == 5
-
-
-def test_looking_at_one_batch_is_no_step():
-    loader, heard = MAKE["tensors"](10), []
-    loader.on_step(heard.append)
-    next(iter(loader))
-    assert heard == []
+    assert len(heard) == 6
 
 
 def test_a_resumed_loop_first_hears_of_the_step_before():
@@ -164,7 +157,7 @@ def test_a_resumed_loop_first_hears_of_the_step_before():
     batches = iter(loader)
     next(batches)
     resumed = MAKE["tensors"](10)
-    resumed.on_step(lambda current: heard.append(current.batches))
+    resumed._listen(lambda current: heard.append(current.batches))
     resumed.load_state_dict(loader.state_dict())
     batches = iter(resumed)
     assert heard == []  # not before the loop begins: there is more to load than the loader
@@ -183,7 +176,7 @@ def test_a_state_after_changes_continues_with_the_very_next_sample(kind, stop):
     for index, batch in enumerate(loader):
         seen.append(numbers(batch))
         if index in changes:
-            loader.recut(changes[index])
+            loader.resize_now(changes[index])
         if index == stop:
             state = loader.state_dict()
     assert len(seen) == 6
@@ -199,7 +192,7 @@ def epoch_of_rest(loader, changes):
     for index, batch in enumerate(loader):
         batches.append(numbers(batch))
         if index in changes:
-            loader.recut(changes[index])
+            loader.resize_now(changes[index])
     return batches
 
 
@@ -209,7 +202,7 @@ def test_a_resumed_pass_may_be_recut_before_its_first_batch():
     next(batches)
     resumed = MAKE["tensors"](4)
     resumed.load_state_dict(loader.state_dict())
-    resumed.recut(10)
+    resumed.resize_now(10)
     assert len(resumed) == 3
     assert [len(numbers(batch)) for batch in resumed] == [10, 9]
 
