@@ -18,7 +18,6 @@ from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.estimators.catalog import require_fit
 from divebatch.lr import BY_NOISE, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
-from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.rank_weighting import weigh_gradients as weigh
 from divebatch.policies import Policy
 from divebatch.policies.bounds import require_coupling

@@ -28,7 +28,7 @@ class Searching(SGD):
 def measured(
     case: str, optimizer: type[Optimizer], call: Callable[[Optimizer, Callable[[], Tensor]], None]
 ) -> Diversity:
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     stepping = optimizer(model.parameters(), lr=0.0)
     estimator.bind(Scene(model, loader.full_pass, "mean", None, stepping, lambda: loader.samples_delivered))
     estimator.start()

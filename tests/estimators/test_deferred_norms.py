@@ -61,7 +61,7 @@ class Launches(TorchDispatchMode):
 
 def launches(estimator: object, parts: int, steps: int) -> int:
     model = mlp()
-    loader, optimizer, seen = AdaptiveLoader(DATA, 8), torch.optim.SGD(model.parameters(), 0.01), Launches()
+    loader, optimizer, seen = AdaptiveLoader(DATA, 8, seed=0), torch.optim.SGD(model.parameters(), 0.01), Launches()
     with Controller(model, optimizer, loader, NoiseScale(8), estimator=estimator), seen:
         for _, batch in zip(range(steps), loader, strict=False):
             step(model, optimizer, batch, 8 // parts)
@@ -92,7 +92,7 @@ def test_it_does_not_matter_when_they_are_read(kind, monkeypatch: pytest.MonkeyP
     for most in (chunk_gradients.MOST_WAITING, 1, 3):
         monkeypatch.setattr(chunk_gradients, "MOST_WAITING", most)
         model = mlp()
-        loader, optimizer = AdaptiveLoader(DATA, 4), torch.optim.SGD(model.parameters(), 0.01)
+        loader, optimizer = AdaptiveLoader(DATA, 4, seed=0), torch.optim.SGD(model.parameters(), 0.01)
         with Controller(model, optimizer, loader, NoiseScale(8), estimator=kind(decay=0.9)) as control:
             for batch in loader:
                 step(model, optimizer, batch, 2)
@@ -127,7 +127,7 @@ def test_sparse_gradients_count_as_dense_ones(kind):
     for sparse in (False, True):
         torch.manual_seed(0)
         model = nn.EmbeddingBag(3, 2, mode="sum", sparse=sparse)
-        loader = AdaptiveLoader(TensorDataset(tokens, targets), 8)
+        loader = AdaptiveLoader(TensorDataset(tokens, targets), 8, seed=0)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         with Controller(model, optimizer, loader, NoiseScale(8), estimator=kind()) as control:
             for batch in loader:

@@ -62,7 +62,7 @@ def test_every_estimator_of_the_catalog_is_in_the_case_table():
 
 @pytest.mark.parametrize("case", OF_ALL_SAMPLES)
 def test_at_weights_that_stand_still_the_sums_are_exact(case: str):
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     estimator.bind(scene(model, loader))
     estimator.start()
     train(model, sgd(model, lr=0.0), loader)
@@ -76,7 +76,7 @@ def num_attached(model: nn.Module, optimizer: Optimizer) -> int:
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_attached_outside_a_measured_epoch(case: str):
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
     estimator.bind(scene(model, loader, optimizer))
     attached, within = [num_attached(model, optimizer)], []
@@ -92,13 +92,13 @@ def test_nothing_is_attached_outside_a_measured_epoch(case: str):
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_the_same_with_and_without(case: str):
-    model, plain, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    model, plain, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
     estimator.bind(scene(model, loader, optimizer))
     estimator.start()
     train(model, optimizer, loader, parts_of=2)
     estimator.finish()
-    train(plain, sgd(plain), AdaptiveLoader(DATA, 4), parts_of=2)
+    train(plain, sgd(plain), AdaptiveLoader(DATA, 4, seed=0), parts_of=2)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -118,7 +118,7 @@ class Traffic(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_neither_read_from_the_device_nor_send_to_it(case: str):
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
     estimator.bind(scene(model, loader, optimizer))
     estimator.start()
@@ -134,7 +134,7 @@ def test_steps_neither_read_from_the_device_nor_send_to_it(case: str):
 def test_a_state_from_within_an_epoch_carries_on(case: str):
     results = []
     for interrupted in (False, True):
-        model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+        model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
         optimizer = sgd(model)
         estimator.bind(scene(model, loader, optimizer))
         estimator.start()
@@ -154,7 +154,7 @@ def test_a_state_from_within_an_epoch_carries_on(case: str):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_between_epochs_is_empty(case: str):
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), CASES[case]()
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
     estimator.bind(scene(model, loader, optimizer))
     assert estimator.state_dict() == {}
@@ -168,7 +168,7 @@ def test_the_state_between_epochs_is_empty(case: str):
 def test_sums_of_another_model_are_refused(case: str):
     states = []
     for model in (mlp(), nn.Sequential(nn.Linear(4, 3)).double()):
-        estimator, optimizer, loader = CASES[case](), sgd(model), AdaptiveLoader(DATA, 13)
+        estimator, optimizer, loader = CASES[case](), sgd(model), AdaptiveLoader(DATA, 13, seed=0)
         estimator.bind(scene(model, loader, optimizer))
         estimator.start()
         train(model, optimizer, loader)
@@ -181,15 +181,15 @@ def test_sums_of_another_model_are_refused(case: str):
 def test_a_model_that_cannot_be_measured_gets_the_error_at_once(case: str):
     model = nn.Sequential(mlp(), nn.PReLU())
     with pytest.raises(CoverageError, match=r"'1\.weight' of PReLU"):
-        CASES[case]().bind(scene(model, AdaptiveLoader(DATA, 4)))
+        CASES[case]().bind(scene(model, AdaptiveLoader(DATA, 4, seed=0)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "oracle"])
 def test_an_estimator_serves_one_controller(case: str):
     estimator = CASES[case]()
-    estimator.bind(scene(mlp(), AdaptiveLoader(DATA, 4)))
+    estimator.bind(scene(mlp(), AdaptiveLoader(DATA, 4, seed=0)))
     with pytest.raises(UsageError, match="make one for each"):
-        estimator.bind(scene(mlp(), AdaptiveLoader(DATA, 4)))
+        estimator.bind(scene(mlp(), AdaptiveLoader(DATA, 4, seed=0)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -208,8 +208,8 @@ def test_an_unknown_name_gets_an_error_that_lists_the_known_ones():
 
 
 def test_trajectory_equals_the_sums_of_all_kept_gradients_epoch_by_epoch():
-    model, twin, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4), Trajectory()
-    optimizer, twin_optimizer, twin_loader = sgd(model), sgd(twin), AdaptiveLoader(DATA, 4)
+    model, twin, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4, seed=0), Trajectory()
+    optimizer, twin_optimizer, twin_loader = sgd(model), sgd(twin), AdaptiveLoader(DATA, 4, seed=0)
     estimator.bind(scene(model, loader))
     for _ in range(3):
         estimator.start()
@@ -218,7 +218,7 @@ def test_trajectory_equals_the_sums_of_all_kept_gradients_epoch_by_epoch():
 
 
 def test_trajectory_is_not_the_diversity_at_fixed_weights():
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Trajectory()
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Trajectory()
     estimator.bind(scene(model, loader))
     estimator.start()
     train(model, sgd(model), loader)
@@ -228,7 +228,7 @@ def test_trajectory_is_not_the_diversity_at_fixed_weights():
 
 
 def test_trajectory_forgets_a_pass_that_starts_again():
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Trajectory()
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Trajectory()
     estimator.bind(scene(model, loader))
     estimator.start()
     train(model, sgd(model, lr=0.0), list(loader)[:2])
@@ -241,7 +241,7 @@ def test_trajectory_forgets_a_pass_that_starts_again():
 
 
 def test_oracle_is_exact_at_the_weights_the_epoch_ended_with():
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Oracle()
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Oracle()
     estimator.bind(scene(model, loader, loss_fn=mean_loss))
     estimator.start()
     train(model, sgd(model), loader)
@@ -251,7 +251,7 @@ def test_oracle_is_exact_at_the_weights_the_epoch_ended_with():
 
 
 def test_oracle_does_not_move_the_loader():
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Oracle(mean_loss)
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Oracle(mean_loss)
     estimator.bind(scene(model, loader))
     train(model, sgd(model), loader)
     before = loader.state_dict()
@@ -262,7 +262,7 @@ def test_oracle_does_not_move_the_loader():
 def test_oracle_measures_the_samples_that_an_own_sampler_draws():
     chosen = [1, 4, 5, 9, 11]
     wrapped = DataLoader(DATA, batch_size=2, sampler=SubsetRandomSampler(chosen))
-    model, loader, estimator = mlp(), AdaptiveLoader.wrap(wrapped), Oracle(mean_loss)
+    model, loader, estimator = mlp(), AdaptiveLoader.wrap(wrapped, seed=0), Oracle(mean_loss)
     estimator.bind(scene(model, loader))
     train(model, sgd(model, lr=0.0), loader)
     subset = [tensor[chosen] for tensor in DATA.tensors]
@@ -286,7 +286,7 @@ class Halves(Sampler[int]):
 
 
 def wrapped_halves(data: TensorDataset) -> AdaptiveLoader:
-    return AdaptiveLoader.wrap(DataLoader(data, batch_size=4, sampler=Halves()))
+    return AdaptiveLoader.wrap(DataLoader(data, batch_size=4, sampler=Halves()), seed=0)
 
 
 def test_oracle_measures_the_samples_of_a_resumed_epoch():
@@ -303,7 +303,7 @@ def test_oracle_measures_the_samples_of_a_resumed_epoch():
 
 def test_oracle_without_a_loss_gets_an_error_that_says_how_to_give_one():
     with pytest.raises(ArgumentError, match=r"needs the loss: pass Controller\(.*loss_fn=.*Oracle\(loss_fn\)"):
-        Oracle().bind(scene(mlp(), AdaptiveLoader(DATA, 4)))
+        Oracle().bind(scene(mlp(), AdaptiveLoader(DATA, 4, seed=0)))
 
 
 def seen_by(estimator: Split, batches: list, *, cut_all: bool) -> Diversity:
@@ -345,7 +345,7 @@ def test_every_must_be_a_whole_number(kind, every):
 def test_a_resumed_epoch_looks_at_the_batches_it_would_have_looked_at():
     turns = []
     for stop in range(6):
-        model, loader = mlp(), AdaptiveLoader(dataset(28), 4)
+        model, loader = mlp(), AdaptiveLoader(dataset(28), 4, seed=0)
         optimizer, estimator, resumed = sgd(model), Split(every=3), Split(every=3)
         for each in (estimator, resumed):
             each.bind(scene(model, loader, optimizer))
@@ -360,7 +360,7 @@ def test_a_resumed_epoch_looks_at_the_batches_it_would_have_looked_at():
 
 def test_a_batch_that_showed_nothing_leaves_its_turn_to_the_next():
     """Adam has nothing to divide by before its first step."""
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4), Split(every=8, preconditioned=True)
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Split(every=8, preconditioned=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     estimator.bind(scene(model, loader, optimizer))
     estimator.start()
@@ -369,7 +369,7 @@ def test_a_batch_that_showed_nothing_leaves_its_turn_to_the_next():
 
 
 def test_sums_that_were_loaded_are_the_only_ones():
-    model, loader, estimator = mlp(), AdaptiveLoader(dataset(28), 4), Split()
+    model, loader, estimator = mlp(), AdaptiveLoader(dataset(28), 4, seed=0), Split()
     optimizer = sgd(model)
     estimator.bind(scene(model, loader, optimizer))
     estimator.start()

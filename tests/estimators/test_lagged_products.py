@@ -286,7 +286,7 @@ def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: 
 def test_a_controller_takes_it_and_the_inner_product_test_has_what_it_needs():
     for policy in (NoiseScale(16), InnerProductTest(16)):
         model = mlp()
-        optimizer, loader = SGD(model.parameters(), 1e-4, momentum=0.9), AdaptiveLoader(dataset(400), 8)
+        optimizer, loader = SGD(model.parameters(), 1e-4, momentum=0.9), AdaptiveLoader(dataset(400), 8, seed=0)
         with Controller(model, optimizer, loader, policy, estimator=Moments()) as control:
             for x, y in loader:
                 optimizer.zero_grad()

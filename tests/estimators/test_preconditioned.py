@@ -130,7 +130,7 @@ def test_a_uniform_division_changes_both_sums_alike():
 
 def test_it_works_in_a_controller():
     model = mlp()
-    optimizer, loader = AdamW(model.parameters(), lr=1e-4), AdaptiveLoader(per_sample.dataset(400), 4)
+    optimizer, loader = AdamW(model.parameters(), lr=1e-4), AdaptiveLoader(per_sample.dataset(400), 4, seed=0)
     control = Controller(model, optimizer, loader, GradientDamp(16), estimator=Moments(preconditioned=True))
     for _ in range(2):
         for x, y in loader:

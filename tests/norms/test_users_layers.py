@@ -86,7 +86,7 @@ def test_the_exact_diversity_takes_the_fallback():
 
 
 def test_the_oracle_takes_the_fallback():
-    model, loader = gated(), AdaptiveLoader(dataset(12), 4)
+    model, loader = gated(), AdaptiveLoader(dataset(12), 4, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(CoverageError, match=r"'1.slope' of Gate"):
         Controller(model, optimizer, loader, DiveBatch(1.0, 8), estimator=Oracle(mean_loss))
