@@ -70,7 +70,6 @@ def change(path: str, value: object) -> dict:
     [
         ("colour", "red", r"unknown key 'colour'; known: name, summary"),
         ("methods/divebatch/batchsize", 5, r"\[methods.divebatch\]: unknown key 'batchsize'; known: .*batch_size"),
-        ("optimizer/nesterov", True, r"\[optimizer\]: unknown key 'nesterov'; known: momentum, weight_decay"),
         ("methods/divebatch/policy/detla", 1.0, r"\[methods.divebatch\].*detla"),
         ("methods/divebatch/policy/kind", "magic", r"kind must be one of fixed, adabatch, divebatch, .*, got 'magic'"),
         ("methods/divebatch/policy/delta", -1.0, r"delta must be positive and finite, got delta=-1.0"),

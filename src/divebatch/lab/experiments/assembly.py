@@ -1,11 +1,10 @@
 """From a run's configuration to a trainer."""
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import Optimizer
 
 from divebatch.controller import Controller
 from divebatch.data import AdaptiveLoader
@@ -14,6 +13,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.experiments.datasets import DATASETS, DataPlace, DataSplit
 from divebatch.lab.experiments.models import MODELS, ModelSettings
+from divebatch.lab.experiments.optimizers import OPTIMIZERS
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES, warm_up
 from divebatch.lab.experiments.schema import Experiment, Method, Part, build_settings
@@ -40,7 +40,9 @@ def make_trainer(run: Run) -> Trainer:
     parallel = spread(_build_model(run, settings, split), ranks, sharding=run.sharding)
     model = parallel.model
     is_fused = device.type == "cuda" and not parallel.is_sharded
-    optimizer = SGD(model.parameters(), lr=method.lr, **asdict(experiment.optimizer), fused=True if is_fused else None)
+    optimizer: Optimizer = _settings(OPTIMIZERS, experiment.optimizer, "optimizer").build(
+        model, method.lr, fused=True if is_fused else None
+    )
     schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
     warming = warm_up(optimizer, method.warmup_epochs * len(loader))
     schedulers = [each for each in (schedule, warming) if each is not None]
@@ -63,7 +65,9 @@ def make_trainer(run: Run) -> Trainer:
     return trainer
 
 
-def _make_controller(run: Run, module: nn.Module, optimizer: SGD, loader: AdaptiveLoader, **parts: Any) -> Controller:
+def _make_controller(
+    run: Run, module: nn.Module, optimizer: Optimizer, loader: AdaptiveLoader, **parts: Any
+) -> Controller:
     method = run.method
     return Controller(
         module,
@@ -79,9 +83,12 @@ def _make_controller(run: Run, module: nn.Module, optimizer: SGD, loader: Adapti
     )
 
 
+REGISTRIES = ((DATASETS, "data"), (MODELS, "model"), (OPTIMIZERS, "optimizer"), (SCHEDULES, "schedule"))
+
+
 def check_parts(experiment: Experiment) -> None:
-    """Raise before any work for an unknown kind of data, model or schedule, or a setting that it does not have."""
-    for registry, where in ((DATASETS, "data"), (MODELS, "model"), (SCHEDULES, "schedule")):
+    """Raise before any work for data, a model, an optimizer or a schedule that is unknown or has a wrong setting."""
+    for registry, where in REGISTRIES:
         try:
             _settings(registry, getattr(experiment, where), where)
         except ArgumentError as error:

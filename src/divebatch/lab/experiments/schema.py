@@ -29,7 +29,7 @@ COMPILED_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A thing chosen by name (data, model, policy, schedule) with its own settings."""
+    """A thing chosen by name (data, model, optimizer, schedule, policy) with its own settings."""
 
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -46,19 +46,6 @@ def _scaled(epochs: Any, ratio: float) -> Any:
     if isinstance(epochs, list):
         return [_scaled(each, ratio) for each in epochs]
     return max(1, round(epochs * ratio))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """Of torch.optim.SGD, beside the learning rate."""
-
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("momentum", "weight_decay"):
-            if getattr(self, name) != 0:
-                require_positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +95,7 @@ class Experiment:
     data: Part
     model: Part
     schedule: Part
-    optimizer: OptimizerSettings
+    optimizer: Part
     methods: Mapping[str, Method]
     training: Setup = field(default_factory=Setup)
     metric: Metric = field(default_factory=Metric)
@@ -175,7 +162,7 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     values = dict(table)
     for key in ("data", "model", "schedule"):
         values[key] = _part(values.get(key), f"{where}: [{key}]")
-    values["optimizer"] = _build(OptimizerSettings, values.get("optimizer", {}), f"{where}: [optimizer]")
+    values["optimizer"] = _part({"kind": "sgd", **_table(values.get("optimizer", {}), f"{where}: [optimizer]")}, where)
     values["training"] = _build(Setup, values.get("training", {}), f"{where}: [training]")
     values["metric"] = _build(Metric, values.get("metric", {}), f"{where}: [metric]")
     values["report"] = _build(ReportSettings, values.get("report", {}), f"{where}: [report]")

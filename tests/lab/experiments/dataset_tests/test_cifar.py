@@ -74,7 +74,9 @@ def test_files_of_later_pythons_are_read(tmp_path, protocol):
 
 
 def test_no_folder_was_given():
-    with pytest.raises(DataError, match=r"--data-dir .*'cifar-10-batches-py' \(unpacked from https://www.cs.toronto"):
+    with pytest.raises(
+        DataError, match=r"data_dir=FOLDER.*'cifar-10-batches-py' \(unpacked from https://www.cs.toronto"
+    ):
         load(None)
 
 
@@ -116,6 +118,13 @@ def test_a_folder_in_the_place_of_a_file(tmp_path):
 
 
 PIXELS = cifar_pixels(2)
+
+
+def pyramid(levels):
+    """Lists of which each holds the one below twice."""
+    return [1] if levels == 0 else [below := pyramid(levels - 1), below]
+
+
 WRONG = {
     "a list": ([1, 2], "has no entries 'data' and 'labels'"),
     "no data": ({"labels": [1, 2]}, "has no entries"),
@@ -135,6 +144,7 @@ WRONG = {
     "label as text": ({"data": PIXELS, "labels": [1, "2"]}, r"labels\[1\] is '2'"),
     "label as truth": ({"data": PIXELS, "labels": [True, 1]}, r"labels\[0\] is True"),
     "label as a fraction": ({"data": PIXELS, "labels": [0.5, 1]}, r"labels\[0\] is 0.5"),
+    "label as a pyramid": ({"data": PIXELS, "labels": [1, pyramid(60)]}, r"labels\[1\] is \["),
     "nested labels": ({"data": PIXELS, "labels": np.ones((2, 1), int)}, r"labels\[0\] is \[1\]"),
 }
 

@@ -109,6 +109,11 @@ def dtype_of(code: bytes) -> bytes:
     return b"cnumpy\ndtype\nU" + struct.pack("<B", len(code)) + code + b"K\x00K\x01\x87R"
 
 
+def pyramid(levels: int, step: bytes) -> bytes:
+    """Containers of which each level holds the one below twice: 2^levels elements in a few bytes."""
+    return b"q\x00" + b"".join(b"h" + bytes([n, 104, n]) + step + b"q" + bytes([n + 1]) for n in range(levels))
+
+
 TOUCH = "touch PWNED"
 MAKE = "open('PWNED','w')"
 U1 = dtype_of(b"u1")
@@ -167,6 +172,16 @@ HOSTILE = {
     "items for a list": b"\x80\x02](K\x01K\x02u.",
     "list as a key": b"\x80\x02}]K\x01s.",
     "deep tuple as a key": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
+    "pyramid of tuples as a key": b"\x80\x02}q\xff)" + pyramid(60, b"\x86") + b"h\xffh\x3cK\x01s.",
+    "pyramid of tuples as a type": b"\x80\x02)" + pyramid(60, b"\x86") + b"cnumpy\ndtype\nh\x3c\x85R.",
+    "pyramid of lists as a byte order": array_state(
+        b"K\x03\x85", b"]" + pyramid(60, b"]h\x00a") + U1 + b"(K\x03h\x01tb", b"abc"
+    ),
+    "the same bytes over and over": b"\x80\x02X\xe8\x03\x00\x00"
+    + b"x" * 1000
+    + b"q\x000X\x06\x00\x00\x00latin1q\x010"
+    + b"c_codecs\nencode\nh\x00h\x01\x86R" * 100
+    + b".",
     "nothing before the stop": b"\x80\x02.",
     "no stop": b"\x80\x02K\x01",
     "protocol 0": pickle.dumps({"data": [1]}, 0),
@@ -186,6 +201,14 @@ def test_hostile_files_are_refused_and_nothing_runs(tmp_path, monkeypatch, name)
     with pytest.raises(DataError, match=r"batch': .*https://example\.org/archive"):
         read(tmp_path / "batch", HOSTILE[name])
     assert [path.name for path in tmp_path.iterdir()] == ["batch"]
+
+
+def test_a_file_that_is_too_large_is_not_even_read(tmp_path):
+    path = tmp_path / "batch"
+    with path.open("wb") as file:
+        file.truncate(2**31)  # takes no room on disk
+    with pytest.raises(DataError, match="it has 2147483648 bytes, more than"):
+        read_pickle(path, ORIGIN)
 
 
 def test_the_sentinel_would_show_code_that_runs(tmp_path, monkeypatch):

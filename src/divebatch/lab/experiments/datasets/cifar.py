@@ -1,5 +1,6 @@
 """CIFAR-10 and CIFAR-100 in their "python version"; smaller sets in the same format are as good."""
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,8 @@ class CifarFormat:
             raise self.origin.damaged(path, f"{self.label_key!r} must be a list of {num_images or 'some'}, got {found}")
         for place, label in enumerate(labels):
             if type(label) is not int or not 0 <= label < self.num_classes:
-                what = f"{self.label_key}[{place}] is {label!r}, not a class from 0 to {self.num_classes - 1}"
-                raise self.origin.damaged(path, what)
+                found, last = reprlib.repr(label), self.num_classes - 1  # a pyramid of lists is too long to print
+                raise self.origin.damaged(path, f"{self.label_key}[{place}] is {found}, not a class from 0 to {last}")
 
 
 def _described(value: Any) -> str:

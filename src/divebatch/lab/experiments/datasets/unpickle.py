@@ -3,6 +3,11 @@
 `pickle.loads` calls whatever a file asks for. This is a small reader of its own: `pickletools` takes the file apart,
 the opcodes that plain data needs are carried out here, and everything else is an error. Of numpy's names only stand-ins
 are reached, so that neither object arrays nor shapes without data behind them can be built. Protocols 2 to 5.
+
+Why not `pickle.Unpickler` with a restricted `find_class`: that keeps names out, but bounds neither time nor memory. A
+few bytes make it reserve gigabytes (the length of a BYTEARRAY8, the index of a LONG_BINPUT) or hash tuples that hold
+themselves twice over, level by level, for ever. Opcodes would have to be checked one by one before it, with what is on
+its stack, which is most of what stands here. Here time and memory grow with the size of the file, which is bounded.
 """
 
 import math
@@ -17,6 +22,12 @@ from numpy.typing import NDArray
 
 from divebatch.lab.experiments.datasets.archive import Origin
 
+MOST_BYTES = 2**30
+"""Of a file; the largest of the CIFAR sets has 155 million."""
+MOST_DIMENSIONS = 64
+"""Of an array, as numpy has it: longer tuples stand in no other one."""
+MOST_COPIES = 4
+"""How often a file's bytes may be copied into arrays and strings."""
 WHOLE_NUMBERS = {f"{kind}{width}" for kind in "iu" for width in (1, 2, 4, 8)}
 """The types of array elements, as numpy writes them, that can be read."""
 
@@ -28,7 +39,10 @@ class RefusedError(Exception):
 def read_pickle(path: Path, origin: Origin) -> Any:
     """What `path` holds; the byte strings of Python 2 come as str (latin-1), and so do all keys."""
     try:
-        return _Machine().run(path.read_bytes())
+        if path.stat().st_size > MOST_BYTES:
+            _refuse(f"it has {path.stat().st_size} bytes, more than the {MOST_BYTES} that are read")
+        pickled = path.read_bytes()
+        return _Machine(MOST_COPIES * len(pickled)).run(pickled)
     except RefusedError as error:
         raise origin.damaged(path, str(error)) from error
     except Exception as error:  # a damaged file can go wrong at any place
@@ -51,6 +65,8 @@ class _Dtype:
         self.dtype = np.dtype(code)
 
     def set_state(self, state: Any) -> None:
+        if state[1] not in ("<", ">", "=", "|"):
+            _refuse(f"a byte order is {reprlib.repr(state[1])}")
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
@@ -118,7 +134,8 @@ ADMITTED: dict[str, Callable[..., Any]] = {
 class _Machine:
     """Carries out a pickle's opcodes on a stack."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_to_copy: int) -> None:
+        self.bytes_to_copy = bytes_to_copy
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # stacks set aside at each mark
         self.memo: dict[int, Any] = {}
@@ -156,11 +173,27 @@ class _Machine:
 
     def make_tuple(self, size: int) -> None:
         items = [self.stack.pop() for _ in range(size)]
-        self.stack.append(tuple(reversed(items)))
+        self.push_tuple(items[::-1])
 
     def make_marked_tuple(self, _: Any) -> None:
-        items = self.pop_mark()
+        self.push_tuple(self.pop_mark())
+
+    def push_tuple(self, items: list[Any]) -> None:
+        """Tuples stand in tuples only as shapes do: a pyramid of shared ones would take for ever to hash or print."""
+        for inner in items:
+            if isinstance(inner, tuple) and (
+                len(inner) > MOST_DIMENSIONS or any(isinstance(each, tuple) for each in inner)
+            ):
+                _refuse("tuples are nested deeper than any array needs")
         self.stack.append(tuple(items))
+
+    def pop_arguments(self) -> tuple[Any, ...]:
+        """What a call or a state is made from. The same bytes may be named again and again, and copied each time."""
+        arguments: tuple[Any, ...] = _of_type(tuple, self.stack.pop())
+        self.bytes_to_copy -= sum(len(each) for each in arguments if isinstance(each, str | bytes | bytearray))
+        if self.bytes_to_copy < 0:
+            _refuse("it uses the same bytes again and again")
+        return arguments
 
     def extend(self, items: list[Any]) -> None:
         _of_type(list, self.stack[-1]).extend(items)
@@ -181,11 +214,11 @@ class _Machine:
         self.look_up(f"{module} {name}")
 
     def reduce(self, _: Any) -> None:
-        arguments, function = _of_type(tuple, self.stack.pop()), self.stack.pop()
+        arguments, function = self.pop_arguments(), self.stack.pop()
         self.stack.append(function(*arguments))  # only the stand-ins can be called, of all that comes to the stack
 
     def build(self, _: Any) -> None:
-        state = _of_type(tuple, self.stack.pop())
+        state = self.pop_arguments()
         self.stack[-1].set_state(state)
 
 

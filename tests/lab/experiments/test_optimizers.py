@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from divebatch.errors import ArgumentError
+from divebatch.lab.experiments import Run, check_parts, execute, get_experiment, parse_experiment
+from divebatch.lab.experiments.optimizers import OPTIMIZERS, AdamW, Sgd
+from divebatch.lab.experiments.schema import Part
+from divebatch.records import read_run
+
+
+def test_sgd_is_what_an_experiment_gets_that_names_none():
+    assert get_experiment("synthetic-convex").optimizer.kind == "sgd"
+    optimizer = Sgd(momentum=0.9, weight_decay=0.1).build(nn.Linear(2, 1), 0.5)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert {key: optimizer.param_groups[0][key] for key in ("lr", "momentum", "weight_decay")} == {
+        "lr": 0.5,
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+    }
+
+
+def test_adamw_decays_matrices_alone_where_it_is_told():
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    optimizer = AdamW(beta2=0.95, weight_decay=0.1, decay_vectors=False).build(model, 1e-3)
+    matrices, vectors = optimizer.param_groups
+    assert [each.ndim for each in matrices["params"]] == [2]
+    assert [each.ndim for each in vectors["params"]] == [1, 1, 1]
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert all(group["betas"] == (0.9, 0.95) and group["lr"] == 1e-3 for group in optimizer.param_groups)
+    (alone,) = AdamW().build(model, 1e-3).param_groups
+    assert len(alone["params"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("adamw", {"beta1": 1.0}, "beta1 must be at least 0 and below 1"),
+        ("adamw", {"eps": 0.0}, "eps must be positive"),
+        ("adamw", {"momentum": 0.9}, "unknown key 'momentum'; known: beta1, beta2"),
+        ("sgd", {"nesterov": True}, "unknown key 'nesterov'; known: momentum, weight_decay"),
+        ("sgd", {"weight_decay": -1.0}, "weight_decay must be positive"),
+        ("lion", {}, "unknown optimizer kind 'lion'; known: sgd, adamw"),
+    ],
+)
+def test_wrong_settings_are_refused_before_any_work(kind, settings, message):
+    experiment = replace(get_experiment("synthetic-convex"), optimizer=Part(kind=kind, settings=settings))
+    with pytest.raises(ArgumentError, match=message):
+        check_parts(experiment)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_experiment_trains_with_every_optimizer(tmp_path, kind):
+    table = {"num_samples": 64, "num_features": 4, "noise_variance": 0.1, "train_fraction": 0.5}
+    base = get_experiment("synthetic-convex").scaled(4)
+    experiment = replace(base, data=Part(kind="synthetic", settings=table), optimizer=Part(kind=kind))
+    whole = Run(experiment, "sgd-small", 0, tmp_path / "whole")
+    execute(whole)
+    losses = [record.train_loss for record in read_run(whole.records_path)[1]]
+    assert losses[-1] < losses[0]
+
+
+def test_a_file_names_its_optimizer():
+    table = {"kind": "adamw", "weight_decay": 0.1}
+    experiment = {
+        "name": "own",
+        "summary": "",
+        "paper": "",
+        "trials": 1,
+        "epochs": 1,
+        "data": {"kind": "synthetic"},
+        "model": {"kind": "mlp"},
+        "schedule": {"kind": "constant"},
+        "optimizer": table,
+        "methods": {"a": {"label": "A", "batch_size": 8, "lr": 0.1, "policy": {"kind": "fixed"}}},
+    }
+    assert parse_experiment(experiment, "own").optimizer == Part(kind="adamw", settings={"weight_decay": 0.1})
