@@ -54,7 +54,7 @@ def test_cifar100_has_its_fine_labels(tmp_path):
 def test_the_augmentations_of_the_paper(tmp_path):
     write_cifar10(tmp_path)
     write_cifar100(tmp_path)
-    kinds = {kind: type(load(tmp_path, kind).loader(4, seed=0)._transform).__name__ for kind in ("cifar10", "cifar100")}
+    kinds = {kind: type(load(tmp_path, kind).loader(4, seed=0)._augment).__name__ for kind in ("cifar10", "cifar100")}
     assert kinds == {"cifar10": "CropFlip", "cifar100": "CropFlipRotate"}
 
 
