@@ -20,6 +20,7 @@ from torch.optim import SGD
 
 from divebatch import Diversity, micro_batches
 from divebatch.estimators import AcrossRanks, Estimator, Moments, Oracle, PerSample, Scene, Split, Trajectory
+from divebatch.ranks import Ranks, RankShard
 from models import PROBLEMS, Problem
 
 DIMENSION, OFFSET, STEPS, BATCH = 12, 0.5, 16, 64
@@ -37,23 +38,34 @@ BUILDS: dict[str, Callable[[], Estimator]] = {
 
 
 class Loop:
-    """A training loop whose batches are given; `split` and `ranks` get them cut in two."""
+    """A training loop whose batches are given, and who delivers them; `split` and `ranks` get them cut in two."""
+
+    ranks = Ranks.alone()
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], name: str | None, lr: float) -> None:
-        self.model, self.loss, self.delivered = model, loss, 0
+        self.model, self.loss, self.samples_delivered = model, loss, 0
+        self.rank_shard = RankShard(0, 0)
         self.optimizer = SGD(model.parameters(), lr, momentum=0.9)
         self.batches: list[tuple[Tensor, Tensor]] = []
         self.parts = 2 if name in ("split", "ranks", "cut in two") else 1
         self.estimator = BUILDS[name]() if name in BUILDS else None
         if self.estimator is not None:
-            scene = Scene(model, lambda: self.batches, "mean", loss, self.optimizer, lambda: self.delivered)
+            scene = Scene(model, self, self.optimizer, loss_fn=loss)
             self.estimator.bind(scene)
 
+    @property
+    def local_samples_delivered(self) -> int:
+        return self.samples_delivered
+
+    def full_pass(self) -> list[tuple[Tensor, Tensor]]:
+        return self.batches
+
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        self.delivered += len(batch[0])
+        self.samples_delivered += len(batch[0])
+        self.rank_shard = RankShard(len(batch[0]), len(batch[0]))
         self.optimizer.zero_grad()
-        for (x, y), share in micro_batches(batch, math.ceil(len(batch[0]) / self.parts)):
-            (self.loss(self.model(x), y) * share).backward()
+        for (x, y), weight in micro_batches(batch, math.ceil(len(batch[0]) / self.parts)):
+            (self.loss(self.model(x), y) * weight).backward()
         self.optimizer.step()
 
     def epoch(self, batches: list[tuple[Tensor, Tensor]]) -> Diversity | None:

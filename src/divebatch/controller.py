@@ -374,17 +374,7 @@ class Controller:
 
 
 def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: Any, loss_fn: Any, optimizer: Optimizer) -> Scene:
-    return Scene(
-        inside_ddp(model),
-        loader.full_pass,
-        loss_reduction,
-        loss_fn,
-        optimizer,
-        lambda: loader.samples_delivered,
-        loader.ranks,
-        lambda: loader.rank_shard,
-        lambda: loader._local_samples_delivered,
-    )
+    return Scene(inside_ddp(model), loader, optimizer, loss_reduction=loss_reduction, loss_fn=loss_fn)
 
 
 def _weighed(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str) -> Callable[[], None] | None:

@@ -34,7 +34,7 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
     if estimator is not None and every_steps < (least := estimator.min_steps_between_decisions):
         raise ArgumentError(
             f"every_steps={every_steps} leaves a decision less than two estimates of {type(estimator).__name__}, and "
-            f"one has no spread: take every_steps of at least {least}, a smaller every, or decay below 1"
+            f"one has no spread: take every_steps of at least {least}, a smaller one of the estimator, or decay below 1"
         )
 
 

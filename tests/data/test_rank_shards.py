@@ -122,7 +122,7 @@ def test_every_kind_of_loader_deals_out_what_one_process_gets(kind: str):
     for loader in loaders:
         assert loader.state_dict() == single.state_dict()
         assert len(loader) == len(single)
-    assert sum(loader._local_samples_delivered for loader in loaders) == single.samples_delivered
+    assert sum(loader.local_samples_delivered for loader in loaders) == single.samples_delivered
 
 
 @pytest.mark.parametrize("kind", LOADERS)

@@ -253,7 +253,7 @@ def test_the_controller_says_in_how_many_parts_a_batch_must_come():
     training = Training(NoiseScale(CAP, every=2), estimator="split")
     assert [cuts_of_an_epoch(training)[0] for _ in range(3)] == [1, 2, 1]
     assert cuts_of_an_epoch(Training(NoiseScale(CAP), estimator="moments"))[0] == 1
-    training = Training(NoiseScale(CAP), estimator=Split(every=4))
+    training = Training(NoiseScale(CAP), estimator=Split(every_steps=4))
     assert cuts_of_an_epoch(training)[:9] == [2, 1, 1, 1, 2, 1, 1, 1, 2]
 
 
@@ -261,8 +261,8 @@ def test_the_controller_says_in_how_many_parts_a_batch_must_come():
 def test_decisions_that_would_see_no_two_estimates_are_refused(kind):
     told = rf"every_steps=5 leaves a decision less than two estimates of {kind.__name__}, .* at least 6"
     with pytest.raises(ArgumentError, match=told):
-        Training(NoiseScale(CAP), estimator=kind(every=3), every_steps=5)
-    for settings in ({"every": 3, "decay": 0.9}, {"every": 2}, {}):
+        Training(NoiseScale(CAP), estimator=kind(every_steps=3), every_steps=5)
+    for settings in ({"every_steps": 3, "decay": 0.9}, {"every_steps": 2}, {}):
         Training(NoiseScale(CAP), estimator=kind(**settings), every_steps=5 if settings else 1)
 
 

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, micro_batches
-from divebatch.estimators import Moments, Oracle, Split, chunk_gradients
-from divebatch.estimators.average import PairAverage
-from divebatch.estimators.deferred_norms import Row, norms_of, numbers_of, read
+from divebatch.estimators import Moments, Oracle, Split, average
+from divebatch.estimators.average import PairAverage, Row, norms_of, numbers_of, read
 from divebatch.policies import NoiseScale
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp
@@ -89,8 +88,8 @@ def test_a_step_costs_few_launches(kind, parts: int, count: int):
 @pytest.mark.parametrize("kind", [Moments, Split])
 def test_it_does_not_matter_when_they_are_read(kind, monkeypatch: pytest.MonkeyPatch):
     found = []
-    for most in (chunk_gradients.MOST_WAITING, 1, 3):
-        monkeypatch.setattr(chunk_gradients, "MOST_WAITING", most)
+    for most in (average.MOST_WAITING, 1, 3):
+        monkeypatch.setattr(average, "MOST_WAITING", most)
         model = mlp()
         loader, optimizer = AdaptiveLoader(DATA, 4, seed=0), torch.optim.SGD(model.parameters(), 0.01)
         with Controller(model, optimizer, loader, NoiseScale(8), estimator=kind(decay=0.9)) as control:

@@ -13,6 +13,7 @@ from divebatch import AdaptiveLoader, Diversity, Oracle, Trajectory, gradient_di
 from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
 from divebatch.estimators import ESTIMATORS, AcrossRanks, Estimator, Moments, PerSample, Scene, Split, make_estimator
 from reference import per_sample
+from reference.delivery import Delivered
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
 CASES: dict[str, Callable[[], Estimator]] = {
@@ -20,7 +21,7 @@ CASES: dict[str, Callable[[], Estimator]] = {
     "oracle": lambda: Oracle(mean_loss),
     "per-sample": PerSample,
     "split": Split,
-    "split, one batch in 2": lambda: Split(every=2),
+    "split, one batch in 2": lambda: Split(every_steps=2),
     "moments": Moments,
     "moments, in pairs": lambda: Moments(window=2),
     "ranks": AcrossRanks,
@@ -32,7 +33,7 @@ DATA = dataset(13)
 
 def scene(model: nn.Module, loader: AdaptiveLoader, optimizer: Optimizer | None = None, *, loss_fn=None) -> Scene:
     optimizer = optimizer or sgd(model)
-    return Scene(model, loader.full_pass, "mean", loss_fn, optimizer, lambda: loader.samples_delivered)
+    return Scene(model, loader, optimizer, loss_fn=loss_fn)
 
 
 def train(model: nn.Module, optimizer: Optimizer, batches, *, parts_of: int = 100) -> None:
@@ -310,7 +311,7 @@ def seen_by(estimator: Split, batches: list, *, cut_all: bool) -> Diversity:
     """Of a moving model; batches that need not be cut go through whole, unless `cut_all`."""
     model, delivered = mlp(), 0
     optimizer = sgd(model)
-    estimator.bind(Scene(model, lambda: iter(()), "mean", None, optimizer, lambda: delivered))
+    estimator.bind(Scene(model, Delivered(lambda: delivered), optimizer))
     estimator.start()
     for batch in batches:
         delivered += len(batch[0])
@@ -322,7 +323,7 @@ def seen_by(estimator: Split, batches: list, *, cut_all: bool) -> Diversity:
 def test_one_batch_in_three_is_looked_at_wherever_the_loop_cuts(cut_all: bool):
     """Against gradients kept by hand, of the halves of those batches at the weights they met."""
     batches = [tuple(part[at : at + 4] for part in dataset(28).tensors) for at in range(0, 28, 4)]
-    found = seen_by(Split(every=3), batches, cut_all=cut_all)
+    found = seen_by(Split(every_steps=3), batches, cut_all=cut_all)
     model, pairs = mlp(), []
     optimizer = sgd(model)
     for number, (x, y) in enumerate(batches):
@@ -338,15 +339,15 @@ def test_one_batch_in_three_is_looked_at_wherever_the_loop_cuts(cut_all: bool):
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
 @pytest.mark.parametrize("kind", [Split, Moments])
 def test_every_must_be_a_whole_number(kind, every):
-    with pytest.raises(ArgumentError, match=r"every must be an integer of at least 1, got every="):
-        kind(every=every)
+    with pytest.raises(ArgumentError, match=r"every_steps must be an integer of at least 1, got every_steps="):
+        kind(every_steps=every)
 
 
 def test_a_resumed_epoch_looks_at_the_batches_it_would_have_looked_at():
     turns = []
     for stop in range(6):
         model, loader = mlp(), AdaptiveLoader(dataset(28), 4, seed=0)
-        optimizer, estimator, resumed = sgd(model), Split(every=3), Split(every=3)
+        optimizer, estimator, resumed = sgd(model), Split(every_steps=3), Split(every_steps=3)
         for each in (estimator, resumed):
             each.bind(scene(model, loader, optimizer))
         estimator.start()
@@ -360,7 +361,7 @@ def test_a_resumed_epoch_looks_at_the_batches_it_would_have_looked_at():
 
 def test_a_batch_that_showed_nothing_leaves_its_turn_to_the_next():
     """Adam has nothing to divide by before its first step."""
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Split(every=8, preconditioned=True)
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Split(every_steps=8, preconditioned=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     estimator.bind(scene(model, loader, optimizer))
     estimator.start()
@@ -378,4 +379,4 @@ def test_sums_that_were_loaded_are_the_only_ones():
         if number == 2:
             state = estimator.state_dict()
     estimator.load_state_dict(state)
-    assert estimator.state_dict()["average"] == state["average"]
+    assert estimator.state_dict()["estimates"] == state["estimates"]

@@ -14,6 +14,7 @@ from divebatch.errors import CheckpointError
 from divebatch.estimators import Estimator, Moments, Scene
 from divebatch.estimators.lagged_products import Lagged, extrapolation
 from divebatch.policies import InnerProductTest, NoiseScale
+from reference.delivery import Delivered
 from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
 from reference.per_sample import dataset, mean_loss, mlp, samples
 
@@ -41,7 +42,7 @@ class Loop:
         self.optimizer = OPTIMIZERS[kind][0](self.model.parameters(), lr)
         self.gradients: list[Tensor] = []
         self.sizes: list[int] = []
-        self.scene = Scene(self.model, lambda: [], "mean", None, self.optimizer, lambda: self.delivered)
+        self.scene = Scene(self.model, Delivered(lambda: self.delivered), self.optimizer)
         estimator.bind(self.scene)
         estimator.start()
 
@@ -98,10 +99,10 @@ def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float
 @pytest.mark.parametrize(
     ("settings", "stops"),
     [
-        ({"every": 5}, (3, 8, 13)),
-        ({"every": 2}, (3, 6, 9, 12, 15)),  # as few as it takes
-        ({"every": 5, "window": 2}, (2, 7, 12)),
-        ({"every": 5, "window": 4}, (4, 9, 14)),
+        ({"every_steps": 5}, (3, 8, 13)),
+        ({"every_steps": 2}, (3, 6, 9, 12, 15)),  # as few as it takes
+        ({"every_steps": 5, "window": 2}, (2, 7, 12)),
+        ({"every_steps": 5, "window": 4}, (4, 9, 14)),
     ],
 )
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -134,7 +135,7 @@ def test_one_estimate_in_so_many_steps(settings: dict[str, Any], stops: tuple[in
 
 def test_an_epoch_begins_with_a_look_and_steps_without_samples_are_none_of_it():
     """However the last epoch ended, and also where an optimizer steps twice on one batch."""
-    loop, found = Loop(Moments(every=6), "momentum", lr=0.0), []
+    loop, found = Loop(Moments(every_steps=6), "momentum", lr=0.0), []
     for count, twice in ((28, False), (20, False), (28, True)):  # the second ends within the pause
         for batch in batches(count, 4):
             loop.step(batch)
@@ -148,17 +149,17 @@ def test_an_epoch_begins_with_a_look_and_steps_without_samples_are_none_of_it():
 
 @pytest.mark.parametrize(
     ("settings", "kind", "reach"),
-    [({}, "momentum", 2), ({"every": 2}, "momentum", 0), ({"window": 2}, "momentum", 0), ({}, "none", 0)],
+    [({}, "momentum", 2), ({"every_steps": 2}, "momentum", 0), ({"window": 2}, "momentum", 0), ({}, "none", 0)],
 )
 def test_estimates_that_share_gradients_are_known_to_do_so(settings: dict[str, Any], kind: str, reach: int):
     loop = Loop(Moments(**settings), kind, lr=0.01)
-    found = [loop.estimator._average.reach]
+    found = [loop.estimator._estimates.reach]
     loop.step(batches(4, 4)[0])
     loop.estimator.window()
-    found.append(loop.estimator._average.reach)
+    found.append(loop.estimator._estimates.reach)
     loop.optimizer.param_groups[0]["momentum"] = 0.9 - loop.optimizer.param_groups[0]["momentum"]
     loop.estimator.window()
-    found.append(loop.estimator._average.reach)  # what was begun goes on as it was
+    found.append(loop.estimator._estimates.reach)  # what was begun goes on as it was
     assert found == [reach] * 3
 
 

@@ -13,6 +13,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
 from divebatch.policies import GradientDamp
 from reference import per_sample
+from reference.delivery import Delivered
 from reference.per_sample import mean_loss, mlp, samples
 
 EPS, BETA = 1e-3, 0.9
@@ -37,7 +38,7 @@ class Loop:
     def __init__(self, estimator: Estimator, optimizer: Callable[[Any], Optimizer]) -> None:
         self.model, self.estimator, self.delivered = mlp(), estimator, 0
         self.optimizer = optimizer(self.model.parameters())
-        estimator.bind(Scene(self.model, lambda: [], "mean", None, self.optimizer, lambda: self.delivered))
+        estimator.bind(Scene(self.model, Delivered(lambda: self.delivered), self.optimizer))
         estimator.start()
 
     def step(self, batch: Any) -> None:
@@ -106,7 +107,7 @@ def test_a_state_within_a_window_carries_on(make: Callable[..., Estimator]):
                 loop.estimator.close()
                 loop.estimator = make(preconditioned=True)
                 loop.estimator.bind(
-                    Scene(loop.model, lambda: [], "mean", None, loop.optimizer, lambda: loop.delivered)  # noqa: B023
+                    Scene(loop.model, Delivered(lambda: loop.delivered), loop.optimizer)  # noqa: B023
                 )
                 loop.estimator.start()
                 loop.estimator.load_state_dict(state)

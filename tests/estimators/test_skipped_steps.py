@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, Optimizer
 from divebatch import AdaptiveLoader, Controller, Diversity
 from divebatch.estimators import Moments, Scene
 from divebatch.policies import NoiseScale
+from reference.delivery import Delivered
 from reference.per_sample import dataset, mean_loss, mlp, samples
 
 SIZE = 4
@@ -26,7 +27,7 @@ class Loop:
         self.model, self.delivered = mlp(), 0
         self.optimizer = optimizer(self.model.parameters(), lr=0.0, **settings)
         self.estimator = Moments(window=window)
-        self.estimator.bind(Scene(self.model, lambda: [], "mean", None, self.optimizer, lambda: self.delivered))
+        self.estimator.bind(Scene(self.model, Delivered(lambda: self.delivered), self.optimizer))
         self.estimator.start()
 
     def loss(self, index: int) -> Tensor:

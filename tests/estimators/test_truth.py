@@ -12,6 +12,7 @@ from divebatch import AdaptiveLoader, Diversity, gradient_diversity, micro_batch
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Scene, Split
 from reference import per_sample
+from reference.delivery import Delivered
 from reference.known_noise import DIMENSION, OFFSET, SQ_NORM, TRACE, draws, half_squares, linear
 from reference.per_sample import dataset, mean_loss, mlp, pair_of, samples
 
@@ -32,7 +33,7 @@ class Loop:
         self.model, self.estimator, self.delivered = model, estimator, 0
         self.optimizer = SGD(model.parameters(), lr)
         self.loss_fn = mean_loss if reduction == "mean" else per_sample.sum_loss
-        self.scene = Scene(model, lambda: [], reduction, None, self.optimizer, lambda: self.delivered)
+        self.scene = Scene(model, Delivered(lambda: self.delivered), self.optimizer, loss_reduction=reduction)
         estimator.bind(self.scene)
 
     def run(self, batches, *, parts_of: int = PART) -> Diversity:
@@ -209,8 +210,8 @@ def test_moments_take_a_signal_just_below_zero_for_none_and_one_just_above_for_s
     for make in (Moments, Split):
         estimator = Loop(make(), linear()).estimator
         estimator.start()
-        estimator._average.extend([(10.0, mean - 1, 0.0), (10.0, mean + 1, 0.0)] * 20, [64.0] * 40)
-        estimator._average.num_samples = 64 * 40
+        estimator._estimates.extend([(10.0, mean - 1, 0.0), (10.0, mean + 1, 0.0)] * 20, [64.0] * 40)
+        estimator._estimates.num_samples = 64 * 40
         found.append(estimator.finish().noise_scale_interval())
     assert found[1][0] > 20
     assert found == [(0.0, math.inf) if mean < 0 else found[1], (found[1][0], math.inf)]
@@ -312,7 +313,7 @@ def test_chunks_need_a_mean_and_an_optimizer():
             Loop(estimator, mlp(), reduction="sum")
     for estimator in (Split(), Moments(), AcrossRanks()):
         with pytest.raises(ArgumentError, match="must know when the optimizer steps"):
-            estimator.bind(Scene(mlp(), AdaptiveLoader(dataset(4), 2, seed=0).full_pass, "mean", None))
+            estimator.bind(Scene(mlp(), AdaptiveLoader(dataset(4), 2, seed=0)))
 
 
 def test_a_look_at_gradients_in_between_is_no_chunk():

@@ -133,9 +133,7 @@ class _Measuring:
         model, optimizer = copied(self.model, self.optimizer, self.device)
         settings = {"compiled": self.compile} if ESTIMATORS[kind].measures_norms else {}
         estimator = make_estimator(kind, **settings)
-        estimator.bind(
-            Scene(model, loader.full_pass, "mean", self.loss_fn, optimizer, lambda: loader.samples_delivered)
-        )
+        estimator.bind(Scene(model, loader, optimizer, loss_fn=self.loss_fn))
         step = self.make_step(model, optimizer, loader.batch_size, estimator)
         return measure_noise(step, endless(loader, self.device), estimator, steps=steps)
 

@@ -129,7 +129,7 @@ class AdaptiveLoader:
         self.batch_size = parts.batch_size
         if process_group is not None:
             self._join(Ranks.alone() if process_group == "alone" else Ranks.here(process_group))
-        self.rank_shard, self._local_samples_delivered = RankShard(0, 0), 0
+        self.rank_shard, self.local_samples_delivered = RankShard(0, 0), 0
         self._epoch, self._batches_before, self._samples_before = 0, 0, 0
         self._current: EpochProgress | None = None
         self._finished: EpochProgress | None = None
@@ -294,7 +294,7 @@ class AdaptiveLoader:
         """`num_samples` is what the source counted on this rank; a stream is never shared."""
         whole = num_samples if current.order is None else min(current.cut_size, current.samples_left)
         self.rank_shard = rank_shard_of(whole, self.ranks)
-        self._local_samples_delivered += self.rank_shard.mine
+        self.local_samples_delivered += self.rank_shard.mine
         current.count(self.rank_shard)
         return batch if self.transform is None else self.transform(batch)
 

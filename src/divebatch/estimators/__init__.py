@@ -2,7 +2,7 @@
 
 from divebatch.estimators.across_ranks import AcrossRanks
 from divebatch.estimators.catalog import ESTIMATORS, make_estimator
-from divebatch.estimators.estimator import Estimator, Scene
+from divebatch.estimators.estimator import Delivery, Estimator, Scene
 from divebatch.estimators.moments import Moments
 from divebatch.estimators.oracle import Oracle
 from divebatch.estimators.per_sample import PerSample
@@ -12,6 +12,7 @@ from divebatch.estimators.trajectory import Trajectory
 __all__ = [
     "ESTIMATORS",
     "AcrossRanks",
+    "Delivery",
     "Estimator",
     "Moments",
     "Oracle",

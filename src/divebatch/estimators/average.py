@@ -1,9 +1,14 @@
-"""Means of many small unbiased estimates, with the spread that belongs to them."""
+"""Means of many small unbiased estimates, with the spread that belongs to them.
 
+On a GPU each operation on a single number is a launch like any other. So nothing is computed with the norms of a step
+before they are read, many steps at once, and then on the host.
+"""
+
+import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +17,33 @@ from torch import Tensor
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity, Spread
 from divebatch.ranks import Ranks
+
+MOST_WAITING = 512
+"""Rows whose norms may lie on the device unread."""
+
+Norms = Tensor | float
+"""Of several tensors, one norm each, where they were computed; or, once read, the sum of their squares. Also a number
+by itself, such as a product of two gradients: as it is, before and after."""
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Norms:
+    """Two operators on the device."""
+    return torch.stack(torch._foreach_norm(list(tensors))) if tensors else 0.0
+
+
+def read(many: Sequence[Norms]) -> list[float]:
+    """The sums of squares, and numbers by themselves, in float64. Waits for the device, once for all of one kind."""
+    found = [0.0 if isinstance(each, Tensor) else each for each in many]
+    alike: dict[object, list[tuple[int, Tensor]]] = {}
+    for place, each in enumerate(many):
+        if isinstance(each, Tensor):
+            alike.setdefault((each.device, each.dtype), []).append((place, each))
+    for group in alike.values():
+        numbers = iter(torch.cat([each.reshape(-1) for _, each in group]).cpu().double().tolist())
+        for place, each in group:
+            own = itertools.islice(numbers, each.numel())
+            found[place] = sum(norm * norm for norm in own) if each.ndim else next(own)
+    return found
 
 
 def unbiased(weighted_sq_norms: Any, sq_norm_of_mean: Any, num_chunks: Any, num_samples: Any) -> tuple[Any, Any]:
@@ -36,6 +68,68 @@ def inner_variance(sq_norms: tuple[float, float], sizes: tuple[int, int], sq_nor
     return inner * inner * size * other / (size + other)
 
 
+class Readable(Protocol):
+    """What one step showed, or a few: numbers on the device that an estimate is made from."""
+
+    @property
+    def num_samples(self) -> int:
+        """By which it is weighed."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[Norms]:
+        """All that is to be read."""
+        ...
+
+    def numbers(self, values: Sequence[float]) -> tuple[float, float, float]:
+        """tr(Sigma), ||G||^2 and Var_i<g_i, g>, from what `parts` were read as."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The mean gradients of two or more chunks of samples at the same weights."""
+
+    sizes: Sequence[int]
+    """Samples of each chunk."""
+    factors: Sequence[float]
+    """What the squared norm of each chunk is to be multiplied with."""
+    norms: Sequence[Norms]
+    """Of each chunk."""
+    of_sum: Norms
+    """Of the sum over all samples."""
+    before_last: Norms | None
+    """Of the sum that the last chunk was added to; None where that was the first chunk."""
+
+    @property
+    def num_samples(self) -> int:
+        """In all chunks."""
+        return sum(self.sizes)
+
+    @property
+    def parts(self) -> list[Norms]:
+        """All that is to be read."""
+        return [*self.norms, self.of_sum, *([] if self.before_last is None else [self.before_last])]
+
+    def numbers(self, values: Sequence[float]) -> tuple[float, float, float]:
+        """tr(Sigma), ||G||^2 and Var_i<g_i, g>, from what `parts` were read as."""
+        count, total = len(self.sizes), self.num_samples
+        of_chunks = [factor * square for factor, square in zip(self.factors, values[:count], strict=True)]
+        mean, last = values[count] / total**2, self.sizes[-1]
+        weighted = sum(size * square for size, square in zip(self.sizes, of_chunks, strict=True))
+        before = self.sizes[0] ** 2 * of_chunks[0] if self.before_last is None else values[count + 1]
+        rest = total - last
+        inner = inner_variance((before / rest**2, of_chunks[-1]), (rest, last), mean)
+        return (*unbiased(weighted, mean, count, total), inner)
+
+
+def numbers_of(rows: Sequence[Readable]) -> Iterator[tuple[float, float, float]]:
+    """Of each row, in order; one look at the device for all."""
+    values = iter(read([part for row in rows for part in row.parts]))
+    for row in rows:
+        yield row.numbers(list(itertools.islice(values, len(row.parts))))
+
+
 class PairAverage:
     """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
 
@@ -47,13 +141,21 @@ class PairAverage:
 
     `reach` is for estimates that share gradients with as many of those before them, and come by `extend`: the spread
     counts their products too, the less the farther apart they are, so that it stays positive (Newey and West 1987).
+
+    `trusts_negative=False` is for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
     """
 
-    def __init__(self, *, decay: float = 1.0, reach: int = 0) -> None:
+    def __init__(self, *, decay: float = 1.0, reach: int = 0, trusts_negative: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise ArgumentError(f"decay must be above 0 and at most 1, got decay={decay!r}")
-        self.decay, self.reach = float(decay), reach
+        self.decay, self.reach, self._trusts_negative = float(decay), reach, trusts_negative
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, with nothing to average."""
         self.num_samples: int | Tensor = 0
+        self._waiting: list[Readable] = []
+        """Rows that are to be read and averaged."""
         self._first = torch.zeros((), dtype=torch.float64)
         """Sum of w * (1, trace, sq_norm, ...)."""
         self._second = torch.zeros((), dtype=torch.float64)
@@ -78,6 +180,17 @@ class PairAverage:
         else:  # nothing yet, which need not be sent there
             self._first, self._second = row, squares
 
+    def add_row(self, row: Readable) -> None:
+        """One more estimate, whose norms stay on the device until somebody reads the mean, or many wait."""
+        self._waiting.append(row)
+        if len(self._waiting) >= MOST_WAITING:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._waiting:
+            rows, self._waiting = self._waiting, []
+            self.extend(numbers_of(rows), [row.num_samples for row in rows])
+
     def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:
         """`add` of each in turn, for numbers that are on the host."""
         first, second = self._first.cpu().numpy(), self._second.cpu().numpy()
@@ -99,18 +212,24 @@ class PairAverage:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to average; waits for the device."""
+        self._settle()
         return not float(self._first.flatten()[0]) > 0
 
     def diversity(self) -> Diversity:
         """The means and their spread; waits for the device."""
+        self._settle()
         total, *sums = self._first.tolist()
         trace, sq_norm, *inner = (each / total for each in sums)
         spread = self._spread(total, trace, sq_norm)
+        if sq_norm < 0 and not self._trusts_negative:
+            spread = replace(spread, sq_norm_variance=math.inf)
         diversity = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
         return replace(diversity, inner_variance=inner[0]) if inner and math.isfinite(inner[0]) else diversity
 
     def over(self, ranks: Ranks) -> "PairAverage":
-        """Of all ranks together, where each saw samples of its own; a collective."""
+        """The mean over all ranks together, where each saw samples of its own; a collective."""
+        if ranks.is_alone:
+            return self
         states = ranks.gather(self.state_dict())
         total = PairAverage(decay=self.decay)
         total._first, total._second = (  # a rank without any estimate has a plain zero, which goes with every shape
@@ -141,8 +260,13 @@ class PairAverage:
             degrees=1 / share - 1,
         )
 
+    def average(self) -> "PairAverage":
+        """Itself: see `Estimates`."""
+        return self
+
     def state_dict(self) -> dict[str, Any]:
         """The sums, as plain numbers."""
+        self._settle()
         return {
             "first": self._first.tolist(),
             "second": self._second.tolist(),
@@ -151,10 +275,13 @@ class PairAverage:
             "recent": [each.tolist() for each in self._recent],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with saved sums."""
+    def load_state_dict(self, state: dict[str, Any], *, is_first: bool = True) -> None:
+        """Go on with saved sums, which the first rank takes over."""
+        self.forget()
+        if not is_first:
+            return
         self._first = torch.tensor(state["first"], dtype=torch.float64)
         self._second = torch.tensor(state["second"], dtype=torch.float64)
         self.num_samples = state["num_samples"]
-        self._between = np.array(state.get("between", 0.0))  # not in states of before
-        self._recent = [np.array(each) for each in state.get("recent", [])][: self.reach]
+        self._between = np.array(state["between"])
+        self._recent = [np.array(each) for each in state["recent"]][: self.reach]

@@ -1,25 +1,21 @@
-"""Gradients of several chunks of samples, as the two sums that an unbiased estimate needs."""
+"""Gradients of several chunks of samples, as the sums that an unbiased estimate needs; also as Adam sees them."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adadelta, Optimizer
 
-from divebatch.checks import require_count
-from divebatch.errors import ArgumentError, CheckpointError, UsageError
-from divebatch.estimators.average import PairAverage
-from divebatch.estimators.deferred_norms import Norms, Readable, Row, norms_of, numbers_of, read
-from divebatch.estimators.estimator import Scene, optimizer_of
-from divebatch.estimators.precondition import Preconditioner, require_second_moment, rescaled
-from divebatch.estimators.stepwise import Stepwise
+from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.estimators.average import Norms, Row, norms_of, read
 from divebatch.norms.accumulators import addend
 from divebatch.norms.sketch import sum_dtype
 
-MOST_WAITING = 512
-"""Rows whose norms may lie on the device unread."""
+SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
+"""Where torch's optimizers keep it: AMSGrad, Adam and its kin, RMSprop. The first there is counts."""
+CORRECTED = "betas"
+"""Optimizers with these correct the running mean for its start at zero."""
 
 
 class Chunks:
@@ -102,75 +98,10 @@ class Chunks:
         self.check_state(state)
         self.forget()
         self._sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
-        self._factors, self._before_last = [1.0] * len(self._norms), state.get("before_last", math.nan)
+        self._factors, self._before_last = [1.0] * len(self._norms), state["before_last"]
         for name, total in state["sums"].items():
             self._sums[name].copy_(total)
-        self._scales = state.get("scales")
-
-
-class ChunkWise(Stepwise):
-    """An estimate from chunks; one may be half-way through them when a state is taken."""
-
-    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every: int = 1) -> None:
-        super().__init__(decay=decay)
-        if not isinstance(preconditioned, bool):
-            raise ArgumentError(f"preconditioned must be True or False, got preconditioned={preconditioned!r}")
-        require_count("every", every)
-        self._preconditioned, self._every = preconditioned, every
-        self._chunks: Any = None
-        self._waiting: list[Readable] = []
-        """To be read and averaged."""
-        self._stepped = 0
-        """Samples the loader had delivered at the last optimizer step."""
-
-    @property
-    def min_steps_between_decisions(self) -> int:
-        """From decision to decision, so that each sees two estimates; an exponential mean goes on through them."""
-        return 2 * self._every if self._every > 1 and self._decay == 1 else 1
-
-    def _require_optimizer(self, scene: Scene, name: str) -> None:
-        optimizer = optimizer_of(scene, name)
-        if self._preconditioned:
-            require_second_moment(optimizer)
-
-    def _new_chunks(self, scene: Scene) -> Any:
-        return Chunks(scene.model, optimizer=scene.optimizer if self._preconditioned else None)
-
-    def _add_row(self, row: Readable) -> None:
-        self._waiting.append(row)
-        if len(self._waiting) >= MOST_WAITING:
-            self._settle()
-
-    def _settle(self) -> None:
-        rows, self._waiting = self._waiting, []
-        self._average.extend(numbers_of(rows), [row.num_samples for row in rows])
-
-    def _of_all_ranks(self) -> PairAverage:
-        self._settle()
-        return super()._of_all_ranks()
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._waiting = []
-
-    def _samples_delivered(self) -> int:
-        return self._bound().samples_delivered() if self.sees_all_ranks else self._bound().delivered_here()
-
-    def _own_state(self) -> dict[str, Any]:
-        assert self._chunks is not None
-        waiting = self._samples_delivered() - self._stepped
-        if self._chunks.num_chunks and not (self.sees_all_ranks or self._bound().ranks.is_alone):
-            raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
-        return {"chunks": self._chunks.state_dict(), "since_step": waiting}
-
-    def _check_own_state(self, state: dict[str, Any]) -> None:
-        Chunks(self._bound().model).check_state(state["chunks"])
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        assert self._chunks is not None
-        self._waiting = []
-        self._chunks.load_state_dict(state["chunks"])
-        self._stepped -= state["since_step"]
+        self._scales = state["scales"]
 
 
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -188,3 +119,49 @@ def check_shapes(what: str, there: Mapping[str, Tensor], here: Mapping[str, Tens
                 f"the checkpoint's {what} are another model's: parameter '{name}' has shape {tuple(tensor.shape)} "
                 f"there and {shape} here"
             )
+
+
+class Preconditioner:
+    """1 / (sqrt(v) + eps) for each parameter, v the optimizer's second moment, corrected as the optimizer does."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        require_second_moment(optimizer)
+        self._optimizer, self._parameters = optimizer, parameters
+        groups = ((p, group) for group in optimizer.param_groups for p in group["params"])
+        self._groups: dict[Tensor, dict[str, Any]] = dict(groups)
+
+    def scales(self) -> dict[str, Tensor] | None:
+        """By parameter name; None before the optimizer's first step, when there is no second moment yet."""
+        found = {name: self._scale(p) for name, p in self._parameters.items()}
+        scales = {name: scale for name, scale in found.items() if scale is not None}
+        return scales or None
+
+    def _scale(self, parameter: nn.Parameter) -> Tensor | None:
+        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        key = next((key for key in SECOND_MOMENTS if key in state), None)
+        if key is None:
+            if state:
+                raise ArgumentError(
+                    f"{type(self._optimizer).__name__} keeps no running second moment (it has {', '.join(state)}): "
+                    f"preconditioned=True is for Adam, AdamW, RMSprop and their kin"
+                )
+            return None
+        group = self._groups[parameter]
+        moment: Tensor = state[key].detach()
+        if CORRECTED in group:
+            moment = moment / (1 - group[CORRECTED][1] ** torch.as_tensor(state["step"], device=moment.device))
+        return (moment.sqrt() + float(group["eps"])).reciprocal()
+
+
+def rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Coordinate by coordinate. A parameter that the optimizer has not moved yet has no scale and is left out."""
+    return {name: addend(g, scales[name]) * scales[name] for name, g in gradients.items() if name in scales}
+
+
+def require_second_moment(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that divides by nothing."""
+    if "eps" not in optimizer.defaults or optimizer.defaults.get("centered") or isinstance(optimizer, Adadelta):
+        raise ArgumentError(
+            f"preconditioned=True is for optimizers that divide by the root of a running second moment (Adam, AdamW, "
+            f"RMSprop without centering), got {type(optimizer).__name__}"
+        )

@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,39 +14,66 @@ from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.ranks import Ranks, RankShard
 
 
+class Delivery(Protocol):
+    """What an estimator asks of whoever delivers the samples: an `AdaptiveLoader`."""
+
+    @property
+    def samples_delivered(self) -> int:
+        """Samples that were handed to the loop so far, those of all ranks."""
+        ...
+
+    @property
+    def local_samples_delivered(self) -> int:
+        """Samples that came to this rank so far."""
+        ...
+
+    @property
+    def rank_shard(self) -> RankShard:
+        """This rank's samples of the batch delivered last."""
+        ...
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together."""
+        ...
+
+    def full_pass(self) -> Iterable[Any]:
+        """Return every sample once, as batches, without moving the training's own position."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What an estimator may look at."""
+    """What an estimator may look at.
+
+    Args:
+        model: the model that is trained, without DistributedDataParallel around it.
+        delivery: who delivers the samples.
+        optimizer: the optimizer that steps; estimators that look at single steps need it.
+        loss_reduction: how the loss is reduced over the samples of a backward pass, "mean" or "sum".
+        loss_fn: the loss, `loss_fn(model(inputs), targets)`, for an estimator that runs the model by itself.
+    """
 
     model: nn.Module
-    full_pass: Callable[[], Iterable[Any]]
-    """Every sample once, as batches, without moving the training's own position."""
-    loss_reduction: LossReduction
-    loss_fn: Callable[[Any, Any], Tensor] | None
+    delivery: Delivery
     optimizer: Optimizer | None = None
-    samples_delivered: Callable[[], int] = lambda: 0
-    """Samples the loader has handed to the loop so far, those of all ranks."""
-    ranks: Ranks = field(default_factory=Ranks.alone)
-    share: Callable[[], RankShard] | None = None
-    """This rank's part of the batch delivered last."""
+    _: KW_ONLY
+    loss_reduction: LossReduction = "mean"
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
 
-    local_samples_delivered: Callable[[], int] | None = None
-    """Samples that came to this rank so far, where ranks share batches."""
+    def require_optimizer(self, name: str) -> Optimizer:
+        """The optimizer, for an estimator that must know when weights change."""
+        if self.optimizer is None:
+            raise ArgumentError(f"{name} must know when the optimizer steps: Scene(..., optimizer=...) has none")
+        return self.optimizer
 
-    def loss_weight(self) -> float:
-        """What this rank's loss of the batch under way is multiplied with; 0 for a stand-in."""
-        return 1.0 if self.share is None else self.share().weight_for(self.loss_reduction)
+    def rank_weight(self) -> float:
+        """The factor for this rank's loss of the batch under way; 0 for a dummy's."""
+        return self.delivery.rank_shard.weight_for(self.loss_reduction)
 
-    def delivered_here(self) -> int:
-        """Samples that came to this rank so far."""
-        return (self.local_samples_delivered or self.samples_delivered)()
-
-
-def optimizer_of(scene: Scene, name: str) -> Optimizer:
-    """The one that steps, for estimators that must know when weights change."""
-    if scene.optimizer is None:
-        raise ArgumentError(f"{name} must know when the optimizer steps: Scene(..., optimizer=...) has none")
-    return scene.optimizer
+    def rank_shard(self) -> RankShard:
+        """This rank's samples of the batch under way."""
+        return self.delivery.rank_shard
 
 
 class Estimator(ABC):

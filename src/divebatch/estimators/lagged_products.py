@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.estimators.average import inner_variance
-from divebatch.estimators.chunk_gradients import check_shapes
-from divebatch.estimators.deferred_norms import Norms, read
-from divebatch.estimators.precondition import Preconditioner, rescaled
+from divebatch.estimators.average import Norms, inner_variance, read
+from divebatch.estimators.chunk_gradients import Preconditioner, check_shapes, rescaled
 from divebatch.norms.accumulators import addend
 from divebatch.norms.sketch import sum_dtype
 

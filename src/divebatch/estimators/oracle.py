@@ -59,10 +59,10 @@ class Oracle(Estimator):
         return gradient_diversity(
             scene.model,
             loss_fn,
-            scene.full_pass(),
+            scene.delivery.full_pass(),
             loss_reduction=scene.loss_reduction,
             fallback=self._fallback,
-            ranks=scene.ranks,
+            ranks=scene.delivery.ranks,
         )
 
     def close(self) -> None:

@@ -6,11 +6,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from divebatch.checks import require_choice
-from divebatch.errors import ArgumentError, CoverageError, UsageError
-from divebatch.estimators.average import unbiased
+from divebatch.errors import ArgumentError, CoverageError
+from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.estimators.estimator import Scene
-from divebatch.estimators.stepwise import Stepwise
-from divebatch.measurement import Diversity
+from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms import DiversityMeter
 from divebatch.norms.diversity import PassSums
 from divebatch.norms.meter import MODES
@@ -49,50 +48,49 @@ class PerSample(Stepwise):
         fallback: Literal["vmap"] | None = None,
         grad_scaler: Any = None,
     ) -> None:
-        super().__init__(decay=decay)
         if preconditioned:
             raise ArgumentError(
                 "per-sample norms come from factors of each layer's gradient, which cannot be divided coordinate by "
                 "coordinate: use Split(preconditioned=True) or Moments(preconditioned=True)"
             )
         require_choice("mode", mode, MODES)
-        self._settings: dict[str, Any] = {
-            "mode": mode,
-            "compiled": compiled,
-            "fallback": fallback,
-            "grad_scaler": grad_scaler,
-        }
-        self._meter: DiversityMeter | None = None
+        source = SamplePasses(mode=mode, compiled=compiled, fallback=fallback, grad_scaler=grad_scaler)
+        super().__init__(source, decay=decay)
 
-    def _prepare(self, scene: Scene) -> None:
+
+class SamplePasses(Source):
+    """Single backward passes, whose samples are chunks of one; `settings` are the meter's."""
+
+    nothing_seen = "the epoch has ended, but no backward pass of two or more samples was seen in it"
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+
+    def prepare(self, scene: Scene) -> None:
         self._meter = DiversityMeter(
             scene.model,
-            rank_shard=scene.share,
+            rank_shard=scene.rank_shard,
             on_pass=self._take,
             loss_reduction=scene.loss_reduction,
             **self._settings,
         )
         self._batch_norms = {name: m for name, m in scene.model.named_modules() if isinstance(m, _BatchNorm)}
 
-    def _attach(self, scene: Scene) -> None:
-        assert self._meter is not None
+    def attach(self, scene: Scene, decay: float) -> PairAverage:
+        self._average = PairAverage(decay=decay)
         self._meter.attach()
+        return self._average
 
-    def _detach(self) -> None:
-        assert self._meter is not None
+    def detach(self) -> None:
         self._meter.detach()
 
     def _take(self, seen: PassSums) -> None:
         self._require_own_gradients()
         size: Any = seen.num_samples
-        mean = seen.sq_norm_of_sum / size**2
         counts = size > 1
-        pair = torch.stack(unbiased(seen.sum_of_sq_norms, mean, size, size))
+        pair = torch.stack(unbiased(seen.sum_of_sq_norms, seen.sq_norm_of_sum / size**2, size, size))
         self._average.add(pair, size * (counts if seen.is_finite is None else counts & seen.is_finite))
         self._average.num_samples = self._average.num_samples + size
-
-    def _when_empty(self) -> Diversity:
-        raise UsageError("the epoch has ended, but no backward pass of two or more samples was seen in it")
 
     def _require_own_gradients(self) -> None:
         for name, module in self._batch_norms.items():

@@ -1,30 +1,30 @@
 """An unbiased estimate from the chunks that a batch is cut into."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.chunk_gradients import ChunkWise
-from divebatch.estimators.estimator import Scene, optimizer_of
-from divebatch.estimators.recorded import is_recorded
-from divebatch.estimators.stepping import when_gradients_are_used
-from divebatch.measurement import Diversity
-from divebatch.norms.loss_scale import LossWeight, weight_of_pass
+from divebatch.estimators.average import PairAverage
+from divebatch.estimators.chunk_gradients import Chunks, require_second_moment
+from divebatch.estimators.estimator import Scene
+from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_used
+from divebatch.estimators.stepwise import Source, Stepwise, require_settings
+from divebatch.norms.loss_scale import LossWeight
 
 HOW_TO_CUT = (
     "cut each batch into two or more: for (x, y), weight in divebatch.micro_batches(batch, size): "
     "(loss_fn(model(x), y) * weight).backward()"
 )
+NOTHING_CUT = f"the epoch has ended, and no batch in it went through in two or more backward passes; {HOW_TO_CUT}"
+
+OnChunk = Callable[[Mapping[str, Tensor], int, float, float], None]
+"""Is told gradients, the chunk's samples, the weight of its loss, and what turns the gradients into its mean one."""
 
 
-class Split(ChunkWise):
-    """Chunks of one batch at the same weights: what they share is signal, where they differ is noise.
+class Split(Stepwise):
+    """Compares chunks of one batch at the same weights: what they have in common is signal, the rest is noise.
 
     It sees the backward passes between two optimizer steps, so gradient accumulation is all it needs: over several
     batches of the loader, or over parts of one from `divebatch.micro_batches`. The loss must be a mean over samples.
@@ -35,140 +35,168 @@ class Split(ChunkWise):
     `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. Under a GradScaler
     use `moments`.
 
-    `preconditioned=True` measures gradients as an Adam-like optimizer sees them, each coordinate over the root of its
-    running second moment. Exact: all chunks of a batch are divided by the same.
-
-    `every=q` looks at one batch in q, the first of them: the others may go through as a whole, and cost little.
-    `control.min_micro_batches` says for each batch whether it is to be cut.
+    Args:
+        decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
+        preconditioned: whether to measure gradients as an Adam-like optimizer sees them, each coordinate over the root
+            of its running second moment. Exact: all chunks of a batch are divided by the same.
+        every_steps: looks at one batch in so many, the first of them. The others may go through as a whole, and cost
+            little; `control.min_micro_batches` says for each batch whether it is to be cut.
     """
 
     name = "split"
     has_inner_variance = True
 
-    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every: int = 1) -> None:
-        super().__init__(decay=decay, preconditioned=preconditioned, every=every)
-        self._num_batches = 0
-        self._handles: list[RemovableHandle] = []
-        self._received: dict[str, Tensor] = {}
-        self._task, self._counts = -1, False
+    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every_steps: int = 1) -> None:
+        require_settings(preconditioned=preconditioned, every_steps=every_steps)
+        super().__init__(BatchChunks(preconditioned=preconditioned, every_steps=every_steps), decay=decay)
 
-    @property
-    def replay_token(self) -> object:
-        """A pass that was recorded may be replayed, where `see_replay` is told."""
-        return True
+
+class BatchChunks(Source):
+    """The backward passes between two optimizer steps, as chunks of one batch."""
+
+    nothing_seen = NOTHING_CUT
+    takes_replays = True
+
+    def __init__(self, *, preconditioned: bool, every_steps: int) -> None:
+        self._preconditioned, self.every_steps = preconditioned, every_steps
+        self._num_batches = 0
 
     @property
     def min_micro_batches(self) -> int:
-        """Backward passes that the batch under way must go through in at least."""
-        return 2 if self._looks else 1
+        return 2 if self._is_looking() else 1
 
-    @property
-    def _looks(self) -> bool:
-        return self._num_batches % self._every == 0
+    def prepare(self, scene: Scene) -> None:
+        require_mean(scene, Split.name)
+        optimizer = scene.require_optimizer(Split.name)
+        if self._preconditioned:
+            require_second_moment(optimizer)
 
-    def _prepare(self, scene: Scene) -> None:
-        if scene.loss_reduction != "mean":
-            raise ArgumentError(
-                f"{self.name} needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
-                f"'moments' and 'per-sample' take sums"
-            )
-        self._require_optimizer(scene, self.name)
+    def attach(self, scene: Scene, decay: float) -> PairAverage:
+        self._num_batches = 0
+        self._average = PairAverage(decay=decay)
+        self._chunks = Chunks(scene.model, optimizer=scene.optimizer if self._preconditioned else None)
+        self._batches = BatchWatch(scene, self._chunks.parameters, self._add, self._end_of_batch, self._is_looking)
+        return self._average
 
-    def _attach(self, scene: Scene) -> None:
-        self._chunks = self._new_chunks(scene)
-        self._delivered = self._stepped = scene.delivered_here()
-        self._batch = self._num_batches = 0
-        self._handles = [when_gradients_are_used(optimizer_of(scene, self.name), self._end_of_batch)]
-        for name, parameter in self._chunks.parameters.items():
-            self._handles.append(parameter.register_hook(partial(self._receive, name)))
-            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
-
-    def _detach(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-        self._chunks, self._received = None, {}
-
-    # One backward pass
-
-    def _receive(self, name: str, gradient: Tensor) -> None:
-        if not self._looks or is_recorded(gradient):
-            return
-        task = torch._C._current_graph_task_id()
-        if task != self._task:  # what an earlier pass left, which died half-way, is dropped
-            self._task, self._received, self._counts = task, {}, False
-        self._received[name] = gradient.detach()
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        if self._looks and not (self._counts or is_recorded(parameter)):
-            self._counts = True
-            Variable._execution_engine.queue_callback(self._end_of_pass)
+    def detach(self) -> None:
+        self._batches.close()
+        del self._chunks
 
     def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
-        """A recorded pass was replayed, which no hook sees: the gradients of its own mean loss."""
-        if self._chunks is not None and self._looks:
-            self._received = {name: gradients[name] for name in self._chunks.parameters if name in gradients}
-            self._take(weight, 1.0)
+        if self._is_looking():
+            self._batches.take_replay(gradients, weight)
 
-    def _end_of_pass(self) -> None:
-        weight = weight_of_pass(self._task)
-        weight = LossWeight(1.0) if weight is None else weight
-        self._take(weight, float(weight))
+    def _is_looking(self) -> bool:
+        return self._num_batches % self.every_steps == 0
 
-    def _take(self, weight: LossWeight, factor: float) -> None:
-        """What was received is the mean gradient of one chunk of this weight times `factor`."""
-        of_rank = self._bound().loss_weight()
-        if self._chunks is not None and of_rank and weight:
-            size = self._batch_length() if weight.num_samples is None else weight.num_samples
-            self._add_chunk(size, float(weight), scale=1 / (factor * of_rank))
-        self._received = {}
+    def _add(self, gradients: Mapping[str, Tensor], num_samples: int, _: float, scale: float) -> None:
+        self._chunks.add(gradients, num_samples, scale=scale)
 
-    def _add_chunk(self, num_samples: int, share: float, *, scale: float) -> None:
-        assert self._chunks is not None
-        self._chunks.add(self._received, num_samples, scale=scale)
-
-    def _batch_length(self) -> int:
-        if (share := self._bound().share) is not None:  # right also where the loop left batches out
-            return share().mine
-        delivered = self._bound().delivered_here()
-        if delivered != self._delivered:
-            self._batch, self._delivered = delivered - self._delivered, delivered
-        return self._batch
-
-    # One batch
-
-    def _end_of_batch(self) -> None:
-        chunks, delivered = self._chunks, self._bound().delivered_here()
-        assert chunks is not None
-        if chunks.num_samples > delivered - self._stepped:
-            raise UsageError(
-                f"the backward passes since the last optimizer step held {chunks.num_samples} samples by the loader's "
-                f"count, and it delivered {delivered - self._stepped}: {HOW_TO_CUT}"
-            )
-        if not self._looks:
-            self._average.num_samples = self._average.num_samples + delivered - self._stepped
-            self._delivered = delivered
+    def _end_of_batch(self, num_delivered: int) -> None:
+        is_whole = self._chunks.num_chunks < 2
+        if not self._is_looking():
+            self._average.num_samples = self._average.num_samples + num_delivered
             self._num_batches += 1
         else:
-            self._num_batches += chunks.num_chunks > 1  # else the next one has to show what this one did not
-            self._count(chunks)
-        if chunks.num_chunks:
-            chunks.forget()
-        self._stepped = delivered
+            self._num_batches += not is_whole  # else the next one has to show what this one did not
+            self._average.num_samples = self._average.num_samples + self._chunks.num_samples
+            if not is_whole:
+                self._average.add_row(self._chunks.row())
+        if self._chunks.num_chunks:
+            self._chunks.forget()
 
-    def _count(self, chunks: Any) -> None:
-        if chunks.num_chunks > 1:
-            self._add_row(chunks.row())
-        self._average.num_samples = self._average.num_samples + chunks.num_samples
+    def state_dict(self) -> dict[str, Any]:
+        chunks = self._chunks.state_dict()
+        return {**self._batches.state_dict(), "chunks": chunks, "num_batches": self._num_batches}
 
-    def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "num_batches": self._num_batches}
+    def check_state(self, scene: Scene, state: dict[str, Any]) -> None:
+        Chunks(scene.model).check_state(state["source"]["chunks"])
 
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        super()._load_own_state(state)
-        self._num_batches = state.get("num_batches", 0)  # not in states of before
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches.load_state_dict(state)
+        self._chunks.load_state_dict(state["chunks"])
+        self._num_batches = state["num_batches"]
 
-    def _when_empty(self) -> Diversity:
-        raise UsageError(
-            f"the epoch has ended, and no batch in it went through in two or more backward passes; {HOW_TO_CUT}"
+
+class BatchWatch:
+    """Watches the backward passes between two optimizer steps: one chunk of samples each.
+
+    Args:
+        scene: where samples are delivered, and steps are made.
+        parameters: those whose gradients make up a chunk's, by name.
+        on_chunk: is told of each backward pass.
+        on_step: is told, when the optimizer is about to step, how many samples were delivered since it last did.
+        is_looking: says whether the batch under way is looked at.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        parameters: Mapping[str, nn.Parameter],
+        on_chunk: OnChunk,
+        on_step: Callable[[int], None],
+        is_looking: Callable[[], bool],
+    ) -> None:
+        self._scene, self._parameters = scene, parameters
+        self._on_chunk, self._on_step = on_chunk, on_step
+        self._stepped = scene.delivery.local_samples_delivered
+        """Samples that had come to this rank at the last optimizer step."""
+        self._num_samples = 0
+        """Samples of the chunks since then."""
+        self._passes = PassWatch(parameters, self._end_of_pass, is_wanted=is_looking)
+        self._steps = when_gradients_are_used(scene.require_optimizer("split"), self._end_of_batch)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._passes.close()
+        self._steps.remove()
+
+    def take_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
+        """A recorded pass was replayed: the gradients of its own mean loss, to which no weight was applied."""
+        own = {name: gradients[name] for name in self._parameters if name in gradients}
+        self._take(own, weight, applied=1.0)
+
+    def _end_of_pass(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
+        self._take(gradients, weight, applied=float(weight))
+
+    def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
+        rank_weight = self._scene.rank_weight()
+        if not rank_weight or not weight:  # of a dummy
+            return
+        size = self._scene.delivery.rank_shard.mine if weight.num_samples is None else weight.num_samples
+        self._num_samples += size
+        self._on_chunk(gradients, size, float(weight), 1 / (applied * rank_weight))
+
+    def _end_of_batch(self) -> None:
+        num_delivered = self._since_step()
+        if self._num_samples > num_delivered:
+            raise UsageError(
+                f"the backward passes since the last optimizer step held {self._num_samples} samples by the loader's "
+                f"count, and it delivered {num_delivered}: {HOW_TO_CUT}"
+            )
+        self._on_step(num_delivered)
+        self._num_samples = 0
+        self._stepped += num_delivered
+
+    def _since_step(self) -> int:
+        return self._scene.delivery.local_samples_delivered - self._stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was delivered and seen since the last step."""
+        if self._num_samples and not self._scene.delivery.ranks.is_alone:
+            raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
+        return {"since_step": self._since_step(), "num_samples": self._num_samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on within a batch."""
+        self._stepped -= state["since_step"]
+        self._num_samples = state["num_samples"]
+
+
+def require_mean(scene: Scene, name: str) -> None:
+    """Raise for a loss that is no mean over samples."""
+    if scene.loss_reduction != "mean":
+        raise ArgumentError(
+            f"{name} needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
+            f"'moments' and 'per-sample' take sums"
         )

@@ -53,8 +53,8 @@ class Trajectory(Estimator):
             raise UsageError("this estimator belongs to another controller already: make one for each")
         self._meter = DiversityMeter(
             scene.model,
-            ranks=scene.ranks,
-            rank_shard=scene.share,
+            ranks=scene.delivery.ranks,
+            rank_shard=scene.rank_shard,
             loss_reduction=scene.loss_reduction,
             **self._settings,
         )

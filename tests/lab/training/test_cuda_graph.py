@@ -13,6 +13,7 @@ from divebatch.estimators import Scene, Split
 from divebatch.lab.training import Clock, Passes, Setup, Step
 from divebatch.lab.training.distributed import Parallel
 from divebatch.norms import DiversityMeter
+from reference.delivery import Delivered
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
@@ -106,9 +107,9 @@ def test_replayed_passes_train_the_same_weights_statistics_and_losses():
 def watched_in_parts(*, cuda_graphs: bool, every: int) -> tuple[dict[str, torch.Tensor], list[float], Diversity]:
     """In halves, for `split`, or one batch in so many."""
     model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=cuda_graphs)
-    estimator, delivered = Split(every=every), itertools.accumulate(SIZES)
+    estimator, delivered = Split(every_steps=every), itertools.accumulate(SIZES)
     now = [0]
-    estimator.bind(Scene(model, lambda: iter(()), "mean", cross_entropy, optimizer, lambda: now[0]))
+    estimator.bind(Scene(model, Delivered(lambda: now[0]), optimizer))
     estimator.start()
     step = Step(passes, optimizer, is_measuring=lambda: True, on_replay=estimator.see_replay)
     step.min_micro_batches = lambda: estimator.min_micro_batches

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, EpochRecord
-from divebatch.estimators import Split, dropped, split
+from divebatch.estimators import Split, optimizer_events
 from divebatch.lab.training import Clock, Passes, Setup, Step, Tally, train_epoch
 from divebatch.lab.training import forward_backward as module
 from divebatch.lab.training.cuda_graph import Recording
@@ -63,8 +63,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(Passes, "_may_record", lambda self, variant: variant[0] == self.full_size)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Written)
     monkeypatch.setattr(torch.cuda, "graph", written)
-    for place in (split, dropped):
-        monkeypatch.setattr(place, "is_recorded", lambda _: Written.under_way)
+    monkeypatch.setattr(optimizer_events, "is_recorded", lambda _: Written.under_way)
 
 
 def make_passes(model: nn.Module, micro_batch_size: int | None = None) -> Passes:
@@ -203,7 +202,7 @@ def trained(estimator: str | Split, micro_batch_size: int | None) -> tuple[list[
 @pytest.mark.parametrize("micro_batch_size", [None, 2, 3])
 @pytest.mark.parametrize("kind", ["split", "moments", "split, one batch in 3"])
 def test_what_is_replayed_trains_and_is_measured_as_what_is_not(kind, micro_batch_size, request):
-    make = (lambda: Split(every=3)) if "," in kind else lambda: kind
+    make = (lambda: Split(every_steps=3)) if "," in kind else lambda: kind
     expected, expected_weights = trained(make(), micro_batch_size)
     request.getfixturevalue("on_a_gpu")
     found, weights = trained(make(), micro_batch_size)

@@ -1,0 +1,156 @@
+"""What happens to gradients on their way: they are made, used by a step, dropped, or only written down."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from divebatch.norms.loss_scale import LossWeight, weight_of_pass
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+OnPass = Callable[[dict[str, Tensor], LossWeight], None]
+"""Is told a backward pass's own gradients by the parameters' names, and the weight of its loss."""
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether the pass under way is only written down for a CUDA graph: its replays count, and no hook sees them."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def when_gradients_are_used(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHandle:
+    """Call `then` once a step: before it, or where the step makes its gradients by a closure, after that first ran.
+
+    A hook before `step(closure)` finds the gradients of the step before. Lightning always steps like that.
+    """
+
+    def hook(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            then()
+            return None
+        followed = _followed(closure, then)
+        return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
+
+    return optimizer.register_step_pre_hook(hook)
+
+
+def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    """`closure`, and after its first call `then`: line searches call it again at other weights."""
+    waiting = [then]
+
+    def run() -> Any:
+        result = closure()
+        if waiting:
+            waiting.pop()()
+        return result
+
+    return run
+
+
+class PassWatch:
+    """Collects the gradients of each backward pass and hands them over when it has ended.
+
+    `is_wanted` is asked whether the pass under way is looked at.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], on_pass: OnPass, *, is_wanted: Callable[[], bool]
+    ) -> None:
+        self._on_pass, self._is_wanted = on_pass, is_wanted
+        self._received: dict[str, Tensor] = {}
+        self._task, self._counts = -1, False
+        self._handles: list[RemovableHandle] = []
+        for name, parameter in parameters.items():
+            self._handles.append(parameter.register_hook(partial(self._receive, name)))
+            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _receive(self, name: str, gradient: Tensor) -> None:
+        if not self._is_wanted() or is_recorded(gradient):
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what an earlier pass left, which died half-way, is dropped
+            self._task, self._received, self._counts = task, {}, False
+        self._received[name] = gradient.detach()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if not self._counts and self._is_wanted() and not is_recorded(parameter):
+            self._counts = True
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        received, self._received = self._received, {}
+        weight = weight_of_pass(self._task)
+        if self._handles:
+            self._on_pass(received, LossWeight(1.0) if weight is None else weight)
+
+
+class DropWatch:
+    """Calls `on_drop` where a backward pass finds that the gradient of the one before is gone without a step.
+
+    An optimizer that does not step says nothing, so this looks at one parameter: its gradient was there after the last
+    pass, and before the next it is None or zero. Accumulation leaves it alone. `parameter` must take part in every
+    pass; a pass without it is not noticed.
+    """
+
+    def __init__(self, parameter: nn.Parameter, on_drop: Callable[[], None], on_pass: Callable[[], None]) -> None:
+        self._parameter, self._on_drop, self._on_pass = parameter, on_drop, on_pass
+        self._waits, self._is_gone = False, False
+        self._version = 0
+        # The first also runs for autograd.grad(), where nothing is accumulated: it only looks.
+        self._handles: list[RemovableHandle] = [
+            parameter.register_hook(self._before),
+            parameter.register_post_accumulate_grad_hook(self._after),
+        ]
+
+    def stepped(self) -> None:
+        """The optimizer used the gradient: whatever becomes of it now, it was not dropped."""
+        self._waits = False
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before(self, gradient: Tensor) -> None:
+        if is_recorded(gradient):
+            return
+        self._is_gone = self._waits and self._was_cleared()
+
+    def _after(self, parameter: Tensor) -> None:
+        if is_recorded(parameter):
+            return
+        if self._is_gone:
+            self._on_drop()
+        assert parameter.grad is not None
+        self._waits, self._is_gone, self._version = True, False, parameter.grad._version
+        self._on_pass()
+
+    def _was_cleared(self) -> bool:
+        gradient = self._parameter.grad
+        if gradient is None:
+            return True
+        # Nobody wrote to it, so it holds what it held. Else its values must be read, which waits for the device.
+        return gradient._version != self._version and not bool(gradient.to_dense().any())
+
+
+def scale_of_gradients(optimizer: Optimizer) -> float:
+    """What the gradients at hand are still multiplied with; infinite where the step about to come will do nothing.
+
+    A GradScaler leaves it to optimizers with fused=True to undo its scale and to skip what overflowed: it hands them
+    both in two attributes for as long as the step takes. Others step on gradients that are as they should be.
+    """
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and float(found_inf) > 0:
+        return float("inf")
+    return 1.0 if scale is None else float(scale)
