@@ -85,7 +85,7 @@ def test_without_oracle_figure_two_shows_what_there_is(tmp_path: Path) -> None:
     write_run(tmp_path, "e", "divebatch", 0, rows, report=SYNTHETIC)
     first, second = draw(only(tmp_path))
     assert "Validation accuracy (%)" not in texts(first)
-    assert "Gradient diversity, estimated and exact" in texts(second)
+    assert "Gradient diversity" in texts(second)
     assert "1 trial." in first.caption
 
 

@@ -142,7 +142,7 @@ def test_every_figure_has_its_controls_and_files(convex: Report) -> None:
     assert [v for n, v in page.attributes if n == "data-chart"] == ["0", "1", "2", "3", "4"]
     assert page.attributes.count(("type", "radio")) == 4
     assert page.attributes.count(("data-log", None)) == 5
-    assert [v for n, v in page.attributes if n == "data-axis"] == ["seconds", "epochs", "steps", "samples"]
+    assert [v for n, v in page.attributes if n == "data-axis"] == ["epochs", "seconds", "steps", "samples"]
     labels = [value or "" for name, value in page.attributes if name == "aria-label"]
     for kind in ("SVG", "PNG", "CSV"):
         assert f"Validation loss as {kind}" in labels

@@ -117,7 +117,7 @@ QUANTITIES = {
     ),
     "lr": Quantity("Learning rate", (("lr", ""),), may_be_log=False, is_course=True),
     "diversity": Quantity(
-        "Gradient diversity, estimated and exact",
+        "Gradient diversity",
         (("diversity", ""), ("exact_diversity", ", exact")),
         note="Dotted: the exact value, where runs recorded it. Epochs in which nothing was measured are left out.",
     ),
@@ -216,7 +216,8 @@ def panel_of(quantity: Quantity, lines: Sequence[Line]) -> Panel:
 
 
 def nested(lines: Sequence[Line], widest: float, thinnest: float) -> list[Line]:
-    """Each thinner than the one before, so that lines in one place are all seen."""
+    """Each thinner than the one before, so that lines in one place are all seen; few lines need no wide ones."""
+    widest = min(widest, thinnest + 0.9 * (len(lines) - 1))
     widths = np.linspace(widest, thinnest, len(lines)).tolist()
     return [replace(line, width=width) for line, width in zip(lines, widths, strict=True)]
 
@@ -321,11 +322,12 @@ class TargetBars:
 
 
 def make_bars(analysis: Analysis) -> dict[str, TargetBars]:
-    """Unit -> bars, the time first where the runs were timed; empty while there is no target or no one reached it."""
+    """Unit -> bars, first the unit of the headline; empty while there is no target or no one reached it."""
     if analysis.target is None:
         return {}
     looks, goal = looks_for(analysis.experiment.methods), metric_value(analysis.metric, analysis.target.value)
-    bars = {unit: TargetBars(unit, goal, analysis.arrivals(unit), looks) for unit in UNITS}
+    units = sorted(UNITS, key=lambda unit: unit != analysis.race_unit)
+    bars = {unit: TargetBars(unit, goal, analysis.arrivals(unit), looks) for unit in units}
     return {unit: each for unit, each in bars.items() if each.arrivals}
 
 
