@@ -61,7 +61,7 @@ def kernels_summary(events: list[Any]) -> dict[str, Any]:
             {"seconds": seconds(gap), "after": before.name[:NAME_LENGTH], "before": after.name[:NAME_LENGTH]}
             for gap, before, after in sorted(gaps, key=lambda found: -found[0])[:LONGEST]
         ],
-    }  # fmt: skip
+    }
 
 
 def operators_summary(events: list[Any]) -> dict[str, Any]:

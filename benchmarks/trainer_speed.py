@@ -130,11 +130,17 @@ def measure(options: argparse.Namespace, batch_size: int) -> Iterator[dict[str, 
         seconds = [seconds for seconds, _ in epochs[options.warmup :]]
         middle = statistics.median(seconds)
         yield {
-            "model": options.model, "batch_size": batch_size, "row": name, "precision": options.precision,
-            "compile": options.compile, "seconds_per_epoch": round(middle, 4),
-            "speed_of_bare": round(bare / middle, 4), "n": len(seconds),
-            "spread": [round(min(seconds), 4), round(max(seconds), 4)], "torch": torch.__version__,
-        }  # fmt: skip
+            "model": options.model,
+            "batch_size": batch_size,
+            "row": name,
+            "precision": options.precision,
+            "compile": options.compile,
+            "seconds_per_epoch": round(middle, 4),
+            "speed_of_bare": round(bare / middle, 4),
+            "n": len(seconds),
+            "spread": [round(min(seconds), 4), round(max(seconds), 4)],
+            "torch": torch.__version__,
+        }
     for name, course in courses.items() if options.profile else ():
         yield {
             "batch_size": batch_size,

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "lab.training": LIBRARY,
     "lab.loggers": BASE | {"records"},
     "lab.experiments": LIBRARY | {"lab.training", "lab.loggers"},
-    "lab.probe": LIBRARY | {"lab.training", "lab.experiments", "report"},
+    "lab.probe": LIBRARY | {"lab.training", "lab.experiments"},
     "lab.search": LIBRARY | {"lab.training", "lab.experiments"},
     "report": BASE | {"records", "measurement", "student"},
     "cli": LIBRARY | {"report", "lab.training", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},

@@ -91,7 +91,7 @@ def test_a_function_of_ones_own_by_its_import_path(own):
         (["synthetic-convex", "--steps", "5"], "steps must be at least 24"),
         (["synthetic-convex", "--device", "tpu"], "unknown device 'tpu'"),
     ],
-)  # fmt: skip
+)
 def test_wrong_use_exits_with_2_and_says_what_is_wrong(own, words, message):
     answer = call(*words)
     assert answer.exit_code == 2, answer.output

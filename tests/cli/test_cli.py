@@ -68,8 +68,22 @@ def test_run_report_and_run_again(tmp_path):
 
 
 def test_seed_and_trials_choose_the_seeds(tmp_path):
-    call("run", "synthetic-convex", "--epochs", "1", "--seed", "4", "--trials", "2", "--methods", "sgd-large",
-         "--jobs", "1", "--out", str(tmp_path))  # fmt: skip
+    call(
+        "run",
+        "synthetic-convex",
+        "--epochs",
+        "1",
+        "--seed",
+        "4",
+        "--trials",
+        "2",
+        "--methods",
+        "sgd-large",
+        "--jobs",
+        "1",
+        "--out",
+        str(tmp_path),
+    )
     names = sorted(path.name for path in tmp_path.rglob("*.jsonl"))
     assert names == ["seed-4.jsonl", "seed-5.jsonl"]
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, require_device
+from divebatch.cli.probe_plot import draw_probe
 from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS
@@ -17,7 +18,6 @@ from divebatch.lab.experiments import get_experiment
 from divebatch.lab.probe import Outcome, Probe, probe_critical_batch
 from divebatch.lab.probe.branching import LEAST_STEPS, SMOOTHING, checked_factors, default_factors, require_settings
 from divebatch.lab.probe.checkpoints import Start, find_start, run_of
-from divebatch.lab.probe.plot import draw_probe
 from divebatch.lab.probe.policy_sizes import Asked, ask_policies
 from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.report.drawing import require_matplotlib

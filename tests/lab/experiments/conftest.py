@@ -2,7 +2,7 @@ import pytest
 
 from divebatch.lab.experiments import Run, execute
 from divebatch.records import EpochRecord
-from lab.experiments.begun import small
+from lab.experiments.small_experiment import small
 
 
 class StopHereError(Exception):

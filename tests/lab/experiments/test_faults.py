@@ -20,8 +20,8 @@ from divebatch.lab.experiments.models import MODELS
 from divebatch.lab.experiments.schema import Experiment, Method, Part
 from divebatch.lab.training import StopRequest, load_checkpoint
 from divebatch.lab.training.checkpoint import previous
+from lab.experiments.compare_runs import CPU, assert_same_end, records
 from lab.experiments.dataset_tests.image_files import write_cifar10
-from lab.experiments.same_end import CPU, assert_same_end, records
 
 
 def small(name: str = "synthetic-nonconvex", epochs: int = 3) -> Experiment:

@@ -17,7 +17,7 @@ from divebatch.errors import ArgumentError, DivebatchError, MissingExtraError, R
 from divebatch.lab.experiments import Run, check_parts, execute, execute_all
 from divebatch.lab.experiments.schema import FOLDER, read_experiment
 from divebatch.records import EpochRecord, RunHeader, read_run
-from lab.experiments.begun import small
+from lab.experiments.small_experiment import small
 
 # Records
 
@@ -33,8 +33,11 @@ def wrong_for(cls: type[Any], good: dict[str, Any]) -> list[Any]:
     for entry in fields(cls):
         kinds = tuple(kind for word, kind in fitting.items() if word in str(entry.type))
         values = [*WRONG, 7, 7.5] if "int" not in str(entry.type) and "float" not in str(entry.type) else WRONG
-        pairs += [pytest.param(entry.name, value, id=f"{entry.name} {value!r}") for value in values
-                  if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)]  # fmt: skip
+        pairs += [
+            pytest.param(entry.name, value, id=f"{entry.name} {value!r}")
+            for value in values
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+        ]
     return pairs
 
 

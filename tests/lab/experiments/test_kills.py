@@ -17,7 +17,7 @@ import torch
 from divebatch.cli import app
 from divebatch.lab.experiments import Run, execute, get_experiment, pool, runner
 from divebatch.lab.training import load_checkpoint
-from lab.experiments.same_end import CPU, assert_same_end, records
+from lab.experiments.compare_runs import CPU, assert_same_end, records
 
 PATIENCE = 60.0
 """Seconds until a wait for another process is given up."""

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from divebatch.__main__ import main
 from divebatch.cli import app
 from divebatch.lab.experiments import Run, execute, get_experiment, runner
-from lab.experiments import frail_command
-from lab.experiments.launched import PATIENCE, Job, free_port, launch
-from lab.experiments.same_end import records
+from lab.experiments import failing_command
+from lab.experiments.compare_runs import records
+from lab.experiments.rank_processes import PATIENCE, Job, free_port, launch
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "ddp_loop.py"
@@ -43,7 +43,7 @@ def command(tmp_path, run) -> Iterator[Callable[..., Job]]:
 
 
 def _command(words: list[str], changes: dict[str, str]) -> None:
-    frail_command.be_frail(**changes)
+    failing_command.make_fail(**changes)
     sys.argv = ["divebatch", *words]
     main()
 
@@ -62,7 +62,7 @@ def whole(tmp_path_factory) -> Run:
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_one_process_resumes(command, run, whole):
     """torchrun hands SIGTERM on to each rank, and they get it in different steps; here one does at all."""
-    job = command("--json", FRAIL="SIGTERM", FRAIL_RANK="1", FRAIL_STEP="41")
+    job = command("--json", FAILURE="SIGTERM", FAILING_RANK="1", FAILING_STEP="41")
     assert job.ends() == [1, 1]
     printed = job.log.read_text()
     assert printed.count("divebatch: stopped after") == 1
@@ -74,7 +74,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_one_process_resu
 
 
 def test_an_error_on_one_rank_ends_all_and_is_told_once(command, run):
-    job = command("--quiet", size=3, FRAIL="error", FRAIL_RANK="1", FRAIL_STEP="5")
+    job = command("--quiet", size=3, FAILURE="error", FAILING_RANK="1", FAILING_STEP="5")
     assert all(code != 0 for code in job.ends())
     told = [line for line in job.log.read_text().splitlines() if line.startswith("divebatch:")]
     assert told == ["divebatch: rank 1 of 3, synthetic-nonconvex divebatch seed 0: the cat bit the cable"]
@@ -129,11 +129,11 @@ def test_torchrun_starts_a_killed_job_anew_and_it_resumes_by_itself(tmp_path, ru
     """A rank kills itself in the middle of the second epoch; nobody says --resume."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
-        *("--master-port", str(free_port()), frail_command.__file__, *WORDS),
+        *("--master-port", str(free_port()), failing_command.__file__, *WORDS),
         *("--out", str(run.folder), "--checkpoint-steps", "10", "--json"),
     ]
     steps = next(epoch["steps"] for epoch in records(whole)) + 15
-    frailty = {"FRAIL": "SIGKILL", "FRAIL_RANK": "1", "FRAIL_STEP": str(steps), "OMP_NUM_THREADS": "1"}
+    frailty = {"FAILURE": "SIGKILL", "FAILING_RANK": "1", "FAILING_STEP": str(steps), "OMP_NUM_THREADS": "1"}
     answer = subprocess.run(
         command, env={**os.environ, **frailty}, capture_output=True, text=True, timeout=3 * PATIENCE, cwd=tmp_path
     )

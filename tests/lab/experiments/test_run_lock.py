@@ -23,9 +23,9 @@ from divebatch.lab.experiments import Failure, Run, get_experiment, locked_runs,
 from divebatch.lab.experiments.run_lock import _locked, _open
 from divebatch.lab.search import to_toml
 from divebatch.ranks import Ranks
-from lab.experiments.begun import small
-from lab.experiments.launched import PATIENCE, Job, launch
-from lab.experiments.same_end import records
+from lab.experiments.compare_runs import records
+from lab.experiments.rank_processes import PATIENCE, Job, launch
+from lab.experiments.small_experiment import small
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import torch
 
 from divebatch.lab.experiments import Run
 from divebatch.lab.training import load_checkpoint
+from lab.experiments.compare_runs import COSTS
 from lab.experiments.dataset_tests.image_files import write_cifar10
-from lab.experiments.launched import Job, average_of_buffers, launch, runs_in, train
-from lab.experiments.same_end import COSTS
+from lab.experiments.rank_processes import Job, average_of_buffers, launch, runs_in, train
 
 CPU = torch.device("cpu")
 

@@ -59,8 +59,13 @@ def test_every_branch_gets_the_same_samples_rates_and_start():
     assert {branch.samples for branch in training.branches} == {224}
     assert [branch.lr_factor for branch in training.branches[::2]] == pytest.approx([1, math.sqrt(2), math.sqrt(8)])
     assert [(branch.factor, branch.repeat) for branch in training.branches] == [
-        (1, 0), (1, 1), (2, 0), (2, 1), (8, 0), (8, 1),
-    ]  # fmt: skip
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (8, 0),
+        (8, 1),
+    ]
     assert all(outcome.course[0] == pytest.approx(0.5) for outcome in found.outcomes)
     assert training.weight == 1.0
 

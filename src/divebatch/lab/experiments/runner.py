@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -56,7 +57,8 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
     trainer = make_trainer(run)
     if progress.saved is not None:
         with reading_state(run):
-            trainer.load_state_dict(progress.saved.state(trainer.clock.device, trainer.parallel.layout))
+            layout = partial(trainer.parallel.layout, trainer.optimizer)
+            trainer.load_state_dict(progress.saved.state(trainer.clock.device, layout))
     saver = Saver(run, trainer, stop)
     if not progress.is_begun:
         first_does(trainer.ranks, lambda: _forget_checkpoints(run))  # of a run whose records are gone

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from divebatch.norms.sharded import is_sharded
 from divebatch.ranks import Ranks
@@ -56,14 +57,14 @@ class Parallel:
         if moving and not self.ranks.is_alone:
             torch._foreach_div_(moving, self.ranks.size)
 
-    def layout(self, place: tuple[Any, ...]) -> "DTensor | None":
+    def layout(self, optimizer: Optimizer, place: tuple[Any, ...]) -> "DTensor | None":
         """What the tensor at a place in a trainer's state is sharded like: the parameter that it belongs to."""
-        parameters: dict[Any, Any] = dict(self.model.named_parameters())
-        if place[:2] == ("optimizer", "state"):
-            parameters = dict(enumerate(parameters.values()))
-            found = parameters.get(place[2])
+        found: Any = None
+        if place[:2] == ("optimizer", "state"):  # which numbers parameters group by group
+            numbered = [each for group in optimizer.param_groups for each in group["params"]]
+            found = dict(enumerate(numbered)).get(place[2])
         else:
-            found = parameters.get(place[-1])
+            found = dict(self.model.named_parameters()).get(place[-1])
         return found if is_sharded(found) else None
 
 

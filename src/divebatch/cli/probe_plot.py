@@ -47,8 +47,15 @@ def _draw_gaps(axes: "Axes", probe: Probe) -> None:
     axes.errorbar(sizes, middle, yerr=[below, above], color=COLOR, marker="o", capsize=3)
     axes.axhline(100 * probe.tolerance, color=LIMIT, linewidth=1.2)
     note = f"tolerance {100 * probe.tolerance:g} %"
-    axes.annotate(note, (0.02, 100 * probe.tolerance), xycoords=("axes fraction", "data"), color=LIMIT, fontsize=9,
-                  xytext=(0, 4), textcoords="offset points")  # fmt: skip
+    axes.annotate(
+        note,
+        (0.02, 100 * probe.tolerance),
+        xycoords=("axes fraction", "data"),
+        color=LIMIT,
+        fontsize=9,
+        xytext=(0, 4),
+        textcoords="offset points",
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
