@@ -98,7 +98,7 @@ def test_a_target_that_was_missed_has_no_average_time(tmp_path):
     write(tmp_path, "a", A)
     write(tmp_path, "b", [0.9, 0.9, 0.9, 0.9, 0.2])
     assert compared(tmp_path).answers[2].text == (
-        "of 5 seeds it was reached, with a time, in a by 5 and b by 4: no fair average."
+        "a reached it, with a time, in 5 of 5 seeds and b in 4 of 5: no fair average."
     )
 
 
@@ -159,7 +159,7 @@ def test_losses_are_better_lower_and_one_that_is_not_finite_has_no_average(tmp_p
     assert final.text.startswith("a is better than b by 0.2 (a less b: 95% interval -0.2 to -0.2")
     assert best.paired.mean == pytest.approx(-0.2)
     diverged, *_ = compared(tmp_path, "a", "c").answers
-    assert diverged.text == "of 3 seeds a by 3 and c by 1 ended with one: no fair average."
+    assert diverged.text == "a has one in 3 of 3 seeds and c in 1 of 3: no fair average."
 
 
 def test_methods_that_trained_the_same_are_said_to(tmp_path):

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from made_up_runs import write_accuracies, write_run
+from made_up_runs import LOSS, write_accuracies, write_run
 
 from divebatch.errors import RecordError
+from divebatch.records import ReportSettings
 from divebatch.report import load_runs
 
 HEADER = '{"kind": "run", "experiment": "e", "method": "m", "seed": 9}\n'
@@ -20,6 +21,8 @@ BROKEN = {
     "a header without its keys": b'{"kind": "run"}\n',
     "a header of wrong types": b'{"kind": "run", "experiment": 1, "method": [], "seed": 0}\n',
     "a name that a terminal would obey": b'{"kind": "run", "experiment": "\\u001b[2J", "method": "m", "seed": 0}\n',
+    "a label that a terminal would obey": HEADER[:-2].encode() + b', "label": "\\u001b[2J"}\n',
+    "a shadow that a terminal would obey": f"{HEADER}{json.dumps({**EPOCH, 'shadows': {chr(27): 1}})}\n".encode(),
     "a seed in words": b'{"kind": "run", "experiment": "e", "method": "m", "seed": "x"}\n',
     "a config that is no object": HEADER[:-2].encode() + b', "config": null}\n',
     "not UTF-8": b"\xff\xfe\n",
@@ -47,6 +50,22 @@ def test_runs_come_in_the_papers_order_and_by_seed(tmp_path: Path) -> None:
     assert list(runs.experiments[1].methods) == expected
     assert [run.header.seed for run in runs.experiments[1].methods["alpha"]] == [2, 10]
     assert runs.problems == ()
+
+
+def test_without_an_order_methods_come_by_name(tmp_path: Path) -> None:
+    for method in ("zeta", "alpha"):
+        write_run(tmp_path, "e", method, 0, [{}], report=ReportSettings())
+    assert list(load_runs(tmp_path).experiments[0].methods) == ["alpha", "zeta"]
+
+
+def test_runs_that_are_judged_by_another_metric_are_named_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, "e", "old", 0, [{}])
+    path = write_run(tmp_path, "e", "new", 0, [{}], metric=LOSS)
+    path.write_text(path.read_text().replace('"started": null', '"started": "2026-01-01"'))
+    runs = load_runs(tmp_path)
+    (experiment,) = runs.experiments
+    assert (list(experiment.methods), experiment.metric) == (["new"], LOSS)
+    assert runs.problems == ("e, old, seed 0: judged by val_accuracy, newer runs by val_loss; left out",)
 
 
 @pytest.mark.parametrize("inner", ["", "e", "e/m"])

@@ -116,23 +116,18 @@ def compare_methods(
         against: The same experiment from another folder.
         names: What the two are called in the answers; their method names where not given.
     """
-    one, other = analysis.method(first), (against or analysis).method(second)
-    called = names or (first, second)
-    pairs = _pairs(one, other, analysis.metric)
-    answers: tuple[Answer, ...] = ()
+    results = (analysis.method(first), (against or analysis).method(second))
+    metric, called = analysis.metric, names or (first, second)
+    pairs = _pairs(*results, metric)
+    answers: list[Answer] = []
     if len(pairs) > 1:
-        answers = (
-            _values(
-                "final", [(_final(a, analysis.metric), _final(b, analysis.metric)) for a, b in pairs], analysis, called
-            ),
-            _values(
-                "best", [(_best(a, analysis.metric), _best(b, analysis.metric)) for a, b in pairs], analysis, called
-            ),
-            *_times(pairs, (one, other), analysis, called),
-        )
+        for which, value in (("final", _final), ("best", _best)):
+            values = [(value(one, metric), value(other, metric)) for one, other in pairs]
+            answers.append(_values(which, values, metric, called))
+        answers += _times(pairs, results, analysis, called)
     seeds = tuple(run.header.seed for run, _ in pairs)
-    cautions = tuple(_cautions((one, other), pairs, called))
-    return Comparison(analysis.experiment.name, *called, seeds, answers, cautions)
+    cautions = tuple(_cautions(results, pairs, called))
+    return Comparison(analysis.experiment.name, *called, seeds, tuple(answers), cautions)
 
 
 def _pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
@@ -160,12 +155,11 @@ def _best(run: RecordedRun, metric: Metric) -> float:
     return metric.worst if value is None else value
 
 
-def _values(which: str, values: Sequence[tuple[float, float]], analysis: Analysis, names: tuple[str, str]) -> Answer:
-    metric = analysis.metric
+def _values(which: str, values: Sequence[tuple[float, float]], metric: Metric, names: tuple[str, str]) -> Answer:
     measure = f"{which} {'accuracy' if metric.is_accuracy else 'loss'}"
-    if not all(math.isfinite(value) for each in values for value in each):
-        counts = [sum(math.isfinite(each[place]) for each in values) for place in (0, 1)]
-        return Answer(measure, None, f"of {len(values)} seeds {_by(names, counts)} ended with one: no fair average.")
+    counts = [sum(math.isfinite(each[place]) for each in values) for place in (0, 1)]
+    if min(counts) < len(values):
+        return Answer(measure, None, _no_average("has one", names, counts, len(values)))
     scale, unit, form = (100.0, " points", ".2f") if metric.is_accuracy else (1.0, "", ".4g")
     found = pair([scale * (one - other) for one, other in values])
     low, high = found.interval
@@ -190,8 +184,7 @@ def _times(
     times = [(by_seed[0][one.header.seed], by_seed[1][other.header.seed]) for one, other in pairs]
     counts = [sum(0 < each[place] < math.inf for each in times) for place in (0, 1)]
     if min(counts) < len(pairs):
-        text = f"of {len(pairs)} seeds it was reached, with a time, in {_by(names, counts)}: no fair average."
-        yield Answer(measure, None, text)
+        yield Answer(measure, None, _no_average("reached it, with a time,", names, counts, len(pairs)))
         return
     found = pair([math.log(one / other) for one, other in times])
     low, high = map(math.exp, found.interval)
@@ -210,15 +203,16 @@ def _seconds_by_seed(result: MethodResult, metric: Metric, target: float) -> dic
     return {run.header.seed: seconds for run, seconds in zip(result.runs, trials, strict=True)}
 
 
-def _by(names: tuple[str, str], counts: Sequence[int]) -> str:
-    return " and ".join(f"{name} by {count}" for name, count in zip(names, counts, strict=True))
+def _no_average(what: str, names: tuple[str, str], counts: Sequence[int], num_pairs: int) -> str:
+    first, second = (f"in {count} of {num_pairs}" for count in counts)
+    return f"{names[0]} {what} {first} seeds and {names[1]} {second}: no fair average."
 
 
 def _cautions(results: tuple[MethodResult, MethodResult], pairs: Pairs, names: tuple[str, str]) -> Iterator[str]:
     if not pairs:
         yield f"{names[0]} and {names[1]} have no finished run of the same seed: nothing can be said."
     elif len(pairs) == 1:
-        yield "With a single seed nothing can be said: run more, --trials 5 or so."
+        yield "With a single seed nothing can be said: run five or so."
     elif len(pairs) < FEW_SEEDS:
         yield (
             f"{len(pairs)} seeds are few: the intervals hold if the differences are normally distributed, "

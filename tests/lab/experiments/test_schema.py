@@ -117,6 +117,11 @@ def change(path: str, value: object) -> dict:
         ("methods/oracle/shadows", {"a": {"kind": "cabs"}}, r"\[methods.oracle\] shadows.a: .*max_batch_size"),
         ("methods", None, r"needs at least one \[methods.NAME\]"),
         ("data", 3, r"\[data\]: must be a table, got 3"),
+        ("metric", "val_loss", r"\[metric\]: must be a table, got 'val_loss'"),
+        ("metric", {"name": "speed"}, r"\[metric\]: name must be one of val_accuracy, val_loss, got 'speed'"),
+        ("report/baselines", ["adam"], r"\[report\] baselines: no method 'adam'; known: sgd-small, sgd-large"),
+        ("report/order", "sgd-small", r"\[report\]: order must be list"),
+        ("report/colour", "red", r"\[report\]: unknown key 'colour'; known: baselines, order"),
     ],
 )
 def test_wrong_files_are_refused_with_the_place_and_the_way_out(path, value, message):

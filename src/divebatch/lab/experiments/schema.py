@@ -164,8 +164,8 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
         values[key] = _part(values.get(key), f"{where}: [{key}]")
     values["optimizer"] = _part({"kind": "sgd", **_table(values.get("optimizer", {}), f"{where}: [optimizer]")}, where)
     values["training"] = _build(Setup, values.get("training", {}), f"{where}: [training]")
-    values["metric"] = _build(Metric, values.get("metric", {}), f"{where}: [metric]")
-    values["report"] = _build(ReportSettings, values.get("report", {}), f"{where}: [report]")
+    for key, cls in (("metric", Metric), ("report", ReportSettings)):
+        values[key] = _build(cls, _table(values.get(key, {}), f"{where}: [{key}]"), f"{where}: [{key}]")
     methods = values.get("methods")
     if not isinstance(methods, Mapping) or not methods:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
@@ -176,6 +176,9 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     for name in (experiment.name, *experiment.methods):  # they become folders
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ArgumentError(f"{where}: a name must be letters, digits, '_', '-' and '.', got {name!r}")
+    for name in experiment.report.baselines:
+        if name not in methods:
+            raise ArgumentError(f"{where}: [report] baselines: no method {name!r}; known: {', '.join(methods)}")
     return experiment
 
 
@@ -288,4 +291,6 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
     return getattr(hint, "__name__", str(hint))
