@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def _leave_at_once(end: SystemExit) -> None:
-    """As one of several ranks: without waiting for threads that talk to ranks which may be gone.
+    """End a process that is one of several ranks without waiting for threads that talk to ranks which may be gone.
 
     Those of gloo now and then abort a process in its very last moment, and a launcher would take that for a failure.
     """

@@ -25,7 +25,7 @@ class NoiseEstimate:
 
     @classmethod
     def of(cls, diversity: Diversity, first: int, last: int) -> "NoiseEstimate":
-        """As measured; never below zero."""
+        """The noise scale of a diversity measured from step `first` to `last`, at least zero."""
         low, high = diversity.noise_scale_interval()
         value = max(0.0, diversity.noise_scale) if diversity.is_defined else None
         return cls(first, last, value, low, high)

@@ -1,4 +1,4 @@
-"""What `advise` found and makes of it."""
+"""The result of `advise`: its measurements, and what follows from them."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_APART = 4
-"""By what factor the batch sizes for both ends of the noise scale's interval may differ for an advice to be one."""
+"""An advice is clear if the batch sizes for both ends of the noise scale's interval differ by this factor at most."""
 MOST_MISFIT = 0.25
 """Part by which a step's time may be off a straight line for the line to be used."""
 
@@ -33,7 +33,7 @@ class Advice:
     adaptive: bool
     """Whether the optimizer is Adam-like."""
     estimator: str = "moments"
-    """For the policy: "split" where the optimizer has too little momentum for "moments"."""
+    """The policy's estimator: "split" where the optimizer has too little momentum for "moments"."""
     dataset_size: int | None = None
     device: str = ""
 
@@ -62,7 +62,7 @@ class Advice:
 
     @property
     def lr_factor(self) -> float | None:
-        """By what your learning rate is multiplied."""
+        """The factor of your learning rate; None where the advice is not clear."""
         size, value = self.batch_size, self.noise.now.value
         if size is None or value is None:
             return None
@@ -70,7 +70,7 @@ class Advice:
 
     @property
     def max_batch_size(self) -> int:
-        """Where growth stops paying however large the noise gets: the device handles no more samples a second."""
+        """Where growth stops paying, however large the noise: the device handles no more samples a second."""
         return max(good_size(self.times, math.inf), self.batch_size or 1)
 
     @property
@@ -106,7 +106,7 @@ class Advice:
         return draw_advice(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All values, ready for JSON."""
         value = self.noise.now.value
         return {
             "batch_size": self.batch_size,

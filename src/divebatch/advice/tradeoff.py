@@ -67,7 +67,7 @@ class StepTimes:
         return fixed / per_sample if per_sample else math.inf
 
     def seconds(self, batch_size: int) -> float:
-        """As timed."""
+        """The seconds of a step at a size that was timed."""
         return dict(self.measured)[batch_size]
 
 
@@ -91,7 +91,7 @@ def good_size(times: StepTimes, noise_scale: float, *, slack: float = SLACK) -> 
 
 
 def lr_factor(batch_size: int, reference: int, noise_scale: float, *, adaptive: bool = False) -> float:
-    """By what the learning rate changes from the `reference` batch: almost linear below the noise scale, flat above.
+    """The factor of the learning rate from the `reference` batch: almost linear below the noise scale, flat above.
 
     (1 + B/b_ref) / (1 + B/b); for Adam-like optimizers its square root.
 

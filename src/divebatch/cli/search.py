@@ -29,7 +29,7 @@ from divebatch.lab.search import (
 )
 
 ROWS = 10
-"""Of the table."""
+"""Of the table that is printed."""
 
 
 def search(

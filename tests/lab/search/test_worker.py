@@ -12,6 +12,7 @@ import pytest
 
 import divebatch.lab.search.worker as worker
 from divebatch.errors import RecordError, StoppedError
+from divebatch.lab.experiments.schema import Part
 from divebatch.lab.search import Result, Study, collect, open_study, work
 from divebatch.lab.search.worker import GivenUp, Heartbeat
 from divebatch.records import read_run
@@ -63,7 +64,7 @@ def test_a_search_trains_every_point_on_the_held_out_split(tmp_path):
 def test_a_run_that_diverges_is_worth_nothing_and_the_search_goes_on(tmp_path):
     plan = tiny_plan(tmp_path, over=("lr=1e38,1.0", "batch_size=32"), num_seeds=1)
     experiment = plan.experiment
-    optimizer = replace(experiment.optimizer, momentum=0.99, weight_decay=0.5)
+    optimizer = Part(kind="sgd", settings={"momentum": 0.99, "weight_decay": 0.5})
     plan = replace(plan, experiment=replace(experiment, optimizer=optimizer))
     bad, good = finish(plan, open_study(plan))
     assert (bad.accuracy, bad.note) == (0.0, "1 of 1 diverged")

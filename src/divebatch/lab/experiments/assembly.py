@@ -96,7 +96,7 @@ def check_parts(experiment: Experiment) -> None:
 
 
 def place_for(run: Run) -> DataPlace:
-    """Where its data is and how it wants its batches."""
+    """Where a run's data is read from, and how its batches must be."""
     device = torch.device(run.device)
     return DataPlace(
         device,

@@ -1,4 +1,4 @@
-"""What is on disk of a run, and how far it can be built upon."""
+"""How far a run has got: its records and its checkpoint on disk, and whether they may be continued."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord, RunHeader, read_run, rewrite_run
 
 WORDS = {"summary", "paper", "trials"}
-"""What may differ between a run and its resume."""
+"""Settings that may differ between a run and its resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RunProgress:
 
 
 def read_progress(run: Run, *, resume: bool, ranks: Ranks) -> RunProgress:
-    """Records beyond the checkpoint are taken back: a resume writes them again. Rank 0 sees to them for all."""
+    """Read how far a run has got. Rank 0 removes records beyond the checkpoint: the resume writes them again."""
     written = first_does(ranks, lambda: _records_so_far(run, resume=resume))
     if written is None:
         return RunProgress()
@@ -104,7 +104,7 @@ def _epochs_of(state: dict[str, Any], run: Run, recorded: int) -> int:
 
 @contextmanager
 def reading_state(run: Run) -> Iterator[None]:
-    """Inside, whatever a state of another make leads to is an error that names the file."""
+    """Inside, whatever goes wrong with a saved state becomes an error that names the file."""
     try:
         yield
     except Exception as error:  # a file made on purpose may fail in any way

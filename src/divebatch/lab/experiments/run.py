@@ -1,4 +1,4 @@
-"""What to run, how, and where its records go."""
+"""A run: an experiment's method with one seed, how to run it, and where its records go."""
 
 import os
 import platform
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def log_folder(self) -> Path:
-        """For what loggers write: the records' path without its suffix."""
+        """The folder that loggers write to: the records' path without its suffix."""
         return self.records_path.with_suffix("")
 
     @property
@@ -112,7 +112,7 @@ class Run:
 
 
 def _versions() -> dict[str, str]:
-    """Of everything that can change a result."""
+    """The versions of everything that can change a result."""
     found = {"python": platform.python_version()}
     for package in ("divebatch", "torch", "numpy"):
         try:
@@ -123,7 +123,7 @@ def _versions() -> dict[str, str]:
 
 
 def _hardware(device: torch.device) -> dict[str, Any]:
-    """What the run was timed on."""
+    """The hardware the run is timed on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {"device": device.type, "name": name, "cpus": os.cpu_count(), "threads": torch.get_num_threads()}
 

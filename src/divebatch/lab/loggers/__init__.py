@@ -1,4 +1,4 @@
-"""Where people look already: TensorBoard, Weights & Biases. A new logger is one file and one row here."""
+"""Loggers show epochs where people look already (TensorBoard, W&B). A new one is one file and one row here."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ LOGGERS: dict[str, Callable[[], Logger]] = {"tensorboard": TensorBoard, "wandb":
 
 
 def make_logger(kind: str) -> Logger:
-    """By name; an error lists those there are, or names the extra to install."""
+    """Make a logger by name; an error lists those there are, or names the extra to install."""
     if kind not in LOGGERS:
         raise ArgumentError(f"unknown logger {kind!r}; known: {', '.join(LOGGERS)}")
     return LOGGERS[kind]()

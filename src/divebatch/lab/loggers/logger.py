@@ -1,4 +1,4 @@
-"""What every logger is: three methods."""
+"""The interface of a logger: three methods."""
 
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +39,6 @@ SCALARS = {
 
 
 def scalars(record: EpochRecord) -> dict[str, float]:
-    """What was measured in this epoch, by the name to show; what was not is left out."""
+    """The values of an epoch by the name to show; those that were not measured are left out."""
     values = {name: getattr(record, field) for name, field in SCALARS.items()}
     return {name: value for name, value in values.items() if value is not None}

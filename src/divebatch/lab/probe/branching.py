@@ -10,7 +10,7 @@ from divebatch.lab.probe.verdict import Branch, Outcome, Probe
 from divebatch.lr import BY_NOISE, COUPLINGS
 
 LEAST_STEPS = 4
-"""Of the largest branch, where the caller names no factors."""
+"""The fewest steps of the largest branch, where the caller names no factors."""
 SMOOTHING = 0.2
 """The part of the window that a branch's loss is averaged over."""
 

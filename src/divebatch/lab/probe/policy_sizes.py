@@ -22,14 +22,14 @@ from divebatch.records import EpochRecord
 ASKED_OF = ("split", "per-sample", "moments", "trajectory")
 """Estimators whose view is shown; the others need several processes or another pass over all data."""
 DELTA = 0.1
-"""Of DiveBatch, where the run's own method has none."""
+"""DiveBatch's delta where the run's own method has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What one estimator saw over the epoch after the checkpoint, and the batch sizes policies made of it.
 
-    The noise scale is in samples, with its 95 % interval; None for an end that there is not.
+    The noise scale is in samples, with its 95 % interval; an end is None where the interval has none.
     """
 
     estimator: str
@@ -39,7 +39,7 @@ class Asked:
     sizes: Mapping[str, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All values, ready for JSON."""
         return {**asdict(self), "sizes": dict(self.sizes)}
 
 

@@ -19,7 +19,7 @@ from divebatch.lab.training.precision import device_settings
 DROPOUT = (0, 6)
 """The purpose of a branch's random numbers beside its order."""
 EPOCHS_A_REPEAT = 1_000_000
-"""By which repeats differ in the epoch whose order and augmentation they see: no run gets that far."""
+"""Repeats see the order and augmentation of epochs this far apart, which no run reaches."""
 
 
 class BranchTrainer:
@@ -80,7 +80,7 @@ class BranchTrainer:
         return seen.loss
 
     def first_epoch(self, repeat: int) -> int:
-        """Whose order and augmentation a repeat begins with; repeat 0 goes on as the run itself would."""
+        """The epoch whose order and augmentation a repeat begins with; repeat 0 goes on as the run itself would."""
         return self.start.epoch + repeat * EPOCHS_A_REPEAT
 
     def _full_batches(self, branch: Branch) -> Iterator[Any]:

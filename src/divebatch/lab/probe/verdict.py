@@ -10,7 +10,7 @@ from typing import Any
 from divebatch.student import t_quantile
 
 LEVEL = 0.95
-"""Of the intervals."""
+"""The confidence level of all intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """By what part a factor's loss lies above that of factor 1, over repeats on the same data; its 95 % interval."""
+    """How far a factor's loss lies above that of factor 1 on the same data, as a part of it, with its 95 % interval."""
 
     factor: int
     batch_size: int
@@ -86,7 +86,7 @@ class Critical:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the branches showed. `window` is the samples of each, `problem` why the largest factors are missing."""
+    """The branches' outcomes. `window` is the samples of each, `problem` why the largest factors are missing."""
 
     batch_size: int
     window: int

@@ -18,7 +18,7 @@ class Plan:
     """Every point is trained with each of the seeds; its worth is the mean final accuracy on the held-out part."""
 
     experiment: Experiment
-    """As it is to be run in the end; the search may be shorter."""
+    """The experiment to tune, at its full length; the search may be shorter."""
     method_name: str
     space: Space
     folder: Path
@@ -31,16 +31,16 @@ class Plan:
     study_name: str = ""
     storage: str = ""
     run_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of `Run`: device, data folder and the like, which change no result."""
+    """Arguments of `Run` that change no result: device, data folder and the like."""
 
     @property
     def name(self) -> str:
-        """The study's."""
+        """The study's name."""
         return self.study_name or f"{self.experiment.name}-{self.method_name}"
 
     @property
     def url(self) -> str:
-        """Of the database; a file in the folder by default."""
+        """The database's URL; a file in the folder by default."""
         return self.storage or sqlite_url(self.folder / f"{self.name}.db")
 
     @property

@@ -30,7 +30,7 @@ class Dimension:
     """Both whole for whole numbers; searched on a logarithmic scale."""
 
     def __str__(self) -> str:
-        """As `parse_space` takes it."""
+        """The text that `parse_space` reads."""
         if self.bounds is not None:
             return f"{self.name}={self.bounds[0]!r}..{self.bounds[1]!r}"
         return f"{self.name}={','.join(map(repr, self.values))}"

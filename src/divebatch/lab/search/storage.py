@@ -15,7 +15,7 @@ ATTEMPTS = 6
 
 
 def sqlite_url(path: Path) -> str:
-    """Of a database file."""
+    """The URL of a database file."""
     return f"sqlite:///{path.as_posix()}"
 
 

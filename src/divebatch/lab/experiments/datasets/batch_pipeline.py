@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a batch is made from, on the device."""
+    """The stored images and labels a batch is made from, on the device."""
 
     images: Tensor
     """With their margin."""
@@ -48,7 +48,7 @@ def _compiled() -> Callable[..., Batch]:
 def prepare_compiled(
     fetched: Fetched, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
 ) -> Batch:
-    """What `prepare` gives, to the last bit or so, in few kernels, which keep places and pixels out of memory.
+    """The result of `prepare`, to the last bit or so, in few kernels, which keep places and pixels out of memory.
 
     The compiler makes code once for a transform, a layout and a store; only the number of samples stays open. It takes
     1 for a constant, so a single sample goes without it.

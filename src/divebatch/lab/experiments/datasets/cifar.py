@@ -23,7 +23,7 @@ PIXELS = 3 * SIDE * SIDE
 
 @dataclass(frozen=True, slots=True)
 class CifarFormat:
-    """What tells the two sets apart on disk."""
+    """One of the two sets: its files, classes, colours and augmentation."""
 
     origin: Origin
     train_files: tuple[str, ...]

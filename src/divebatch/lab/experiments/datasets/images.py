@@ -64,7 +64,7 @@ class HostImages(Dataset[Any]):
 
 
 class Store(Protocol):
-    """Where images wait to be batched."""
+    """Holds images until they are batched."""
 
     dataset: Any
     """What an AdaptiveLoader cuts into batches."""

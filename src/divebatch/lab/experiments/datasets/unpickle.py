@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from divebatch.lab.experiments.datasets.archive import Origin
 
 MOST_BYTES = 2**30
-"""Of a file; the largest of the CIFAR sets has 155 million."""
+"""The largest file that is read; the largest of the CIFAR sets has 155 million bytes."""
 MOST_DIMENSIONS = 64
-"""Of an array, as numpy has it: longer tuples stand in no other one."""
+"""Of an array in numpy, so the length of the longest tuple that stands in another one."""
 MOST_COPIES = 4
 """How often a file's bytes may be copied into arrays and strings."""
 WHOLE_NUMBERS = {f"{kind}{width}" for kind in "iu" for width in (1, 2, 4, 8)}
@@ -33,11 +33,11 @@ WHOLE_NUMBERS = {f"{kind}{width}" for kind in "iu" for width in (1, 2, 4, 8)}
 
 
 class RefusedError(Exception):
-    """What a pickle may not do or hold; becomes a DataError that also names the file."""
+    """A pickle does or holds what it may not; becomes a DataError that also names the file."""
 
 
 def read_pickle(path: Path, origin: Origin) -> Any:
-    """What `path` holds; the byte strings of Python 2 come as str (latin-1), and so do all keys."""
+    """Read what `path` holds; the byte strings of Python 2 come as str (latin-1), and so do all keys."""
     try:
         if path.stat().st_size > MOST_BYTES:
             _refuse(f"it has {path.stat().st_size} bytes, more than the {MOST_BYTES} that are read")
@@ -188,7 +188,7 @@ class _Machine:
         self.stack.append(tuple(items))
 
     def pop_arguments(self) -> tuple[Any, ...]:
-        """What a call or a state is made from. The same bytes may be named again and again, and copied each time."""
+        """Take the arguments of a call or a state. The same bytes may be named many times, and are copied each time."""
         arguments: tuple[Any, ...] = _of_type(tuple, self.stack.pop())
         self.bytes_to_copy -= sum(len(each) for each in arguments if isinstance(each, str | bytes | bytearray))
         if self.bytes_to_copy < 0:
