@@ -78,11 +78,12 @@ def name_of(run: Run) -> str:
 
 def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
     """The numbers of an epoch that people watch; the speed is that since `before`."""
-    loss = "diverged" if record.val_loss is None else f"{record.val_loss:.4f}"
-    accuracy = 100 * (record.val_accuracy or 0.0)
-    parts = [f"batch {record.batch_size}", f"lr {record.lr:.4g}", f"val loss {loss}", f"accuracy {accuracy:.2f} %"]
+    parts = [f"batch {record.batch_size}", f"lr {record.lr:.4g}"]
     if record.diversity is not None:
-        parts.insert(2, f"diversity {record.diversity:.3g}")
+        parts.append(f"diversity {record.diversity:.3g}")
+    parts.append("val loss diverged" if record.val_loss is None else f"val loss {record.val_loss:.4f}")
+    if record.val_accuracy is not None:
+        parts.append(f"accuracy {100 * record.val_accuracy:.2f} %")
     speed = rate(rate_between(before, record))
     return "  ".join([*parts, f"{speed} samples/s"] if speed else parts)
 
