@@ -96,6 +96,17 @@ def test_the_library_loads_nothing_of_the_laboratory() -> None:
     assert not loaded & {"lab", "report", "cli", "integrations"}
 
 
+def test_the_library_does_not_load_the_compiler() -> None:
+    """It takes a second, and only compiled models need it."""
+    program = "import sys, divebatch; print(*(name for name in sys.modules if name.startswith('torch.')))"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = answer.stdout.split()
+    assert "torch.nn" in loaded
+    assert not [
+        name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "torch.distributed.fsdp"))
+    ]
+
+
 def test_the_command_line_names_the_extra_it_lacks() -> None:
     program = "import sys; sys.modules['typer'] = None; from divebatch.__main__ import main; main()"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

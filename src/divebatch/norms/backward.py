@@ -105,7 +105,7 @@ class Backward:
 
     def add(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
         """One call was reached; its family is counted as soon as no other call of it can follow."""
-        gradients = list(layer.gradients(call.take(), dy))
+        gradients = layer.gradients(call.take(), dy)
         self._check_batch(layer, gradients[0][1].num_samples if gradients else len(dy))
         self.layers.append(layer)
         runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from divebatch.norms.registry import is_trainable, require_batch, rule_for
+from divebatch.norms.registry import require_batch, rule_for
 from divebatch.norms.sample_gradients import Explicit, Form, Outer, RowSums
 
 
@@ -11,8 +11,6 @@ def linear(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Weight: sum over positions of dy_t x_t^T. Bias: sum over positions of dy_t."""
     require_batch(layer, x, 2)
     if dy.ndim > 2:
-        found: dict[str, Form] = {"bias": RowSums(dy), "weight": Outer(dy, x)}
-    else:
-        rows = Explicit(dy)
-        found = {"bias": rows, "weight": Outer(dy, x, rows if is_trainable(layer, "bias") else None)}
-    return {name: form for name, form in found.items() if is_trainable(layer, name)}
+        return {"bias": RowSums(dy), "weight": Outer(dy, x)}
+    rows = Explicit(dy)
+    return {"bias": rows, "weight": Outer(dy, x, rows)}

@@ -58,15 +58,20 @@ def rule_for(
 ) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule for layers of exactly this type.
 
-    `parameters` are those the rule states; any other trainable one of such a layer is an error. Subclasses do not
-    inherit a rule: they may compute something else. With `all_inputs` the rule gets a dict of all arguments of
-    `forward` by name in the place of `x`.
+    The function is called as `rule(layer, x, dy)` with the layer's input and the gradient of the loss with respect to
+    its output, both with the batch dimension first. It returns the gradients of each sample by the parameters' names:
+    tensors (batch, *parameter shape), or a `Form` that stands for one. What it states of frozen or missing parameters
+    is not counted. Subclasses of the layer do not inherit the rule: they may compute something else.
 
-    With `reruns` the rule answers for the parameters of the layer's children too (named `child.weight`) and gets a
-    `Rerun` in the place of `x`. It is called once for each of the layer's outputs that the loss uses, with that
-    output's gradient: both are then as the layer has them, wherever its batch dimension is.
-
-    With `look`, what `look(layer, x, output)` gives takes the place of `x`, except in compiled models.
+    Args:
+        kind: the type of the layers.
+        parameters: names of the parameters that the rule states, or a function that gives them for a layer; any other
+            trainable parameter of such a layer is an error.
+        all_inputs: gives the rule a dict of all arguments of `forward` by name in the place of `x`.
+        reruns: for a layer that must run again in its rule. The rule answers for the parameters of the layer's children
+            too (named `child.weight`), gets a `Rerun` in the place of `x`, and is called once for each of the layer's
+            outputs that the loss uses: input and gradient are as the layer has them, wherever its batch dimension is.
+        look: what `look(layer, x, output)` gives in the forward pass takes the place of `x`; not in compiled models.
     """
 
     def register(rule: Rule) -> Rule:
@@ -135,25 +140,28 @@ class CoveredLayer:
         """Those the rule answers for."""
         return list(self.module.parameters(recurse=self.entry.reruns))
 
-    def gradients(self, x: Any, dy: Tensor) -> Iterator[tuple[nn.Parameter, Form]]:
-        """One call's gradients by the parameter, which layers may share."""
+    def gradients(self, x: Any, dy: Tensor) -> list[tuple[nn.Parameter, Form]]:
+        """One call's gradients with the parameter of each, which several layers may have in common."""
         stated = self.entry.rule(self.module, x, dy)
         self._require_all(stated)
+        found: list[tuple[nn.Parameter, Form]] = []
         for name, gradient in stated.items():
             parameter = parameter_of(self.module, name)
             if parameter is not None and parameter.requires_grad:
-                yield parameter, self._form(name, gradient, parameter)
+                if isinstance(gradient, Tensor):
+                    gradient = self._explicit(name, gradient, parameter)
+                found.append((parameter, gradient))
+        return found
 
     def _require_all(self, stated: Mapping[str, Form | Tensor]) -> None:
         if self.entry.reruns:  # one output after the other, and not every parameter is behind each
             return
-        missing = [name for name in self.module._parameters if name not in stated and is_trainable(self.module, name)]
+        own = self.module._parameters.items()
+        missing = [name for name, p in own if name not in stated and p is not None and p.requires_grad]
         if missing:
             raise CoverageError(f"the rule of {self._place} gave no gradients of {missing}, which it should state")
 
-    def _form(self, name: str, gradient: Form | Tensor, parameter: nn.Parameter) -> Form:
-        if not isinstance(gradient, Tensor):
-            return gradient
+    def _explicit(self, name: str, gradient: Tensor, parameter: nn.Parameter) -> Explicit:
         if gradient.shape[1:] != parameter.shape:
             raise CoverageError(
                 f"the rule of {self._place} gave gradients of shape {tuple(gradient.shape)} for '{name}'; they must be "
