@@ -145,10 +145,10 @@ def watched_trainer(options: argparse.Namespace, seed: int, folder: Path) -> tup
 
 def watched_run(options: argparse.Namespace, seed: int, folder: Path) -> Iterable[dict[str, Any]]:
     trainer, together = watched_trainer(options, seed, folder)
-    setup = trainer.passes.setup
+    options = trainer.step.options
     for epoch in range(1, options.epochs + 1):
         is_measured = epoch in options.measure
-        trainer.passes.setup = replace(setup, compile=setup.compile and not is_measured)
+        trainer.step.options = replace(options, compile=options.compile and not is_measured)
         record = trainer.run_epoch()
         for name, diversity in together.told.items() if is_measured else ():
             told = dict(zip(("noise_scale", "low", "high"), map(finite, numbers(diversity)), strict=True))

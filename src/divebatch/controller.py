@@ -13,6 +13,7 @@ from divebatch.controller_checks import require_parts, require_same_setup, requi
 from divebatch.data.batch_plan import BatchPlan
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
+from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene, make_estimator
 from divebatch.estimators.catalog import require_fit
@@ -149,13 +150,15 @@ class Controller:
 
     def plan(self) -> BatchPlan:
         """How the batch delivered last must go through the model. Ask once a batch, before its first forward pass."""
+        full = rank_shard_of(self.loader.batch_size, self.ranks).mine
+        plan = BatchPlan(batch_size=full, rank_shard=self.loader.rank_shard)
         if self._at_work is None:
-            return BatchPlan(rank_shard=self.loader.rank_shard)
-        return BatchPlan(
+            return plan
+        return replace(
+            plan,
             measuring=True,
             min_micro_batches=self._at_work.min_micro_batches,
             replay_token=self._at_work.replay_token,
-            rank_shard=self.loader.rank_shard,
             see_replay=self._at_work.see_replay,
         )
 

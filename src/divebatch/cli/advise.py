@@ -21,10 +21,11 @@ from divebatch.advice.text import step_in_words
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import DataDir, Device, require_device
 from divebatch.cli.results_files import make_folder, to_json, write_results
+from divebatch.data.batch_plan import BatchPlan
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.lab.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
-from divebatch.lab.training import Clock, Passes, Setup, Step
+from divebatch.lab.training import Clock, DeviceOptions, TrainStep
 from divebatch.lab.training.distributed import Parallel
 from divebatch.lab.training.precision import device_settings
 from divebatch.report.drawing import Drawing, finish, require_matplotlib
@@ -71,7 +72,7 @@ def advise(
         else:
             run = _run(target, method, model, batch_size, lr, seed, device, data_dir, out)
             parts = _parts_of(run)
-        advice = _as_trained(parts, Setup(precision=precision, compile=compile), settings)
+        advice = _as_trained(parts, DeviceOptions(precision=precision, compile=compile), settings)
     name = re.sub(r"[^\w.-]+", "-", Path(target).stem if target.endswith(".toml") else target)
     values = {"target": target, **advice.to_dict()}
     with errors_exit_with(FAILED):
@@ -100,24 +101,26 @@ def _parts_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _as_trained(parts: dict[str, Any], setup: Setup, settings: dict[str, Any]) -> Advice:
+def _as_trained(parts: dict[str, Any], options: DeviceOptions, settings: dict[str, Any]) -> Advice:
     """Advise on the step that `divebatch run` makes."""
-    make_step = _trainer_step(parts["loss_fn"], setup)
-    with device_settings(setup.precision, torch.device(settings["device"])):
-        return advise_on(**parts, **settings, compile=setup.compile, make_step=make_step)
+    make_step = _trainer_step(parts["loss_fn"], options)
+    with device_settings(options.precision, torch.device(settings["device"])):
+        return advise_on(**parts, **settings, compile=options.compile, make_step=make_step)
 
 
-def _trainer_step(loss_fn: LossFn, setup: Setup) -> MakeStep:
-    def make_step(model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None) -> Step:
-        clock = Clock(next(model.parameters()).device)
-        step = Step(Passes(Parallel.alone(model), loss_fn, setup, clock), optimizer)
+def _trainer_step(loss_fn: LossFn, options: DeviceOptions) -> MakeStep:
+    def make_step(model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None) -> TrainStep:
+        plan = BatchPlan(batch_size=batch_size)
         if estimator is not None:
-            cuts, token = estimator.min_micro_batches, estimator.replay_token
-            step.is_measuring, step.replay_token = (lambda: True), (lambda: token)
-            step.min_micro_batches = lambda: cuts
-            step.on_replay = estimator.see_replay
-        step.passes.begin_epoch(step.part_size(batch_size))
-        return step
+            plan = BatchPlan(
+                batch_size=batch_size,
+                measuring=True,
+                min_micro_batches=estimator.min_micro_batches,
+                replay_token=estimator.replay_token,
+                see_replay=estimator.see_replay,
+            )
+        clock = Clock(next(model.parameters()).device)
+        return TrainStep(Parallel.alone(model), loss_fn, optimizer, options, clock, plan=lambda: plan)
 
     return make_step
 

@@ -22,6 +22,8 @@ class BatchPlan:
         min_micro_batches: the fewest backward passes that the batch must be cut into: some estimators compare them.
         replay_token: a recorded backward pass may be replayed for as long as this stays equal; None where the
             estimator needs Python in every pass.
+        batch_size: samples of a full batch on this rank, where the last ones of an epoch may have fewer; None: this one
+            counts as full.
         rank_shard: this rank's samples of the batch; None where there is no controller.
         see_replay: takes the gradients of a replayed pass, by the parameters' names, and the weight of its loss: no
             hook sees a replay.
@@ -30,5 +32,6 @@ class BatchPlan:
     measuring: bool = False
     min_micro_batches: int = 1
     replay_token: object = True
+    batch_size: int | None = None
     rank_shard: RankShard | None = None
     see_replay: Callable[[Mapping[str, Tensor], LossWeight], None] = _ignore

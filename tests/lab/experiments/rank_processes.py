@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from divebatch.data.batch_plan import BatchPlan
 from divebatch.lab.experiments import Experiment, Run, execute, parse_experiment, process_group
 from divebatch.lab.experiments.datasets.synthetic import Synthetic
 from divebatch.lab.experiments.models import MODELS
 from divebatch.lab.experiments.models.resnet import ResNet, group_norm, small_stem
 from divebatch.lab.training.distributed import spread
-from divebatch.lab.training.loop import Step
+from divebatch.lab.training.step import TrainStep
 from divebatch.lab.training.stop_signals import AgreedStop
 from divebatch.ranks import Ranks
 
@@ -181,29 +182,29 @@ class SignalAfter(AgreedStop):
 
 def die_in_step(number: int) -> None:
     """SIGKILL before that step's gradients, for which the other ranks wait."""
-    accumulate, steps = Step._accumulate, itertools.count(1)
+    backward, steps = TrainStep._backward, itertools.count(1)
 
-    def last(self: Step, batch: Any, size: int) -> Tensor:
+    def last(self: TrainStep, batch: Any, plan: BatchPlan) -> Tensor:
         if next(steps) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return accumulate(self, batch, size)
+        return backward(self, batch, plan)
 
-    Step._accumulate = last  # type: ignore[method-assign]
+    TrainStep._backward = last  # type: ignore[method-assign]
 
 
 def note_samples(folder: Path) -> None:
     """Append a line to a file of this process for every step: the first feature of each sample."""
-    step = Step.__call__
+    step = TrainStep.__call__
     rank = os.environ["RANK"]
     notes = (folder / f"{os.getpid()}").open("a", buffering=1)
 
-    def noted(self: Step, batch: Any) -> Tensor:
-        share = self.share()
-        features = [] if share is not None and share.is_stand_in else batch[0][:, 0].tolist()
+    def noted(self: TrainStep, batch: Any) -> Tensor:
+        shard = self.plan().rank_shard
+        features = [] if shard is not None and shard.is_stand_in else batch[0][:, 0].tolist()
         notes.write(f"{rank} step {' '.join(map(repr, features))}\n")
         return step(self, batch)
 
-    Step.__call__ = noted  # type: ignore[method-assign]
+    TrainStep.__call__ = noted  # type: ignore[method-assign]
 
 
 # What they do it to

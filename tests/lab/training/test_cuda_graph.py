@@ -1,6 +1,7 @@
 """Replayed passes against the same passes run one kernel at a time. Needs a GPU."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from divebatch import Diversity
+from divebatch.data.batch_plan import BatchPlan
 from divebatch.estimators import Scene, Split
-from divebatch.lab.training import Clock, Passes, Setup, Step
+from divebatch.lab.training import Clock, DeviceOptions, TrainStep
 from divebatch.lab.training.distributed import Parallel
 from divebatch.norms import DiversityMeter
 from reference.delivery import Delivered
@@ -20,7 +22,7 @@ SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
 """A first pass, a recorded one, replays, a short last batch; then another size."""
 
 
-def make_parts(*, cuda_graphs: bool, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer, Passes]:
+def make_step(*, cuda_graphs: bool, **settings: Any) -> TrainStep:
     torch.manual_seed(0)
     device = torch.device("cuda")
     layers = nn.Sequential(
@@ -28,39 +30,46 @@ def make_parts(*, cuda_graphs: bool, **settings: Any) -> tuple[nn.Module, torch.
     )
     model = layers.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
-    setup = Setup(**{"compile": True, **settings}, cuda_graphs=cuda_graphs)
-    return model, optimizer, Passes(Parallel.alone(model), cross_entropy, setup, Clock(device))
+    options = DeviceOptions(**{"compile": True, **settings}, cuda_graphs=cuda_graphs)
+    return TrainStep(Parallel.alone(model), cross_entropy, optimizer, options, Clock(device))
 
 
-def run_steps(step: Step, sizes: list[int]) -> list[float]:
-    losses = []
+def run_steps(step: TrainStep, sizes: list[int], plan: Callable[[int], BatchPlan]) -> list[float]:
+    """One step on a batch of each size; `plan` is asked with the size of a full batch."""
+    losses, full_size = [], sizes[0]
     for size in sizes:
-        if size in (32, 64):
-            step.passes.begin_epoch(step.part_size(size), batch_size=size)
+        full_size = size if size in (32, 64) else full_size
+        under = step.under(lambda full_size=full_size: plan(full_size))
         inputs = torch.randn(size, 3, 12, 12, device="cuda").contiguous(memory_format=torch.channels_last)
-        losses.append(step((inputs, torch.randint(4, (size,), device="cuda"))).item())
+        losses.append(under((inputs, torch.randint(4, (size,), device="cuda"))).item())
     return losses
 
 
-def trained(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float], Passes]:
-    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs)
-    losses = run_steps(Step(passes, optimizer), SIZES)
-    return model.state_dict(), losses, passes
+def plain(batch_size: int) -> BatchPlan:
+    return BatchPlan(batch_size=batch_size)
+
+
+def watched_by(meter: DiversityMeter) -> Callable[[int], BatchPlan]:
+    return lambda batch_size: BatchPlan(batch_size=batch_size, measuring=True, replay_token=meter.token)
+
+
+def trained(*, cuda_graphs: bool) -> tuple[dict[str, torch.Tensor], list[float], TrainStep]:
+    step = make_step(cuda_graphs=cuda_graphs)
+    losses = run_steps(step, SIZES, plain)
+    return step.parallel.model.state_dict(), losses, step
 
 
 def measured(*, cuda_graphs: bool, mode: str, compile: bool = True, **settings: Any) -> list[tuple[float, float, int]]:
     """Both sums of two measured epochs, with plain steps in between."""
-    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=compile, **settings)
-    meter, found = DiversityMeter(model, compiled=compile, mode=mode), []
-    plain = Step(passes, optimizer)
-    watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
+    step = make_step(cuda_graphs=cuda_graphs, compile=compile, **settings)
+    meter, found = DiversityMeter(step.parallel.model, compiled=compile, mode=mode), []
     for _ in range(2):
-        run_steps(plain, SIZES)
+        run_steps(step, SIZES, plain)
         with meter:
-            run_steps(watched, SIZES)
+            run_steps(step, SIZES, watched_by(meter))
             seen = meter.diversity()
         found.append((seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples))
-    assert bool(passes._recorded) == cuda_graphs
+    assert bool(step.graphs._recorded) == cuda_graphs
     return found
 
 
@@ -76,28 +85,26 @@ def test_replayed_passes_measure_what_plain_ones_do(mode, tolerance, micro_batch
 
 
 def test_sums_that_begin_anew_are_recorded_anew_and_no_token_means_no_recording():
-    model, optimizer, passes = make_parts(cuda_graphs=True)
-    with DiversityMeter(model, compiled=True) as meter:
-        watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
-        run_steps(watched, [32, 32, 32])
-        (first,) = passes._recorded.values()
+    step = make_step(cuda_graphs=True)
+    with DiversityMeter(step.parallel.model, compiled=True) as meter:
+        run_steps(step, [32, 32, 32], watched_by(meter))
+        (first,) = step.graphs._recorded.values()
         meter.reset()
-        run_steps(watched, [32, 32, 32])
-        assert first not in passes._recorded.values()
+        run_steps(step, [32, 32, 32], watched_by(meter))
+        assert first not in step.graphs._recorded.values()
         assert meter.diversity().num_samples == 96
-        watched.replay_token = lambda: None
-        passes._keep(lambda *_: False)
-        run_steps(watched, [32, 32, 32])
-        assert not passes._recorded
+        step.graphs._keep(lambda *_: False)
+        run_steps(step, [32, 32, 32], lambda size: BatchPlan(batch_size=size, measuring=True, replay_token=None))
+        assert not step.graphs._recorded
         assert meter.diversity().num_samples == 192
 
 
 def test_replayed_passes_train_the_same_weights_statistics_and_losses():
     plain, plain_losses, _ = trained(cuda_graphs=False)
-    replayed, losses, passes = trained(cuda_graphs=True)
-    assert passes._recorded
-    assert passes.peak_memory_bytes > 0
-    assert passes.num_compiled == 2
+    replayed, losses, step = trained(cuda_graphs=True)
+    assert step.graphs._recorded
+    assert step.peak_memory_bytes > 0
+    assert step.num_compiled == 2
     assert losses == pytest.approx(plain_losses, rel=1e-4)
     assert len(set(losses)) == len(losses)
     for name, value in plain.items():
@@ -106,18 +113,27 @@ def test_replayed_passes_train_the_same_weights_statistics_and_losses():
 
 def watched_in_parts(*, cuda_graphs: bool, every: int) -> tuple[dict[str, torch.Tensor], list[float], Diversity]:
     """In halves, for `split`, or one batch in so many."""
-    model, optimizer, passes = make_parts(cuda_graphs=cuda_graphs, compile=cuda_graphs)
+    step = make_step(cuda_graphs=cuda_graphs, compile=cuda_graphs)
+    model = step.parallel.model
     estimator, delivered = Split(every_steps=every), itertools.accumulate(SIZES)
     now = [0]
-    estimator.bind(Scene(model, Delivered(lambda: now[0]), optimizer))
+    estimator.bind(Scene(model, Delivered(lambda: now[0]), step.optimizer))
     estimator.start()
-    step = Step(passes, optimizer, is_measuring=lambda: True, on_replay=estimator.see_replay)
-    step.min_micro_batches = lambda: estimator.min_micro_batches
-    losses = []
+
+    def plan(batch_size: int) -> BatchPlan:
+        return BatchPlan(
+            batch_size=batch_size,
+            measuring=True,
+            min_micro_batches=estimator.min_micro_batches,
+            see_replay=estimator.see_replay,
+        )
+
+    losses, full_size = [], SIZES[0]
     for size in SIZES:
         now[0] = next(delivered)
-        losses += run_steps(step, [size])
-    assert bool(passes._recorded) == cuda_graphs
+        full_size = size if size in (32, 64) else full_size
+        losses += run_steps(step, [size], lambda _, full_size=full_size: plan(full_size))
+    assert bool(step.graphs._recorded) == cuda_graphs
     return model.state_dict(), losses, estimator.finish()
 
 
@@ -132,18 +148,17 @@ def test_replayed_parts_train_and_are_seen_as_plain_ones(every):
 
 
 def test_replayed_sketches_draw_other_signs_each_time():
-    model, optimizer, passes = make_parts(cuda_graphs=True)
-    for group in optimizer.param_groups:
+    step = make_step(cuda_graphs=True)
+    for group in step.optimizer.param_groups:
         group["lr"] = 0.0
-    meter = DiversityMeter(model, compiled=True, mode="sketch")
+    meter = DiversityMeter(step.parallel.model, compiled=True, mode="sketch")
     batch = torch.randn(32, 3, 12, 12, device="cuda"), torch.randint(4, (32,), device="cuda")
     with meter:
-        watched = Step(passes, optimizer, is_measuring=lambda: True, replay_token=lambda: meter.token)
-        passes.begin_epoch(32)
+        watched = step.under(lambda: watched_by(meter)(32))
         sums = [0.0]
         for _ in range(8):
             watched(batch)
             sums.append(meter.norms.sum_of_sq_norms())
     added = {round(after - before, 9) for before, after in itertools.pairwise(sums)}
-    assert passes._recorded
+    assert step.graphs._recorded
     assert len(added) == 8

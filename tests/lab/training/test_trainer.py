@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 from divebatch import AdaBatch, AdaptiveLoader, Controller, DiveBatch, Fixed
 from divebatch.errors import CheckpointError, DivergedError
 from divebatch.estimators import make_estimator
-from divebatch.lab.training import Clock, Setup, Trainer
+from divebatch.lab.training import Clock, DeviceOptions, Trainer
 from divebatch.policies import GradientDamp, SampleSchedule
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class Case:
     coupling: str = "linear"
     schedulers: Callable[[SGD], list[LRScheduler]] = step_lr
     dropout: float = 0.0
-    setup: Setup = field(default_factory=Setup)
+    options: DeviceOptions = field(default_factory=DeviceOptions)
     log_exact: bool = False
     wrap: Callable[[TensorDataset], Any] = lambda data: data
     every_steps: int | None = None
@@ -63,7 +63,9 @@ class Case:
 
 CASES = {
     "exact": Case(),
-    "sketch": Case(estimator=lambda: make_estimator("trajectory", mode="sketch"), setup=Setup(norms="sketch")),
+    "sketch": Case(
+        estimator=lambda: make_estimator("trajectory", mode="sketch"), options=DeviceOptions(norms="sketch")
+    ),
     "oracle": Case(estimator=lambda: make_estimator("oracle"), log_exact=True),
     "may shrink": Case(policy=DiveBatch.paper_text(1.0, 40), coupling="sqrt"),
     "every second epoch": Case(policy=DiveBatch(2.0, 40, every=2, measure_at_cap=False)),
@@ -72,7 +74,7 @@ CASES = {
     "dropout, sketch, through a DataLoader": Case(
         dropout=0.5, estimator=lambda: make_estimator("trajectory", mode="sketch"), wrap=OneByOne
     ),
-    "micro-batches": Case(setup=Setup(micro_batch_size=3)),
+    "micro-batches": Case(options=DeviceOptions(micro_batch_size=3)),
     "within epochs": Case(
         policy=GradientDamp(20), estimator=lambda: make_estimator("split"), every_steps=2, coupling="adascale"
     ),
@@ -113,7 +115,7 @@ def build(case: Case, *, lr: float = 0.5) -> Trainer:
         loss_fn=binary_cross_entropy_with_logits,
         validation=[(features[NUM_SAMPLES:], labels[NUM_SAMPLES:])],
         clock=Clock(CPU),
-        setup=case.setup,
+        options=case.options,
         log_exact=case.log_exact,
     )
 
@@ -158,13 +160,15 @@ def test_a_state_taken_after_any_step_continues_to_the_same_bits(case):
 
 
 def test_a_size_that_changes_within_an_epoch_is_the_full_size_from_then_on():
-    trainer = build(Case(policy=SampleSchedule("0:8 16:5 26:9"), every_steps=1, setup=Setup(micro_batch_size=7)))
+    trainer = build(
+        Case(policy=SampleSchedule("0:8 16:5 26:9"), every_steps=1, options=DeviceOptions(micro_batch_size=7))
+    )
     full_sizes: list[int] = []
     with trainer.control:
-        record = trainer.run_epoch(after_step=lambda: full_sizes.append(trainer.passes.full_size))
+        record = trainer.run_epoch(after_step=lambda: full_sizes.append(trainer.step.full_size))
     assert full_sizes == [7, 7, 5, 5, 7, 7]  # parts of 8, 8, 5, 5, 9, 9
     assert [change[:2] for change in record.changes or []] == [(2, 5), (4, 9)]
-    assert {size for size, _ in trainer.passes.variants} == {7, 5}
+    assert {size for size, _ in trainer.step.variants} == {7, 5}
 
 
 def test_saving_changes_nothing():

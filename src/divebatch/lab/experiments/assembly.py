@@ -17,7 +17,7 @@ from divebatch.lab.experiments.optimizers import OPTIMIZERS
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES, warm_up
 from divebatch.lab.experiments.schema import Experiment, Method, Part, build_settings
-from divebatch.lab.training import Clock, Setup, Trainer
+from divebatch.lab.training import Clock, DeviceOptions, Trainer
 from divebatch.lab.training.distributed import spread
 from divebatch.lab.training.precision import device_settings
 from divebatch.norms.sketch import seed_signs
@@ -56,7 +56,7 @@ def make_trainer(run: Run) -> Trainer:
         loss_fn=settings.loss_fn,
         validation=split.validation,
         clock=Clock(device),
-        setup=experiment.training,
+        options=experiment.training,
         log_exact=run.log_exact,
         parallel=parallel,
     )
@@ -126,7 +126,7 @@ def _policy(method: Method) -> Policy:
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
-def estimator_for(kind: str, training: Setup, **settings: Any) -> Estimator:
+def estimator_for(kind: str, training: DeviceOptions, **settings: Any) -> Estimator:
     """By name; those that measure norms do so in the way the run trains."""
     if ESTIMATORS[kind].measures_norms:
         settings = {"mode": training.norms, "compiled": training.compile, **settings}

@@ -12,7 +12,7 @@ from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, make_estimator
 from divebatch.lab.experiments.schedules import SCHEDULES
-from divebatch.lab.training import Setup
+from divebatch.lab.training import DeviceOptions
 from divebatch.lr import COUPLINGS
 from divebatch.policies import POLICIES, make_policy
 from divebatch.policies.bounds import require_coupling
@@ -97,7 +97,7 @@ class Experiment:
     schedule: Part
     optimizer: Part
     methods: Mapping[str, Method]
-    training: Setup = field(default_factory=Setup)
+    training: DeviceOptions = field(default_factory=DeviceOptions)
     metric: Metric = field(default_factory=Metric)
     """What its runs are judged by."""
     report: ReportSettings = field(default_factory=ReportSettings)
@@ -163,7 +163,7 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     for key in ("data", "model", "schedule"):
         values[key] = _part(values.get(key), f"{where}: [{key}]")
     values["optimizer"] = _part({"kind": "sgd", **_table(values.get("optimizer", {}), f"{where}: [optimizer]")}, where)
-    values["training"] = _build(Setup, values.get("training", {}), f"{where}: [training]")
+    values["training"] = _build(DeviceOptions, values.get("training", {}), f"{where}: [training]")
     for key, cls in (("metric", Metric), ("report", ReportSettings)):
         values[key] = _build(cls, _table(values.get(key, {}), f"{where}: [{key}]"), f"{where}: [{key}]")
     methods = values.get("methods")

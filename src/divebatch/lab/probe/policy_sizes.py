@@ -12,7 +12,7 @@ from divebatch.estimators import ESTIMATORS
 from divebatch.lab.experiments.assembly import estimator_for
 from divebatch.lab.experiments.schema import Method
 from divebatch.lab.probe.trainer import BranchTrainer
-from divebatch.lab.training import Step, Tally, train_epoch
+from divebatch.lab.training import Tally, train_epoch
 from divebatch.lab.training.precision import device_settings
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Auto, Cabs, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
@@ -112,20 +112,18 @@ def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Po
     trainer.model.train()
     schedulers = [*trainer.schedulers, *([trainer.warm_up] if trainer.warm_up is not None else [])]
     with (
-        device_settings(trainer.setup.precision, trainer.clock.device),
+        device_settings(trainer.options.precision, trainer.clock.device),
         Controller(
             trainer.model,
             trainer.optimizer,
             loader,
             Fixed(),
-            estimator=estimator_for(kind, branches.trainer.setup),
+            estimator=estimator_for(kind, branches.trainer.options),
             scheduler=schedulers,
             shadows=shadows,
         ) as control,
     ):
-        step = Step.under(control, trainer.passes, trainer.optimizer)
-        trainer.passes.begin_epoch(step.part_size(loader.batch_size))
-        loss = train_epoch(step, loader, Tally(), lambda: None)
+        loss = train_epoch(trainer.step.under(control.plan), loader, Tally())
         return replace(control.step(loss=loss), train_loss=loss)
 
 

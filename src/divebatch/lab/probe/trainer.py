@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from divebatch.data import AdaptiveLoader
+from divebatch.data.batch_plan import BatchPlan
 from divebatch.data.order import mixed_seed
 from divebatch.lab.experiments import Run, make_trainer
 from divebatch.lab.probe.checkpoints import Start
 from divebatch.lab.probe.verdict import Branch
-from divebatch.lab.training import Step, Trainer, evaluate
+from divebatch.lab.training import Trainer, evaluate
 from divebatch.lab.training.precision import device_settings
 
 DROPOUT = (0, 6)
@@ -65,9 +66,8 @@ class BranchTrainer:
             group["lr"] = group["lr"] * branch.lr_factor
         loader.batch_size = branch.batch_size
         trainer.model.train()
-        step = Step(trainer.passes, trainer.optimizer)
-        with device_settings(trainer.setup.precision, trainer.clock.device):
-            trainer.passes.begin_epoch(step.part_size(branch.batch_size))
+        step = trainer.step.under(BatchPlan)
+        with device_settings(trainer.options.precision, trainer.clock.device):
             batches = islice(self._full_batches(branch), branch.steps)
             losses = [step(batch).clone() for batch in batches]  # a replayed pass writes its loss to one place
         return [float(loss) for loss in torch.stack(losses).tolist()]
@@ -75,8 +75,8 @@ class BranchTrainer:
     def evaluate(self) -> float:
         """Loss on the validation data at the weights as they are."""
         trainer = self.trainer
-        with device_settings(trainer.setup.precision, trainer.clock.device):
-            seen = evaluate(trainer.model, trainer.validation, trainer.loss_fn, precision=trainer.setup.precision)
+        with device_settings(trainer.options.precision, trainer.clock.device):
+            seen = evaluate(trainer.model, trainer.validation, trainer.loss_fn, precision=trainer.options.precision)
         return seen.loss
 
     def first_epoch(self, repeat: int) -> int:

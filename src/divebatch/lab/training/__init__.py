@@ -3,22 +3,21 @@
 from divebatch.data.micro_batches import micro_batches
 from divebatch.lab.training.checkpoint import load_checkpoint, load_newest, save_checkpoint
 from divebatch.lab.training.clock import Clock
-from divebatch.lab.training.device_options import Setup
+from divebatch.lab.training.device_options import DeviceOptions
 from divebatch.lab.training.evaluation import Evaluation, evaluate
-from divebatch.lab.training.forward_backward import LossFn, Passes
-from divebatch.lab.training.loop import Step, Tally, train_epoch
+from divebatch.lab.training.forward import LossFn
+from divebatch.lab.training.step import Tally, TrainStep, train_epoch
 from divebatch.lab.training.stop_signals import StopRequest
 from divebatch.lab.training.trainer import Trainer
 
 __all__ = [
     "Clock",
+    "DeviceOptions",
     "Evaluation",
     "LossFn",
-    "Passes",
-    "Setup",
-    "Step",
     "StopRequest",
     "Tally",
+    "TrainStep",
     "Trainer",
     "evaluate",
     "load_checkpoint",

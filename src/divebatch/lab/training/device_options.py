@@ -2,18 +2,23 @@
 
 from dataclasses import dataclass
 
-from divebatch.errors import ArgumentError
+from divebatch.checks import require_choice, require_count
 from divebatch.lab.training.precision import require_precision
 from divebatch.norms.meter import MODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class DeviceOptions:
     """Speed, memory and rounding of a run; the method it follows is stated elsewhere.
 
-    `cuda_graphs` lets compiled passes be replayed on a GPU, at the price of some memory. `norms` is the mode of
-    per-sample norms where they are measured. `micro_batch_size` is the most samples of one backward pass: larger
-    batches are cut up, with BatchNorm's statistics those of the parts.
+    Args:
+        precision: "fp32", "tf32" or "bf16"; weights are float32 in all of them.
+        channels_last: whether images have that memory format.
+        compile: whether full batches go through torch.compile.
+        cuda_graphs: whether compiled passes may be recorded and replayed on a GPU, at the price of some memory.
+        norms: "exact" or "sketch", the mode of per-sample norms where they are measured.
+        micro_batch_size: the most samples of one backward pass; larger batches are cut up, with BatchNorm's statistics
+            those of the parts. None: batches go through whole.
     """
 
     precision: str = "fp32"
@@ -25,7 +30,6 @@ class Setup:
 
     def __post_init__(self) -> None:
         require_precision(self.precision)
-        if self.norms not in MODES:
-            raise ArgumentError(f"unknown norms {self.norms!r}; known: {', '.join(MODES)}")
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ArgumentError(f"micro_batch_size must be at least 1, got {self.micro_batch_size}")
+        require_choice("norms", self.norms, MODES)
+        if self.micro_batch_size is not None:
+            require_count("micro_batch_size", self.micro_batch_size)

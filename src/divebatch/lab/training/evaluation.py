@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from divebatch.lab.training.forward_backward import LossFn, predict
+from divebatch.errors import ArgumentError
+from divebatch.lab.training.forward import LossFn, predict
 from divebatch.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Mean loss over samples, and the share of right answers (0..1)."""
+    """Mean loss over samples, and the fraction of targets that were predicted right (0..1)."""
 
     loss: float
     accuracy: float
@@ -31,14 +32,15 @@ def evaluate(
     """Loss and accuracy in evaluation mode; the mode is put back afterwards. `batches` are this rank's own."""
     was_training = model.training
     model.eval()
-    sums, num_samples = [], 0
+    sums, num_samples, num_targets = [], 0, 0
     for inputs, targets in batches:
         sums.append(_judged(predict(model, inputs, precision), targets, loss_fn))
         num_samples += len(targets)
+        num_targets += targets.numel()
     model.train(was_training)
     loss_sum, num_right = torch.stack(sums).sum(0).tolist()
-    totals = (ranks or Ranks.alone()).sum_numbers([loss_sum, num_right, num_samples])
-    return Evaluation(totals[0] / totals[2], totals[1] / totals[2])
+    totals = (ranks or Ranks.alone()).sum_numbers([loss_sum, num_right, num_targets, num_samples])
+    return Evaluation(totals[0] / totals[3], totals[1] / totals[2])
 
 
 def _judged(outputs: Tensor, targets: Tensor, loss_fn: LossFn) -> Tensor:
@@ -47,7 +49,13 @@ def _judged(outputs: Tensor, targets: Tensor, loss_fn: LossFn) -> Tensor:
 
 
 def is_right(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per sample: one output column is a logit of class 1, several are scores of which the largest wins."""
+    """For each target: one output column is a logit of class 1, several are scores of which the largest wins."""
     if outputs.shape[-1] == 1:
         return (outputs > 0) == (targets > 0.5)
-    return outputs.argmax(-1) == targets
+    predicted = outputs.argmax(-1)
+    if predicted.shape != targets.shape:
+        raise ArgumentError(
+            f"evaluation wants the scores of a target's classes in the last dimension of the outputs: outputs of shape "
+            f"{tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}"
+        )
+    return predicted == targets

@@ -12,15 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.controller import Controller
 from divebatch.data.order import mixed_seed
-from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import DivergedError
-from divebatch.lab.training.clock import Clock
-from divebatch.lab.training.device_options import Setup
+from divebatch.lab.training.clock import Clock, forget_peak_memory
+from divebatch.lab.training.device_options import DeviceOptions
 from divebatch.lab.training.distributed import Parallel, largest
 from divebatch.lab.training.evaluation import evaluate
-from divebatch.lab.training.forward_backward import LossFn, Passes
-from divebatch.lab.training.loop import Step, Tally, train_epoch
+from divebatch.lab.training.forward import LossFn
 from divebatch.lab.training.precision import device_settings
+from divebatch.lab.training.step import Tally, TrainStep, train_epoch
 from divebatch.norms import gradient_diversity
 from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
 from divebatch.ranks import Ranks
@@ -48,16 +47,23 @@ class Trainer:
     clock: Clock
     warm_up: LRScheduler | None = None
     """Stepped after each optimizer step."""
-    setup: Setup = field(default_factory=Setup)
+    options: DeviceOptions = field(default_factory=DeviceOptions)
     log_exact: bool = False
     parallel: Parallel = None  # type: ignore[assignment]
     """How the model runs on several ranks; by default on one."""
-    passes: Passes = field(init=False)
+    step: TrainStep = field(init=False)
     tally: Tally = field(init=False, default_factory=Tally)
 
     def __post_init__(self) -> None:
         self.parallel = self.parallel or Parallel.alone(self.model)
-        self.passes = Passes(self.parallel, self.loss_fn, self.setup, self.clock)
+        self.step = TrainStep(
+            self.parallel,
+            self.loss_fn,
+            self.optimizer,
+            self.options,
+            self.clock,
+            plan=lambda: self.control.plan(),
+        )
 
     @property
     def ranks(self) -> Ranks:
@@ -69,16 +75,16 @@ class Trainer:
 
         Measuring counts as training; evaluation and the compiler's work do not. `after_step` may save or raise.
         """
-        with device_settings(self.setup.precision, self.clock.device):
+        with device_settings(self.options.precision, self.clock.device):
             with self.clock.lap("train"):
                 train_loss = self._train(after_step)
                 with self.clock.lap("measure"):
                     record = self.control.step(loss=train_loss)
-            peak = self.passes.peak_memory_bytes
+            peak = self.step.peak_memory_bytes
             with self.clock.lap("evaluate"):
                 self.parallel.average_buffers()
                 seen = evaluate(
-                    self.model, self.validation, self.loss_fn, precision=self.setup.precision, ranks=self.ranks
+                    self.model, self.validation, self.loss_fn, precision=self.options.precision, ranks=self.ranks
                 )
             exact = self._exact_diversity() if self.log_exact else None
         return replace(
@@ -87,31 +93,15 @@ class Trainer:
             val_loss=seen.loss,
             val_accuracy=seen.accuracy,
             exact_diversity=exact,
-            micro_batch_size=self.setup.micro_batch_size,
-            recompiles=self.passes.num_compiled,
+            micro_batch_size=self.options.micro_batch_size,
+            recompiles=self.step.num_compiled,
             **self._costs(peak),
         )
 
     def _train(self, after_step: Callable[[], None]) -> float:
         self.model.train()
-        loader, ranks = self.control.loader, self.ranks
-        step = Step.under(self.control, self.passes, self.optimizer)
-        size = rank_shard_of(loader.batch_size, ranks).mine
-        self.passes.begin_epoch(step.part_size(size), batch_size=size)
-
-        def one_step(batch: Any) -> Tensor:
-            size = rank_shard_of(loader.batch_size, ranks).mine  # the controller may have changed it
-            self.passes.expect(step.part_size(size), batch_size=size)
-            return step(batch)
-
-        train_loss = train_epoch(
-            one_step,
-            loader,
-            self.tally,
-            lambda: self._after_step(after_step),
-            ranks=ranks,
-            share=lambda: loader.rank_shard,
-        )
+        forget_peak_memory(self.clock.device)
+        train_loss = train_epoch(self.step, self.control.loader, self.tally, lambda: self._after_step(after_step))
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
         self.tally = Tally()
@@ -145,7 +135,7 @@ class Trainer:
             "schedulers": [scheduler.state_dict() for scheduler in self._all_schedulers],
             "control": self.control.state_dict(),
             "clock": self.clock.state_dict(),
-            "compiled": self.passes.num_compiled,
+            "compiled": self.step.num_compiled,
             "tally": self._whole_tally(),
             "random": torch.get_rng_state(),
             "signs": signs_state(self.clock.device),
@@ -160,7 +150,7 @@ class Trainer:
         for scheduler, saved in zip(self._all_schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self.clock.load_state_dict(state["clock"])
-        self.passes.compiled_before = state["compiled"]
+        self.step.compiled_before = state["compiled"]
         self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
         # Steps were made in an earlier life; a scheduler would warn where an epoch has none left.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

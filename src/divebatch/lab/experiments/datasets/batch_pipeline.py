@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from divebatch.lab.experiments.datasets.augment import Transform
-from divebatch.lab.training.forward_backward import MOST_VARIANTS
+from divebatch.lab.training.forward import MOST_VARIANTS
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets."""

@@ -1,8 +1,8 @@
 """When a pass is recorded and what a recording serves, with a stand-in for the GPU's own recording."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +11,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, EpochRecord
+from divebatch.data.batch_plan import BatchPlan
 from divebatch.estimators import Split, optimizer_events
-from divebatch.lab.training import Clock, Passes, Setup, Step, Tally, train_epoch
-from divebatch.lab.training import forward_backward as module
-from divebatch.lab.training.cuda_graph import Recording
+from divebatch.lab.training import Clock, DeviceOptions, Tally, TrainStep, cuda_graph, train_epoch
+from divebatch.lab.training.cuda_graph import GraphedPasses, MicroBatch, Recording
 from divebatch.lab.training.distributed import Parallel
+from divebatch.norms.loss_scale import LossWeight
 from divebatch.policies import NoiseScale
 
 
@@ -59,30 +60,55 @@ class Played(Recording):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     Played.made = Played.replayed = 0
-    monkeypatch.setattr(module, "Recording", Played)
-    monkeypatch.setattr(Passes, "_may_record", lambda self, variant: variant[0] == self.full_size)
+    monkeypatch.setattr(cuda_graph, "Recording", Played)
+    monkeypatch.setattr(GraphedPasses, "is_enabled", property(lambda _: True, lambda _, __: None), raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Written)
     monkeypatch.setattr(torch.cuda, "graph", written)
     monkeypatch.setattr(optimizer_events, "is_recorded", lambda _: Written.under_way)
 
 
-def make_passes(model: nn.Module, micro_batch_size: int | None = None) -> Passes:
-    return Passes(Parallel.alone(model), mse_loss, Setup(micro_batch_size=micro_batch_size), Clock(torch.device("cpu")))
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int | None = None) -> TrainStep:
+    options = DeviceOptions(micro_batch_size=micro_batch_size)
+    return TrainStep(Parallel.alone(model), mse_loss, optimizer, options, Clock(torch.device("cpu")))
+
+
+class Passes:
+    """Passes through a small model, with the size of a full one."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 1)
+        self.graphs = make_step(self.model, torch.optim.SGD(self.model.parameters(), 0.1)).graphs
+        self.expect(4)
+
+    def expect(self, full_size: int, batch_size: int | None = None) -> None:
+        self.full_size = full_size
+        self.graphs.expect(full_size, batch_size or full_size)
+
+    def add(self, size: int = 4, *, weight: float = 1.0, measuring: bool = False, token: object = True) -> bool:
+        """One pass; whether it came from a recording."""
+        before = Played.replayed
+        part = MicroBatch(
+            inputs=torch.ones(size, 3),
+            targets=torch.ones(size, 1),
+            weight=LossWeight(weight, size),
+            is_full=size == self.full_size,
+        )
+        self.graphs.run(part, BatchPlan(measuring=measuring, replay_token=token))
+        return Played.replayed > before
+
+    @property
+    def recorded(self) -> dict[tuple[int, bool], object]:
+        return {variant: each.token for variant, each in self.graphs._recorded.items()}
 
 
 @pytest.fixture
 def passes(on_a_gpu):
-    made = make_passes(nn.Linear(3, 1))
-    made.begin_epoch(4)
-    return made
+    return Passes()
 
 
-def run(passes: Passes, size: int = 4, *, share: float = 1.0, measuring: bool = False, token: object = True) -> bool:
-    """One pass; whether it came from a recording."""
-    before = Played.replayed
-    passes.parallel.model.zero_grad()
-    passes(torch.ones(size, 3), torch.ones(size, 1), share=share, measuring=measuring, token=token)
-    return Played.replayed > before
+def run(passes: Passes, size: int = 4, **settings: Any) -> bool:
+    passes.model.zero_grad()
+    return passes.add(size, **settings)
 
 
 def test_the_second_pass_is_recorded_and_a_short_one_is_not(passes):
@@ -92,31 +118,18 @@ def test_the_second_pass_is_recorded_and_a_short_one_is_not(passes):
 
 
 def test_parts_of_all_batches_have_one_recording(passes):
-    assert [run(passes, share=share) for share in (0.5, 0.5, 0.25, 1.0)] == [False, True, True, True]
+    assert [run(passes, weight=weight) for weight in (0.5, 0.5, 0.25, 1.0)] == [False, True, True, True]
     assert Played.made == 1
-    assert not any(run(passes, share=0.0) for _ in range(3))  # keeps others company
+    assert not any(run(passes, weight=0.0) for _ in range(3))  # a dummy for the sake of other ranks
 
 
 def test_a_recording_that_fails_leaves_the_gradients_of_earlier_parts(passes, monkeypatch):
-    run(passes, share=0.5)
-    before = passes.parallel.model.weight.grad
-    monkeypatch.setattr(passes, "_loss", lambda *_: 1 / 0)
+    run(passes, weight=0.5)
+    before = passes.model.weight.grad
+    monkeypatch.setattr(passes.graphs, "_loss_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        passes(torch.ones(4, 3), torch.ones(4, 1), share=0.5, measuring=False)
-    assert passes.parallel.model.weight.grad is before
-
-
-@pytest.mark.parametrize("compiles", [True, False])
-def test_the_first_pass_of_each_size_is_compiling_where_it_is_compiled(compiles, monkeypatch):
-    monkeypatch.setattr(module, "compiled_loss_of", lambda **_: module.loss_of)
-    passes = Passes(Parallel.alone(nn.Linear(3, 1)), mse_loss, Setup(compile=compiles), Clock(torch.device("cpu")))
-    passes.begin_epoch(4)
-    laps = []
-    monkeypatch.setattr(passes.clock, "lap", lambda name: laps.append(name) or nullcontext())
-    for size in (4, 4, 3, 4, 3, 2):
-        run(passes, size)
-    assert laps == ["compile" if compiles else "train"] * 3
-    assert passes.num_compiled == (1 if compiles else 0)  # a short batch is not
+        passes.add(weight=0.5)
+    assert passes.model.weight.grad is before
 
 
 def test_sums_that_begin_anew_run_once_kernel_by_kernel_before_they_are_recorded(passes):
@@ -133,14 +146,14 @@ def test_without_a_token_nothing_is_recorded(passes):
 def test_another_size_drops_the_recording(passes):
     assert [run(passes), run(passes)] == [False, True]
     passes.expect(5)
-    assert not passes._recorded
+    assert not passes.recorded
     assert [run(passes, 5), run(passes, 5)] == [False, True]
 
 
 def test_there_is_no_recording_beside_one_that_measures_or_has_another_token(passes):
     for measuring, token in ((False, 1), (True, 1), (True, 2), (False, 2)):
         assert [run(passes, measuring=measuring, token=token) for _ in range(3)] == [False, True, True]
-        assert [(variant, each.token) for variant, each in passes._recorded.items()] == [((4, measuring), token)]
+        assert passes.recorded == {(4, measuring): token}
 
 
 def test_a_size_that_comes_back_runs_once_kernel_by_kernel(passes):
@@ -151,15 +164,15 @@ def test_a_size_that_comes_back_runs_once_kernel_by_kernel(passes):
 
 
 def parts(passes: Passes, size: int, batch_size: int) -> bool:
-    passes.expect(size, batch_size=batch_size)
-    return run(passes, size, share=size / batch_size)
+    passes.expect(size, batch_size)
+    return run(passes, size, weight=size / batch_size)
 
 
 def test_whole_batches_and_halves_have_a_recording_each_until_the_size_changes(passes):
     assert [parts(passes, size, 8) for size in (4, 8, 4, 8, 8, 4)] == [False, False, True, True, True, True]
-    assert (Played.made, len(passes._recorded)) == (2, 2)
+    assert (Played.made, len(passes.recorded)) == (2, 2)
     assert parts(passes, 8, 16)  # halves of larger batches: what was recorded serves on
-    assert [variant[0] for variant in passes._recorded] == [8]
+    assert [size for size, _ in passes.recorded] == [8]
     assert Played.made == 2
 
 
@@ -167,19 +180,14 @@ def test_whole_batches_and_halves_have_a_recording_each_until_the_size_changes(p
 def test_a_recording_of_another_kind_takes_the_place_of_those_of_all_sizes(passes, other):
     for size in (4, 8) * 2:
         parts(passes, size, 8)
-    assert len(passes._recorded) == 2
-    passes.expect(4, batch_size=8)
-    assert [run(passes, 4, share=0.5, **other) for _ in range(2)] == [False, True]
-    assert len(passes._recorded) == 1
+    assert len(passes.recorded) == 2
+    passes.expect(4, 8)
+    assert [run(passes, 4, weight=0.5, **other) for _ in range(2)] == [False, True]
+    assert len(passes.recorded) == 1
 
 
 INPUTS = torch.linspace(-1, 2, 183, dtype=torch.float64).view(61, 3).sin()
 DATA = TensorDataset(INPUTS, 3 + INPUTS.sum(1, keepdim=True))
-
-
-def expected_step(step: Step, batch: object) -> Tensor:
-    step.passes.expect(step.part_size(8), batch_size=8)
-    return step(batch)
 
 
 def trained(estimator: str | Split, micro_batch_size: int | None) -> tuple[list[EpochRecord], list[Tensor]]:
@@ -188,14 +196,12 @@ def trained(estimator: str | Split, micro_batch_size: int | None) -> tuple[list[
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    loader, passes = AdaptiveLoader(DATA, 8, seed=0), make_passes(model, micro_batch_size)
+    loader, step = AdaptiveLoader(DATA, 8, seed=0), make_step(model, optimizer, micro_batch_size)
     records = []
     with Controller(model, optimizer, loader, NoiseScale(8), estimator=estimator) as control:
-        step = Step.under(control, passes, optimizer)
+        step.plan = control.plan
         for _ in range(3):
-            passes.begin_epoch(step.part_size(8), batch_size=8)
-            loss = train_epoch(partial(expected_step, step), loader, Tally(), lambda: None)
-            records.append(control.step(loss=loss))
+            records.append(control.step(loss=train_epoch(step, loader, Tally())))  # noqa: PERF401
     return records, [parameter.detach() for parameter in model.parameters()]
 
 

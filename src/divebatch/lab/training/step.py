@@ -1,0 +1,221 @@
+"""The central loop of training: forward, backward, step, in one place."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import batch_length, cut, weighted_parts
+from divebatch.errors import BatchTooLargeError
+from divebatch.lab.training.clock import Clock, forget_peak_memory, peak_memory_bytes
+from divebatch.lab.training.cuda_graph import GraphedPasses, MicroBatch, Variant
+from divebatch.lab.training.device_options import DeviceOptions
+from divebatch.lab.training.distributed import Parallel
+from divebatch.lab.training.forward import LossFn, compiled_loss_of, loss_of
+from divebatch.norms.loss_scale import LossWeight
+from divebatch.norms.meter import pausing_meters
+from divebatch.ranks import Ranks
+
+
+class TrainStep:
+    """One optimizer step on one batch, in the fastest way the options allow.
+
+    The compiler makes code for one shape, which takes seconds, so only full micro-batches go through it; those of a
+    shorter last batch run uncompiled.
+
+    Args:
+        parallel: the model, and how ranks run it together (`Parallel.alone(model)` for one process).
+        loss_fn: the mean loss of a batch, `loss_fn(outputs, targets)`.
+        optimizer: the one that steps.
+        options: precision, compiling, micro-batches.
+        clock: books the compiler's time apart from training; also says which device is used.
+        plan: asked once for each batch how it must go through the model: `control.plan`, or the default, for which
+            nothing is measured and each batch is as large as the others.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        loss_fn: LossFn,
+        optimizer: Optimizer,
+        options: DeviceOptions,
+        clock: Clock,
+        *,
+        plan: Callable[[], BatchPlan] = BatchPlan,
+    ) -> None:
+        self.parallel, self.loss_fn, self.optimizer, self.options = parallel, loss_fn, optimizer, options
+        self.clock, self.plan = clock, plan
+        self.counts = True
+        """Whether this rank's samples of the last batch count: not a dummy's, where none was left for it."""
+        self.full_size = 0
+        """Samples of a full micro-batch."""
+        self.variants: set[Variant] = set()
+        """The kinds of full passes that ran so far."""
+        self._short: set[Variant] = set()
+        """The kinds of shorter ones."""
+        self.compiled_before = 0
+        """Variants that the run had compiled before it was resumed."""
+        on_gpu = clock.device.type == "cuda" and parallel.ranks.is_alone
+        may_record = on_gpu and options.compile and options.cuda_graphs
+        self.graphs = GraphedPasses(parallel.model, self._full_loss, self._run, clock, is_enabled=may_record)
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Forward, backward, step. Returns the batch's mean loss, at the weights before the step."""
+        plan = self.plan()
+        self._expect(batch, plan)
+        self.optimizer.zero_grad()
+        loss = self._backward(batch, plan)
+        self.optimizer.step()
+        return loss
+
+    def under(self, plan: Callable[[], BatchPlan]) -> Self:
+        """The same step, with all that was compiled, under another controller's plan."""
+        other = copy.copy(self)
+        other.plan = plan
+        return other
+
+    @property
+    def num_compiled(self) -> int:
+        """Variants the compiler was asked for; a resumed run asks again."""
+        return self.compiled_before + (len(self.variants) if self.options.compile else 0)
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The peak since the epoch began; what a recording takes was allocated when it was made."""
+        return max(peak_memory_bytes(self.clock.device), self.graphs.peak_bytes)
+
+    def _expect(self, batch: Any, plan: BatchPlan) -> None:
+        """Find out what a full batch is: the controller may have changed its size, or want it in other parts."""
+        self.counts = plan.rank_shard is None or not plan.rank_shard.is_stand_in
+        batch_size = plan.batch_size or batch_length(batch)
+        self.full_size = self._micro_batch_size(batch_size, plan)
+        self.graphs.expect(self.full_size, batch_size)
+
+    def _micro_batch_size(self, num_samples: int, plan: BatchPlan) -> int:
+        """Samples of one backward pass of a batch."""
+        most = self.options.micro_batch_size or num_samples
+        return min(most, math.ceil(num_samples / plan.min_micro_batches))
+
+    def _backward(self, batch: Any, plan: BatchPlan) -> Tensor:
+        num_samples = batch_length(batch)
+        size = self._micro_batch_size(num_samples, plan)
+        try:
+            return self._accumulate(batch, math.ceil(num_samples / size), size, plan)
+        except torch.OutOfMemoryError:
+            pass  # what failed holds memory until here, and the advice needs to try
+        raise BatchTooLargeError(self._advice(batch, num_samples, size))
+
+    def _accumulate(self, batch: Any, count: int, size: int, plan: BatchPlan) -> Tensor:
+        """All micro-batches of a batch, `count` of at most `size` samples: the sum of their weighted losses."""
+        for _ in range(count, self._num_passes_of_all(plan)):
+            self._run_dummy(batch)
+        total: Tensor | None = None
+        for number, ((inputs, targets), weight) in enumerate(weighted_parts(batch, size), 1):
+            is_full, is_last = len(targets) == self.full_size, number == count
+            part = MicroBatch(inputs=inputs, targets=targets, weight=weight, is_full=is_full, is_last=is_last)
+            loss = self.graphs.run(part, plan)
+            total = loss if total is None else total + loss
+        assert total is not None
+        return total
+
+    def _num_passes_of_all(self, plan: BatchPlan) -> int:
+        """The passes of the rank that has most: a sharded model's parameters come from all ranks in every pass."""
+        shard = plan.rank_shard
+        if shard is None or not self.parallel.is_sharded:
+            return 0
+        sizes = max(1, shard.num_samples // shard.num_ranks), math.ceil(shard.num_samples / shard.num_ranks)
+        return max(math.ceil(size / self._micro_batch_size(size, plan)) for size in sizes)
+
+    def _run_dummy(self, batch: Any) -> None:
+        """A pass that counts for nothing, before those that do, so that this rank takes part in every collective."""
+        inputs, targets = cut(batch, 0, 1)
+        with pausing_meters():
+            self._run(MicroBatch(inputs=inputs, targets=targets, weight=LossWeight(0.0)), BatchPlan())
+
+    def _run(self, part: MicroBatch, plan: BatchPlan) -> Tensor:
+        """One forward and backward pass, kernel by kernel; its mean loss times its weight."""
+        with self._first_time(part, plan), self.parallel.adding_up(is_last=part.is_last):
+            loss = self._loss(part.inputs, part.targets, is_full=part.is_full)
+            loss = loss if part.weight == 1.0 else loss * part.weight
+            loss.backward()
+        return loss.detach()
+
+    def _loss(self, inputs: Any, targets: Any, *, is_full: bool) -> Tensor:
+        is_compiled = self.options.compile and is_full
+        function = compiled_loss_of(fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
+        return function(self.parallel.module, self.loss_fn, inputs, targets, self.options.precision)
+
+    def _full_loss(self, inputs: Any, targets: Any) -> Tensor:
+        return self._loss(inputs, targets, is_full=True)
+
+    @contextmanager
+    def _first_time(self, part: MicroBatch, plan: BatchPlan) -> Iterator[None]:
+        """The first pass of its kind is the compiler's time, or that of a GPU's library, which takes a second for the
+        convolutions of a short batch it has not seen. The memory a compiler takes to try kernels is no peak."""
+        variant, known = part.variant(plan), self.variants if part.is_full else self._short
+        if variant in known:
+            yield
+            return
+        with self.clock.lap("compile" if self.options.compile else "train"):
+            yield
+        known.add(variant)
+        if part.is_full:
+            forget_peak_memory(self.clock.device)
+
+    def _advice(self, batch: Any, num_samples: int, tried: int) -> str:
+        problem = f"out of memory: batch of {num_samples} samples in micro-batches of {tried}"
+        if not self.parallel.ranks.is_alone:  # to try on one rank alone would wait for the others for ever
+            return f"{problem} on rank {self.parallel.ranks.rank}. Try micro_batch_size={max(1, tried // 2)}"
+        fitting = self._fitting(batch, tried)
+        if fitting is None:
+            return f"{problem}; not even one sample fits"
+        return f"{problem}. Micro-batches of {fitting} fit: use micro_batch_size={fitting}"
+
+    def _fitting(self, batch: Any, tried: int) -> int | None:
+        """The largest half, quarter, ... of what was tried that runs."""
+        while tried > 1:
+            tried //= 2
+            self.optimizer.zero_grad()
+            try:
+                self._accumulate(cut(batch, 0, tried), 1, tried, BatchPlan())
+            except torch.OutOfMemoryError:
+                continue
+            return tried
+        return None
+
+
+@dataclass(slots=True)
+class Tally:
+    """The mean loss over the samples of an epoch, each at the weights it met."""
+
+    loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
+    num_samples: int = 0
+
+    def add(self, loss: Tensor, num_samples: int) -> None:
+        """Summed on the device: reading each loss would wait for every step."""
+        self.loss_sum = self.loss_sum.to(loss.device) + loss * num_samples
+        self.num_samples += num_samples
+
+    def mean(self, ranks: Ranks) -> float:
+        """Over the samples of all ranks. Waits for the device."""
+        loss_sum, num_samples = ranks.sum_numbers([self.loss_sum.item(), self.num_samples])
+        return loss_sum / num_samples
+
+
+def train_epoch(
+    step: TrainStep, batches: Iterable[Any], tally: Tally, after_step: Callable[[], None] = lambda: None
+) -> float:
+    """One step on each batch; the mean loss over the epoch's samples of all ranks."""
+    for batch in batches:
+        loss = step(batch)
+        if step.counts:
+            tally.add(loss, batch_length(batch))
+        after_step()
+    return tally.mean(step.parallel.ranks)
