@@ -206,8 +206,8 @@ WRONG_HEADERS = {
     "name must be str": {"metric": {"name": 3}},
     "metric must be dict": {"metric": "val_loss"},
     "race_in must be one of seconds, epochs": {"report": {"race_in": "steps"}},
-    "methods must be a list of names": {"report": {"order": [1]}},
-    "methods must be a list of names, got 'all'": {"report": {"figures": {"figure1": "all"}}},
+    "order and figures must be lists of method names": {"report": {"order": [1]}},
+    "must be lists of method names, got 'all'": {"report": {"figures": {"figure1": "all"}}},
     "label must be str": {"label": None},
 }
 WRONG_EPOCHS = {
@@ -245,7 +245,7 @@ def test_a_metric_says_which_value_is_better():
     assert (accuracy.of(record), loss.of(record), loss.of(EPOCHS[0])) == (0.5, None, None)
     assert (accuracy.best([0.2, 0.3]), loss.best([0.2, 0.3]), loss.best([])) == (0.3, 0.2, None)
     assert (accuracy.worst, loss.worst) == (0.0, math.inf)
-    with pytest.raises(ArgumentError, match="metric: better must be"):
+    with pytest.raises(ArgumentError, match="better must be"):
         Metric("val_loss", "smaller")
 
 

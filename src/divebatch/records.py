@@ -31,7 +31,7 @@ class Metric:
     def __post_init__(self) -> None:
         for key, known in (("name", ("val_accuracy", "val_loss")), ("better", ("higher", "lower"))):
             if getattr(self, key) not in known:
-                raise ArgumentError(f"metric: {key} must be one of {', '.join(known)}, got {getattr(self, key)!r}")
+                raise ArgumentError(f"a metric's {key} must be one of {', '.join(known)}, got {getattr(self, key)!r}")
 
     @property
     def is_accuracy(self) -> bool:
@@ -78,10 +78,12 @@ class ReportSettings:
 
     def __post_init__(self) -> None:
         if self.race_in not in ("seconds", "epochs"):
-            raise ArgumentError(f"report: race_in must be one of seconds, epochs, got {self.race_in!r}")
+            raise ArgumentError(f"race_in must be one of seconds, epochs, got {self.race_in!r}")
         for names in (self.baselines, self.order, *self.figures.values()):
             if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-                raise ArgumentError(f"report: methods must be a list of names, got {repr(names)[:60]}")
+                raise ArgumentError(
+                    f"baselines, order and figures must be lists of method names, got {repr(names)[:60]}"
+                )
 
 
 class Change(NamedTuple):

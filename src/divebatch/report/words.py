@@ -198,7 +198,8 @@ def _cautions(race: Race) -> Iterator[str]:
     analysis = race.analysis
     totals = {method: analysis.common[method][WITH_COMPILATION].value or math.inf for method in race.order}
     quickest = min(race.order, key=lambda method: totals[method])
-    if race.unit == "seconds" and totals[quickest] < totals[race.leaders[0]]:
+    is_other = quickest not in race.leaders and totals[quickest] < totals[race.leaders[0]]
+    if race.unit == "seconds" and is_other:
         yield f"With compilation counted, {quickest} was first: {seconds(totals[quickest])} s."
     if len(analysis.experiment.machines) > 1:
         yield "The times come from different hardware and do not compare."

@@ -119,7 +119,7 @@ def change(path: str, value: object) -> dict:
         ("data", 3, r"\[data\]: must be a table, got 3"),
         ("metric", "val_loss", r"\[metric\]: must be a table, got 'val_loss'"),
         ("metric", {"name": "speed"}, r"\[metric\]: name must be one of val_accuracy, val_loss, got 'speed'"),
-        ("report/baselines", ["adam"], r"\[report\] baselines: no method 'adam'; known: sgd-small, sgd-large"),
+        ("report/baselines", [1], r"\[report\]: baselines, .* must be lists of method names, got \[1\]"),
         ("report/order", "sgd-small", r"\[report\]: order must be list"),
         ("report/colour", "red", r"\[report\]: unknown key 'colour'; known: baselines, order"),
     ],

@@ -176,9 +176,6 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     for name in (experiment.name, *experiment.methods):  # they become folders
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ArgumentError(f"{where}: a name must be letters, digits, '_', '-' and '.', got {name!r}")
-    for name in experiment.report.baselines:
-        if name not in methods:
-            raise ArgumentError(f"{where}: [report] baselines: no method {name!r}; known: {', '.join(methods)}")
     return experiment
 
 
