@@ -24,6 +24,7 @@ from divebatch.lab.search import (
     make_plan,
     open_study,
     parse_space,
+    shown,
     work,
     write_results,
 )
@@ -122,8 +123,9 @@ def _work(plan: Plan, study: Study, quiet: bool) -> None:
 
 def _line(result: Result, study: Study) -> str:
     done = len(study.completed()) + len(study.failed())
-    accuracy = "failed" if result.accuracy is None else f"accuracy {100 * result.accuracy:.2f} %"
-    return f"[{done}/{study.total}] {_settings(result)}: {accuracy}" + (f" ({result.note})" if result.note else "")
+    name = "accuracy" if study.metric.is_accuracy else study.metric.name
+    value = "failed" if result.value is None else f"{name} {shown(study.metric, result.value)}"
+    return f"[{done}/{study.total}] {_settings(result)}: {value}" + (f" ({result.note})" if result.note else "")
 
 
 def _settings(result: Result) -> str:
@@ -134,12 +136,12 @@ def _show(plan: Plan, found: Results, paths: list[Path]) -> None:
     console = Console()
     typer.echo(f"{plan.name}: {len(found.tried)} of {found.total} trials, the best {ROWS}")
     table = Table(box=None)
-    for name in (*plan.space.names, "accuracy (%)"):
+    for name in (*plan.space.names, "accuracy" if found.metric.is_accuracy else found.metric.name):
         table.add_column(name, justify="right")
     table.add_column("")
     for each in found.tried[:ROWS]:
-        accuracy = "failed" if each.accuracy is None else f"{100 * each.accuracy:.2f}"
-        table.add_row(*(f"{each.point[name]:g}" for name in plan.space.names), accuracy, Text(each.note[:60]))
+        value = "failed" if each.value is None else shown(found.metric, each.value)
+        table.add_row(*(f"{each.point[name]:g}" for name in plan.space.names), value, Text(each.note[:60]))
     console.print(table)
     for path in paths:
         typer.echo(str(path))

@@ -15,7 +15,7 @@ from divebatch.errors import RecordError, StoppedError
 from divebatch.lab.experiments.schema import Part
 from divebatch.lab.search import Result, Study, collect, open_study, work
 from divebatch.lab.search.worker import GivenUp, Heartbeat
-from divebatch.records import read_run
+from divebatch.records import Metric, read_run
 from lab.search.tiny_search import OVER, tiny_plan
 
 DIES = """
@@ -57,8 +57,22 @@ def test_a_search_trains_every_point_on_the_held_out_split(tmp_path):
     assert len(epochs) == 3
     assert epochs[-1].samples == 3 * 160  # four fifths of the 200 training samples
     other = read_run(path.with_name("seed-0.jsonl"))[1]
-    assert results[0].accuracy == pytest.approx((epochs[-1].val_accuracy + other[-1].val_accuracy) / 2)
+    assert results[0].value == pytest.approx((epochs[-1].val_accuracy + other[-1].val_accuracy) / 2)
     assert finish(plan, open_study(plan)) == []
+
+
+def test_a_search_by_loss_looks_for_the_lowest(tmp_path):
+    loss = Metric(name="val_loss", better="lower")
+    plan = tiny_plan(tmp_path, over=("lr=0.5,2.0",))
+    plan = replace(plan, experiment=replace(plan.experiment, metric=loss))
+    study = open_study(plan)
+    work(plan, study, on_result=lambda result: None)
+    found = collect(study)
+    assert found.metric == loss
+    values = [each.value for each in found.tried]
+    assert values == sorted(values)
+    assert found.best == found.tried[0]
+    assert read_run(plan.runs(found.best.point)[0].records_path)[1][-1].val_loss == values[0]
 
 
 def test_a_run_that_diverges_is_worth_nothing_and_the_search_goes_on(tmp_path):
@@ -67,8 +81,8 @@ def test_a_run_that_diverges_is_worth_nothing_and_the_search_goes_on(tmp_path):
     optimizer = Part(kind="sgd", settings={"momentum": 0.99, "weight_decay": 0.5})
     plan = replace(plan, experiment=replace(experiment, optimizer=optimizer))
     bad, good = finish(plan, open_study(plan))
-    assert (bad.accuracy, bad.note) == (0.0, "1 of 1 diverged")
-    assert good.accuracy > 0
+    assert (bad.value, bad.note) == (0.0, "1 of 1 diverged")
+    assert good.value > 0
     assert collect(open_study(plan)).best.point == good.point
 
 
@@ -78,12 +92,12 @@ def test_a_trial_that_cannot_be_run_fails_for_good(tmp_path):
     place.parent.mkdir(parents=True)
     place.write_text('{"kind": "epoch"}\n')
     bad, good = finish(plan, open_study(plan))
-    assert bad.accuracy is None
+    assert bad.value is None
     assert "is not a run record" in bad.note
-    assert good.accuracy is not None
+    assert good.value is not None
     found = collect(open_study(plan))
     assert len(found.tried) == found.total
-    assert [each.accuracy for each in found.tried] == [good.accuracy, None]
+    assert [each.value for each in found.tried] == [good.value, None]
 
 
 def test_a_stopped_search_gives_its_trial_back_and_goes_on_where_it_stood(tmp_path, monkeypatch):

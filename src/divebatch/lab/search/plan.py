@@ -15,7 +15,7 @@ from divebatch.lab.search.storage import sqlite_url
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every point is trained with each of the seeds; its worth is the mean final accuracy on the held-out part."""
+    """Every point is trained with each of the seeds; its worth is the mean final metric on the held-out part."""
 
     experiment: Experiment
     """The experiment to tune, at its full length; the search may be shorter."""
@@ -54,6 +54,7 @@ class Plan:
             "epochs": self.epochs,
             "data": asdict(experiment.data),
             "held_out": self.held_out,
+            "metric": asdict(experiment.metric),
             "model": asdict(experiment.model),
             "training": asdict(experiment.training),
             "optimizer": asdict(experiment.optimizer),

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,18 @@ from divebatch.lab.experiments.schema import Part
 from divebatch.lab.search.plan import Plan
 from divebatch.lab.search.space import Point, Space
 from divebatch.lab.search.study import ERROR, POINT, Study
+from divebatch.records import Metric
 
-Accuracies = Sequence[tuple[Point, float | None]]
+Values = Sequence[tuple[Point, float | None]]
+"""The metric at each point; None where it could not be run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A point with its result; `accuracy` (0..1) is None where it could not be run."""
+    """A point with its result; `value` is that of the metric, None where it could not be run."""
 
     point: Point
-    accuracy: float | None
+    value: float | None
     note: str = ""
 
 
@@ -32,12 +34,13 @@ class Results:
 
     tried: tuple[Tried, ...]
     total: int
+    metric: Metric = field(default_factory=Metric)
 
     @property
     def best(self) -> Tried | None:
-        """The highest accuracy on the held-out data; None before the first result, or if all diverged."""
+        """The best on the held-out data; None before the first result, or if all diverged."""
         first = self.tried[0] if self.tried else None
-        return first if first is not None and first.accuracy else None
+        return first if first is not None and first.value not in (None, self.metric.worst) else None
 
 
 def collect(study: Study) -> Results:
@@ -46,8 +49,18 @@ def collect(study: Study) -> Results:
         Tried(trial.user_attrs[POINT], trial.value, trial.user_attrs.get("note", "")) for trial in study.completed()
     ]
     tried += [Tried(trial.user_attrs[POINT], None, trial.user_attrs[ERROR]) for trial in study.failed()]
-    tried.sort(key=lambda each: -1.0 if each.accuracy is None else each.accuracy, reverse=True)
-    return Results(tuple(tried), study.total)
+    sign = -1 if study.metric.higher_is_better else 1
+    tried.sort(key=lambda each: math.inf if each.value is None else sign * each.value)
+    return Results(tuple(tried), study.total, study.metric)
+
+
+def shown(metric: Metric, value: float) -> str:
+    """A value as people read it: an accuracy in percent.
+
+    >>> shown(Metric(), 0.875), shown(Metric(name="val_loss", better="lower"), 0.5)
+    ('87.50 %', '0.5000')
+    """
+    return f"{100 * value:.2f} %" if metric.is_accuracy else f"{value:.4f}"
 
 
 def write_results(plan: Plan, results: Results, *, apply_to: Sequence[str] = ()) -> Iterator[Path]:
@@ -56,21 +69,22 @@ def write_results(plan: Plan, results: Results, *, apply_to: Sequence[str] = ())
     if best is None:
         return
     path = plan.folder / f"{plan.name}.toml"
-    comment = f"{_words(best)}, {len(results.tried)} of {results.total} trials of search '{plan.name}'"
+    comment = f"{_words(best, results.metric)}, {len(results.tried)} of {results.total} trials of search '{plan.name}'"
     path.write_text(to_toml(plan.tuned(best.point, apply_to=tuple(apply_to)), comment=comment), encoding="utf-8")
     yield path
     try:
-        yield from draw(plan.space, [(each.point, each.accuracy) for each in results.tried], path.with_suffix(""))
+        values = [(each.point, each.value) for each in results.tried]
+        yield from draw(plan.space, values, path.with_suffix(""), metric=results.metric)
     except MissingExtraError:
         return
 
 
-def _words(best: Tried) -> str:
+def _words(best: Tried, metric: Metric) -> str:
     settings = ", ".join(f"{name} = {value:g}" for name, value in best.point.items())
-    return f"{settings}: {100 * (best.accuracy or 0):.2f} % on held-out training data"
+    return f"{settings}: {shown(metric, best.value or 0.0)} on held-out training data"
 
 
-def draw(space: Space, results: Accuracies, stem: Path) -> Iterator[Path]:
+def draw(space: Space, results: Values, stem: Path, *, metric: Metric) -> Iterator[Path]:
     """Write STEM.png and STEM.svg; nothing where the space has fewer than two dimensions.
 
     A grid becomes a heat map, ranges become points. Of more than two dimensions the first two are shown, each place
@@ -84,8 +98,9 @@ def draw(space: Space, results: Accuracies, stem: Path) -> Iterator[Path]:
         raise MissingExtraError("matplotlib", "report") from error
     figure = Figure(figsize=(7.0, 4.6), layout="constrained")
     axes = figure.subplots()
-    mappable = _heat_map(axes, space, results) if space.is_grid else _points(axes, space, results)
-    figure.colorbar(mappable, ax=axes, label="accuracy on held-out data (%)")
+    mappable = _heat_map(axes, space, results, metric) if space.is_grid else _points(axes, space, results, metric)
+    what = "accuracy on held-out data (%)" if metric.is_accuracy else f"{metric.name} on held-out data"
+    figure.colorbar(mappable, ax=axes, label=what)
     axes.set(xlabel=_label(space.names[1]), ylabel=_label(space.names[0]))
     for suffix in (".png", ".svg"):
         path = Path(f"{stem}{suffix}")
@@ -93,36 +108,52 @@ def draw(space: Space, results: Accuracies, stem: Path) -> Iterator[Path]:
         yield path
 
 
-def cells(space: Space, results: Accuracies) -> list[list[float]]:
-    """Percent, a row for each value of the first dimension; NaN where nothing was tried, 0 where all failed."""
+def cells(space: Space, results: Values, metric: Metric) -> list[list[float]]:
+    """A row for each value of the first dimension; NaN where nothing was tried, the worst value where all failed.
+
+    Accuracies are in percent.
+    """
     rows, columns = (dimension.values for dimension in space.dimensions[:2])
-    best = {(row, column): math.nan for row in rows for column in columns}
-    for point, accuracy in results:
-        place = (point[space.names[0]], point[space.names[1]])
-        best[place] = max(100 * (accuracy or 0.0), -1.0 if math.isnan(best[place]) else best[place])
-    return [[best[row, column] for column in columns] for row in rows]
+    found: dict[Any, list[float]] = {(row, column): [] for row in rows for column in columns}
+    for point, value in results:
+        found[point[space.names[0]], point[space.names[1]]].append(_scaled(value, metric))
+    best = {place: metric.best(values) for place, values in found.items()}
+    return [[math.nan if (value := best[row, column]) is None else value for column in columns] for row in rows]
 
 
-def _heat_map(axes: Any, space: Space, results: Accuracies) -> Any:
-    table = cells(space, results)
-    known = [value for row in table for value in row if not math.isnan(value)]
-    low, high = min((value for value in known if value > 0), default=0.0), max(known)  # what diverged has no shade
-    mappable = axes.imshow(table, aspect="auto", cmap="viridis", vmin=low, vmax=high)
+def _scaled(value: float | None, metric: Metric) -> float:
+    value = metric.worst if value is None else value
+    return 100 * value if metric.is_accuracy else value
+
+
+def _heat_map(axes: Any, space: Space, results: Values, metric: Metric) -> Any:
+    table = cells(space, results, metric)
+    good = [value for row in table for value in row if math.isfinite(value) and value != metric.worst]
+    low, high = min(good, default=0.0), max(good, default=0.0)  # what diverged has no shade
+    best = metric.best(good)
+    mappable = axes.imshow(table, aspect="auto", cmap=_colours(metric), vmin=low, vmax=high)
     for which, dimension in zip((axes.set_yticks, axes.set_xticks), space.dimensions, strict=False):
         which(range(len(dimension.values)), [f"{value:g}" for value in dimension.values])
     for row, values in enumerate(table):
         for column, value in enumerate(values):
             if not math.isnan(value):
-                style = {"color": "white" if value <= (low + high) / 2 else "black", "ha": "center", "va": "center"}
-                weight = "bold" if value == high else "normal"
-                axes.text(column, row, f"{value:.1f}", fontsize=8, weight=weight, **style)
+                is_dark = (value <= (low + high) / 2) == metric.higher_is_better
+                style = {"color": "white" if is_dark else "black", "ha": "center", "va": "center"}
+                weight = "bold" if value == best else "normal"
+                axes.text(column, row, f"{value:.3g}", fontsize=8, weight=weight, **style)
     return mappable
 
 
-def _points(axes: Any, space: Space, results: Accuracies) -> Any:
-    rows, columns = ([point[name] for point, _ in results] for name in space.names[:2])
+def _colours(metric: Metric) -> str:
+    """Bright is good."""
+    return "viridis" if metric.higher_is_better else "viridis_r"
+
+
+def _points(axes: Any, space: Space, results: Values, metric: Metric) -> Any:
+    finite = [(point, value) for point, raw in results if math.isfinite(value := _scaled(raw, metric))]
+    rows, columns = ([point[name] for point, _ in finite] for name in space.names[:2])
     axes.set(xscale="log", yscale="log")
-    return axes.scatter(columns, rows, c=[100 * (accuracy or 0.0) for _, accuracy in results], cmap="viridis", s=60)
+    return axes.scatter(columns, rows, c=[value for _, value in finite], cmap=_colours(metric), s=60)
 
 
 def _label(name: str) -> str:

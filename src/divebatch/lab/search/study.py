@@ -16,6 +16,7 @@ from typing import Any
 from divebatch.errors import ArgumentError
 from divebatch.lab.search.space import Dimension, Point, Space
 from divebatch.lab.search.storage import open_storage, require_optuna
+from divebatch.records import Metric
 
 POINT, BEAT, ERROR, AGAIN = "point", "beat", "error", "again"
 """Noted on a trial: its settings, the heartbeat of its process, why it failed for good, why it is to be run again."""
@@ -46,6 +47,7 @@ class Study:
         sampler: How points are chosen: "grid", "random" or "tpe".
         num_trials: Points to try; None for a grid, which tries all of its own.
         heartbeat_timeout: Seconds without a heartbeat after which a trial's process counts as dead.
+        metric: What trials are judged by; the validation accuracy by default.
         clock: Gives the seconds.
     """
 
@@ -58,9 +60,11 @@ class Study:
         sampler: str = "grid",
         num_trials: int | None = None,
         heartbeat_timeout: float = 60.0,
+        metric: Metric | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.space, self.num_trials = space, num_trials
+        self.metric = metric or Metric()
         self.heartbeat_timeout, self._clock = heartbeat_timeout, clock
         self.is_grid = sampler == "grid"
         self._check(sampler)
@@ -70,7 +74,7 @@ class Study:
         self._study = self._optuna.create_study(
             storage=self.storage,
             study_name=name,
-            direction="maximize",
+            direction="maximize" if self.metric.higher_is_better else "minimize",
             load_if_exists=True,
             sampler=self._make_sampler(sampler),
         )

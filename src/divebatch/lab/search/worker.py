@@ -26,11 +26,11 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A trial that this process has finished; `accuracy` is None where it failed."""
+    """A trial that this process has finished; `value` is that of the metric, None where it failed."""
 
     number: int
     point: Point
-    accuracy: float | None
+    value: float | None
     note: str = ""
 
 
@@ -47,6 +47,7 @@ def open_study(plan: Plan, *, heartbeat_timeout: float = 60.0) -> Study:
         sampler=plan.sampler,
         num_trials=plan.num_trials,
         heartbeat_timeout=heartbeat_timeout,
+        metric=plan.experiment.metric,
     )
     study.agree_on(plan.description)
     return study
@@ -82,7 +83,7 @@ def _run(plan: Plan, study: Study, claim: Claim, stop: StopRequest) -> Result:
     study.note(claim.trial_id, "worker", f"{socket.gethostname()}:{os.getpid()}")
     try:
         with Heartbeat(study, claim.trial_id) as heartbeat:
-            accuracy, note = _train(plan, claim, stop, heartbeat)
+            value, note = _train(plan, claim, stop, heartbeat)
     except StoppedError as error:
         study.give_back(claim.trial_id, "its process was asked to stop")
         raise StoppedError(f"trial {claim.number}: {error}") from error
@@ -92,24 +93,24 @@ def _run(plan: Plan, study: Study, claim: Claim, stop: StopRequest) -> Result:
         study.fail(claim.trial_id, str(error))
         return Result(claim.number, claim.point, None, str(error))
     study.note(claim.trial_id, "note", note)
-    if not study.tell(claim.trial_id, accuracy):
+    if not study.tell(claim.trial_id, value):
         return Result(claim.number, claim.point, None, "given up by another process")
-    return Result(claim.number, claim.point, accuracy, note)
+    return Result(claim.number, claim.point, value, note)
 
 
 def _train(plan: Plan, claim: Claim, stop: StopRequest, heartbeat: "Heartbeat") -> tuple[float, str]:
-    """Mean final accuracy over the seeds, and what is to be said of it. A run that diverges is worth nothing."""
-    accuracies, num_diverged = [], 0
+    """The mean final value over the seeds, and a note on it. A run that diverges has the worst value there is."""
+    values, num_diverged = [], 0
     for run in plan.runs(claim.point):
         try:
-            accuracies.append(_final_accuracy(run, stop, heartbeat))
+            values.append(_final_value(run, stop, heartbeat))
         except DivergedError:
-            accuracies.append(0.0)
+            values.append(plan.experiment.metric.worst)
             num_diverged += 1
-    return fmean(accuracies), f"{num_diverged} of {len(accuracies)} diverged" if num_diverged else ""
+    return fmean(values), f"{num_diverged} of {len(values)} diverged" if num_diverged else ""
 
 
-def _final_accuracy(run: Run, stop: StopRequest, heartbeat: "Heartbeat") -> float:
+def _final_value(run: Run, stop: StopRequest, heartbeat: "Heartbeat") -> float:
     last: list[EpochRecord] = []
 
     def keep(record: EpochRecord) -> None:
@@ -117,9 +118,10 @@ def _final_accuracy(run: Run, stop: StopRequest, heartbeat: "Heartbeat") -> floa
         heartbeat.require_trust()
 
     execute(run, resume=True, on_epoch=keep, stop=stop)  # what a dead process left is continued
-    if last[0].val_loss is None:
+    value = run.experiment.metric.of(last[0])
+    if value is None or last[0].val_loss is None:
         raise DivergedError("its last validation loss is not finite")
-    return last[0].val_accuracy or 0.0
+    return value
 
 
 class GivenUp(Exception):  # noqa: N818  not an error: another process has the trial
