@@ -1,4 +1,4 @@
-"""What the library may know of other processes that train the same model: how many, which one this is, their sums."""
+"""The processes that train one model together: how many there are, which one this is, and sums over them."""
 
 import os
 import pickle
@@ -87,7 +87,7 @@ class Ranks:
         return summed.tolist()
 
     def mean(self, value: float | None, weight: float) -> float | None:
-        """Of what ranks tell, by weight, or plain where all weights are 0; None where no rank tells anything."""
+        """The weighted mean over ranks; unweighted if all weights are 0, None if no rank passes a value."""
         told = 0.0 if value is None else value
         weighted = weight * told if weight else 0.0
         total, weights, plain, count = self.sum_numbers([weighted, weight, told, value is not None])
@@ -96,14 +96,14 @@ class Ranks:
         return plain / count if count else None
 
     def from_first(self, value: Any) -> Any:
-        """What rank 0 passed; anything that can be pickled."""
+        """Return what rank 0 passed; anything that can be pickled."""
         if self.is_alone:
             return value
         (carried,) = self._carried([value] if self.is_first else [])
         return carried
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank passed, in the order of ranks."""
+        """Return what each rank passed, in the order of ranks."""
         return [value] if self.is_alone else self._carried([value])
 
     def require_same(self, facts: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class Ranks:
                 raise ArgumentError(f"the ranks disagree on {name}: {told}. All ranks must be set up alike")
 
     def _carried(self, values: list[Any]) -> list[Any]:
-        """What ranks passed, in their order, on all of them: bytes that nobody else writes, added up."""
+        """Return what ranks passed, in their order: each adds its own bytes to places where the others have zeros."""
         payload = np.frombuffer(b"".join(pickle.dumps(value) for value in values), dtype=np.uint8)
         lengths = np.zeros(self.size)
         lengths[self.rank] = payload.size

@@ -16,7 +16,7 @@ from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
 
 COLUMNS = 4
-"""Of a step's row: sum of s_j ||g_j||^2, squared norm of the mean, chunks, samples. Rows of ranks add up."""
+"""Numbers of a step's row: sum of s_j ||g_j||^2, squared norm of the mean, chunks, samples. Rows of ranks add up."""
 
 
 class AcrossRanks(Stepwise):
@@ -136,7 +136,7 @@ class RankRows:
         return average
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all rows."""
         self.rows = []
 
     def state_dict(self) -> dict[str, Any]:

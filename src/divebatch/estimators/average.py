@@ -22,12 +22,12 @@ MOST_WAITING = 512
 """Rows whose norms may lie on the device unread."""
 
 Norms = Tensor | float
-"""Of several tensors, one norm each, where they were computed; or, once read, the sum of their squares. Also a number
-by itself, such as a product of two gradients: as it is, before and after."""
+"""Norms of several tensors, one each, where they were computed; or, once read, the sum of their squares. Also a number
+by itself, such as a product of two gradients, which is the same before and after."""
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Norms:
-    """Two operators on the device."""
+    """The norm of each tensor, by two operators on the device."""
     return torch.stack(torch._foreach_norm(list(tensors))) if tensors else 0.0
 
 
@@ -73,7 +73,7 @@ class Readable(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """By which it is weighed."""
+        """Samples that it was made from, by which it is weighted."""
         ...
 
     @property
@@ -93,17 +93,17 @@ class Row:
     sizes: Sequence[int]
     """Samples of each chunk."""
     factors: Sequence[float]
-    """What the squared norm of each chunk is to be multiplied with."""
+    """Factors that the squared norm of each chunk is to be multiplied by."""
     norms: Sequence[Norms]
-    """Of each chunk."""
+    """Norms of each chunk's gradients."""
     of_sum: Norms
-    """Of the sum over all samples."""
+    """Norms of the sum of gradients over all samples."""
     before_last: Norms | None
-    """Of the sum that the last chunk was added to; None where that was the first chunk."""
+    """Norms of the sum that the last chunk was added to; None where that was the first chunk."""
 
     @property
     def num_samples(self) -> int:
-        """In all chunks."""
+        """Samples in all chunks."""
         return sum(self.sizes)
 
     @property
@@ -124,7 +124,7 @@ class Row:
 
 
 def numbers_of(rows: Sequence[Readable]) -> Iterator[tuple[float, float, float]]:
-    """Of each row, in order; one look at the device for all."""
+    """The three numbers of each row, in order; one look at the device for all."""
     values = iter(read([part for row in rows for part in row.parts]))
     for row in rows:
         yield row.numbers(list(itertools.islice(values, len(row.parts))))
@@ -139,8 +139,9 @@ class PairAverage:
     weights, so its start does not pull it towards zero. Sums stay on the device they come from until they are read, and
     nothing is sent there: a copy from the host would wait for all that a GPU still has to do.
 
-    `reach` is for estimates that share gradients with as many of those before them, and come by `extend`: the spread
-    counts their products too, the less the farther apart they are, so that it stays positive (Newey and West 1987).
+    `reach` is for estimates that have gradients in common with as many of those before them, and come by `extend`: the
+    spread counts their products too, the less the farther apart they are, so that it stays positive (Newey and West
+    1987).
 
     `trusts_negative=False` is for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
     """
@@ -152,7 +153,7 @@ class PairAverage:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, with nothing to average."""
+        """Drop all estimates."""
         self.num_samples: int | Tensor = 0
         self._waiting: list[Readable] = []
         """Rows that are to be read and averaged."""
@@ -161,9 +162,9 @@ class PairAverage:
         self._second = torch.zeros((), dtype=torch.float64)
         """Sum of w^2 times the outer product of the same with itself."""
         self._between = np.zeros(())
-        """The same of each with those within `reach` before it, the nearer the more."""
+        """The same products of each row with those within `reach` before it, the nearer the more."""
         self._recent: list[Any] = []
-        """Those, times their weights, the newest first."""
+        """The rows within `reach`, times their weights, the newest first."""
 
     def add(self, pair: Tensor, weight: Any) -> None:
         """One more estimate. A weight of zero counts for nothing, whatever the pair holds."""
@@ -202,7 +203,7 @@ class PairAverage:
         self._first, self._second = torch.from_numpy(np.asarray(first)), torch.from_numpy(np.asarray(second))
 
     def _relate(self, row: Any) -> None:
-        """To those before it, which have faded since."""
+        """Add the products of `row` with those before it, which have faded since."""
         self._recent = [each * self.decay for each in self._recent]
         if self._recent:
             near = sum((1 - distance / (self.reach + 1)) * each for distance, each in enumerate(self._recent, 1))
@@ -240,24 +241,24 @@ class PairAverage:
         return total
 
     def unknown(self) -> Diversity:
-        """What no estimate at all says: any noise scale is possible."""
+        """The answer without any estimate: every noise scale is possible."""
         nothing = Spread(trace_variance=math.inf, sq_norm_variance=math.inf, covariance=0.0, degrees=0.0)
         return Diversity(math.nan, math.nan, max(1, int(self.num_samples)), nothing)
 
     def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
-        """From the distance of each estimate to the mean: right also where some are less exact than others."""
+        """The spread from each estimate's distance to the mean: right also where some are less exact than others."""
         second = self._second.cpu()
         products = (second + torch.from_numpy(np.asarray(self._between + self._between.T)))[:3, :3]
         to_mean = torch.tensor([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]], dtype=torch.float64)
         scatter = to_mean @ products @ to_mean.T
-        share = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
+        ratio = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
         fitted = float(products[0, 0]) / total**2  # what the mean took up of it, were they independent
         covariance = (scatter / total**2 / max(1 - fitted, 1e-9)).tolist()
         return Spread(
             trace_variance=max(0.0, covariance[0][0]),
             sq_norm_variance=max(0.0, covariance[1][1]),
             covariance=covariance[0][1],
-            degrees=1 / share - 1,
+            degrees=1 / ratio - 1,
         )
 
     def average(self) -> "PairAverage":

@@ -32,12 +32,12 @@ class Chunks:
         self.forget()
 
     def forget(self) -> None:
-        """Back to no chunk."""
+        """Drop all chunks."""
         self._sizes: list[int] = []
         self._factors: list[float] = []
         self._norms: list[Norms] = []
         self._before_last: Norms | None = None
-        """Of the sum that the last chunk was added to, where there was more in it than the first."""
+        """Norms of the sum that the last chunk was added to, where that held more than the first chunk."""
         self._scales: dict[str, Tensor] | None = None
         torch._foreach_zero_(list(self._sums.values()))
 
@@ -45,7 +45,7 @@ class Chunks:
         """A chunk of `num_samples` samples whose mean gradient is `scale` times `gradients`.
 
         Before an optimizer's first step there is nothing to divide by, and the chunk is left out. So is one of no
-        samples, which is what a loader counts that was left within an epoch and begins anew.
+        samples, which is what a loader counts that was left within an epoch and starts again.
         """
         if num_samples == 0:
             return
@@ -64,16 +64,16 @@ class Chunks:
 
     @property
     def num_chunks(self) -> int:
-        """So far."""
+        """Chunks so far."""
         return len(self._sizes)
 
     @property
     def num_samples(self) -> int:
-        """In all chunks so far."""
+        """Samples in all chunks so far."""
         return sum(self._sizes)
 
     def row(self) -> Row:
-        """What two chunks or more showed."""
+        """The row of two or more chunks."""
         return Row(self._sizes, self._factors, self._norms, self._norms_of_sum(), self._before_last)
 
     def _norms_of_sum(self) -> Norms:
@@ -105,7 +105,7 @@ class Chunks:
 
 
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all of them as one vector, in float64; 0 of none."""
+    """The squared norm of all tensors as one vector, in float64; 0 where there are none."""
     norms = norms_of(tensors)
     return norms.double().square().sum() if isinstance(norms, Tensor) else torch.zeros((), dtype=torch.float64)
 
@@ -154,7 +154,7 @@ class Preconditioner:
 
 
 def rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Coordinate by coordinate. A parameter that the optimizer has not moved yet has no scale and is left out."""
+    """The gradients times the scales, by coordinate; without parameters that the optimizer has not moved yet."""
     return {name: addend(g, scales[name]) * scales[name] for name, g in gradients.items() if name in scales}
 
 

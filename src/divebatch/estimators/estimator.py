@@ -1,4 +1,4 @@
-"""What an estimator is."""
+"""The base class of estimators, and what they are shown of a training loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping

@@ -15,7 +15,7 @@ from divebatch.norms.accumulators import addend
 from divebatch.norms.sketch import sum_dtype
 
 FARTHEST = 2.5
-"""For the factor below: it is the noise of the products that is extrapolated most."""
+"""The largest factor of the extrapolation below: it multiplies the noise of the products, too."""
 KEPT = 3
 LONGEST_DOT = 2**24
 """Entries: in float32 a product of 10^8 came out 0.3 to 0.8 % too small on a CPU, one of 2^24 by 0.02 %."""
@@ -58,7 +58,7 @@ class LaggedRow:
 
     @property
     def num_samples(self) -> int:
-        """Of this step."""
+        """Samples of this step."""
         return self.sizes[1]
 
     def numbers(self, values: Sequence[float]) -> tuple[float, float, float]:
@@ -84,15 +84,15 @@ class Lagged:
         self.forget()
 
     def forget(self) -> None:
-        """Back to no step."""
+        """Drop all steps."""
         self._count = 0
         self._sizes: list[int] = []
-        """Of the newest step first, as the following."""
+        """Samples of the last steps, the newest first, as in the following."""
         self._sq_norms: list[Norms] = []
 
     @property
     def num_chunks(self) -> int:
-        """Gradients at hand."""
+        """Steps whose gradients are kept."""
         return min(self._count, KEPT)
 
     def add(self, gradients: Mapping[str, Tensor], num_samples: int, *, scale: float = 1.0) -> None:
@@ -114,7 +114,7 @@ class Lagged:
         self._sq_norms = [_dot(vector, vector), *self._sq_norms[: KEPT - 1]]
 
     def row(self) -> LaggedRow:
-        """What the last three steps showed."""
+        """The row of the last three steps."""
         newest, last, before = (self._vectors[(self._count - lag) % KEPT] for lag in (1, 2, 3))
         parts = [self._sq_norms[1], self._sq_norms[0], _dot(newest, last), _dot(newest, before)]
         factor = _factor(self._optimizer.param_groups[self._group])  # it may change, and groups are replaced by a load

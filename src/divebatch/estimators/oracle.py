@@ -13,7 +13,7 @@ from divebatch.norms.compilation import uncompiled
 
 
 class Oracle(Estimator):
-    """Exact, unbiased, and dear: one more forward and backward pass over all data after each measured epoch.
+    """Exact and unbiased, and expensive: one more forward and backward pass over all data after each measured epoch.
 
     It needs the loss, `loss_fn(model(inputs), targets)`, given here or to the controller; batches must be
     `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass. `fallback="vmap"` is

@@ -40,7 +40,7 @@ def multihead_attention(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
 
 
 def _of_input_projections(inputs: list[Tensor], dys: tuple[Tensor, ...]) -> dict[str, Form]:
-    """In one matrix or in three: what a layer does not have is not counted."""
+    """The input projections, in one matrix or in three: what a layer does not have is not counted."""
     outers = [Outer(dy, x) for dy, x in zip(dys, inputs, strict=True)]
     bias = Explicit(torch.cat([dy.sum(1) for dy in dys], 1))
     separate = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), outers, strict=True))
@@ -52,7 +52,7 @@ def _of_linear(weight: str, bias: str, dy: Tensor, x: Tensor) -> dict[str, Form]
 
 
 def _batch_first(layer: Any, x: Tensor) -> Tensor:
-    """From the layer's own layout to the batch first, or back."""
+    """Move a tensor from the layer's own layout to the batch first, or back."""
     return x if layer.batch_first else x.transpose(0, 1)
 
 

@@ -96,7 +96,7 @@ class Backward:
     mode: str = "exact"
     num_samples: int = 0
     layers: list[CoveredLayer] = field(default_factory=list)
-    """Those that were reached."""
+    """Layers that the pass has reached."""
     weight: LossWeight | None = None
     """The weight its loss was multiplied by, known when it has ended."""
     _estimates: list[Estimate] = field(default_factory=list)

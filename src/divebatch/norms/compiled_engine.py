@@ -85,7 +85,7 @@ class Taps:
             raise CoverageError("a layer was called several times in one forward pass: a compiled meter cannot add up")
 
     def forget(self) -> None:
-        """Start anew."""
+        """Start again, with other random signs."""
         self._accumulator.grad = None
         self._most_calls = None
         if self._mode == "sketch":  # in place, where recorded passes read them
@@ -112,7 +112,7 @@ class Taps:
         self._on_end(Tapped(sq_norms, variances, samples / layers, self._layers, weight))
 
     def _note_calls(self, layers: Tensor) -> None:
-        """In place, where recorded passes find it."""
+        """Note the most calls so far, in place, where recorded passes find it."""
         if self._most_calls is None:
             self._most_calls = layers.clone()
         torch.maximum(self._most_calls, layers, out=self._most_calls)
@@ -120,7 +120,7 @@ class Taps:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """What a tapped layer carries with it: where it leads. Its class leads nowhere, since compiled code keeps that."""
+    """What a tapped layer carries with it: its taps. Its class refers to none, since compiled code keeps the class."""
 
     taps: Taps
     layer: CoveredLayer
@@ -143,7 +143,7 @@ class Place:
         return self.layer.module is module and self.taps._is_on and not self.taps.paused
 
     def __deepcopy__(self, _: object) -> "Place":
-        """A copy of the model leads where the model does."""
+        """A copy of the model refers to the taps of the model."""
         return self
 
 

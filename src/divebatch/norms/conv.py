@@ -46,7 +46,7 @@ class Patches:
     dilation: Sequence[int]
     groups: int
     shape: torch.Size
-    """Of the weight."""
+    """Shape of the weight."""
 
     _padded: Tensor | None = None
 
@@ -75,7 +75,7 @@ class Patches:
         return is_plain and self._kernel_entries <= fused.MOST_KERNEL_ENTRIES
 
     def _kernels(self) -> dict[str, Kernel]:
-        """Those that may be fastest; a compiler takes the first."""
+        """The kernels that may be fastest; a compiler takes the first."""
         kernels: dict[str, Kernel] = {"positions": self._by_positions} if self._has_few_positions() else {}
         kernels |= {"patches": self._by_patches, "shifts": self._by_shifts, "grouped": self._by_grouped_convolution}
         if not torch.compiler.is_compiling() and self._suits_kernels() and fused.may_apply(self.left, self.unpadded):
@@ -212,7 +212,7 @@ class Patches:
 
     @property
     def _entries_per_sample(self) -> int:
-        """Of the largest temporary tensor."""
+        """Entries of the largest temporary tensor."""
         patches = self.left.shape[2:].numel() * self.unpadded.shape[1] * self._kernel_entries
         return max(patches, self.groups * self._padded_size.numel() ** 2) if self._has_few_positions() else patches
 

@@ -52,7 +52,7 @@ class DiversityMeter:
         model: its trainable parameters must all be covered by norm rules, as `NormMeter` requires.
         ranks: the processes that train together; None for this one alone.
         rank_shard: gives this rank's samples of the batch under way, where there are several ranks.
-        on_pass: is told both sums of each backward pass by itself. The gradient sum then begins anew with each pass.
+        on_pass: is told both sums of each backward pass by itself. The gradient sum then starts from zero in each pass.
         mode, fallback, loss_reduction, compiled, grad_scaler: as for `NormMeter`.
     """
 
@@ -82,10 +82,10 @@ class DiversityMeter:
         self._cover()
         self._handles: list[RemovableHandle] = []
         self.token = object()
-        """Another one whenever the sums begin anew: what added to the old ones is of no use then."""
+        """Changes whenever the sums start again: a recorded pass that adds to the old ones is of no use then."""
         self._sums: dict[str, Tensor] = {}
         self._unit: Tensor | None = None
-        """What the sums are multiples of, where that was ever more than a plain one."""
+        """The factor that the sums are to be multiplied by when they are read; None where it has always been 1."""
         self._pending: dict[int, dict[str, Tensor]] = {}
 
     def _cover(self) -> None:
@@ -269,7 +269,7 @@ class DiversityMeter:
             raise _not_called(missed)
 
     def _require_reached(self) -> None:
-        """The same for shards, whose gradients may come after the pass: looked up when the sums are read."""
+        """Check the same for shards, whose gradients may come after the pass, when the sums are read."""
         if self._shards is None:
             return
         counted = {id(p) for layer in self.norms._layers if id(layer.module) in self._reached for p in layer.parameters}
@@ -329,7 +329,7 @@ def gradient_diversity(
     model = uncompiled(inside_ddp(model))
     parameters = [p for p in model.parameters() if p.requires_grad]
     meter = DiversityMeter(model, ranks=ranks, loss_reduction=loss_reduction, fallback=fallback)
-    with pausing_meters(), without_weighing(), _left_as_found(model), torch.enable_grad(), meter:
+    with pausing_meters(), without_weighing(model), _left_as_found(model), torch.enable_grad(), meter:
         for inputs, targets in map(batch_pair, batches):
             # grad() and not backward(): the parameters' own .grad stays untouched.
             torch.autograd.grad(loss_fn(model(inputs), targets), parameters, allow_unused=True)

@@ -63,4 +63,4 @@ NOT_BY_SAMPLES = (
 """Layers vmap cannot run sample by sample: fused kernels, or parameters that no forward of their own uses."""
 
 FALLBACKS: dict[str, Entry] = {"vmap": Entry(by_vmap, None, all_inputs=True, never_for=NOT_BY_SAMPLES)}
-"""What may stand in for a layer without a rule; `None` as parameters: it states all of them."""
+"""What may measure a layer without a rule, by name. Its parameters are None: it states all of them."""

@@ -21,16 +21,17 @@ from divebatch.norms.sketch import Estimate, random_seeds
 C_COMPILERS = (os.environ.get("CC", "cc"), "gcc", "clang")
 """Triton builds its launchers with one."""
 AVAILABLE = find_spec("triton") is not None and torch.version.hip is None and any(map(which, C_COMPILERS))
+# Of the process: which kernels run is a matter of the machine, set by its environment and switched off by benchmarks.
 ENABLED = AVAILABLE and os.environ.get("DIVEBATCH_TRITON") != "0"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KERNEL_ENTRIES = 64
-"""Of a convolution's kernel: a sketch holds all of them in registers."""
+"""Most entries of a convolution's kernel: a sketch holds all of them in registers."""
 MOST_SAMPLES = 65_535
 """One row of programs a sample; CUDA has no more rows."""
 MOST_ENTRIES = 2**31
-"""That lie between the first and the last entry of a sample: the kernels count them in 32 bits."""
+"""Most entries between the first and the last one of a sample: the kernels count them in 32 bits."""
 LEAST_CAPABILITY = (8, 0)
-"""Of an NVIDIA GPU: the first with products of bfloat16 on tensor cores."""
+"""Least compute capability of an NVIDIA GPU: the first with products of bfloat16 on tensor cores."""
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def prepare_for_compiler() -> None:
 
 
 def applies_exactly(left: Tensor, right: Tensor) -> bool:
-    """The same for exact norms: in float32 tensor cores would round what must be exact."""
+    """Whether the kernels can take exact norms: in float32 tensor cores would round what must be exact."""
     return min(left.dtype.itemsize, right.dtype.itemsize) == 2 and applies(left, right)
 
 

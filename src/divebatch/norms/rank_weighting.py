@@ -15,47 +15,60 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from divebatch.errors import UsageError
 
-_is_paused = False
-
-
-@contextmanager
-def without_weighing() -> Iterator[None]:
-    """Inside, models run as if nobody shared their batches: for passes that are no training."""
-    global _is_paused
-    outer, _is_paused = _is_paused, True
-    try:
-        yield
-    finally:
-        _is_paused = outer
-
 
 def weigh_gradients(model: nn.Module, weight: Callable[[], float]) -> Callable[[], None]:
     """Multiply what enters `model` backwards by `weight()`, asked for in the forward pass; returns what undoes it.
 
     Only the outermost of nested calls counts: a module may call itself. Costs next to nothing while the weight is 1.
     """
-    depth = 0
+    return RankWeighting(model, weight).close
 
-    def enter(module: nn.Module, _: Any) -> None:
-        nonlocal depth
-        depth += module is model  # a deep copy has these hooks too
 
-    def leave(module: nn.Module, _: Any, output: Any) -> Any:
-        nonlocal depth
-        depth -= module is model
-        factor = 1.0 if _is_paused or depth or module is not model else weight()
-        return output if factor == 1.0 else _weighed(output, factor)
+class RankWeighting:
+    """Two hooks that weight a model's outputs. The object is itself the second one: so `without_weighing` finds it."""
 
-    handles = [
-        model.register_forward_pre_hook(enter, prepend=True),
-        model.register_forward_hook(leave, always_call=True),  # also where the forward pass fails
-    ]
+    def __init__(self, model: nn.Module, weight: Callable[[], float]) -> None:
+        self._model, self._weight = model, weight
+        self.is_paused = False
+        self._depth = 0
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, prepend=True),
+            model.register_forward_hook(self, always_call=True),  # also where the forward pass fails
+        ]
 
-    def undo() -> None:
-        for handle in handles:
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
             handle.remove()
 
-    return undo
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._depth += module is self._model  # a deep copy has these hooks too
+
+    def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """The forward pass is over."""
+        if module is not self._model:
+            return output
+        self._depth -= 1
+        factor = 1.0 if self.is_paused or self._depth else self._weight()
+        return output if factor == 1.0 else _weighed(output, factor)
+
+    def __deepcopy__(self, _: object) -> "RankWeighting":
+        """A copy of the model has the hook, which does nothing for it."""
+        return self
+
+
+@contextmanager
+def without_weighing(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` runs as if nobody shared its batches: for passes that are no training."""
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    pausing = [hook for hook in hooks if isinstance(hook, RankWeighting) and not hook.is_paused]
+    for weighting in pausing:
+        weighting.is_paused = True
+    try:
+        yield
+    finally:
+        for weighting in pausing:
+            weighting.is_paused = False
 
 
 def _weighed(output: Any, factor: float) -> Any:

@@ -26,7 +26,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, layer: nn.Module) -> "Surroundings":
-        """Those of a call that comes now."""
+        """The surroundings of a call that comes now."""
         device = next(layer.parameters()).device
         is_cast = torch.is_autocast_enabled(device.type)
         draws = layer.training and getattr(layer, "dropout", 0.0) > 0
@@ -60,7 +60,7 @@ class Rerun(NamedTuple):
     """A call that is to run again: what a rule gets in the place of `x`."""
 
     arguments: dict[str, Any]
-    """Of `forward`, by name."""
+    """Arguments of `forward`, by name."""
     output: int
     """Which of the call's results (see `results`) `dy` is the gradient of."""
     surroundings: Surroundings
@@ -80,5 +80,5 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gradients(result: Tensor, dy: Tensor, inner: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of the loss with respect to each of `inner`, given the gradient `dy` of one of the layer's results."""
+    """Gradients of the loss with respect to each of `inner`, given the gradient `dy` of one of the layer's results."""
     return torch.autograd.grad(result, inner, dy.to(result.dtype), allow_unused=True, materialize_grads=True)

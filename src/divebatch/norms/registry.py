@@ -24,7 +24,7 @@ Look = Callable[[Any, Any, Any], Any]
 """`(layer, x, output) -> x`: adds what a rule can use of an eager forward pass, beside the input."""
 
 Names = Collection[str] | Callable[[Any], Collection[str]]
-"""Of parameters; a function where they depend on the layer."""
+"""Names of parameters, or a function that gives them where they depend on the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Entry:
 
     rule: Rule
     parameters: Names | None
-    """Those the rule states; None for all there are."""
+    """Names of the parameters that the rule states; None for all there are."""
     all_inputs: bool
     reruns: bool = False
     look: Look | None = None
@@ -137,7 +137,7 @@ class CoveredLayer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those the rule answers for."""
+        """The parameters that the rule answers for."""
         return list(self.module.parameters(recurse=self.entry.reruns))
 
     def gradients(self, x: Any, dy: Tensor) -> list[tuple[nn.Parameter, Form]]:

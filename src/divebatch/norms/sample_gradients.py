@@ -21,12 +21,13 @@ CHUNK_BYTES = 16 * 2**20
 COMPILED_CHUNK_BYTES = 256 * 2**20
 """The same inside a compiled model, where fewer and larger chunks compile and run faster."""
 
-CHUNK_SHARE = 0.03
-"""On a GPU the bound is this share of what is allocated when the backward pass begins, if that is more."""
+CHUNK_FRACTION = 0.03
+"""On a GPU the bound is this fraction of what is allocated when the backward pass begins, if that is more."""
 
 CACHE_BYTES = 2**20
-"""A share of a CPU's cache: temporary tensors of so many bytes are still there when they are read again."""
+"""A fraction of a CPU's cache: temporary tensors of so many bytes are still there when they are read again."""
 
+# A cache for the process, by device: asking how much is allocated takes longer than a small layer's norms.
 _gpu_caps: dict[torch.device, int] = {}
 
 
@@ -40,7 +41,7 @@ class Form(Protocol):
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
         """An unbiased estimate of each sample's squared norm, from new random signs.
 
-        `seed`: a number on the device, (1,), from which a kernel may draw them; there is none but for speed.
+        `seed` is a number on the device, (1,), from which a GPU kernel may draw the signs, which is faster.
         """
         ...
 
@@ -63,7 +64,7 @@ class Explicit:
     _known: Tensor | None = None
 
     def sq_norms(self) -> Tensor:
-        """Of each row, computed once: a bias may share its gradients with a weight's `Outer`."""
+        """Squared norm of each row, computed once: a weight's `Outer` may need those of its bias."""
         if self._known is None:
             self._known = self._sq_norms()
         return self._known
@@ -136,7 +137,7 @@ class RowSums:
     """(B, ..., O)."""
 
     def sq_norms(self) -> Tensor:
-        """Of the sums."""
+        """Squared norms of the sums."""
         return sq_norms_of_rows(self.explicit(slice(None)))
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
@@ -218,7 +219,7 @@ def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_room(x: Tensor) -> Tensor:
-    """In a type that can hold products of its entries: those of a loss scaled for float16 overflow in float16."""
+    """`x` in a type that can hold products of its entries: those of a loss scaled for float16 overflow in float16."""
     return x.float() if x.dtype == torch.float16 else x
 
 
@@ -235,7 +236,7 @@ def chunk_size(tensor: Tensor, entries_per_sample: int) -> int:
 
 
 def cached_chunk(tensor: Tensor, entries_per_sample: int) -> int:
-    """The same for what is read again at once: as much as a CPU's cache holds, and all inside a compiler."""
+    """How many samples a CPU's cache holds, for what is read again at once; all of them inside a compiler."""
     if torch.compiler.is_compiling():
         return len(tensor)
     if tensor.device.type != "cpu":
@@ -244,7 +245,7 @@ def cached_chunk(tensor: Tensor, entries_per_sample: int) -> int:
 
 
 def in_chunks(kernel: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, chunk: int) -> Tensor:
-    """What the kernel makes of the samples' pairs, so many at a time."""
+    """Apply the kernel to the pairs of all samples, `chunk` samples at a time."""
     if chunk >= len(left):
         return kernel(left, right)
     pairs = zip(left.split(chunk), right.split(chunk), strict=True)
@@ -252,7 +253,7 @@ def in_chunks(kernel: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: T
 
 
 def forget_memory_caps() -> None:
-    """Look anew how much is allocated on the GPUs when a cap is needed next."""
+    """Ask again how much is allocated on the GPUs when a cap is needed next."""
     _gpu_caps.clear()
 
 
@@ -262,7 +263,7 @@ def _memory_cap(device: torch.device) -> int:
     if device.type != "cuda":
         return CHUNK_BYTES
     if device not in _gpu_caps:
-        _gpu_caps[device] = max(CHUNK_BYTES, int(CHUNK_SHARE * torch.cuda.memory_allocated(device)))
+        _gpu_caps[device] = max(CHUNK_BYTES, int(CHUNK_FRACTION * torch.cuda.memory_allocated(device)))
     return _gpu_caps[device]
 
 

@@ -73,11 +73,11 @@ class ShardSums:
         return float(torch.stack(parts).sum()) if parts else 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As sharded as the parameters are."""
+        """The sums, sharded as the parameters are."""
         return {name: _like(self._parameters[name], total.clone()) for name, total in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """From shards laid out as here, or from whole tensors."""
+        """Load sums from shards laid out as here, or from whole tensors."""
         for name, total in self._sums.items():
             total.copy_(_piece(self._parameters[name], state[name]))
 

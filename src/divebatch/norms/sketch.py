@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of such numbers are kept in."""
+    """The type in which sums of such numbers are kept."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -44,7 +44,7 @@ def project(left_NPT: Tensor) -> Tensor:
 
 
 def estimate(u_NHD: Tensor) -> Estimate:
-    """From the sketches of both halves."""
+    """Estimate squared norms from the sketches of both halves."""
     u = u_NHD.to(sum_dtype(u_NHD.dtype))
     sq_norms = u.square().sum((1, 2))
     if u.shape[1] == 1:
@@ -78,11 +78,13 @@ def random_seeds(number: int, device: torch.device) -> Tensor:
     return torch.randint(0, 2**31 - 1, (number,), device=device, generator=generator)
 
 
+# Of the process, as torch's own generators are: a run that is resumed must find the signs where it left them, whichever
+# meter drew them.
 _generators: dict[torch.device, torch.Generator] = {}
 
 
 def seed_signs(device: torch.device, seed: int) -> None:
-    """Begin the signs of later sketches on `device` anew: a run then draws the same ones, whatever ran before it."""
+    """Seed the signs of later sketches on `device`: a run then draws the same ones, whatever ran before it."""
     _generator(_numbered(device)).manual_seed(seed)
 
 
@@ -97,12 +99,12 @@ def load_signs_state(device: torch.device, state: Tensor) -> None:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """As tensors name it: "cuda" is the GPU in use, with its number."""
+    """The device as tensors name it: "cuda" is the GPU in use, with its number."""
     return torch.empty(0, device=device).device
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Of our own: a sketch must not change what a user's dropout draws."""
+    """A generator of our own: a sketch must not change what a user's dropout draws."""
     if device not in _generators:
         _generators[device] = torch.Generator(device).manual_seed(torch.initial_seed() ^ 0x5CE7C4)
     return _generators[device]

@@ -21,13 +21,13 @@ ROWS_PER_DOT = 16
 """The least rows of a product on tensor cores; kernel entries are rounded up to a power of two of at least it."""
 
 SHARED_BYTES = 96 * 1024
-"""Of shared memory that a program may have on GPUs without much of it."""
+"""Bytes of shared memory that a program may have on GPUs without much of it."""
 
 ENOUGH_PROGRAMS = 128
 """Work is cut finer where it would keep fewer programs busy than this: about one for each of a GPU's processors."""
 
 ENTRIES_PER_PROGRAM = 8192
-"""Of the tensors a program reads once, that it has in its registers at a time."""
+"""Entries of the tensors a program reads once that it has in its registers at a time."""
 
 
 @triton.jit

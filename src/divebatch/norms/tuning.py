@@ -11,6 +11,7 @@ Kernel = Callable[[slice], Tensor]
 NUM_CALLS = 4
 """The first one pays for set-up, and of the rest the quickest counts: other programs only ever slow one down."""
 
+# A cache for the process: measuring takes a while, and the answer holds for all models on the same device.
 _CHOSEN: dict[Hashable, str] = {}
 
 
