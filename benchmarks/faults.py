@@ -26,7 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from divebatch.lab.training import load_checkpoint, load_newest
+from divebatch.lab.training import load_checkpoint
+from divebatch.lab.training.checkpoint_store import open_newest
+from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord, read_run
 
 COSTS = {
@@ -136,7 +138,8 @@ def wait_for_instant(case: Case, out: Path, process: "subprocess.Popen[bytes]", 
 
 def look(case: Case, out: Path, run: int, seconds: float) -> Kill:
     """What a kill left on disk."""
-    state: dict[str, Any] | None = load_newest(case.checkpoint_path(out), device=CPU)
+    saved = open_newest(case.checkpoint_path(out), device=CPU, ranks=Ranks.alone())
+    state = None if saved is None else saved.rest
     loader = state["control"]["loader"] if state else {}
     under_way = loader.get("pass") or {}
     path = case.records_path(out)

@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from divebatch.cli import app
@@ -15,8 +14,8 @@ from divebatch.cli.exits import command_again
 from divebatch.cli.progress import describe
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.search import to_toml
-from divebatch.lab.training import load_newest
 from divebatch.records import EpochRecord, read_run
+from reference.newest_checkpoint import load_newest
 
 RUN = ["--epochs", "4", "--trials", "1", "--jobs", "1", "--methods", "divebatch"]
 
@@ -118,5 +117,5 @@ def test_ctrl_c_saves_the_run_and_shows_the_command_that_resumes_it(experiment, 
     assert "Traceback" not in said
     shown = shlex.split(said.strip().splitlines()[-1])
     assert shown == ["divebatch", *words, "--resume"]
-    state = load_newest(records.with_suffix(".ckpt"), device=torch.device("cpu"))
+    state = load_newest(records.with_suffix(".ckpt"))
     assert state["control"]["epoch"] in (len(read_run(records)[1]), len(read_run(records)[1]) - 1)

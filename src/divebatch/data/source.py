@@ -64,7 +64,7 @@ class NumberSource(TensorSource):
 
 
 class _Batches:
-    """The batch sampler a DataLoader holds for life; what it yields is set anew for each pass."""
+    """The batch sampler a DataLoader keeps; what it yields is set anew for each pass."""
 
     def __init__(self) -> None:
         self.pending: list[Any] = []

@@ -1,7 +1,7 @@
 """The reference trainer, one concern a file."""
 
 from divebatch.data.micro_batches import micro_batches
-from divebatch.lab.training.checkpoint import load_checkpoint, load_newest, save_checkpoint
+from divebatch.lab.training.checkpoint import load_checkpoint, save_checkpoint
 from divebatch.lab.training.clock import Clock
 from divebatch.lab.training.device_options import DeviceOptions
 from divebatch.lab.training.evaluation import Evaluation, evaluate
@@ -21,7 +21,6 @@ __all__ = [
     "Trainer",
     "evaluate",
     "load_checkpoint",
-    "load_newest",
     "micro_batches",
     "save_checkpoint",
     "train_epoch",

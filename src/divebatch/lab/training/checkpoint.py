@@ -40,7 +40,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     scratch = path.with_name(path.name + ".tmp")
     try:
         _write_synced(scratch, buffer.getbuffer())
-        take_the_place(scratch, path)
+        replace_checkpoint(scratch, path)
         sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write checkpoint '{path}': {error.strerror or error}") from error
@@ -72,13 +72,11 @@ def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
     return read_plain(path, io.BytesIO(memoryview(content)[start:]), device)
 
 
-def load_newest(path: Path, *, device: torch.device) -> dict[str, Any] | None:
-    """The checkpoint, or the one before it where it is damaged or gone, saying so; None where there was none yet."""
-    return newest(path, lambda candidate: load_checkpoint(candidate, device=device), Ranks.alone())
-
-
 def newest(path: Path, load: Callable[[Path], T], ranks: Ranks) -> T | None:
-    """What `load` makes of the checkpoint, or of the one before it; all ranks take the same."""
+    """What `load` makes of the checkpoint, or of the one before it where that is damaged or gone, with a warning.
+
+    All ranks take the same. None where there was no checkpoint yet.
+    """
     candidates = ranks.from_first([candidate for candidate in (path, previous(path)) if candidate.exists()])
     problems = [f"checkpoint '{path}' is gone"] if candidates == [previous(path)] else []
     for candidate in candidates:
@@ -117,7 +115,7 @@ def _write_synced(path: Path, content: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def take_the_place(scratch: Path, path: Path) -> None:
+def replace_checkpoint(scratch: Path, path: Path) -> None:
     """The old checkpoint becomes the previous one, or stays what it is where the new one cannot follow."""
     if not path.exists():
         scratch.replace(path)

@@ -50,7 +50,10 @@ def save_state(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
 
 
 def open_newest(path: Path, *, device: torch.device, ranks: Ranks) -> Saved | None:
-    """The checkpoint, or the one before it, as `load_newest` does; each rank checks its share of the files."""
+    """The checkpoint, or the one before it where that is damaged or gone; None where there was none yet.
+
+    Each rank checks its part of the files, and all of them take the same.
+    """
     return newest(path, lambda candidate: _opened(candidate, device, ranks), ranks)
 
 

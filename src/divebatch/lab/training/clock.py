@@ -35,7 +35,7 @@ class Clock:
         return self._total_before + time.perf_counter() - self._started
 
     def seconds(self, name: str) -> float:
-        """Of all laps of this name, one under way included."""
+        """Seconds of all laps of this name, one under way included."""
         is_running = bool(self._running) and self._running[-1] == name
         return self._laps[name] + (time.perf_counter() - self._since if is_running else 0.0)
 

@@ -59,7 +59,7 @@ class Recording:
             self._loss = loss.detach()
             self._parameters = {name: each for name, each in parameters.items() if each.grad is not None}
             self.gradients: dict[str, Tensor] = {name: each.grad for name, each in self._parameters.items()}  # type: ignore[misc]
-            """Of the last replay alone, whatever was added up; valid until the next one."""
+            """Gradients of the last replay alone, whatever was added up; valid until the next one."""
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = waiting[name]

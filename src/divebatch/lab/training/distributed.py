@@ -95,7 +95,7 @@ def _shard(model: nn.Module, ranks: Ranks) -> None:
 
 
 def is_finite_everywhere(tensor: Tensor) -> bool:
-    """Of this rank's part, where it is spread."""
+    """Whether a tensor, or this rank's shard of it, holds finite numbers only."""
     part: Any = tensor
     local = part.to_local() if is_sharded(tensor) else part
     return bool(local.isfinite().all())

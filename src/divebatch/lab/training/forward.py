@@ -11,7 +11,7 @@ LossFn = Callable[[Any, Any], Tensor]
 """The mean loss of a batch, from the model's outputs and the targets."""
 
 MOST_VARIANTS = 256
-"""Of one function that the compiler may make: batch sizes times measuring or not, over all runs of a process."""
+"""Versions of one function that the compiler may make: batch sizes times measuring or not, for all runs together."""
 
 
 def predict(model: nn.Module, inputs: Any, precision: str) -> Any:

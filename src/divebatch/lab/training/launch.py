@@ -49,7 +49,7 @@ def process_group(device: str) -> Iterator[tuple[str, Ranks]]:
         yield device, Ranks.here()
         return
     store, rank, size = _rendezvous()
-    _store = PrefixStore(f"life {_num_restarts()}", store)  # torchrun's own outlives the ranks that wrote into it
+    _store = PrefixStore(f"start {_num_restarts()}", store)  # torchrun's own outlives the ranks that wrote into it
     if device == "cuda":
         device = f"cuda:{_local_gpu()}"
         torch.cuda.set_device(torch.device(device))
@@ -71,14 +71,14 @@ def speaks_first() -> bool:
 
 
 def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What `work` gave on rank 0, on all ranks; what failed there on purpose fails everywhere."""
+    """Let rank 0 do `work` while the others wait: all return its result, or raise its error."""
     if ranks.is_alone:
         return work()
-    answer: tuple[T | None, DivebatchError | None] = (None, None)
+    answer: tuple[T | None, Exception | None] = (None, None)
     if ranks.is_first:
         try:
             answer = (work(), None)
-        except DivebatchError as error:
+        except (DivebatchError, OSError) as error:
             answer = (None, error)
     result, failed = ranks.from_first(answer)
     if failed is not None:

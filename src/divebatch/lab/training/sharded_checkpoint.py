@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import distribute_tensor, zeros
 
 from divebatch.errors import CheckpointError
-from divebatch.lab.training.checkpoint import read_plain, sync_folder, take_the_place
+from divebatch.lab.training.checkpoint import read_plain, replace_checkpoint, sync_folder
 from divebatch.lab.training.checkpoint_store import Layout, Place
+from divebatch.lab.training.launch import first_does
 from divebatch.lab.training.manifest import DTYPES, Manifest, Stored, read_manifest, write_manifest
 from divebatch.ranks import Ranks
 
@@ -44,12 +45,12 @@ def save_sharded(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
     tensors: dict[str, Tensor] = {}
     rest = _taken_out(state, (), tensors)
     try:
-        _first(ranks, lambda: _fresh_folder(scratch))
+        first_does(ranks, lambda: _fresh_folder(scratch))
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _quiet():
             metadata = save(tensors, storage_writer=_Writer(scratch), planner=planner)
         files = {name: stored for each in ranks.gather(_own_files(scratch, ranks)) for name, stored in each.items()}
-        _first(ranks, lambda: _complete(path, scratch, Manifest.of(metadata, files), rest))
+        first_does(ranks, lambda: _complete(path, scratch, Manifest.of(metadata, files), rest))
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write checkpoint '{path}': {_reason(error)}") from error
     finally:
@@ -181,21 +182,8 @@ def _room(manifest: Manifest, name: str, place: Place, device: torch.device, lay
 # Files
 
 
-def _first(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Rank 0 works, the others wait; what fails there fails here."""
-    failed: OSError | None = None
-    if ranks.is_first:
-        try:
-            work()
-        except OSError as error:
-            failed = error
-    failed = ranks.from_first(failed)
-    if failed is not None:
-        raise failed
-
-
 def _fresh_folder(scratch: Path) -> None:
-    shutil.rmtree(scratch, ignore_errors=True)  # of a life that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
     scratch.mkdir()
 
 
@@ -211,7 +199,7 @@ def _complete(path: Path, scratch: Path, manifest: Manifest, rest: dict[str, Any
         os.fsync(file.fileno())
     write_manifest(scratch, Manifest({**manifest.files, REST: _stored(scratch / REST)}, manifest.tensors))
     sync_folder(scratch)
-    take_the_place(scratch, path)
+    replace_checkpoint(scratch, path)
     sync_folder(path.parent)
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish that is honoured after the step under way."""
+"""SIGTERM and Ctrl-C as a request to stop after the step under way."""
 
 import signal
 import threading
@@ -45,15 +45,15 @@ class StopRequest:
 
 
 class AgreedStop(StopRequest):
-    """The wish of any rank, honoured by all after the same step: one that stopped alone would leave the others stuck.
+    """A request to any rank stops all of them after the same step: one that stopped alone would leave the others stuck.
 
-    Every `every` steps the wishes are added up in the background, and looked at as many steps later: no step waits.
+    Every `every` steps the requests are added up in the background and read as many steps later, so no step waits.
     """
 
     def __init__(self, ranks: Ranks, *, every: int = 4) -> None:
         super().__init__()
         self._ranks, self._every, self._steps = ranks, every, 0
-        self._wishes = torch.zeros(1)
+        self._requests = torch.zeros(1)
         self._poll: dist.Work | None = None
 
     def after_step(self) -> bool:
@@ -62,8 +62,8 @@ class AgreedStop(StopRequest):
         if self._steps % self._every:
             return False
         is_agreed = self._polled()
-        self._wishes = torch.tensor([float(self.is_set)])
-        self._poll = dist.all_reduce(self._wishes, async_op=True)
+        self._requests = torch.tensor([float(self.is_set)])
+        self._poll = dist.all_reduce(self._requests, async_op=True)
         return is_agreed
 
     def now(self) -> bool:
@@ -75,4 +75,4 @@ class AgreedStop(StopRequest):
             return False
         self._poll.wait()
         self._poll = None
-        return bool(self._wishes.item() > 0)
+        return bool(self._requests.item() > 0)

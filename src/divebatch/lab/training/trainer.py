@@ -115,7 +115,7 @@ class Trainer:
         then()
 
     def _costs(self, peak: int) -> dict[str, Any]:
-        """Of the rank that took most."""
+        """Seconds and bytes so far, each of the rank that took most."""
         seconds = {
             "train_seconds": self.clock.train_seconds,
             "eval_seconds": self.clock.seconds("evaluate"),
@@ -152,7 +152,7 @@ class Trainer:
         self.clock.load_state_dict(state["clock"])
         self.step.compiled_before = state["compiled"]
         self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
-        # Steps were made in an earlier life; a scheduler would warn where an epoch has none left.
+        # Steps were made before the resume; a scheduler would warn where an epoch has none left.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self.ranks.is_first:
             self._load_random(state)
@@ -173,7 +173,7 @@ class Trainer:
         seed_signs(self.clock.device, seed)
 
     def _whole_tally(self) -> tuple[Tensor, int]:
-        """Of all ranks."""
+        """The tally's sums over all ranks."""
         if self.ranks.is_alone:
             return (self.tally.loss_sum, self.tally.num_samples)
         loss_sum, num_samples = self.ranks.sum_numbers([self.tally.loss_sum.item(), self.tally.num_samples])
@@ -188,6 +188,6 @@ class Trainer:
         return self.clock.device.type == "cuda"
 
     def _exact_diversity(self) -> float | None:
-        """Of the whole training set at the weights the epoch ended with; None where it is undefined."""
+        """The diversity of the whole training set at the weights the epoch ended with; None where it is undefined."""
         exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass(), ranks=self.ranks)
         return exact.value if exact.is_defined else None
