@@ -158,7 +158,7 @@ def watched_run(options: argparse.Namespace, seed: int, folder: Path) -> Iterabl
 def numbers(diversity: Diversity) -> tuple[float | None, float, float]:
     """The noise scale and the ends of its interval; without a spread, and undefined, it may be any."""
     is_known = diversity.spread is not None or diversity.is_defined
-    return (diversity.noise_to_signal(), *(diversity.noise_scale_interval() if is_known else (0.0, math.inf)))
+    return (diversity.noise_scale, *(diversity.noise_scale_interval() if is_known else (0.0, math.inf)))
 
 
 def finite(number: float | None) -> float | None:

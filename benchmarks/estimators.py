@@ -25,14 +25,14 @@ from models import PROBLEMS, Problem
 
 DIMENSION, OFFSET, STEPS, BATCH = 12, 0.5, 16, 64
 NOISE_SCALE = ((DIMENSION + 1) * OFFSET**2 + DIMENSION) / OFFSET**2
-BUILDS: dict[str, Callable[[], Estimator]] = {
-    "per-sample": PerSample,
-    "per-sample sketch": lambda: PerSample(mode="sketch"),
-    "split": Split,
-    "ranks": AcrossRanks,
-    "moments": Moments,
-    "moments in pairs": lambda: Moments(window=2),
-    "trajectory": Trajectory,
+BUILDS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Estimator]] = {
+    "per-sample": lambda _: PerSample(),
+    "per-sample sketch": lambda _: PerSample(mode="sketch"),
+    "split": lambda _: Split(),
+    "ranks": lambda _: AcrossRanks(),
+    "moments": lambda _: Moments(),
+    "moments in pairs": lambda _: Moments(window=2),
+    "trajectory": lambda _: Trajectory(),
     "oracle": Oracle,
 }
 
@@ -48,10 +48,9 @@ class Loop:
         self.optimizer = SGD(model.parameters(), lr, momentum=0.9)
         self.batches: list[tuple[Tensor, Tensor]] = []
         self.parts = 2 if name in ("split", "ranks", "cut in two") else 1
-        self.estimator = BUILDS[name]() if name in BUILDS else None
+        self.estimator = BUILDS[name](loss) if name in BUILDS else None
         if self.estimator is not None:
-            scene = Scene(model, self, self.optimizer, loss_fn=loss)
-            self.estimator.bind(scene)
+            self.estimator.bind(Scene(model, self, self.optimizer))
 
     @property
     def local_samples_delivered(self) -> int:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, gradient_diversity
+from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, Oracle, gradient_diversity
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.lr import GainSum
@@ -102,7 +102,7 @@ def test_an_estimate_that_says_nothing_leaves_the_last_one_in_force():
 
 
 def test_it_follows_the_size_and_the_measured_noise_together():
-    run = Training(DiveBatch(0.5, 32), estimator="oracle", loss_fn=mean_loss)
+    run = Training(DiveBatch(0.5, 32), estimator=Oracle(mean_loss))
     for _ in range(3):
         list(run.loader)
         noise = gradient_diversity(run.model, mean_loss, [DATA.tensors]).noise_scale
@@ -148,17 +148,17 @@ def test_a_base_batch_that_cannot_be_is_refused(base: Any):
 
 def test_the_sum_of_gains_counts_steps_at_the_base_batch():
     run = Training(Fixed(), base_batch_size=2, estimator=Says((1.0, 0.0), (2.0, 1.0)))
-    sums = [run.control.gain_sum]
+    sums = [run.control.effective_steps]
     for _ in range(3):
         run.epoch() if run.control.epoch < 2 else list(run.loader)
-        sums.append(run.control.gain_sum)
+        sums.append(run.control.effective_steps)
     assert sums == pytest.approx([0, 5, 5 + 5 * 4, 5 + 20 + 5 * 1.6])
 
 
 def test_with_other_couplings_each_step_counts_as_one():
     run = Training(PadaDamp(16), kind="linear")
     run.epoch()
-    assert run.control.gain_sum == run.loader.batches_delivered == 5
+    assert run.control.effective_steps == run.loader.batches_delivered == 5
 
 
 def test_a_scheduler_stepped_as_often_as_said_goes_by_the_sum_of_gains():
@@ -171,10 +171,10 @@ def test_a_scheduler_stepped_as_often_as_said_goes_by_the_sum_of_gains():
         run.optimizer.zero_grad()
         mean_loss(run.model(x), y).backward()
         run.optimizer.step()
-        for _ in range(run.control.scheduler_steps()):
+        for _ in range(run.control.take_scheduler_steps()):
             run.scheduler.step()
         places.append(run.scheduler.last_epoch)
-        assert places[-1] == math.floor(run.control.gain_sum + 1e-9)
+        assert places[-1] == math.floor(run.control.effective_steps + 1e-9)
         assert run.scheduler.get_last_lr()[0] == pytest.approx(0.01 / (1 + places[-1]))
     assert places == [1, 2, 3, 5, 6]  # gains of 1, 1, then 1.6 each
 
@@ -182,12 +182,12 @@ def test_a_scheduler_stepped_as_often_as_said_goes_by_the_sum_of_gains():
 def test_the_sum_survives_a_resume():
     run = Training(Fixed(), base_batch_size=2, estimator=Says((2.0, 1.0), (2.0, 1.0)))
     run.epoch(), run.epoch()
-    handed = run.control.scheduler_steps()
+    handed = run.control.take_scheduler_steps()
     fresh = Training(Fixed(), estimator=Says((math.nan, math.nan), (0.0, 1.0)))
     fresh.control.load_state_dict(run.control.state_dict())
     assert handed == 13
-    assert fresh.control.gain_sum == run.control.gain_sum == pytest.approx(13.0)
-    assert fresh.control.scheduler_steps() == 0
+    assert fresh.control.effective_steps == run.control.effective_steps == pytest.approx(13.0)
+    assert fresh.control.take_scheduler_steps() == 0
     assert fresh.epoch().next_lr == pytest.approx(0.016)  # what was measured before is remembered
     assert fresh.epoch().lr == pytest.approx(0.016)
     assert fresh.lr == pytest.approx(0.01)

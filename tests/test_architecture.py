@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors", "checks"}
 CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
-LIBRARY = BASE | CORE | {"student", "controller", "controller_checks", "advice", "integrations"}
+LIBRARY = BASE | CORE | {"student", "controller", "resolve", "recording", "advice", "integrations"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
@@ -24,9 +24,10 @@ MAY_IMPORT = {
     "estimators": BASE | {"norms", "measurement", "ranks"},
     "data": BASE | {"ranks", "norms"},
     "lr": BASE | {"measurement"},
-    "controller_checks": BASE | CORE,
-    "controller": BASE | CORE | {"controller_checks"},
-    "integrations": BASE | CORE | {"controller"},
+    "resolve": BASE | CORE,
+    "recording": BASE | {"measurement", "records"},
+    "controller": BASE | CORE | {"resolve", "recording"},
+    "integrations": BASE | CORE | {"controller", "resolve"},
     "advice": BASE | CORE,
     "lab.training": LIBRARY,
     "lab.loggers": BASE | {"records"},
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "report": BASE | {"records", "measurement", "student"},
     "cli": LIBRARY | {"report", "lab.training", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},
 }
-WITHOUT_TORCH = {"errors", "checks", "student", "measurement", "records", "policies", "report"}
+WITHOUT_TORCH = {"errors", "checks", "student", "measurement", "records", "recording", "policies", "report"}
 
 
 def part_of(names: Sequence[str]) -> str:

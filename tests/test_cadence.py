@@ -12,12 +12,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import IterableDataset
 
-from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement
+from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement, Oracle
 from divebatch.data.order import Shuffled
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators import Moments, PerSample
 from divebatch.policies import (
-    Cabs,
+    CABS,
     GeoDamp,
     Goodput,
     GradientDamp,
@@ -108,7 +108,7 @@ def test_the_policy_sees_counters_of_now_and_an_epoch_that_stands_still():
     seen: list[Measurement] = []
     run = Training(ByStep(((6, 8),), seen), every_steps=3)
     run.epoch(), run.epoch()
-    course = [(m.epoch, m.step, m.samples, m.batch_size, m.history.epochs_at_size) for m in seen]
+    course = [(m.epoch, m.step, m.samples, m.batch_size, m.history.decisions_at_size) for m in seen]
     assert course == [
         *((1, 3, 12, 4, 1), (1, 6, 24, 4, 2), (1, 8, 40, 8, 1)),
         *((2, 11, 64, 8, 2), (2, 13, 80, 8, 3)),
@@ -237,7 +237,7 @@ def test_an_epoch_in_which_nothing_was_seen_is_still_an_error():
 
 
 def test_where_measuring_ends_at_the_cap_it_ends_within_the_epoch():
-    run = Training(DiveBatch(1e9, 8, measure_at_cap=False), estimator="oracle", loss_fn=mean_loss, every_steps=2)
+    run = Training(DiveBatch(1e9, 8), estimator=Oracle(mean_loss), every_steps=2)
     measuring = [run.control.plan().measuring for _ in run.batches()]
     assert measuring == [True, True] + [False] * 4
     assert run.control.step().diversity is None
@@ -347,21 +347,17 @@ def test_a_resumed_epoch_knows_that_earlier_steps_were_measured():
     assert fresh.control.step().diversity is None
 
 
-def test_a_state_of_another_cadence_is_refused_and_one_from_before_is_not():
+def test_a_state_of_another_cadence_is_refused():
     state = Training(Fixed(), every_steps=3).control.state_dict()
     with pytest.raises(CheckpointError, match="every_steps=3, this run None"):
         Training(Fixed()).control.load_state_dict(state)
-    del state["every_steps"], state["changes"]
-    for key in ("base_batch_size", "noise_scale", "gains"):
-        del state["coupling"][key]
-    Training(Fixed(), every_steps=2).control.load_state_dict(state)
 
 
 # What is refused
 
 
 @pytest.mark.parametrize(
-    "policy", [AdaBatch(16), GeoDamp(16), Plateau(16), Cabs(16, min_batch_size=1), Goodput(16), Steady(AdaBatch(16))]
+    "policy", [AdaBatch(16), GeoDamp(16), Plateau(16), CABS(16, min_batch_size=1), Goodput(16), Steady(AdaBatch(16))]
 )
 def test_policies_that_go_by_epochs_are_refused(policy: Policy):
     with pytest.raises(ArgumentError, match=rf"{type(policy).__name__} decides after whole epochs.*every_steps=5 out"):

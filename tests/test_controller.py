@@ -22,6 +22,7 @@ from divebatch import (
     EpochRecord,
     Fixed,
     Measurement,
+    Oracle,
     micro_batches,
 )
 from divebatch.errors import ArgumentError, CoverageError, UsageError
@@ -81,7 +82,7 @@ def at_once(cap: int, **settings: Any) -> DiveBatch:
 
 
 def test_the_course_of_the_hello_world_is_the_papers_rule():
-    run, twin = grow(), mlp()
+    run, twin = grow(measure_always=True), mlp()
     optimizer, loader, sizes = SGD(twin.parameters(), 0.01), AdaptiveLoader(DATA, 4, seed=3), [4]
     for record in run.epochs(6):
         expected = per_sample.trajectory(twin, mean_loss, optimizer, loader)
@@ -118,7 +119,7 @@ def test_a_scheduler_stepped_per_batch_keeps_its_course():
     def one_cycle(optimizer: SGD) -> OneCycleLR:
         return OneCycleLR(optimizer, max_lr=0.02, total_steps=30, cycle_momentum=False)
 
-    run = Training(AdaBatch(16, every=1, lr_decay=0.5), lr_coupling="linear", scheduler=one_cycle)
+    run = Training(AdaBatch(16, every_epochs=1, lr_decay=0.5), lr_coupling="linear", scheduler=one_cycle)
     twin = one_cycle(SGD([torch.ones(1)], 0.01))
     twin.optimizer.step()
     factors = []
@@ -153,7 +154,7 @@ def test_a_policy_sees_the_counters_the_rate_and_the_schedules_own_ratio():
 
 
 def test_oracle_by_name_measures_the_weights_the_epoch_ended_with():
-    run = Training(DiveBatch(0.3, 16), estimator="oracle", loss_fn=mean_loss)
+    run = Training(DiveBatch(0.3, 16), estimator=Oracle(mean_loss))
     (record,) = run.epochs(1)
     assert record.diversity == pytest.approx(per_sample.diversity(run.model, mean_loss, [DATA.tensors]).value)
 
@@ -198,10 +199,10 @@ def hooks_in_each_epoch(run: Training, count: int) -> list[set[int]]:
 
 UNMEASURED = {
     "fixed": (Fixed(), {}, [0, 0, 0]),
-    "adabatch": (AdaBatch(16, every=1), {}, [0, 0, 0]),
-    "every second epoch": (DiveBatch(0.1, 16, every=2), {}, [0, 6, 0]),
-    "at the cap": (at_once(16, measure_at_cap=False), {}, [6, 0, 0]),
-    "oracle": (DiveBatch(0.1, 16), {"estimator": "oracle", "loss_fn": mean_loss}, [0, 0, 0]),
+    "adabatch": (AdaBatch(16, every_epochs=1), {}, [0, 0, 0]),
+    "every second epoch": (DiveBatch(0.1, 16, every_epochs=2), {}, [0, 6, 0]),
+    "at the cap": (at_once(16), {}, [6, 0, 0]),
+    "oracle": (DiveBatch(0.1, 16), {"estimator": Oracle(mean_loss)}, [0, 0, 0]),
     "every epoch": (DiveBatch(0.1, 16), {}, [6, 6, 6]),
 }
 
@@ -224,7 +225,7 @@ def num_copies(model: nn.Module) -> int:
 @pytest.mark.parametrize("estimator", ["trajectory", "split", "moments", "per-sample"])
 def test_between_epochs_nothing_is_attached_to_the_model(estimator: str):
     model = nn.Sequential(nn.Linear(4, 61), nn.Tanh(), nn.Linear(61, 3)).double()  # of a size that no other test has
-    run = Training(NoiseScale(16), model=model, estimator=estimator)
+    run = Training(NoiseScale(16), model=model, estimator=estimator, measure_always=True)
     assert (num_hooks(model), num_copies(model)) == (0, 0)
     for _ in range(2):
         iter(run.loader)
@@ -329,7 +330,7 @@ def test_a_loader_that_has_run_before_is_taken_as_it_stands():
 
 
 def test_a_batch_size_lowered_by_hand_is_measured_again():
-    run = Training(at_once(16, measure_at_cap=False))
+    run = Training(at_once(16))
     run.epochs(2)
     run.loader.batch_size = 8
     (record,) = run.epochs(1)
@@ -369,7 +370,7 @@ def test_a_first_batch_above_the_cap_is_refused():
 
 
 def test_a_scheduler_made_after_the_controller_gets_the_error_too():
-    run = Training(AdaBatch(16, every=1), lr_coupling="linear")
+    run = Training(AdaBatch(16, every_epochs=1), lr_coupling="linear")
     scheduler = LambdaLR(run.optimizer, lambda _: 1.0)
 
     def train() -> None:

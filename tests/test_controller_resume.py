@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
-from divebatch import AdaptiveLoader, Controller, DiveBatch, EpochRecord
+from divebatch import AdaptiveLoader, Controller, DiveBatch, EpochRecord, Oracle
 from divebatch.errors import CheckpointError, UsageError
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
@@ -36,7 +36,7 @@ class SgdLinear:
 class AdamWSqrt:
     """A schedule per batch, sqrt coupling, measured every second epoch."""
 
-    policy, lr_coupling, per_batch = DiveBatch(0.4, 12, every=2, monotone=False), "sqrt", True
+    policy, lr_coupling, per_batch = DiveBatch(0.4, 12, every_epochs=2, monotone=False), "sqrt", True
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=0.01)
@@ -208,7 +208,7 @@ def other_groups() -> Training:
 
 
 def other_estimator() -> Training:
-    return Training(SgdLinear(), estimator="oracle", loss_fn=mean_loss)
+    return Training(SgdLinear(), estimator=Oracle(mean_loss))
 
 
 def other_model() -> Training:
@@ -230,7 +230,7 @@ def assert_refused(run: Training, state: dict[str, Any], message: str | None = N
 
 
 OTHERS: dict[str, Callable[[], Training]] = {
-    "the checkpoint's policy is DiveBatch": other_policy,
+    "the checkpoint's policy has delta=": other_policy,
     "dataset_size=24, this one dataset_size=25": other_data,
     "lr_coupling='linear', this run 'sqrt'": other_coupling,
     "2 parameter groups, the optimizer 1": other_groups,

@@ -35,7 +35,7 @@ def batches():
 def test_halves_at_rest_are_compared_batch_by_batch_and_told_beside_the_oracle(script):
     model = mlp()
     together = script.Together({"split at rest": script.AtRest(mean_loss), "oracle": Oracle(mean_loss)})
-    together.bind(Scene(model, Delivered(lambda: 12, batches), SGD(model.parameters(), 0.1), loss_fn=mean_loss))
+    together.bind(Scene(model, Delivered(lambda: 12, batches), SGD(model.parameters(), 0.1)))
     together.start()
     first = together.finish()
     together.close()

@@ -58,23 +58,42 @@ def test_n_times_diversity_is_one_plus_the_noise_scale(seed, num_samples, dimens
 @pytest.mark.parametrize(("diversity", "why"), UNDEFINED.values(), ids=UNDEFINED)
 def test_a_diversity_that_cannot_be_formed_says_why(diversity, why):
     assert not diversity.is_defined
-    assert why in diversity.problem
-    for ratio in ("value", "noise_scale"):
-        with pytest.raises(UndefinedDiversityError, match="undefined") as caught:
-            getattr(diversity, ratio)
-        assert why in str(caught.value)
-        assert isinstance(caught.value, DivebatchError)
-        assert isinstance(caught.value, ValueError)
+    assert why in diversity.undefined_reason
+    with pytest.raises(UndefinedDiversityError, match="undefined") as caught:
+        _ = diversity.value
+    assert why in str(caught.value)
+    assert isinstance(caught.value, DivebatchError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("trace", "sq_norm", "noise_scale"),
+    [
+        (6.0, 2.0, 3.0),
+        (-1.0, 2.0, 0.0),
+        (1.0, 0.0, math.inf),
+        (1.0, -1.0, math.inf),
+        (0.0, 0.0, 0.0),
+        (-1.0, -1.0, 0.0),
+    ],
+)
+def test_the_noise_scale_is_never_negative_and_infinite_without_signal(trace, sq_norm, noise_scale):
+    assert Diversity.from_noise(trace, sq_norm, 10).noise_scale == pytest.approx(noise_scale)
+
+
+def test_the_noise_scale_is_nan_where_nothing_is_known():
+    for diversity in (Diversity(math.nan, 1.0, 10), Diversity(1.0, math.nan, 10)):
+        assert math.isnan(diversity.noise_scale)
 
 
 def test_a_negative_squared_norm_is_not_called_nan():
-    assert "NaN" not in Diversity(1.0, -0.5, 10).problem
+    assert "NaN" not in Diversity(1.0, -0.5, 10).undefined_reason
 
 
 @pytest.mark.parametrize("diversity", [Diversity(8.0, 4.0, 10), Diversity(0.0, 4.0, 10)])
 def test_a_defined_diversity_has_no_problem(diversity):
     assert diversity.is_defined
-    assert diversity.problem == ""
+    assert diversity.undefined_reason == ""
     assert diversity.value == diversity.sum_of_sq_norms / diversity.sq_norm_of_sum
 
 

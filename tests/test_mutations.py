@@ -62,7 +62,7 @@ def errors_of_the_rate() -> list[float]:
     scheduler, twin_scheduler = (StepLR(o, 1, gamma=0.5) for o in (optimizer, twin))
     errors = []
     with Controller(
-        model, optimizer, loader, AdaBatch(8, every=1), lr_coupling="linear", scheduler=scheduler
+        model, optimizer, loader, AdaBatch(8, every_epochs=1), lr_coupling="linear", scheduler=scheduler
     ) as control:
         for size in (4, 8, 8):
             list(loader)

@@ -72,6 +72,7 @@ def test_layers_frozen_or_set_free_between_epochs_are_counted_as_they_are(frozen
 
 @dataclass(frozen=True)
 class Moody(Policy):
+    estimator: ClassVar[str] = "trajectory"
     needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
     is_bad: ClassVar[bool] = True
 

@@ -3,53 +3,69 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from divebatch.checks import require_count
-from divebatch.controller_checks import require_parts, require_same_setup, require_step_cadence
+from divebatch.checks import require_choice, require_count
 from divebatch.data.batch_plan import BatchPlan
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
-from divebatch.estimators import Estimator, Scene, make_estimator
+from divebatch.estimators import Estimator, Scene
 from divebatch.estimators.catalog import require_fit
-from divebatch.lr import BY_NOISE, LrCoupling
+from divebatch.lr import BY_NOISE, CouplingName, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
-from divebatch.norms.rank_weighting import weigh_gradients as weigh
+from divebatch.norms.loss_scale import LossReduction
+from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.policies import Policy
-from divebatch.policies.bounds import require_coupling
+from divebatch.policies.policy import require_same_settings, settings_of
 from divebatch.ranks import inside_ddp
+from divebatch.recording import epoch_record
 from divebatch.records import Change, EpochRecord
+from divebatch.resolve import (
+    require_parts,
+    require_same_setup,
+    require_step_cadence,
+    resolve_coupling,
+    resolve_estimator,
+)
 
 STATE_VERSION = 1
 
 
 class Controller:
-    """Lets `policy` set the loader's batch size after each epoch, and the learning rate follow it.
+    """Lets a policy set the loader's batch size after each epoch, and the learning rate follow it.
 
     Call `step()` once after each epoch, after the scheduler's own step. What the policy does not need is not
     measured: an epoch without measuring runs without any hook on the model.
 
-    `estimator` is "trajectory" (the paper's, the default), "split", "moments", "ranks" or "per-sample" (unbiased, at
-    fixed weights, with an interval), "oracle" (exact; needs `loss_fn`) or an `Estimator`.
-    `lr_coupling` is "none", "linear" or "adascale" (SGD), "sqrt" or "adascale-sqrt" (Adam-like optimizers); left out it
-    is the policy's own, else "none". `base_batch_size` is the batch size your learning rate was chosen for, where it is
-    not the loader's first. `scheduler` is the one that drives the optimizer, or a list of all that do. `loss_reduction`
-    says how your loss is reduced over the batch. `shadows` are policies by name that only watch: after each epoch the
-    record says which size each would have chosen from there.
+    Under a process group (`loader.ranks`) all ranks make a controller alike and call its methods alike. What is
+    measured is that of all ranks, and all take rank 0's view of it, so that they decide the same. Gradients are exact
+    although ranks may hold unequal numbers of a batch's samples.
 
-    With `every_steps=k` the policy also decides within epochs, after each k-th batch of one, and the rest of the epoch
-    follows at once. Your loop stays as it is: the loader asks when the loop comes for its next batch.
-
-    Under a process group (`loader.ranks`) all ranks make a controller alike and call its methods alike. `model` is
-    yours, the DDP wrapper around it, or sharded by FSDP2. What is measured is that of all ranks, and all take rank 0's
-    view of it, so that they decide the same. Gradients are exact although ranks may hold unequal shares of a batch:
-    the controller multiplies what enters the model backwards by `loader.rank_shard.loss_weight`, unless a loop with
-    `weigh_gradients=False` does it to its losses. A loss that is a sum gives the sum over the number of ranks.
+    Args:
+        model: The model that is trained: yours, the DDP wrapper around it, or sharded by FSDP2.
+        optimizer: The torch optimizer that trains it.
+        loader: The `AdaptiveLoader` whose batch size is set.
+        policy: The rule that sets it, such as `Auto(max_batch_size=4096)`.
+        estimator: What measures the gradients: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or
+            an object such as `Oracle(loss_fn)`. None for the policy's own.
+        lr_coupling: How the learning rate follows the batch size: "none", "linear" or "adascale" (SGD), "sqrt" or
+            "adascale-sqrt" (Adam-like optimizers). None for the policy's own, "none" where it has none.
+        scheduler: The scheduler that drives the optimizer, or a list of all that do.
+        base_batch_size: The batch size that your learning rate was chosen for; None for the loader's first.
+        loss_reduction: How your loss is reduced over a batch, "mean" or "sum".
+        shadows: Policies by name that only watch: each epoch's record has the size that each would have chosen.
+        every_steps: Decide also within epochs, after each so many batches of one; the rest of the epoch follows at
+            once. Your loop stays as it is: the loader asks when the loop comes for its next batch. None for the ends of
+            epochs alone.
+        measure_always: Measure every epoch for the record, also those that no policy asks for.
+        rank_weighting: Who weighs the gradients of ranks that hold unequal numbers of samples: "model" for the
+            controller, which multiplies what enters the model backwards by `loader.rank_shard.loss_weight`; "loss" for
+            a loop that multiplies its losses by that. A loss that is a sum gives the sum over the number of ranks.
     """
 
     def __init__(
@@ -60,40 +76,49 @@ class Controller:
         policy: Policy,
         *,
         estimator: str | Estimator | None = None,
-        lr_coupling: str | None = None,
-        base_batch_size: int | None = None,
+        lr_coupling: CouplingName | None = None,
         scheduler: Any = None,
-        loss_reduction: str = "mean",
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        base_batch_size: int | None = None,
+        loss_reduction: LossReduction = "mean",
         shadows: Mapping[str, Policy] | None = None,
         every_steps: int | None = None,
-        weigh_gradients: bool = True,
+        measure_always: bool = False,
+        rank_weighting: Literal["model", "loss"] = "model",
     ) -> None:
-        require_parts(model, optimizer, loader, policy, estimator)
-        lr_coupling = lr_coupling or policy.lr_coupling or "none"
+        self._shadows = dict(shadows or {})
+        require_parts(model, optimizer, loader, policy, estimator, self._shadows)
+        require_choice("rank_weighting", rank_weighting, ("model", "loss"))
+        coupling = resolve_coupling(policy, lr_coupling, optimizer)
+        chosen = resolve_estimator(policy, estimator, shadows=self._shadows)
         self.ranks = loader.ranks
         require_same_setup(
-            (optimizer, loader, policy, estimator),
-            shadows=repr(dict(shadows or {})),
-            lr_coupling=lr_coupling,
+            optimizer,
+            loader,
+            policy=repr(policy),
+            shadows=repr(self._shadows),
+            estimator=type(chosen).__name__,
+            lr_coupling=coupling,
             loss_reduction=loss_reduction,
             every_steps=every_steps,
             base_batch_size=base_batch_size,
-            weigh_gradients=weigh_gradients,
+            measure_always=measure_always,
+            rank_weighting=rank_weighting,
         )
-        require_coupling(policy, lr_coupling)
         if base_batch_size is not None:
             require_count("base_batch_size", base_batch_size)
         if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
-        self._shadows = dict(shadows or {})
-        self._needs = frozenset[str]().union(policy.needs, *(shadow.needs for shadow in self._shadows.values()))
-        self._rate_needs_noise = lr_coupling in BY_NOISE
+        self._needs = frozenset[str]().union(*(each.needs for each in self._policies))
+        self._rate_needs_noise = coupling in BY_NOISE
+        self._measures_anyway = measure_always or self._rate_needs_noise
         self.epoch = loader.epoch
-        scene = _scene(model, loader, loss_reduction, loss_fn, optimizer)
-        self._estimator = self._bind(estimator or policy.estimator, scene)
-        self._stop_weighing = _weighed(model, loader, loss_reduction) if weigh_gradients else None
+        self._estimator = self._bound(
+            chosen, Scene(inside_ddp(model), loader, optimizer, loss_reduction=loss_reduction)
+        )
+        self._stop_weighing: Callable[[], None] | None = None
+        if rank_weighting == "model" and not loader.ranks.is_alone:
+            self._stop_weighing = weigh_gradients(model, lambda: loader.rank_shard.weight_for(loss_reduction))
         self._every_steps = every_steps
         if every_steps is not None:
             require_step_cadence(every_steps, policy, loader, self._estimator)
@@ -101,7 +126,7 @@ class Controller:
         self._coupling = LrCoupling(
             optimizer,
             schedulers,
-            kind=lr_coupling,
+            kind=coupling,
             first_batch_size=loader.batch_size,
             base_batch_size=base_batch_size,
         )
@@ -121,8 +146,9 @@ class Controller:
         """
         finished = self._finished_pass()
         loss = self._loss_of_all_ranks(loss, finished)
-        if loss is None and "loss" in self._needs:
-            raise UsageError(f"{self._who_needs('loss')} needs the epoch's mean training loss: control.step(loss=...)")
+        needing = [policy for policy in self._policies if "loss" in policy.needs]
+        if loss is None and needing:
+            raise UsageError(f"{needing[0]} needs the epoch's mean training loss: control.step(loss=...)")
         seen = self._measurement(finished, self._measured_diversity(), lr=self._lr, loss=loss)
         seen, decision = self._agreed(replace(seen, history=self._timed(finished).with_epoch(seen)))
         shadows = {name: self._within_limits(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
@@ -132,20 +158,32 @@ class Controller:
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._diversity, self._is_under_way = None, False
         self.epoch += 1
-        record = replace(self._record(seen, decision), shadows=shadows or None, changes=self._changes or None)
+        record = epoch_record(
+            seen,
+            decision,
+            at_fixed_weights=self._estimator is not None and self._estimator.at_fixed_weights,
+            lr=self._lr,
+            next_lr=self._coupling.rates()[0],
+            shadows=shadows or None,
+            changes=self._changes or None,
+            measured=self._was_measured,
+        )
         self._changes = []
         return record
 
     @property
-    def gain_sum(self) -> float:
+    def effective_steps(self) -> float:
         """How many steps at the base batch size the steps so far were worth: the sum of AdaScale's gains.
 
         With any other coupling each step counts as one.
         """
         return self._coupling.gains.at(self.loader.batches_delivered)
 
-    def scheduler_steps(self) -> int:
-        """How often to step a scheduler now that is stepped with every batch, for its course to go by `gain_sum`."""
+    def take_scheduler_steps(self) -> int:
+        """Return how often to step, now, a scheduler that is stepped with every batch, to go by `effective_steps`.
+
+        Each call takes what has come together since the last one, so a second call returns 0.
+        """
         return self._coupling.gains.due(self.loader.batches_delivered)
 
     def plan(self) -> BatchPlan:
@@ -161,6 +199,10 @@ class Controller:
             replay_token=self._at_work.replay_token,
             see_replay=self._at_work.see_replay,
         )
+
+    @property
+    def _policies(self) -> list[Policy]:
+        return [self.policy, *self._shadows.values()]
 
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
@@ -197,8 +239,8 @@ class Controller:
         """Whether policies want this epoch measured may depend on the batch size, which may change within it."""
         if self._estimator is None:
             return
-        measuring = [p for p in (self.policy, *self._shadows.values()) if "diversity" in p.needs]
-        due = self._rate_needs_noise or any(p.measures(self.epoch + 1, self.loader.batch_size) for p in measuring)
+        asking = [policy for policy in self._policies if "diversity" in policy.needs]
+        due = self._measures_anyway or any(p.measures(self.epoch + 1, self.loader.batch_size) for p in asking)
         if due and self._at_work is None:
             self._estimator.start()
             self._at_work, self._was_measured = self._estimator, True
@@ -257,6 +299,7 @@ class Controller:
             diversity=diversity,
             lr=lr,
             lr_schedule_ratio=self._coupling.schedule_ratio(),
+            lr_coupling=self._coupling.kind,
             loss=loss,
         )
 
@@ -266,9 +309,6 @@ class Controller:
             (seen, self._within_limits(self.policy.next(seen), seen))
         )
         return agreed
-
-    def _who_needs(self, name: str) -> Policy:
-        return next(policy for policy in (self.policy, *self._shadows.values()) if name in policy.needs)
 
     def _timed(self, finished: EpochProgress) -> History:
         speed = finished.samples_per_second
@@ -283,46 +323,20 @@ class Controller:
 
     def _within_limits(self, decision: Decision, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch or fewer than there are ranks, and no learning rate follows one."""
-        decision, ranks = decision.at_most(seen.dataset_size), self.ranks.size
-        if decision.batch_size >= ranks:
-            return decision
-        reason = f"{decision.reason}; raised to the {ranks} ranks".lstrip("; ")
-        return replace(decision, batch_size=ranks, reason=reason)
+        return decision.at_most(seen.dataset_size).at_least(self.ranks.size)
 
     def _follow(self, decision: Decision, seen: Measurement) -> None:
         """Put the learning rate where the decision, and for some couplings the noise, wants it."""
-        diversity = seen.diversity
-        noise_scale = diversity.noise_to_signal() if self._rate_needs_noise and diversity is not None else None
-        self._coupling.follow(
-            decision.batch_size, lr_factor=decision.lr_factor, noise_scale=noise_scale, step=seen.step
-        )
+        noise_scale = seen.diversity.noise_scale if self._rate_needs_noise and seen.diversity is not None else math.nan
+        known = None if math.isnan(noise_scale) else noise_scale
+        self._coupling.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
 
-    def _record(self, seen: Measurement, decision: Decision) -> EpochRecord:
-        diversity = seen.diversity
-        low, high = diversity.interval() if diversity is not None else (None, None)
-        return EpochRecord(
-            epoch=seen.epoch,
-            batch_size=seen.batch_size,
-            lr=self._lr,
-            steps=seen.step,
-            samples=seen.samples,
-            train_loss=None if seen.loss is None else float(seen.loss),
-            diversity=diversity.value if diversity is not None and diversity.is_defined else None,
-            diversity_low=low,
-            diversity_high=high,
-            next_batch_size=decision.batch_size,
-            next_lr=self._coupling.rates()[0],
-            reason=decision.reason,
-            measured=self._was_measured,
-        )
-
-    def _bind(self, estimator: str | Estimator | None, scene: Scene) -> Estimator | None:
-        bound = make_estimator(estimator or "trajectory") if isinstance(estimator, str | None) else estimator
-        if "diversity" not in self._needs and not self._rate_needs_noise:
+    def _bound(self, estimator: Estimator, scene: Scene) -> Estimator | None:
+        if "diversity" not in self._needs and not self._measures_anyway:
             return None
-        require_fit(bound, scene.model)
-        bound.bind(scene)
-        return bound
+        require_fit(estimator, scene.model)
+        estimator.bind(scene)
+        return estimator
 
     # State
 
@@ -336,51 +350,36 @@ class Controller:
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
         return {
             "version": STATE_VERSION,
-            "policy": repr(self.policy),
-            "estimator_kind": type(self._estimator).__name__,
+            "settings": self._settings(),
             "epoch": self.epoch,
             "lr": self._lr,
             "loader": self.loader.state_dict(),
             "estimator": self._estimator.state_dict() if self._estimator else {},
             "coupling": self._coupling.state_dict(),
             "history": asdict(self._history),
-            "every_steps": self._every_steps,
             "changes": [list(change) for change in self._changes],
         }
+
+    def _settings(self) -> dict[str, Any]:
+        estimator = type(self._estimator).__name__
+        return {"policy": settings_of(self.policy), "estimator": estimator, "every_steps": self._every_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved controller stood. Nothing is changed if the state does not fit."""
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(f"state has version {state.get('version')}, this code reads {STATE_VERSION}")
-        if state["policy"] != repr(self.policy):
-            raise CheckpointError(f"the checkpoint's policy is {state['policy']}, this one {self.policy!r}")
-        if state["estimator_kind"] != type(self._estimator).__name__:
-            here = type(self._estimator).__name__
-            raise CheckpointError(f"the checkpoint's estimator is {state['estimator_kind']}, this one {here}")
-        every_steps = state.get("every_steps", self._every_steps)  # not in states of before
-        if every_steps != self._every_steps:
-            raise CheckpointError(f"the checkpoint has every_steps={every_steps}, this run {self._every_steps}")
+        require_same_settings("checkpoint", state["settings"], self._settings())
         if self._estimator is not None:
             self._estimator.check_state(state["estimator"])
         self.loader._check_state(state["loader"])
         self._coupling.check_state(state["coupling"])
         self.loader.load_state_dict(state["loader"])
         self._coupling.load_state_dict(state["coupling"])
-        self.epoch, self._history = state["epoch"], History.from_dict(state.get("history", {}))
-        self._lr, self._changes = state["lr"], [Change(*change) for change in state.get("changes", [])]
+        self.epoch, self._history = state["epoch"], History.from_dict(state["history"])
+        self._lr, self._changes = state["lr"], [Change(*change) for change in state["changes"]]
         self._stop_measuring()
         self._is_under_way = state["loader"]["pass"] is not None
         if self._is_under_way:
             self._measure_if_due()
         if self._at_work is not None:
             self._at_work.load_state_dict(state["estimator"])
-
-
-def _scene(model: nn.Module, loader: AdaptiveLoader, loss_reduction: Any, loss_fn: Any, optimizer: Optimizer) -> Scene:
-    return Scene(inside_ddp(model), loader, optimizer, loss_reduction=loss_reduction, loss_fn=loss_fn)
-
-
-def _weighed(model: nn.Module, loader: AdaptiveLoader, loss_reduction: str) -> Callable[[], None] | None:
-    if loader.ranks.is_alone:
-        return None
-    return weigh(model, lambda: loader.rank_shard.weight_for(loss_reduction))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.measurement import gain
+
+CouplingName = Literal["none", "linear", "sqrt", "adascale", "adascale-sqrt"]
 
 COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
     "none": lambda ratio, noise: 1.0,
@@ -34,6 +36,28 @@ COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
 """
 BY_NOISE = frozenset({"adascale", "adascale-sqrt"})
 """Those that must know the noise scale."""
+BY_OPTIMIZER = ("linear", "sqrt")
+"""Those of which one suits the optimizer: see `coupling_for`."""
+_ADAM_LIKE = tuple(
+    kind
+    for name in (
+        *("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam"),
+        *("RMSprop", "Adagrad", "Adadelta", "Adafactor", "Muon"),
+    )
+    if (kind := getattr(torch.optim, name, None)) is not None  # older versions of torch lack the last two
+)
+
+
+def coupling_for(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
+    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient."""
+    if isinstance(optimizer, _ADAM_LIKE):
+        return "sqrt"
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD):
+        return "linear"
+    raise ArgumentError(
+        f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how the learning rate must "
+        f"follow the batch size: pass Auto(..., lr_coupling='sqrt') if it is Adam-like, 'linear' if it is like SGD"
+    )
 
 
 class LrCoupling:
@@ -66,7 +90,7 @@ class LrCoupling:
 
     @property
     def factor(self) -> float:
-        """What multiplies the schedule's own course at present."""
+        """The number that multiplies the schedule's own course at present."""
         return self._batch_factor * self._decided_factor
 
     def rates(self) -> list[float]:
@@ -80,7 +104,7 @@ class LrCoupling:
 
     @property
     def gains(self) -> "GainSum":
-        """What the steps so far were worth."""
+        """The sum of the gains of the steps so far."""
         return self._gains
 
     def follow(
@@ -140,9 +164,8 @@ class LrCoupling:
         self.first_batch_size, self._first_own = state["first_batch_size"], state["first_own"]
         self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
         self._own = list(state["own"])
-        self.base_batch_size = state.get("base_batch_size", self.first_batch_size)  # not in states of before
-        self._noise_scale = state.get("noise_scale")
-        self._gains = GainSum(**state.get("gains", {"gain": 1.0}))
+        self.base_batch_size, self._noise_scale = state["base_batch_size"], state["noise_scale"]
+        self._gains = GainSum(**state["gains"])
         self._write(self.factor)
 
     def close(self) -> None:
@@ -209,7 +232,7 @@ class GainSum:
     """The sum over steps of the gain in force: how many steps at the base batch they were worth."""
 
     gain: float
-    """In force."""
+    """The gain in force."""
     before: float = 0.0
     """The sum over the first `steps` steps."""
     steps: int = 0
@@ -217,23 +240,23 @@ class GainSum:
     """Steps that schedulers were told to make."""
 
     def at(self, step: int) -> float:
-        """After `step` steps."""
+        """Return the sum after `step` steps."""
         if step < self.steps:  # an epoch was broken off and began again: what was made of it does not count
             return self.before * step / self.steps
         return self.before + (step - self.steps) * self.gain
 
     def change(self, gain: float, step: int) -> None:
-        """Another gain from `step` on."""
+        """Put another gain in force from `step` on."""
         self.before, self.steps, self.gain = self.at(step), step, gain
 
     def due(self, step: int) -> int:
-        """Whole ones since the last call."""
+        """Return how many whole steps have come together since the last call."""
         due = max(0, math.floor(self.at(step) + 1e-9) - self.handed_out)
         self.handed_out += due
         return due
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """Return the fields as plain numbers."""
         return asdict(self)
 
 

@@ -20,7 +20,7 @@ class Spread:
     """Degrees of freedom: number of estimates minus one; fewer where some weigh more than others."""
 
     def quantile(self, level: float) -> float:
-        """Of Student's t, two-sided: how many standard errors the interval of this level reaches to each side.
+        """Return how many standard errors the interval of this level reaches to each side (Student's t, two-sided).
 
         >>> few, many = (Spread(trace_variance=1, sq_norm_variance=1, covariance=0, degrees=d) for d in (5, 1000))
         >>> round(few.quantile(0.95), 2), round(many.quantile(0.95), 2)
@@ -31,26 +31,32 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Diversity:
-    """Gradient diversity (the paper's Definition 1) as its two raw sums over `num_samples` samples.
+    """Gradient diversity (the paper's Definition 1) as its two raw sums over samples.
 
     Both sums are over gradients g_i of each sample's own, unaveraged loss. Partial results over different samples
     may add `sum_of_sq_norms`; `sq_norm_of_sum` may not be added: add the gradient vectors, then square.
 
     >>> Diversity(sum_of_sq_norms=8.0, sq_norm_of_sum=4.0, num_samples=10).value
     2.0
+
+    Args:
+        sum_of_sq_norms: The sum over samples of ||g_i||^2.
+        sq_norm_of_sum: ||sum_i g_i||^2. An unbiased estimate of it may come out below zero.
+        num_samples: How many samples both sums are over.
+        spread: How sure an estimate at fixed weights is; None for what is exact, and for the paper's estimate, whose
+            error is bias.
+        inner_variance: Var_i<g_i, g> over samples, g the batch gradient; only from estimators that compare chunks.
     """
 
     sum_of_sq_norms: float
     sq_norm_of_sum: float
     num_samples: int
     spread: Spread | None = field(default=None, repr=False)
-    """How sure an estimate at fixed weights is; None for what is exact, and for the paper's, whose error is bias."""
     inner_variance: float | None = field(default=None, repr=False)
-    """Var_i<g_i, g> over samples, g the batch gradient; only from estimators that add up chunk gradients."""
 
     @classmethod
     def from_noise(cls, trace: float, sq_norm: float, num_samples: int, *, spread: Spread | None = None) -> Self:
-        """From tr(Sigma) and ||G||^2, per sample. An unbiased ||G||^2 may come out below zero.
+        """Return the diversity of `num_samples` samples from tr(Sigma) and ||G||^2, both per sample.
 
         >>> Diversity.from_noise(300.0, 1.0, 1000).noise_scale
         300.0
@@ -78,11 +84,11 @@ class Diversity:
     def value(self) -> float:
         """sum_i ||g_i||^2 / ||sum_i g_i||^2, dimensionless: 1/n if all gradients agree, 1 if all are orthogonal."""
         if not self.is_defined:
-            raise UndefinedDiversityError(f"diversity is undefined: {self.problem}")
+            raise UndefinedDiversityError(f"diversity is undefined: {self.undefined_reason}")
         return self.sum_of_sq_norms / self.sq_norm_of_sum
 
     @property
-    def problem(self) -> str:
+    def undefined_reason(self) -> str:
         """Why the ratio does not exist, in words; empty where it does."""
         if self.is_defined:
             return ""
@@ -95,12 +101,20 @@ class Diversity:
 
     @property
     def noise_scale(self) -> float:
-        """tr(Sigma) / ||G||^2 = n * diversity - 1, in samples; exact where all gradients share the same weights."""
-        return self.num_samples * self.value - 1.0
+        """tr(Sigma) / ||G||^2 = n * diversity - 1, in samples; exact where all gradients share the same weights.
+
+        At least 0; infinite where there is noise and no signal; NaN where nothing is known.
+        """
+        if self.is_defined:
+            return max(0.0, self.num_samples * self.value - 1.0)
+        if math.isnan(self.trace):
+            return math.nan
+        return math.inf if self.trace > 0 else 0.0
 
     def noise_scale_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Where the noise scale lies with this confidence (Fieller's interval of a ratio); infinite to above where
-        ||G||^2 cannot be told from zero. A value without spread is an interval of one point.
+        """Return the interval in which the noise scale lies with this confidence (Fieller's interval of a ratio).
+
+        Its upper end is infinite where ||G||^2 cannot be told from zero. A value without spread is its own interval.
 
         >>> sure = Spread(trace_variance=0.01, sq_norm_variance=0.0001, covariance=0.0, degrees=1e6)
         >>> low, high = Diversity.from_noise(10.0, 1.0, 100, spread=sure).noise_scale_interval()
@@ -111,26 +125,9 @@ class Diversity:
             return (self.noise_scale, self.noise_scale)
         return _ratio_interval(self.trace, self.sq_norm, self.spread, self.spread.quantile(level))
 
-    def interval(self) -> tuple[float | None, float | None]:
-        """The 95 % interval of the diversity itself; None for an end that there is not."""
-        if self.spread is None:
-            return (None, None)
-        low, high = self.noise_scale_interval()
-        highest = (1 + high) / self.num_samples
-        return ((1 + low) / self.num_samples, highest if math.isfinite(highest) else None)
-
-    def noise_to_signal(self) -> float | None:
-        """The noise scale, at least 0 and infinite where there is noise and no signal; None where nothing is known."""
-        if math.isnan(self.trace) or math.isnan(self.sq_norm):
-            return None
-        trace, sq_norm = max(0.0, self.trace), max(0.0, self.sq_norm)
-        if trace == 0.0:
-            return 0.0
-        return trace / sq_norm if sq_norm > 0 else math.inf
-
 
 def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) -> tuple[float, float]:
-    """All ratios B for which trace - B * sq_norm is within `reach` standard errors of zero, as far as positive."""
+    """Return the range of positive ratios B for which trace - B * sq_norm is within `reach` standard errors of 0."""
     size = max(abs(trace), abs(sq_norm))
     unit = size / reach if size < math.inf else 0.0
     # In units of their size: squares of very large or small numbers would leave the range of floats.
@@ -150,13 +147,13 @@ def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What of a training's past a policy may see: policies themselves remember nothing."""
+    """What a policy may see of a training's past: policies themselves remember nothing."""
 
-    epochs_at_size: int = 0
-    """Decisions due at the present batch size, this one included: epochs, or as many steps as lie between decisions."""
+    decisions_at_size: int = 0
+    """How many decisions were made at the present batch size, this one included: one an epoch, or every few steps."""
     previous_batch_size: int | None = None
     """The one before the last change; None while there was none."""
-    wanted: float | None = None
+    unclamped: float | None = None
     """What the last decision's rule asked for before floor and cap."""
     first_loss: float | None = None
     """Training loss of the first epoch."""
@@ -170,27 +167,27 @@ class History:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """As saved with `dataclasses.asdict`, also where that went through a format without tuples."""
+        """Return what `dataclasses.asdict` saved, also where that went through a format without tuples."""
         return cls(**{**values, "throughputs": tuple(map(tuple, values.get("throughputs", ())))})
 
     def with_throughput(self, batch_size: int, samples_per_second: float) -> Self:
-        """After an epoch at `batch_size` that was timed."""
+        """Return the history after an epoch at `batch_size` that was timed."""
         by_size = dict(self.throughputs)
         by_size[batch_size] = max(samples_per_second, by_size.get(batch_size, 0.0))
         return replace(self, throughputs=tuple(sorted(by_size.items())))
 
     def with_steps(self, seen: "Measurement") -> Self:
-        """Within an epoch, before a decision."""
+        """Return the history within an epoch, before a decision."""
         diversity = seen.diversity
         sq_norm = diversity.sq_norm if diversity is not None and diversity.is_defined else None
         return replace(
             self,
-            epochs_at_size=self.epochs_at_size + 1,
+            decisions_at_size=self.decisions_at_size + 1,
             first_sq_norm=sq_norm if self.first_sq_norm is None else self.first_sq_norm,
         )
 
     def with_epoch(self, seen: "Measurement") -> Self:
-        """After an epoch and before its decision."""
+        """Return the history after an epoch, before its decision."""
         loss = seen.loss
         best, since = self.best_loss, self.epochs_since_best + 1
         if loss is not None and (best is None or loss < best):
@@ -203,67 +200,88 @@ class History:
         )
 
     def with_decision(self, batch_size: int, decision: "Decision") -> Self:
-        """After `decision`, made while `batch_size` was in force."""
+        """Return the history after `decision`, made while `batch_size` was in force."""
         if decision.batch_size == batch_size:
-            return replace(self, wanted=decision.wanted)
-        return replace(self, wanted=decision.wanted, epochs_at_size=0, previous_batch_size=batch_size)
+            return replace(self, unclamped=decision.unclamped)
+        return replace(self, unclamped=decision.unclamped, decisions_at_size=0, previous_batch_size=batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """All that a policy may see. Counters are as of now; `batch_size` is the one that was in force."""
+    """All that a policy may see. Counters are as of now.
+
+    Args:
+        epoch: Finished epochs, so 1 at the first decision; for a decision within an epoch, that epoch's number.
+        batch_size: The batch size that was in force, in samples.
+        dataset_size: Samples in one epoch: the paper's n.
+        first_batch_size: The batch size that training started with; `batch_size` where it is not given.
+        step: Batches delivered so far, one an optimizer step.
+        samples: Samples seen so far.
+        diversity: What the estimator measured; None where nothing asked for it.
+        lr: The learning rate in force, of the first parameter group.
+        lr_schedule_ratio: The schedule's own course relative to its start, without any coupling.
+        lr_coupling: How the learning rate follows the batch size in this training.
+        loss: The epoch's mean training loss, where the loop gave it: `Controller.step(loss=...)`.
+        history: What was kept of the epochs before.
+    """
 
     epoch: int
-    """Finished epochs, so 1 at the first decision; within an epoch, for what decides there, that epoch's number."""
     batch_size: int
     dataset_size: int
-    """Samples in one epoch: the paper's n."""
-    first_batch_size: int | None = None
-    """The one training started with."""
+    first_batch_size: int = 0
     step: int = 0
-    """Batches delivered so far, one an optimizer step."""
     samples: int = 0
-    """Samples seen so far."""
     diversity: Diversity | None = None
-    """None where the policy did not ask for it."""
     lr: float | None = None
-    """Learning rate in force, first parameter group."""
     lr_schedule_ratio: float | None = None
-    """The schedule's own course relative to its start, without any coupling."""
+    lr_coupling: str = "none"
     loss: float | None = None
-    """Mean training loss of the epoch, where the loop told it: `Controller.step(loss=...)`."""
     history: History = History()
 
-    @property
-    def start(self) -> int:
-        """The batch size training started with; the present one where that is not known."""
-        return self.first_batch_size or self.batch_size
+    def __post_init__(self) -> None:
+        if not self.first_batch_size:
+            object.__setattr__(self, "first_batch_size", self.batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a policy wants next. `lr_factor` multiplies the learning rate from now on, beside the coupling."""
+    """What a policy wants next.
+
+    Args:
+        batch_size: The batch size to use from now on, in samples.
+        lr_factor: What the learning rate is multiplied by from now on, beside the coupling.
+        reason: Why, in words, for the record.
+        unclamped: What the rule asked for before floor and cap; None where it asked for nothing.
+    """
 
     batch_size: int
     lr_factor: float = 1.0
     reason: str = ""
-    wanted: float | None = field(default=None, repr=False)
-    """What the rule asked for before floor and cap; None where it asked for nothing."""
+    unclamped: float | None = field(default=None, repr=False)
 
     def at_most(self, dataset_size: int) -> Self:
-        """No batch has more samples than an epoch, and no learning rate follows one that had."""
+        """Return the decision with no more samples in a batch than there are."""
         if self.batch_size <= dataset_size:
             return self
         reason = f"{self.reason}; limited to the {dataset_size} samples there are".lstrip("; ")
         return replace(self, batch_size=dataset_size, reason=reason)
 
+    def at_least(self, ranks: int) -> Self:
+        """Return the decision with at least one sample in a batch for each of the ranks."""
+        if self.batch_size >= ranks:
+            return self
+        return replace(self, batch_size=ranks, reason=f"{self.reason}; raised to the {ranks} ranks".lstrip("; "))
+
 
 def gain(ratio: float, noise: float | None) -> float:
-    """AdaScale's (Johnson et al. 2020): how many steps at the base batch one at `ratio` times its size is worth.
+    """Return AdaScale's gain: how many steps at the base batch one at `ratio` times its size is worth.
 
-    `noise` is the variance of the base batch's gradient over the squared norm of the mean gradient: the noise scale
-    over the base batch size. Without noise a larger batch gains nothing, with nothing else as much as it is larger.
-    Where it is not known the gain is 1.
+    (Johnson et al. 2020.) Without noise a larger batch gains nothing, with nothing else as much as it is larger.
+
+    Args:
+        ratio: The batch size over the base batch size.
+        noise: The variance of the base batch's gradient over the squared norm of the mean gradient, that is the noise
+            scale over the base batch size; None where it is not known, for a gain of 1.
 
     >>> gain(8.0, 0.0), gain(8.0, math.inf), gain(8.0, 8.0), gain(8.0, None)
     (1.0, 8.0, 4.5, 1.0)

@@ -150,10 +150,11 @@ class EpochRecord:
     `eval_seconds` (spent evaluating), `compile_seconds` (spent compiling, no part of `train_seconds`) and `recompiles`
     (distinct shapes compiled) count from the start of training too, and so does `measure_seconds`: the part of
     `train_seconds` between an epoch's last step and the decision. `micro_batch_size` is the samples of one backward
-    pass. `measured` says whether gradient norms were measured in this epoch.
+    pass. `measured` says whether gradients were measured in this epoch.
 
     `diversity_low` and `diversity_high` are the ends of its 95 % interval, where the estimator has one (null above: no
-    upper end). `shadows` are the next batch sizes that policies which only watch would have chosen, by name.
+    upper end). `noise_scale`, in samples, and its interval say the same of an estimate at fixed weights; the paper's is
+    none. `shadows` are the next batch sizes that policies which only watch would have chosen, by name.
 
     `changes` are those made within the epoch, in JSON [step, batch size, learning rate] each; None where there were
     none. `batch_size` and `lr` are then those of the last one, and the diversity is that of the steps since.
@@ -170,6 +171,9 @@ class EpochRecord:
     diversity: float | None = None
     diversity_low: float | None = None
     diversity_high: float | None = None
+    noise_scale: float | None = None
+    noise_scale_low: float | None = None
+    noise_scale_high: float | None = None
     exact_diversity: float | None = None
     train_seconds: float | None = None
     total_seconds: float | None = None
@@ -201,13 +205,24 @@ class EpochRecord:
         return cls(**known)
 
     def __str__(self) -> str:
-        """For instance: `epoch 3: diversity 0.0132, batch 128 -> 256, lr 0.1 -> 0.2`."""
-        parts = [f"diversity {self.diversity:.4g}"] if self.diversity is not None else []
+        """For instance: `epoch 3: noise scale 812 (640-990), batch 128 -> 256, lr 0.1 -> 0.2`."""
+        found = self._measured_in_words()
+        parts = [found] if found else []
         parts.append(_change("batch", self.batch_size, self.next_batch_size))
         parts.append(_change("lr", self.lr, self.next_lr))
-        if self.diversity is None and self.reason:
+        if not found and self.reason:
             parts.append(f"({self.reason})")
         return f"epoch {self.epoch}: " + ", ".join(parts)
+
+    def _measured_in_words(self) -> str:
+        low, high = self.noise_scale_low, self.noise_scale_high
+        if self.noise_scale is not None and low is not None and high is not None:
+            return f"noise scale {self.noise_scale:.0f} ({low:.0f}-{high:.0f})"
+        if low is not None:
+            return f"noise scale at least {low:.0f}"
+        if self.noise_scale is not None:
+            return f"noise scale {self.noise_scale:.0f}"
+        return "" if self.diversity is None else f"diversity {self.diversity:.4g}"
 
 
 class RecordWriter:

@@ -74,7 +74,7 @@ def test_the_advice_follows_from_noise_and_time():
     assert advice.lr == pytest.approx(1e-6 * (1 + noise / 16) / (1 + noise / advice.batch_size))
     throughput = {size: size / device_with(200)(size) for size in sizes}
     assert advice.max_batch_size == min(s for s in sizes if throughput[s] * (1 + SLACK) >= max(throughput.values()))
-    assert advice.policy == Auto(advice.max_batch_size, price=200.0)
+    assert advice.policy == Auto(advice.max_batch_size, step_cost=200.0)
     assert advice.lr_coupling == "linear"
 
 
@@ -83,7 +83,7 @@ def test_words_numbers_and_json_agree():
     words = str(advice)
     assert f"Start with batch {advice.batch_size}" in words
     assert f"Growth stops paying at batch {advice.max_batch_size}" in words
-    assert f"Policy: Auto({advice.max_batch_size}, price=100)." in words
+    assert f"Policy: Auto({advice.max_batch_size}, step_cost=100)." in words
     assert f"Learning rate: {advice.lr_factor:.3g} times what suits batch 16" in words
     assert advice.lr is None
     values = json.loads(json.dumps(advice.to_dict()))
@@ -167,8 +167,8 @@ def test_adam_gets_square_roots():
     assert advice.lr_factor == pytest.approx(plain**0.5)
     assert advice.lr_coupling == "sqrt"
     assert "square root" in str(advice)
-    assert advice.policy == Auto(advice.max_batch_size, price=100.0, lr_coupling="sqrt")
-    assert f'Policy: Auto({advice.max_batch_size}, price=100, lr_coupling="sqrt").' in str(advice)
+    assert advice.policy == Auto(advice.max_batch_size, step_cost=100.0, lr_coupling="sqrt")
+    assert f'Policy: Auto({advice.max_batch_size}, step_cost=100, lr_coupling="sqrt").' in str(advice)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_the_advised_start_policy_and_estimator_train_and_grow(make_optimizer, e
 def test_where_a_step_costs_much_that_is_its_price():
     calm = ask(data=dataset(distance=1.0), step_seconds=device_with(1000), steps=200)
     assert calm.batch_size < 1000
-    assert calm.policy == Auto(calm.max_batch_size, price=1000.0)
-    assert f"Policy: Auto({calm.max_batch_size}, price=1000)." in str(calm)
+    assert calm.policy == Auto(calm.max_batch_size, step_cost=1000.0)
+    assert f"Policy: Auto({calm.max_batch_size}, step_cost=1000)." in str(calm)
     noisy = ask(data=dataset(distance=0.1), step_seconds=device_with(20), steps=1000)
     assert noisy.batch_size > 20
     assert noisy.policy == Auto(noisy.max_batch_size)  # its first batch is worth more

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from distributed import cpu_sync_batch_norm
 from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, micro_batches
-from divebatch.estimators import make_estimator
+from divebatch.estimators import ESTIMATORS, make_estimator
 from divebatch.lab.experiments.models.resnet import ResNet, group_norm, small_stem
 from divebatch.measurement import Decision, Measurement
 from divebatch.ranks import Ranks
@@ -156,7 +156,8 @@ class Run:
         self.loader = AdaptiveLoader(
             dataset(problem), problem.batch_size, seed=5, process_group=ranks._group or "alone"
         )
-        self.estimator = keeping(make_estimator(problem.estimator))
+        settings = {"loss_fn": self.loss} if ESTIMATORS[problem.estimator].needs_loss_fn else {}
+        self.estimator = keeping(make_estimator(problem.estimator, **settings))
         self.control = Controller(
             self.net if problem.give_inner else self.model,
             self.optimizer,
@@ -166,7 +167,6 @@ class Run:
             lr_coupling=problem.coupling,
             scheduler=self.scheduler,
             loss_reduction=problem.reduction,
-            loss_fn=self.loss,
             every_steps=problem.every_steps,
         )
         if problem.wrap_late:

@@ -61,7 +61,7 @@ class Launches(TorchDispatchMode):
 def launches(estimator: object, parts: int, steps: int) -> int:
     model = mlp()
     loader, optimizer, seen = AdaptiveLoader(DATA, 8, seed=0), torch.optim.SGD(model.parameters(), 0.01), Launches()
-    with Controller(model, optimizer, loader, NoiseScale(8), estimator=estimator), seen:
+    with Controller(model, optimizer, loader, NoiseScale(64), estimator=estimator), seen:
         for _, batch in zip(range(steps), loader, strict=False):
             step(model, optimizer, batch, 8 // parts)
     return seen.count
@@ -92,7 +92,7 @@ def test_it_does_not_matter_when_they_are_read(kind, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(average, "MOST_WAITING", most)
         model = mlp()
         loader, optimizer = AdaptiveLoader(DATA, 4, seed=0), torch.optim.SGD(model.parameters(), 0.01)
-        with Controller(model, optimizer, loader, NoiseScale(8), estimator=kind(decay=0.9)) as control:
+        with Controller(model, optimizer, loader, NoiseScale(64), estimator=kind(decay=0.9)) as control:
             for batch in loader:
                 step(model, optimizer, batch, 2)
             found.append(control.step())
@@ -128,7 +128,7 @@ def test_sparse_gradients_count_as_dense_ones(kind):
         model = nn.EmbeddingBag(3, 2, mode="sum", sparse=sparse)
         loader = AdaptiveLoader(TensorDataset(tokens, targets), 8, seed=0)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        with Controller(model, optimizer, loader, NoiseScale(8), estimator=kind()) as control:
+        with Controller(model, optimizer, loader, NoiseScale(64), estimator=kind()) as control:
             for batch in loader:
                 step(model, optimizer, batch, 4)
             found.append(control.step().diversity)

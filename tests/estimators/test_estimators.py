@@ -31,9 +31,9 @@ BY_RULES = ["trajectory", "oracle", "per-sample"]
 DATA = dataset(13)
 
 
-def scene(model: nn.Module, loader: AdaptiveLoader, optimizer: Optimizer | None = None, *, loss_fn=None) -> Scene:
+def scene(model: nn.Module, loader: AdaptiveLoader, optimizer: Optimizer | None = None) -> Scene:
     optimizer = optimizer or sgd(model)
-    return Scene(model, loader, optimizer, loss_fn=loss_fn)
+    return Scene(model, loader, optimizer)
 
 
 def train(model: nn.Module, optimizer: Optimizer, batches, *, parts_of: int = 100) -> None:
@@ -242,8 +242,8 @@ def test_trajectory_forgets_a_pass_that_starts_again():
 
 
 def test_oracle_is_exact_at_the_weights_the_epoch_ended_with():
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Oracle()
-    estimator.bind(scene(model, loader, loss_fn=mean_loss))
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Oracle(mean_loss)
+    estimator.bind(scene(model, loader))
     estimator.start()
     train(model, sgd(model), loader)
     exact = per_sample.diversity(model, mean_loss, [DATA.tensors])
@@ -303,8 +303,10 @@ def test_oracle_measures_the_samples_of_a_resumed_epoch():
 
 
 def test_oracle_without_a_loss_gets_an_error_that_says_how_to_give_one():
-    with pytest.raises(ArgumentError, match=r"needs the loss: pass Controller\(.*loss_fn=.*Oracle\(loss_fn\)"):
-        Oracle().bind(scene(mlp(), AdaptiveLoader(DATA, 4, seed=0)))
+    with pytest.raises(ArgumentError, match=r"needs the loss: pass estimator=Oracle\(loss_fn\)"):
+        make_estimator("oracle")
+    with pytest.raises(ArgumentError, match="loss_fn must be a function of outputs and targets, got loss_fn=None"):
+        Oracle(None)
 
 
 def seen_by(estimator: Split, batches: list, *, cut_all: bool) -> Diversity:

@@ -177,7 +177,7 @@ def test_with_accumulation_the_policy_sets_the_optimizers_batch():
 
 
 def test_a_policy_over_passes_sees_whole_batches():
-    over = OverPasses(AdaBatch(20, every=1), 4)
+    over = OverPasses(AdaBatch(20, every_epochs=1), 4)
     seen = Measurement(epoch=1, batch_size=3, dataset_size=48, first_batch_size=3)
     assert over.next(seen).batch_size == 5  # 12, doubled, capped at 20, in four passes
     with pytest.raises(ArgumentError, match="24"):

@@ -74,7 +74,7 @@ class Opaque(nn.Module):
 def test_an_output_that_shows_no_tensor_is_an_error_with_the_way_out():
     model = Opaque()
     weigh_gradients(model, lambda: WEIGHT)
-    with pytest.raises(UsageError, match=r"a Result, shows no tensor.*weigh_gradients=False"):
+    with pytest.raises(UsageError, match=r"a Result, shows no tensor.*rank_weighting='loss'"):
         model(torch.ones(2))
     with torch.no_grad():
         model(torch.ones(2))

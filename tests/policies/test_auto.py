@@ -1,6 +1,7 @@
 """The default policy: what it asks for, in which steps, with which rate."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.optim import SGD
 from divebatch import AdaptiveLoader, Auto, Controller, Diversity, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History, Spread
-from divebatch.policies import SpillOver, Steady
+from divebatch.policies import Rounded, SpillOver, Steady
 from reference.per_sample import dataset, mean_loss, mlp
 
 
@@ -47,17 +48,17 @@ def test_the_geometric_mean_to_the_nearest_doubling(noise_scale: float, size: in
         (128.0, 128.0 * 8.1, 512),  # the first batch, as without one
     ],
 )
-def test_a_price_stands_for_the_first_batch(price: float, noise_scale: float, size: int):
-    decision = Auto(2000, price=price).next(seen(noise_scale))
+def test_a_step_cost_stands_for_the_first_batch(price: float, noise_scale: float, size: int):
+    decision = Auto(2000, step_cost=price).next(seen(noise_scale))
     assert decision.batch_size == size
-    assert decision.wanted == pytest.approx(math.sqrt(price * noise_scale))
+    assert decision.unclamped == pytest.approx(math.sqrt(price * noise_scale))
     assert decision.reason.startswith(f"sqrt({price:g} * noise scale) = ")
 
 
 @pytest.mark.parametrize("price", [0.0, -1.0, math.nan, math.inf])
-def test_a_price_must_be_one(price: float):
-    with pytest.raises(ArgumentError, match="price must be positive and finite, got price="):
-        Auto(4096, price=price)
+def test_a_step_cost_must_be_one(price: float):
+    with pytest.raises(ArgumentError, match="step_cost must be positive and finite, got step_cost="):
+        Auto(4096, step_cost=price)
 
 
 def test_noise_without_signal_asks_for_the_cap_and_nothing_known_for_nothing():
@@ -69,7 +70,7 @@ def test_noise_without_signal_asks_for_the_cap_and_nothing_known_for_nothing():
 def test_it_never_goes_down_and_says_why_it_moves():
     assert Auto(4096).next(seen(1000.0, 1024)).batch_size == 1024
     decision = Auto(4096).next(seen(128.0 * 16))
-    assert (decision.batch_size, decision.wanted) == (512, pytest.approx(512.0))
+    assert (decision.batch_size, decision.unclamped) == (512, pytest.approx(512.0))
     assert decision.reason.startswith("sqrt(first batch * noise scale) = 512, between 512 and 512")
 
 
@@ -85,13 +86,13 @@ def test_the_rate_comes_one_decision_after_the_size(coupling: str, jump: float):
     policy = Auto(4096, lr_coupling=coupling)
     grown = policy.next(seen(128.0 * 16))
     assert grown.lr_factor == pytest.approx(1 / jump)
-    history = History(epochs_at_size=1, previous_batch_size=128)
+    history = History(decisions_at_size=1, previous_batch_size=128)
     after = policy.next(seen(128.0 * 16, 512, history=history))
     assert (after.batch_size, after.lr_factor) == (512, pytest.approx(jump))
 
 
 def test_at_the_cap_nothing_is_measured_and_the_rate_still_comes():
-    policy, history = Auto(512), History(epochs_at_size=1, previous_batch_size=128)
+    policy, history = Auto(512, lr_coupling="linear"), History(decisions_at_size=1, previous_batch_size=128)
     assert [policy.measures(1, size) for size in (128, 256, 512)] == [True, True, False]
     at_cap = Measurement(epoch=2, batch_size=512, first_batch_size=128, dataset_size=50_000, history=history)
     decision = policy.next(at_cap)
@@ -99,15 +100,21 @@ def test_at_the_cap_nothing_is_measured_and_the_rate_still_comes():
 
 
 def test_what_spills_over_at_the_cap_is_measured_there():
-    policy, history = SpillOver(Auto(512)), History(epochs_at_size=3, previous_batch_size=512, wanted=512.0)
+    policy, history = SpillOver(Auto(512)), History(decisions_at_size=3, previous_batch_size=512, unclamped=512.0)
     assert policy.measures(5, 512)
     assert policy.next(seen(128.0 * 64, 512, history=history)).lr_factor == pytest.approx(0.5)
 
 
-def test_it_can_be_kept_calm_without_losing_its_rate():
-    history = History(epochs_at_size=1, previous_batch_size=128)
-    calm = Steady(Auto(4096), dwell=3).next(seen(128.0 * 256, 512, history=history))
-    assert (calm.batch_size, calm.lr_factor) == (512, pytest.approx(4.0))
+@pytest.mark.parametrize("wrap", [Steady, lambda policy: Rounded(policy, 64)])
+def test_nothing_around_it_may_change_its_size(wrap):
+    with pytest.raises(ArgumentError, match=r"changes the size for which Auto has moved .*: .*leave it out"):
+        wrap(Auto(4096))
+
+
+@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
+def test_the_rate_follows_by_the_coupling_in_force(coupling: str, jump: float):
+    grown = Auto(4096).next(replace(seen(128.0 * 16), lr_coupling=coupling))
+    assert (grown.batch_size, grown.lr_factor) == (512, pytest.approx(1 / jump))
 
 
 def test_one_line_is_enough():
@@ -122,7 +129,7 @@ def test_one_line_is_enough():
             mean_loss(model(x), y).backward()
             optimizer.step()
         records.append(control.step())
-    assert control.state_dict()["estimator_kind"] == "Moments"
+    assert control.state_dict()["settings"]["estimator"] == "Moments"
     sizes = [record.next_batch_size for record in records]
     assert sizes == sorted(sizes)
     assert sizes[-1] > 4
@@ -132,10 +139,11 @@ def test_one_line_is_enough():
 
 
 def test_a_coupling_that_would_change_the_noise_is_refused():
-    with pytest.raises(ArgumentError, match="lr_coupling must be one of linear, sqrt, got 'none'"):
+    with pytest.raises(ArgumentError, match="unknown lr_coupling 'none'; known: linear, sqrt"):
         Auto(4096, lr_coupling="none")
     model = mlp()
+    parts = model, SGD(model.parameters(), 0.1), AdaptiveLoader(dataset(8), 4, seed=0)
     with pytest.raises(ArgumentError, match=r"Auto moves the learning rate.*pass lr_coupling='linear', got.*'sqrt'"):
-        Controller(
-            model, SGD(model.parameters(), 0.1), AdaptiveLoader(dataset(8), 4, seed=0), Auto(8), lr_coupling="sqrt"
-        )
+        Controller(*parts, Auto(8, lr_coupling="linear"), lr_coupling="sqrt")
+    with pytest.raises(ArgumentError, match=r"leave lr_coupling out, or pass lr_coupling='linear' or 'sqrt', got"):
+        Controller(*parts, Auto(8), lr_coupling="none")

@@ -28,11 +28,13 @@ def test_the_first_gradient_norm_is_the_first_that_means_something():
 
 
 def test_epochs_at_a_size_count_from_its_change():
-    history = History().with_epoch(seen()).with_decision(128, Decision(batch_size=128, wanted=9.0)).with_epoch(seen())
-    assert (history.epochs_at_size, history.previous_batch_size, history.wanted) == (2, None, 9.0)
+    history = (
+        History().with_epoch(seen()).with_decision(128, Decision(batch_size=128, unclamped=9.0)).with_epoch(seen())
+    )
+    assert (history.decisions_at_size, history.previous_batch_size, history.unclamped) == (2, None, 9.0)
     history = history.with_decision(128, Decision(batch_size=256))
-    assert (history.epochs_at_size, history.previous_batch_size, history.wanted) == (0, 128, None)
-    assert history.with_epoch(seen()).epochs_at_size == 1
+    assert (history.decisions_at_size, history.previous_batch_size, history.unclamped) == (0, 128, None)
+    assert history.with_epoch(seen()).decisions_at_size == 1
 
 
 def test_the_fastest_epoch_of_a_size_counts():
@@ -41,5 +43,5 @@ def test_the_fastest_epoch_of_a_size_counts():
 
 
 def test_it_comes_back_from_any_format():
-    history = History(first_loss=2.0, wanted=5.5).with_throughput(256, 50.0)
+    history = History(first_loss=2.0, unclamped=5.5).with_throughput(256, 50.0)
     assert History.from_dict(asdict(history)) == History.from_dict(json.loads(json.dumps(asdict(history)))) == history

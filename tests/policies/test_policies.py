@@ -4,6 +4,7 @@ import ast
 import math
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from divebatch import AdaBatch, Decision, DiveBatch, DivebatchError, Diversity, 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import History, Spread
 from divebatch.policies import (
+    CABS,
     POLICIES,
     AdaDamp,
     Auto,
-    Cabs,
     GeoDamp,
     Goodput,
     GradientDamp,
@@ -27,12 +28,14 @@ from divebatch.policies import (
     NormTest,
     PadaDamp,
     Plateau,
+    Rounded,
     SampleSchedule,
     Seesaw,
     SimiGrad,
-    Smith,
+    SmithSchedule,
     make_policy,
 )
+from divebatch.policies.divebatch import ExtraSamples
 
 PACKAGE = Path(divebatch.__file__).parent
 CAP = 2048
@@ -40,22 +43,22 @@ CASES = {
     "fixed": Fixed(),
     "adabatch": AdaBatch(CAP),
     "adabatch, original": AdaBatch(CAP, lr_decay=0.75),
-    "adabatch, slow": AdaBatch(CAP, factor=1.5, every=3),
+    "adabatch, slow": AdaBatch(CAP, factor=1.5, every_epochs=3),
     "divebatch": DiveBatch(0.1, CAP),
-    "divebatch, text": DiveBatch.paper_text(0.1, CAP),
-    "divebatch, code": DiveBatch.paper_code(0.1, CAP),
-    "divebatch, multiples": DiveBatch(0.1, CAP, min_batch_size=8, multiple_of=64, monotone=False),
-    "divebatch, not at the cap": DiveBatch(0.1, CAP, measure_at_cap=False, every=2),
-    "divebatch, without delta": DiveBatch.without_delta(CAP, monotone=False),
+    "divebatch, text": DiveBatch.algorithm_1(0.1, CAP),
+    "divebatch, code": DiveBatch.as_published(0.1, CAP),
+    "divebatch, with a floor": DiveBatch(0.1, CAP, min_batch_size=8, monotone=False),
+    "divebatch, every second": DiveBatch(0.1, CAP, every_epochs=2),
+    "divebatch, extra samples": DiveBatch.with_extra_samples(0.1, CAP, monotone=False),
     "auto": Auto(CAP),
-    "auto, for Adam": Auto(CAP, warm_up=3, lr_coupling="sqrt"),
+    "auto, for Adam": Auto(CAP, step_cost=200, lr_coupling="sqrt"),
     "noise-scale": NoiseScale(CAP),
-    "noise-scale, priced": NoiseScale(CAP, price=2.5, every=2, monotone=False, multiple_of=8),
+    "noise-scale, priced": NoiseScale(CAP, step_cost=2.5, every_epochs=2, monotone=False),
     "norm-test": NormTest(CAP),
     "inner-product-test": InnerProductTest(CAP, theta=0.7, nu=None),
-    "simigrad": SimiGrad(CAP, target=0.4),
-    "cabs": Cabs(CAP),
-    "smith": Smith(CAP),
+    "simigrad": SimiGrad(CAP, target_cosine=0.4),
+    "cabs": CABS(CAP),
+    "smith": SmithSchedule(CAP),
     "seesaw": Seesaw(CAP),
     "adadamp": AdaDamp(CAP),
     "gradient-damp": GradientDamp(CAP),
@@ -67,8 +70,8 @@ CASES = {
 }
 MAY_SHRINK = {
     "divebatch, text",
-    "divebatch, multiples",
-    "divebatch, without delta",
+    "divebatch, with a floor",
+    "divebatch, extra samples",
     "noise-scale, priced",
     "simigrad",
     "cabs",
@@ -105,7 +108,7 @@ MEASUREMENTS = st.builds(
     loss=SUMS,
     history=st.builds(
         History,
-        epochs_at_size=st.integers(1, 60),
+        decisions_at_size=st.integers(1, 60),
         first_loss=SUMS,
         best_loss=SUMS,
         epochs_since_best=st.integers(0, 60),
@@ -126,7 +129,7 @@ def seen(*, diversity=0.02, epoch=20, batch_size=128, dataset_size=50_000):
         lr=0.1,
         lr_schedule_ratio=0.5,
         loss=1.0,
-        history=History(epochs_at_size=5, epochs_since_best=5, first_loss=2.0, throughputs=((batch_size, 100.0),)),
+        history=History(decisions_at_size=5, epochs_since_best=5, first_loss=2.0, throughputs=((batch_size, 100.0),)),
     )
 
 
@@ -168,7 +171,8 @@ def test_a_decision_rests_on_what_the_policy_says_it_needs(policy, measurement):
     is_measured = policy.measures(measurement.epoch, measurement.batch_size)
     for name in ("diversity", "loss"):
         if name not in policy.needs or not is_measured:
-            assert policy.next(replace(measurement, **{name: None})) == policy.next(measurement)
+            without, decision = policy.next(replace(measurement, **{name: None})), policy.next(measurement)
+            assert (without.batch_size, without.lr_factor) == (decision.batch_size, decision.lr_factor)
 
 
 @any_policy
@@ -206,10 +210,10 @@ WRONG = {
     "delta": (lambda value: DiveBatch(value, CAP), [0, -0.1, math.nan, math.inf, True, "0.1"]),
     "max_batch_size": (lambda value: DiveBatch(0.1, value), [0, -1, 2.5, math.nan, True, None]),
     "min_batch_size": (lambda value: DiveBatch(0.1, CAP, min_batch_size=value), [0, -1, 2.5, math.nan, True]),
-    "every": (lambda value: DiveBatch(0.1, CAP, every=value), [0, -1, 2.5, math.nan, True]),
-    "multiple_of": (lambda value: DiveBatch(0.1, CAP, multiple_of=value), [0, -1, 2.5, True]),
+    "every_epochs": (lambda value: DiveBatch(0.1, CAP, every_epochs=value), [0, -1, 2.5, math.nan, True]),
+    "multiple_of": (lambda value: SimiGrad(CAP, multiple_of=value), [0, -1, 2.5, True]),
     "adabatch max_batch_size": (AdaBatch, [0, -1, 2.5, math.nan, True, None]),
-    "adabatch every": (lambda value: AdaBatch(CAP, every=value), [0, -1, 2.5, math.nan, True]),
+    "adabatch every_epochs": (lambda value: AdaBatch(CAP, every_epochs=value), [0, -1, 2.5, math.nan, True]),
     "factor": (lambda value: AdaBatch(CAP, factor=value), [0, 1, -2, 0.5, math.nan, math.inf, True]),
     "lr_decay": (lambda value: AdaBatch(CAP, lr_decay=value), [0, -0.75, math.nan, math.inf, True]),
 }
@@ -233,9 +237,9 @@ def test_settings_with_a_default_go_by_name():
 
 def test_the_catalog_builds_every_policy_by_name():
     assert make_policy("fixed") == Fixed()
-    assert make_policy("adabatch", max_batch_size=CAP, every=5) == AdaBatch(CAP, every=5)
+    assert make_policy("adabatch", max_batch_size=CAP, every_epochs=5) == AdaBatch(CAP, every_epochs=5)
     assert make_policy("divebatch", delta=0.1, max_batch_size=CAP) == DiveBatch(0.1, CAP)
-    assert set(POLICIES.values()) == {type(policy) for policy in CASES.values()}
+    assert set(POLICIES.values()) == {type(policy) for policy in CASES.values()} - {ExtraSamples}
 
 
 def test_the_catalog_says_what_it_does_not_know():
@@ -307,7 +311,15 @@ def test_adabatch_ends_at_a_cap_that_is_no_multiple_and_always_grows():
 
 
 def test_adabatch_takes_other_factors_and_timetables():
-    assert sizes(AdaBatch(CAP, factor=3, every=2), None, batch_size=10, epochs=6) == [10, 10, 30, 30, 90, 90, 270]
+    assert sizes(AdaBatch(CAP, factor=3, every_epochs=2), None, batch_size=10, epochs=6) == [
+        10,
+        10,
+        30,
+        30,
+        90,
+        90,
+        270,
+    ]
 
 
 def test_adabatch_that_wants_more_than_the_data_takes_whole_first_batches_and_less_learning_rate():
@@ -328,7 +340,7 @@ def test_divebatch_needs_the_diversity():
 
 def test_divebatch_takes_delta_times_n_times_diversity_up_to_the_cap():
     assert DiveBatch(0.1, CAP).next(seen(diversity=0.5)).batch_size == 2048
-    assert DiveBatch.paper_text(0.1, CAP).next(seen(diversity=0.02)).batch_size == 100
+    assert DiveBatch.algorithm_1(0.1, CAP).next(seen(diversity=0.02)).batch_size == 100
     assert DiveBatch(0.1, CAP).next(seen(diversity=0.02)).batch_size == 128
 
 
@@ -337,51 +349,52 @@ def test_divebatch_takes_delta_times_n_times_diversity_up_to_the_cap():
 def test_divebatch_is_algorithm_1_line_11(diversity, delta, batch_size):
     measurement = seen(diversity=diversity, batch_size=batch_size)
     by_hand = max(1, min(CAP, int(delta * 50_000 * diversity)))
-    assert DiveBatch.paper_text(delta, CAP).next(measurement).batch_size == by_hand
+    assert DiveBatch.algorithm_1(delta, CAP).next(measurement).batch_size == by_hand
     assert DiveBatch(delta, CAP).next(measurement).batch_size == max(by_hand, batch_size)
 
 
 def test_divebatch_says_what_it_computed():
-    assert DiveBatch.paper_text(0.1, CAP).next(seen(diversity=0.02)).reason == "delta * n * diversity = 100.0"
+    assert DiveBatch.algorithm_1(0.1, CAP).next(seen(diversity=0.02)).reason == "delta * n * diversity = 100.0"
     assert DiveBatch(0.1, CAP).next(seen(diversity=0.5)).reason == "delta * n * diversity = 2500.0, capped at 2048"
 
 
 def test_the_three_readings_of_the_paper():
-    default, text, code = (make(0.1, CAP) for make in (DiveBatch, DiveBatch.paper_text, DiveBatch.paper_code))
-    assert (default.every, default.monotone, default.measure_at_cap) == (1, True, True)
-    assert (text.every, text.monotone) == (1, False)
-    assert (code.every, code.monotone, code.measure_at_cap) == (20, True, False)
-    assert DiveBatch.paper_code(0.1, CAP, every=5).every == 5
+    default, text, code = (make(0.1, CAP) for make in (DiveBatch, DiveBatch.algorithm_1, DiveBatch.as_published))
+    assert (default.every_epochs, default.monotone) == (1, True)
+    assert (text.every_epochs, text.monotone) == (1, False)
+    assert (code.every_epochs, code.monotone) == (20, True)
+    assert DiveBatch.as_published(0.1, CAP, every_epochs=5).every_epochs == 5
     assert sizes(default, 0.1, epochs=2) == [128, 500, 500]
     assert sizes(text, 0.02, epochs=2) == [128, 100, 100]
     assert sizes(code, 0.1, epochs=40) == [128] * 20 + [500] * 21
 
 
 def test_divebatch_measures_every_so_often():
-    assert [epoch for epoch in range(1, 61) if DiveBatch.paper_code(0.1, CAP).measures(epoch, 128)] == [20, 40, 60]
+    assert [epoch for epoch in range(1, 61) if DiveBatch.as_published(0.1, CAP).measures(epoch, 128)] == [20, 40, 60]
     assert all(DiveBatch(0.1, CAP).measures(epoch, 128) for epoch in range(1, 61))
 
 
 @pytest.mark.parametrize("every", [1, 20])
 def test_measuring_ends_at_the_cap_only_where_nothing_could_follow(every):
     at_cap = {"epoch": 20, "batch_size": CAP}
-    assert not DiveBatch(0.1, CAP, every=every, measure_at_cap=False).measures(**at_cap)
-    assert DiveBatch(0.1, CAP, every=every, measure_at_cap=True).measures(**at_cap)
-    assert DiveBatch(0.1, CAP, every=every, measure_at_cap=False, monotone=False).measures(**at_cap)
-    assert DiveBatch(0.1, CAP, every=every, measure_at_cap=False).measures(20, CAP - 1)
+    for make in (partial(DiveBatch, 0.1), NoiseScale, NormTest):
+        assert not make(CAP, every_epochs=every).measures(**at_cap)
+        assert make(CAP, every_epochs=every, monotone=False).measures(**at_cap)
+        assert make(CAP, every_epochs=every).measures(20, CAP - 1)
 
 
 def test_divebatch_keeps_the_size_without_a_diversity_where_none_is_due():
-    policy = DiveBatch.paper_code(0.1, CAP)
+    policy = DiveBatch.as_published(0.1, CAP)
     assert policy.next(seen(diversity=None, epoch=19)) == Decision(batch_size=128)
     assert policy.next(seen(diversity=None, epoch=20, batch_size=CAP)) == Decision(batch_size=CAP)
 
 
 def test_divebatch_keeps_floor_and_multiple():
-    free = DiveBatch(0.1, CAP, min_batch_size=48, multiple_of=32, monotone=False)
-    assert [free.next(seen(diversity=d)).batch_size for d in (1e-6, 0.02, 0.0255, 1.0)] == [48, 96, 96, 2048]
-    assert DiveBatch(0.1, CAP, multiple_of=32).next(seen(diversity=0.03, batch_size=100)).batch_size == 128
-    assert DiveBatch(0.1, CAP, multiple_of=32).next(seen(diversity=0.02, batch_size=100)).batch_size == 100
+    free = Rounded(DiveBatch(0.1, CAP, min_batch_size=48, monotone=False), 32)
+    assert [free.next(seen(diversity=d)).batch_size for d in (1e-6, 0.02, 0.0255, 1.0)] == [32, 96, 96, 2048]
+    rounded = Rounded(DiveBatch(0.1, CAP), 32)
+    assert rounded.next(seen(diversity=0.03, batch_size=100)).batch_size == 128
+    assert rounded.next(seen(diversity=0.02, batch_size=100)).batch_size == 100
 
 
 UNDEFINED = {
@@ -396,7 +409,7 @@ UNDEFINED = {
 
 
 @pytest.mark.parametrize(("diversity", "problem"), UNDEFINED.values(), ids=UNDEFINED)
-@pytest.mark.parametrize("make", [DiveBatch, DiveBatch.paper_text, DiveBatch.paper_code])
+@pytest.mark.parametrize("make", [DiveBatch, DiveBatch.algorithm_1, DiveBatch.as_published])
 def test_a_diversity_that_cannot_be_formed_gives_the_cap_and_says_why(make, diversity, problem):
     measurement = Measurement(epoch=20, batch_size=128, dataset_size=50_000, diversity=diversity)
     decision = make(0.1, CAP).next(measurement)

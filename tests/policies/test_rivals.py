@@ -10,8 +10,8 @@ from divebatch import DivebatchError, Diversity, Measurement
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import History, Spread
 from divebatch.policies import (
+    CABS,
     AdaDamp,
-    Cabs,
     DiveBatch,
     GeoDamp,
     Goodput,
@@ -24,7 +24,7 @@ from divebatch.policies import (
     SampleSchedule,
     Seesaw,
     SimiGrad,
-    Smith,
+    SmithSchedule,
 )
 from divebatch.policies.confidence import asked, ratio
 from divebatch.policies.goodput import step_time
@@ -65,7 +65,7 @@ def test_the_noise_scale_is_the_batch_size():
 
 
 def test_a_price_of_time_takes_the_root():
-    assert size(NoiseScale(CAP, price=1000), 900.0) == int(math.sqrt(900_000))
+    assert size(NoiseScale(CAP, step_cost=1000), 900.0) == int(math.sqrt(900_000))
 
 
 def test_the_norm_test_wants_noise_below_a_share_of_the_signal():
@@ -85,7 +85,7 @@ def test_the_rules_are_divebatch_at_a_delta(noise_scale: float):
 
 def test_simigrad_goes_a_tenth_up_or_down():
     def step(batch_size: int, noise_scale: float) -> int:
-        return size(SimiGrad(CAP, target=0.5), noise_scale, batch_size=batch_size)
+        return size(SimiGrad(CAP, target_cosine=0.5), noise_scale, batch_size=batch_size)
 
     assert (step(100, 1e6), step(100, 1.0), step(1, 1e6), step(1, 1e-9)) == (110, 90, 2, 1)
     assert step(5, 1e6) == 6
@@ -93,7 +93,7 @@ def test_simigrad_goes_a_tenth_up_or_down():
 
 
 def test_simigrad_comes_to_rest_where_its_target_is():
-    policy, batch_size = SimiGrad(CAP, target=0.4), 128
+    policy, batch_size = SimiGrad(CAP, target_cosine=0.4), 128
     for _ in range(60):
         batch_size = size(policy, 600.0, batch_size=batch_size)
     assert batch_size == pytest.approx(2 * 600 * 0.4 / 0.6, rel=0.11)
@@ -103,21 +103,21 @@ def test_the_likeness_of_halves_follows_from_the_noise_scale_and_has_its_interva
     assert cosines(noise(600.0), 800) == pytest.approx((0.4, 0.4))
     low, high = cosines(noise(600.0, error=0.1), 800)
     assert 0.3 < low < 0.4 < high < 0.5
-    assert size(SimiGrad(CAP, target=0.38), 600.0, batch_size=800, error=0.1) == 800
-    assert size(SimiGrad(CAP, target=0.38), 600.0, batch_size=800, error=0.001) == 720
+    assert size(SimiGrad(CAP, target_cosine=0.38), 600.0, batch_size=800, error=0.1) == 800
+    assert size(SimiGrad(CAP, target_cosine=0.38), 600.0, batch_size=800, error=0.001) == 720
 
 
 def test_cabs_is_the_learning_rate_times_the_variance_over_the_loss():
-    assert size(Cabs(CAP), 1000.0, lr=0.5, loss=2.0) == 250
-    assert size(Cabs(CAP), 1001.0, lr=0.5, loss=2.0) == 250  # 250.25, and 251.5 rounds up
-    assert size(Cabs(CAP), 1006.0, lr=0.5, loss=2.0) == 252
-    assert (size(Cabs(2048), 1.0, lr=0.5, loss=2.0), size(Cabs(2048), 1e9, lr=0.5, loss=2.0)) == (16, 2048)
-    assert size(Cabs(CAP), 1000.0, lr=0.5, loss=0.0) == CAP
-    assert size(Cabs(CAP), 1000.0, lr=0.5, loss=math.nan) == 128
+    assert size(CABS(CAP), 1000.0, lr=0.5, loss=2.0) == 250
+    assert size(CABS(CAP), 1001.0, lr=0.5, loss=2.0) == 250  # 250.25, and 251.5 rounds up
+    assert size(CABS(CAP), 1006.0, lr=0.5, loss=2.0) == 252
+    assert (size(CABS(2048), 1.0, lr=0.5, loss=2.0), size(CABS(2048), 1e9, lr=0.5, loss=2.0)) == (16, 2048)
+    assert size(CABS(CAP), 1000.0, lr=0.5, loss=0.0) == CAP
+    assert size(CABS(CAP), 1000.0, lr=0.5, loss=math.nan) == 128
 
 
 def test_cabs_waits_where_its_interval_allows_the_present_size():
-    policy = Cabs(CAP)
+    policy = CABS(CAP)
     assert size(policy, 600.0, lr=0.5, loss=2.0, error=0.3) == 128
     assert size(policy, 600.0, lr=0.5, loss=2.0, error=0.05) == 150
 
@@ -145,7 +145,7 @@ def test_the_inner_product_test_is_the_variance_over_the_fourth_power():
 
 
 def test_the_inner_product_test_says_what_it_needs():
-    with pytest.raises(UsageError, match="the noise along the gradient: use estimator='moments' or 'split'"):
+    with pytest.raises(UsageError, match="the noise along the gradient, which this estimate lacks"):
         InnerProductTest(CAP).next(seen(100.0))
 
 
@@ -184,7 +184,7 @@ def test_where_nothing_is_known_nothing_changes():
     unknown = Diversity(math.nan, math.nan, N, nothing)
     for policy in (NoiseScale(CAP), NormTest(CAP), DiveBatch(1.0, CAP), SimiGrad(CAP), GradientDamp(CAP)):
         assert policy.next(replace(seen(), diversity=unknown)).batch_size == 128
-    cabs = Cabs(CAP).next(replace(seen(lr=0.1, loss=1.0), diversity=unknown))
+    cabs = CABS(CAP).next(replace(seen(lr=0.1, loss=1.0), diversity=unknown))
     assert cabs.batch_size == 128
 
 
@@ -199,9 +199,10 @@ def test_what_is_asked_without_an_interval_is_the_rule_or_infinite():
     assert asked(Diversity(1.0, 0.0, 10), 128, lambda b: 3 * b) == (math.inf, "the gradients of 10 samples sum to zero")
 
 
-def test_without_delta_it_is_a_tenth_of_the_noise_scale():
-    assert DiveBatch.without_delta(CAP) == DiveBatch(0.1, CAP)
-    assert size(DiveBatch.without_delta(CAP, extra_samples=0.5), 999.0) == 500
+def test_extra_samples_are_a_part_of_the_noise_scale():
+    policy = DiveBatch.with_extra_samples(0.1, CAP)
+    assert (policy.delta, policy.max_batch_size, policy.estimator) == (0.1, CAP, "moments")
+    assert size(DiveBatch.with_extra_samples(0.5, CAP), 999.0) == 500
 
 
 def test_safe_ratios():
@@ -215,7 +216,7 @@ def test_safe_ratios():
 
 
 def test_smith_and_seesaw_grow_where_the_schedule_falls():
-    for policy in (Smith(CAP), Seesaw(CAP)):
+    for policy in (SmithSchedule(CAP), Seesaw(CAP)):
         assert size(policy, lr_schedule_ratio=0.1 * 0.2 / 0.1) == 640  # a course of 0.20000000000000004
         assert size(policy, lr_schedule_ratio=0.5, batch_size=640) == 256
         assert size(policy, lr_schedule_ratio=1e-9) == size(policy, lr_schedule_ratio=0.0) == CAP
@@ -244,21 +245,21 @@ def test_gradient_damp_follows_the_squared_gradient_norm():
 def test_padadamp_is_a_straight_line_and_geodamp_doubles():
     assert [size(PadaDamp(CAP, rate=0.5), step=step) for step in (0, 1, 100, 10**6)] == [128, 129, 178, CAP]
     assert [size(GeoDamp(CAP), epoch=epoch) for epoch in (4, 5, 9, 10, 60)] == [128, 256, 256, 512, CAP]
-    assert GeoDamp(CAP).next(seen(epoch=60)).wanted == 128 * 2**12
+    assert GeoDamp(CAP).next(seen(epoch=60)).unclamped == 128 * 2**12
 
 
 # Goodput
 
 
 def test_step_time_is_a_line_through_what_was_measured():
-    truth = [(b, b / (0.5 + 0.01 * b)) for b in (64, 128, 512)]
+    truth = [(b, 0.5 + 0.01 * b) for b in (64, 128, 512)]
     assert step_time(truth) == pytest.approx((0.5, 0.01))
-    assert step_time([(100, 10.0), (200, 10.0)]) == pytest.approx((0.0, 0.1))
-    assert step_time([(100, 100.0), (200, 400.0)])[1] == 0.0  # larger batches that take less time: noise
+    assert step_time([(100, 10.0), (200, 20.0)]) == pytest.approx((0.0, 0.1))
+    assert step_time([(100, 1.0), (200, 0.5)])[1] == 0.0  # larger batches that take less time: noise
 
 
 def timed(fixed: float, each: float, *sizes: int) -> History:
-    return History(epochs_at_size=2, throughputs=tuple((b, b / (fixed + each * b)) for b in sizes))
+    return History(decisions_at_size=2, throughputs=tuple((b, b / (fixed + each * b)) for b in sizes))
 
 
 def by_hand(fixed: float, each: float, noise_scale: float, candidates: list[int]) -> int:
@@ -278,9 +279,8 @@ def test_goodput_is_the_most_progress_in_time(noise_scale: float):
     assert size(policy, noise_scale, history=history) == by_hand(1.0, 0.002, noise_scale, candidates)
 
 
-def test_goodputs_candidates_are_multiples_where_that_is_asked_for():
-    assert Goodput(1000, multiple_of=64)._candidates(128) == [128, 256, 320, 512, 704, 960]
-    assert Goodput(1000, multiple_of=64)._candidates(65) == [65, 128, 256, 320, 512, 704, 960]
+def test_goodputs_candidates_go_from_the_first_batch_to_the_cap():
+    assert Goodput(1000)._candidates(128) == [128, 181, 256, 362, 512, 724, 1000]
     assert Goodput(128)._candidates(128) == [128]
 
 
@@ -293,7 +293,7 @@ def test_goodput_stays_where_little_is_to_be_gained():
 
 def test_goodput_tries_a_second_size_and_none_before_it_knows_a_speed():
     assert size(Goodput(CAP), 2000.0, history=timed(0.0, 0.01, 128)) > 128
-    assert size(Goodput(CAP), 2000.0, history=History(epochs_at_size=2)) == 128
+    assert size(Goodput(CAP), 2000.0, history=History(decisions_at_size=2)) == 128
 
 
 def test_goodput_is_not_misled_by_what_a_compiler_does_in_the_first_epoch_at_a_size():
@@ -302,7 +302,7 @@ def test_goodput_is_not_misled_by_what_a_compiler_does_in_the_first_epoch_at_a_s
     misled = replace(fair, throughputs=((128, fair.throughputs[0][1]), (1024, fair.throughputs[1][1] / 10)))
     measured = partial(seen, 2000.0, batch_size=1024)
     assert Goodput(CAP).next(measured(history=misled)).batch_size == 128
-    first = Goodput(CAP).next(measured(history=replace(misled, epochs_at_size=1)))
+    first = Goodput(CAP).next(measured(history=replace(misled, decisions_at_size=1)))
     assert (first.batch_size, first.reason) == (1024, "the first epoch at a size does not tell its speed")
     assert Goodput(CAP).next(measured(history=fair.with_throughput(1024, 1.0))).batch_size >= 1024
 
@@ -333,38 +333,38 @@ def test_a_wrong_schedule_is_named(text: str):
 
 def test_plateau_grows_after_its_patience_at_one_size():
     def after(since_best: int, at_size: int) -> int:
-        history = History(epochs_since_best=since_best, epochs_at_size=at_size)
+        history = History(epochs_since_best=since_best, decisions_at_size=at_size)
         return size(Plateau(CAP, patience=3), loss=1.0, history=history)
 
     assert [after(2, 9), after(3, 9), after(9, 2), after(9, 3)] == [128, 256, 128, 256]
-    assert size(Plateau(200), loss=1.0, history=History(epochs_since_best=5, epochs_at_size=5)) == 200
+    assert size(Plateau(200), loss=1.0, history=History(epochs_since_best=5, decisions_at_size=5)) == 200
 
 
 # Wrong use
 
 
 def test_what_is_missing_is_named():
-    for policy in (NoiseScale(CAP), NormTest(CAP), SimiGrad(CAP), Cabs(CAP), GradientDamp(CAP)):
+    for policy in (NoiseScale(CAP), NormTest(CAP), SimiGrad(CAP), CABS(CAP), GradientDamp(CAP)):
         with pytest.raises(UsageError, match=f"{type(policy).__name__} needs the diversity of epoch 7"):
             policy.next(seen(epoch=7))
-    for policy in (Cabs(CAP), AdaDamp(CAP), Plateau(CAP)):
+    for policy in (CABS(CAP), AdaDamp(CAP), Plateau(CAP)):
         with pytest.raises(UsageError, match=rf"{type(policy).__name__} needs the loss of epoch 7.*step\(loss"):
             policy.next(seen(5.0, epoch=7))
 
 
 WRONG = {
-    "price": (lambda value: NoiseScale(CAP, price=value), [0, -1, math.nan, True]),
+    "step_cost": (lambda value: NoiseScale(CAP, step_cost=value), [0, -1, math.nan, True]),
     "eta": (lambda value: NormTest(CAP, eta=value), [0, -1, math.nan, "1"]),
-    "target": (lambda value: SimiGrad(CAP, target=value), [0, 1, 1.5, math.nan]),
+    "target_cosine": (lambda value: SimiGrad(CAP, target_cosine=value), [0, 1, 1.5, math.nan]),
     "theta": (lambda value: InnerProductTest(CAP, theta=value), [0, math.nan]),
     "nu": (lambda value: InnerProductTest(CAP, nu=value), [0, math.nan]),
     "rate": (lambda value: PadaDamp(CAP, rate=value), [0, -1, math.inf]),
     "factor": (lambda value: Plateau(CAP, factor=value), [1, 0.5, math.nan]),
     "patience": (lambda value: Plateau(CAP, patience=value), [0, 1.5, True]),
-    "least_improvement": (lambda value: Goodput(CAP, least_improvement=value), [0, -1, math.nan]),
+    "min_improvement": (lambda value: Goodput(CAP, min_improvement=value), [0, -1, math.nan]),
     "sequence_length": (lambda value: SampleSchedule("0:8", sequence_length=value), [0, 1.5]),
-    "every": (lambda value: NoiseScale(CAP, every=value), [0, 1.5]),
-    "max_batch_size": (Smith, [0, 2.5, None]),
+    "every_epochs": (lambda value: NoiseScale(CAP, every_epochs=value), [0, 1.5]),
+    "max_batch_size": (SmithSchedule, [0, 2.5, None]),
 }
 
 

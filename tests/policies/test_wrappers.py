@@ -25,7 +25,7 @@ class Asks(Policy):
         wanted = self.wanted[seen.epoch - 1]
         if wanted is None:
             return Decision(batch_size=seen.batch_size)
-        return Decision(batch_size=int(min(CAP, wanted)), wanted=wanted, reason="asked")
+        return Decision(batch_size=int(min(CAP, wanted)), unclamped=wanted, reason="asked")
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         return epoch % 2 == 0
@@ -70,7 +70,7 @@ def test_steady_makes_no_small_change():
 
 
 def test_what_was_kept_back_says_so():
-    seen = Measurement(epoch=1, batch_size=100, dataset_size=N, history=History(epochs_at_size=1))
+    seen = Measurement(epoch=1, batch_size=100, dataset_size=N, history=History(decisions_at_size=1))
     decision = Steady(Asks(110), threshold=2.0).next(seen)
     assert decision == Decision(batch_size=100, reason="asked; kept for now, 110 asked")
 
@@ -82,7 +82,7 @@ def test_spill_over_lowers_the_rate_by_what_is_over_the_cap_and_gives_it_back():
 
 
 def test_geodamp_with_spill_over_halves_the_rate_at_the_cap():
-    sizes, factors = run(SpillOver(GeoDamp(400, every=1)), 5)
+    sizes, factors = run(SpillOver(GeoDamp(400, every_epochs=1)), 5)
     assert sizes == [200, 400, 400, 400, 400]
     assert factors == pytest.approx([1, 1, 1 / 2, 1 / 4, 1 / 8])
 
@@ -121,23 +121,24 @@ def test_the_rate_goes_by_the_size_that_the_data_allow():
     assert factors == pytest.approx([1 / 8, math.sqrt(1 / 8), 1, 1])
 
 
-def test_what_settles_the_size_comes_before_what_moves_the_rate_in_any_order():
+def test_what_settles_the_size_comes_before_what_moves_the_rate():
     asks = Asks(2000, 900, 2000, 2000, 900)  # 900 is no change worth making
-    for policy in (Steady(SpillOver(asks), threshold=1.25), SpillOver(Steady(asks, threshold=1.25))):
-        assert run(policy, 5) == ([CAP] * 5, pytest.approx([0.5] * 5))
-    for policy in (
-        Steady(WarmUp(Asks(200, 400, 400, 400)), dwell=3),
-        WarmUp(Steady(Asks(200, 400, 400, 400), dwell=3)),
-    ):
-        sizes, factors = run(policy, 4)
-        assert sizes == [100, 100, 400, 400]
-        assert factors == pytest.approx([1, 1, 1 / 4, 4 ** (1 / 3) / 4])
-    for policy in (Rounded(SpillOver(Asks(*[2000] * 3)), 64), SpillOver(Rounded(Asks(*[2000] * 3), 64))):
-        assert run(policy, 3) == ([960] * 3, pytest.approx([0.48] * 3))
+    assert run(SpillOver(Steady(asks, threshold=1.25)), 5) == ([CAP] * 5, pytest.approx([0.5] * 5))
+    sizes, factors = run(WarmUp(Steady(Asks(200, 400, 400, 400), dwell=3)), 4)
+    assert sizes == [100, 100, 400, 400]
+    assert factors == pytest.approx([1, 1, 1 / 4, 4 ** (1 / 3) / 4])
+    assert run(SpillOver(Rounded(Asks(*[2000] * 3), 64)), 3) == ([960] * 3, pytest.approx([0.48] * 3))
+
+
+@pytest.mark.parametrize("rate", [SpillOver, WarmUp, lambda policy: WarmUp(SpillOver(policy))])
+@pytest.mark.parametrize("size", [Steady, lambda policy: Rounded(policy, 64)])
+def test_the_other_order_is_refused(size, rate):
+    with pytest.raises(ArgumentError, match=r"(Steady|Rounded) changes the size for which .* put \1 around what"):
+        size(rate(Asks(100)))
 
 
 def test_a_size_that_is_kept_does_not_lose_what_the_rate_is_owed():
-    policy = Steady(WarmUp(Asks(200, 300, 300), epochs=2), threshold=2)
+    policy = WarmUp(Steady(Asks(200, 300, 300), threshold=2), epochs=2)
     assert run(policy, 3) == ([200] * 3, pytest.approx([1 / 2, math.sqrt(1 / 2), 1]))
 
 
@@ -154,10 +155,10 @@ def test_the_rest_is_the_inner_policys(wrap):
 
 @pytest.mark.parametrize("wrap", [Steady, SpillOver, WarmUp])
 def test_its_repr_shows_every_setting(wrap):
-    inner = NoiseScale(CAP, price=3.0)
+    inner = NoiseScale(CAP, step_cost=3.0)
     assert repr(inner) in repr(wrap(inner))
-    assert wrap(inner) == wrap(NoiseScale(CAP, price=3.0)) != wrap(DiveBatch(0.1, CAP))
-    assert hash(wrap(inner)) == hash(wrap(NoiseScale(CAP, price=3.0)))
+    assert wrap(inner) == wrap(NoiseScale(CAP, step_cost=3.0)) != wrap(DiveBatch(0.1, CAP))
+    assert hash(wrap(inner)) == hash(wrap(NoiseScale(CAP, step_cost=3.0)))
 
 
 WRONG = {

@@ -133,7 +133,7 @@ class _Measuring:
         model, optimizer = copied(self.model, self.optimizer, self.device)
         settings = {"compiled": self.compile} if ESTIMATORS[kind].measures_norms else {}
         estimator = make_estimator(kind, **settings)
-        estimator.bind(Scene(model, loader, optimizer, loss_fn=self.loss_fn))
+        estimator.bind(Scene(model, loader, optimizer))
         step = self.make_step(model, optimizer, loader.batch_size, estimator)
         return measure_noise(step, endless(loader, self.device), estimator, steps=steps)
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from divebatch.advice.noise import NoiseCourse
 from divebatch.advice.tradeoff import StepTimes, good_size, lr_factor, time_to_progress
@@ -74,7 +74,7 @@ class Advice:
         return max(good_size(self.times, math.inf), self.batch_size or 1)
 
     @property
-    def lr_coupling(self) -> str:
+    def lr_coupling(self) -> Literal["linear", "sqrt"]:
         """How the learning rate should follow the batch size from there on."""
         return "sqrt" if self.adaptive else "linear"
 
@@ -85,10 +85,10 @@ class Advice:
             return None
         if self.max_batch_size <= self.batch_size:
             return Fixed()
-        return Auto(self.max_batch_size, price=self.price, lr_coupling=self.lr_coupling)
+        return Auto(self.max_batch_size, step_cost=self.step_cost, lr_coupling="sqrt" if self.adaptive else None)
 
     @property
-    def price(self) -> float | None:
+    def step_cost(self) -> float | None:
         """What a step is worth in samples, by its fixed cost; None where the first batch, `Auto`'s own, is above it."""
         balance, size = self.times.balance, self.batch_size
         is_line = self.times.misfit <= MOST_MISFIT and balance < math.inf

@@ -127,11 +127,11 @@ def _policy(advice: Advice) -> str:
             else "A batch that grows with the noise would gain nothing on this device"
         )
         return f"Policy: Fixed(). {why}."
-    price = "" if advice.price is None else f", price={advice.price:g}"
+    cost = "" if advice.step_cost is None else f", step_cost={advice.step_cost:g}"
     coupling = ', lr_coupling="sqrt"' if advice.adaptive else ""
     estimator = "" if advice.estimator == "moments" else f' with estimator="{advice.estimator}"'
     return (
-        f"Policy: Auto({advice.max_batch_size}{price}{coupling}){estimator}. It grows with the noise from this start, "
+        f"Policy: Auto({advice.max_batch_size}{cost}{coupling}){estimator}. It grows with the noise from this start, "
         f"as far as that saves time here, and the learning rate with it."
     )
 

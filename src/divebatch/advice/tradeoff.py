@@ -6,11 +6,12 @@ t(b) = fixed + b * per_sample that is least at b = sqrt(B * fixed / per_sample).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
+from divebatch.measurement import gain
+from divebatch.policies.goodput import step_time
 
 SLACK = 0.05
 """A batch that takes at most this part longer than the best is as good; of several the smallest is taken."""
@@ -42,17 +43,7 @@ class StepTimes:
         >>> StepTimes(((10, 3.0), (20, 5.0), (40, 9.0))).line()
         (1.0, 0.2)
         """
-        x, y = [1 / seconds for _, seconds in self.measured], [size / seconds for size, seconds in self.measured]
-        xx, yy, xy = _dot(x, x), _dot(y, y), _dot(x, y)
-        determinant = xx * yy - xy**2
-        if determinant <= 1e-12 * xx * yy:  # a single size: nothing tells the two apart
-            return (0.0, sum(y) / yy)
-        fixed, per_sample = (yy * sum(x) - xy * sum(y)) / determinant, (xx * sum(y) - xy * sum(x)) / determinant
-        if fixed < 0:
-            return (0.0, sum(y) / yy)
-        if per_sample < 0:
-            return (sum(x) / xx, 0.0)
-        return (round(fixed, 12), round(per_sample, 15))
+        return step_time(self.measured)
 
     @property
     def misfit(self) -> float:
@@ -98,12 +89,5 @@ def lr_factor(batch_size: int, reference: int, noise_scale: float, *, adaptive: 
     >>> lr_factor(64, 32, float("inf")), lr_factor(64, 32, 0.0), lr_factor(64, 32, 64.0)
     (2.0, 1.0, 1.5)
     """
-    if math.isinf(noise_scale):
-        factor = batch_size / reference
-    else:
-        factor = (1 + noise_scale / reference) / (1 + noise_scale / batch_size)
+    factor = gain(batch_size / reference, noise_scale / reference)
     return math.sqrt(factor) if adaptive else factor
-
-
-def _dot(first: Sequence[float], second: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(first, second, strict=True))

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
 from divebatch.estimators.across_ranks import AcrossRanks
 from divebatch.estimators.estimator import Estimator
@@ -36,8 +37,10 @@ def require_fit(estimator: Estimator, model: nn.Module) -> None:
 
 def make_estimator(kind: str, **settings: Any) -> Estimator:
     """Build an estimator from its name and settings."""
-    if kind not in ESTIMATORS:
-        raise ArgumentError(f"unknown estimator {kind!r}; known: {', '.join(ESTIMATORS)}")
+    require_choice("estimator", kind, tuple(ESTIMATORS))
+    if ESTIMATORS[kind].needs_loss_fn and "loss_fn" not in settings:
+        name = ESTIMATORS[kind].__name__
+        raise ArgumentError(f"{kind!r} runs the model by itself and needs the loss: pass estimator={name}(loss_fn)")
     try:
         return ESTIMATORS[kind](**settings)
     except TypeError as error:

@@ -1,7 +1,7 @@
 """The base class of estimators, and what they are shown of a training loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -51,7 +51,6 @@ class Scene:
         delivery: who delivers the samples.
         optimizer: the optimizer that steps; estimators that look at single steps need it.
         loss_reduction: how the loss is reduced over the samples of a backward pass, "mean" or "sum".
-        loss_fn: the loss, `loss_fn(model(inputs), targets)`, for an estimator that runs the model by itself.
     """
 
     model: nn.Module
@@ -59,7 +58,6 @@ class Scene:
     optimizer: Optimizer | None = None
     _: KW_ONLY
     loss_reduction: LossReduction = "mean"
-    loss_fn: Callable[[Any, Any], Tensor] | None = None
 
     def require_optimizer(self, name: str) -> Optimizer:
         """The optimizer, for an estimator that must know when weights change."""

@@ -15,28 +15,25 @@ from divebatch.norms.compilation import uncompiled
 class Oracle(Estimator):
     """Exact and unbiased, and expensive: one more forward and backward pass over all data after each measured epoch.
 
-    It needs the loss, `loss_fn(model(inputs), targets)`, given here or to the controller; batches must be
-    `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass. `fallback="vmap"` is
-    for layers without a norm rule.
+    Batches must be `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass.
+
+    Args:
+        loss_fn: The loss, called as `loss_fn(model(inputs), targets)`.
+        fallback: "vmap" measures layers that have no norm rule, slowly; None raises an error that names them.
     """
 
     name = "oracle"
     needs_loss_fn = True
     undoes_grad_scale = True  # its own passes are not scaled
 
-    def __init__(
-        self, loss_fn: Callable[[Any, Any], Tensor] | None = None, *, fallback: Literal["vmap"] | None = None
-    ) -> None:
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], *, fallback: Literal["vmap"] | None = None) -> None:
+        if not callable(loss_fn):
+            raise ArgumentError(f"loss_fn must be a function of outputs and targets, got loss_fn={loss_fn!r}")
         self._loss_fn, self._fallback = loss_fn, fallback
         self._scene: Scene | None = None
 
     def bind(self, scene: Scene) -> None:
         """Check the model and that there is a loss."""
-        if self._loss_fn is None and scene.loss_fn is None:
-            raise ArgumentError(
-                "the oracle runs the model by itself and needs the loss: "
-                "pass Controller(..., estimator='oracle', loss_fn=...) or estimator=Oracle(loss_fn)"
-            )
         NormMeter(uncompiled(scene.model), fallback=self._fallback)  # never attached: its making checks the coverage
         self._scene = scene
 
@@ -54,11 +51,10 @@ class Oracle(Estimator):
         """One exact pass at the present weights."""
         if self._scene is None:
             raise UsageError("this estimator belongs to no controller yet: bind() comes first")
-        scene, loss_fn = self._scene, self._loss_fn or self._scene.loss_fn
-        assert loss_fn is not None
+        scene = self._scene
         return gradient_diversity(
             scene.model,
-            loss_fn,
+            self._loss_fn,
             scene.delivery.full_pass(),
             loss_reduction=scene.loss_reduction,
             fallback=self._fallback,

@@ -9,9 +9,9 @@ from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
-from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
 from divebatch.policies import Policy
+from divebatch.resolve import resolve_estimator
 
 REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
 REQUIREMENT.installed()
@@ -30,15 +30,24 @@ def make_controller(
     scheduler: Any = None,
     **settings: Any,
 ) -> Controller:
-    """A `Controller` for prepared parts; its state is saved and loaded with the accelerator's.
+    """Return a `Controller` for prepared parts; its state is saved and loaded with the accelerator's.
 
     Prepare model, optimizer and scheduler as always, but not the loader: it delivers each process's part of a batch by
-    itself, from here on to the accelerator's device, and its `batch_size` is that of all processes together. `settings`
-    are the `Controller`'s: lr_coupling, loss_reduction, loss_fn.
+    itself, from here on to the accelerator's device, and its `batch_size` is that of all processes together.
 
         model, optimizer = accelerator.prepare(model, optimizer)
         loader = AdaptiveLoader(dataset, batch_size=128)
-        control = make_controller(accelerator, model, optimizer, loader, DiveBatch(0.1, 4096), lr_coupling="linear")
+        control = make_controller(accelerator, model, optimizer, loader, Auto(max_batch_size=4096))
+
+    Args:
+        accelerator: The `accelerate.Accelerator`.
+        model: The model, prepared.
+        optimizer: The optimizer, prepared.
+        loader: The `AdaptiveLoader`, not prepared.
+        policy: The rule that sets its batch size.
+        estimator: What measures the gradients, a name or an object; None for the policy's own.
+        scheduler: The scheduler that drives the optimizer, prepared or not, or a list of all that do.
+        settings: `Controller`'s: lr_coupling, loss_reduction and so on.
     """
     _check(accelerator, loader)
     given = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
@@ -49,7 +58,7 @@ def make_controller(
         optimizer.optimizer if isinstance(optimizer, _optimizer.AcceleratedOptimizer) else optimizer,
         loader,
         policy,
-        estimator=under_scaler(estimator or policy.estimator, accelerator.scaler),
+        estimator=resolve_estimator(policy, estimator, grad_scaler=accelerator.scaler),
         scheduler=schedulers,
         **settings,
     )

@@ -1,4 +1,4 @@
-"""A batch in parts: summed over several backward passes."""
+"""Policies for frameworks that make an optimizer step from several backward passes."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from divebatch.policies.wrappers import Around
 
 
 def refuse_loss(policy: Policy) -> None:
-    """For adapters that call `Controller.step` themselves and do not know the epoch's loss."""
+    """Raise for a policy that needs the epoch's loss, which adapters do not know when they call `Controller.step`."""
     if "loss" in policy.needs:
         raise ArgumentError(
             f"{type(policy).__name__} needs the epoch's mean training loss, which this adapter does not pass on: "
@@ -27,30 +27,25 @@ class OverPasses(Around):
     num_passes: int
 
     def next(self, seen: Measurement) -> Decision:
-        """The loader's next batch size."""
+        previous = seen.history.previous_batch_size
         history = replace(
             seen.history,
-            previous_batch_size=self._whole(seen.history.previous_batch_size),
+            previous_batch_size=None if previous is None else previous * self.num_passes,
             throughputs=tuple((size * self.num_passes, speed) for size, speed in seen.history.throughputs),
         )
         whole = replace(
             seen,
             batch_size=seen.batch_size * self.num_passes,
-            first_batch_size=self._whole(seen.first_batch_size),
+            first_batch_size=seen.first_batch_size * self.num_passes,
             history=history,
         )
         decision = self.policy.next(whole)
         return replace(decision, batch_size=max(1, decision.batch_size // self.num_passes))
 
-    def _whole(self, size: int | None) -> int | None:
-        return None if size is None else size * self.num_passes
-
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """As the policy says of the whole batch."""
         return self.policy.measures(epoch, batch_size * self.num_passes)
 
     def check_start(self, batch_size: int) -> None:
-        """As the policy says of the whole batch."""
         self.policy.check_start(batch_size * self.num_passes)
 
 
@@ -61,6 +56,5 @@ class InMultiples(Around):
     unit: int
 
     def next(self, seen: Measurement) -> Decision:
-        """The policy's choice, rounded."""
         decision = self.policy.next(seen)
         return replace(decision, batch_size=max(1, decision.batch_size // self.unit) * self.unit)

@@ -3,7 +3,6 @@
 It works with `lightning.pytorch` and with `pytorch_lightning`, which are different packages with the same classes.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -16,11 +15,12 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import OverPasses, refuse_loss
-from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
-from divebatch.norms.loss_scale import LossWeight
+from divebatch.lr import CouplingName
+from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
+from divebatch.resolve import resolve_estimator
 
 REQUIREMENT = Requirement(
     ["lightning", "pytorch-lightning"],
@@ -40,18 +40,24 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
     Pass the same `loader` to the trainer, and let it look at the loader's length anew each epoch:
 
         loader = AdaptiveLoader(dataset, batch_size=128)
-        callback = BatchSizeCallback(loader, DiveBatch(0.1, 4096), lr_coupling="linear")
+        callback = BatchSizeCallback(loader, Auto(max_batch_size=4096))
         trainer = Trainer(callbacks=[callback], reload_dataloaders_every_n_epochs=1)
         trainer.fit(module, loader)
 
-    The loss of each backward pass must be reduced over its batch as `loss_reduction` says. With
-    `accumulate_grad_batches=k` the policy's sizes are those of an optimizer step: k of the loader's batches. Several
-    processes share each batch, whose size is that of all together. The remaining arguments are `Controller`'s.
+    With `accumulate_grad_batches=k` the policy's sizes are those of an optimizer step: k of the loader's batches.
+    Several processes share each batch, whose size is that of all together.
 
     Each epoch's record is in `records`; its batch size and diversity go to the trainer's loggers. Checkpoints hold the
-    whole state, also in the middle of an epoch; an epoch that `max_steps` broke off starts again. A scheduler that
-    Lightning steps after every batch is refused unless `step_schedule=True` says that it does not rely on the number
-    of batches, which changes.
+    whole state, also in the middle of an epoch; an epoch that `max_steps` broke off starts again.
+
+    Args:
+        loader: The `AdaptiveLoader` that the trainer is given too.
+        policy: The rule that sets its batch size.
+        estimator: What measures the gradients, a name or an object; None for the policy's own.
+        lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
+        loss_reduction: How the loss of each backward pass is reduced over its batch, "mean" or "sum".
+        step_schedule: Whether a scheduler that Lightning steps after every batch is taken: only if its course does not
+            rely on the number of batches, which changes.
     """
 
     def __init__(
@@ -60,9 +66,8 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         policy: Policy,
         *,
         estimator: str | Estimator | None = None,
-        lr_coupling: str = "none",
-        loss_reduction: str = "mean",
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        lr_coupling: CouplingName | None = None,
+        loss_reduction: LossReduction = "mean",
         step_schedule: bool = False,
     ) -> None:
         if not isinstance(loader, AdaptiveLoader):
@@ -73,11 +78,7 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         refuse_loss(policy)
         self.loader, self.policy, self.step_schedule = loader, policy, step_schedule
         self._estimator = estimator
-        self._settings: dict[str, Any] = {
-            "lr_coupling": lr_coupling,
-            "loss_reduction": loss_reduction,
-            "loss_fn": loss_fn,
-        }
+        self._settings: dict[str, Any] = {"lr_coupling": lr_coupling, "loss_reduction": loss_reduction}
         self.control: Controller | None = None
         self.records: list[EpochRecord] = []
         self._is_fitting, self._is_resumed = False, False
@@ -99,8 +100,8 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
             trainer.optimizers[0],
             self.loader,
             self.policy if self._num_passes == 1 else OverPasses(self.policy, self._num_passes),
-            estimator=under_scaler(
-                self._estimator or self.policy.estimator, getattr(trainer.precision_plugin, "scaler", None)
+            estimator=resolve_estimator(
+                self.policy, self._estimator, grad_scaler=getattr(trainer.precision_plugin, "scaler", None)
             ),
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
             **self._settings,

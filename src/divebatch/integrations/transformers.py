@@ -20,13 +20,14 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import InMultiples, refuse_loss
-from divebatch.integrations.scaling import under_scaler
 from divebatch.integrations.versions import Requirement
+from divebatch.lr import CouplingName
 from divebatch.norms import rule_for
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.sample_gradients import Explicit, Form, Outer, positions
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
+from divebatch.resolve import resolve_estimator
 
 REQUIREMENT = Requirement(["transformers"], extra="transformers", oldest="5.22", too_new="5.23")
 REQUIREMENT.installed()
@@ -46,18 +47,24 @@ def conv1d(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Form]:
 class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` that gives each epoch the batch size `policy` asks for.
 
-        trainer = BatchSizeTrainer(
-            model=model, args=args, train_dataset=dataset, policy=DiveBatch(0.1, 1024), lr_coupling="sqrt"
-        )
+        trainer = BatchSizeTrainer(model=model, args=args, train_dataset=dataset, policy=Auto(max_batch_size=1024))
 
     The batch size is that of an optimizer step, first `per_device_train_batch_size * gradient_accumulation_steps`, then
     a multiple of the former. Samples are sequences: with a loss that is a mean over tokens, each sequence has the
     weight that its tokens have in the loss of its optimizer step. Samples come in the order of an `AdaptiveLoader`
-    with the seed `data_seed` or `seed`. The schedule is the one the first batch size would have had, driven by samples;
-    one of your own (`optimizers=`) needs `step_schedule=True`, which says that it does not rely on the number of steps.
+    with the seed `data_seed` or `seed`. The schedule is the one the first batch size would have had, driven by samples.
 
     Each epoch's record is in `records`; logs show `batch_size` and the learning rate in force. Checkpoints are saved at
     the end of an epoch. For a subclass of Trainer: `class Mine(BatchSizeTrainer, Theirs)`.
+
+    Args:
+        positional: What `transformers.Trainer` takes.
+        policy: The rule that sets the batch size.
+        estimator: What measures the gradients, a name or an object; None for the policy's own.
+        lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
+        step_schedule: Whether a scheduler of your own (`optimizers=`) is taken: only if its course does not rely on the
+            number of steps, which changes.
+        settings: What `transformers.Trainer` takes.
     """
 
     def __init__(
@@ -65,7 +72,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         *positional: Any,
         policy: Policy,
         estimator: str | Estimator | None = None,
-        lr_coupling: str = "none",
+        lr_coupling: CouplingName | None = None,
         step_schedule: bool = False,
         **settings: Any,
     ) -> None:
@@ -213,7 +220,7 @@ class _Follow(_TrainerCallback):  # type: ignore[misc]
             getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             trainer.train_loader,
             InMultiples(trainer.policy, trainer._train_batch_size),
-            estimator=under_scaler(trainer._estimator or trainer.policy.estimator, trainer.accelerator.scaler),
+            estimator=resolve_estimator(trainer.policy, trainer._estimator, grad_scaler=trainer.accelerator.scaler),
             lr_coupling=trainer.lr_coupling,
             scheduler=trainer.lr_scheduler,
         )

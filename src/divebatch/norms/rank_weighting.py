@@ -78,7 +78,7 @@ def _weighed(output: Any, factor: float) -> Any:
         raise UsageError(
             f"the model's output, a {type(output).__name__}, shows no tensor, and this rank's gradients must count "
             f"{factor:.4g}-fold: return tensors in tuples, lists or dicts, or multiply the loss by "
-            f"loader.rank_shard.loss_weight and pass Controller(..., weigh_gradients=False)"
+            f"loader.rank_shard.loss_weight and pass Controller(..., rank_weighting='loss')"
         )
     return tree_map_only(Tensor, lambda tensor: _through(tensor, factor), output)
 

@@ -4,7 +4,7 @@ from divebatch.policies.adabatch import AdaBatch
 from divebatch.policies.adadamp import AdaDamp, GeoDamp, GradientDamp, PadaDamp
 from divebatch.policies.auto import Auto
 from divebatch.policies.bounds import Bounds
-from divebatch.policies.cabs import Cabs
+from divebatch.policies.cabs import CABS
 from divebatch.policies.catalog import POLICIES, make_policy
 from divebatch.policies.divebatch import DiveBatch
 from divebatch.policies.fixed import Fixed
@@ -15,17 +15,17 @@ from divebatch.policies.norm_test import NormTest
 from divebatch.policies.plateau import Plateau
 from divebatch.policies.policy import Policy
 from divebatch.policies.sample_schedule import SampleSchedule
-from divebatch.policies.schedule_to_batch import Seesaw, Smith
+from divebatch.policies.schedule_to_batch import Seesaw, SmithSchedule
 from divebatch.policies.simigrad import SimiGrad
 from divebatch.policies.wrappers import Rounded, SpillOver, Steady, WarmUp
 
 __all__ = [
+    "CABS",
     "POLICIES",
     "AdaBatch",
     "AdaDamp",
     "Auto",
     "Bounds",
-    "Cabs",
     "DiveBatch",
     "Fixed",
     "GeoDamp",
@@ -41,7 +41,7 @@ __all__ = [
     "SampleSchedule",
     "Seesaw",
     "SimiGrad",
-    "Smith",
+    "SmithSchedule",
     "SpillOver",
     "Steady",
     "WarmUp",

@@ -5,31 +5,20 @@ from dataclasses import KW_ONLY, dataclass
 
 from divebatch.checks import require_count, require_positive
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import Bounds, require_start_under_cap
+from divebatch.policies.bounds import Capped
 from divebatch.policies.confidence import decided, ratio, require_diversity, require_loss
-from divebatch.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
-class _Damping(Policy):
+class _Damping(Capped):
     """Never below the first batch, never above the cap. `SpillOver` sends what is over the cap to the learning rate."""
 
     has_many_sizes = True
 
-    max_batch_size: int
-
-    def __post_init__(self) -> None:
-        require_count("max_batch_size", self.max_batch_size)
-
-    def check_start(self, batch_size: int) -> None:
-        """Raise if the first batch is above the cap."""
-        require_start_under_cap(batch_size, self.max_batch_size)
-
     def _grown(self, seen: Measurement, factor: float, reason: str) -> Decision:
-        wanted = seen.start * factor
+        wanted = seen.first_batch_size * factor
         wanted = float(math.ceil(wanted - 1e-9)) if math.isfinite(wanted) else wanted
-        bounds = Bounds(min(seen.start, self.max_batch_size), self.max_batch_size)
-        return decided(seen, wanted, bounds, monotone=False, reason=reason)
+        return decided(seen, wanted, self.bounds, at_least=seen.first_batch_size, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +26,14 @@ class AdaDamp(_Damping):
     """ceil(b0 * loss_0 / loss): the batch grows as the training loss falls, and shrinks if it rises again.
 
     loss_0 is the first epoch's loss. The loss must have its lowest value near zero.
+
+    Args:
+        max_batch_size: The largest batch, in samples.
     """
 
     needs = frozenset({"loss"})
 
     def next(self, seen: Measurement) -> Decision:
-        """By the loss."""
         loss = require_loss(self, seen)
         factor = ratio(loss if seen.history.first_loss is None else seen.history.first_loss, loss)
         return self._grown(seen, factor, f"the loss fell by {factor:g}")
@@ -53,13 +44,16 @@ class GradientDamp(_Damping):
     """ceil(b0 * ||G_0||^2 / ||G||^2): AdaDamp's rule for networks, by the squared norm of the mean gradient.
 
     G_0 is the first one measured. An estimate of ||G||^2 that is not above zero leaves the size as it is.
+
+    Args:
+        max_batch_size: The largest batch, in samples.
     """
 
     needs = frozenset({"diversity"})
+    estimator = "moments"
     decides_within_epochs = True
 
     def next(self, seen: Measurement) -> Decision:
-        """By the gradient."""
         now = require_diversity(self, seen).sq_norm
         first = now if seen.history.first_sq_norm is None else seen.history.first_sq_norm
         factor = ratio(first, now) if now > 0 else math.nan
@@ -68,7 +62,12 @@ class GradientDamp(_Damping):
 
 @dataclass(frozen=True, slots=True)
 class PadaDamp(_Damping):
-    """b0 + rate * step: AdaDamp's growth on a straight line, with nothing to measure. `rate` in samples a step."""
+    """b0 + rate * step: AdaDamp's growth on a straight line, with nothing to measure.
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+        rate: How many samples the batch grows by with each step.
+    """
 
     decides_within_epochs = True
 
@@ -80,29 +79,33 @@ class PadaDamp(_Damping):
         require_positive("rate", self.rate)
 
     def next(self, seen: Measurement) -> Decision:
-        """By the steps made."""
-        return self._grown(seen, 1 + self.rate * seen.step / seen.start, f"after {seen.step} steps")
+        return self._grown(seen, 1 + self.rate * seen.step / seen.first_batch_size, f"after {seen.step} steps")
 
 
 @dataclass(frozen=True, slots=True)
 class GeoDamp(_Damping):
-    """b0 * factor^(epoch // every): growth by a factor at fixed times."""
+    """b0 * factor^(epoch // every_epochs): growth by a factor at fixed times.
 
-    epoch_settings = frozenset({"every"})
+    Args:
+        max_batch_size: The largest batch, in samples.
+        factor: What the batch size is multiplied by.
+        every_epochs: How many epochs lie between two changes.
+    """
+
+    epoch_settings = frozenset({"every_epochs"})
     has_many_sizes = False
 
     _: KW_ONLY
     factor: float = 2
-    every: int = 5
+    every_epochs: int = 5
 
     def __post_init__(self) -> None:
         _Damping.__post_init__(self)
         require_positive("factor", self.factor)
-        require_count("every", self.every)
+        require_count("every_epochs", self.every_epochs)
 
     def next(self, seen: Measurement) -> Decision:
-        """By the epoch."""
-        power = seen.epoch // self.every
+        power = seen.epoch // self.every_epochs
         try:
             grown = float(self.factor) ** power
         except OverflowError:

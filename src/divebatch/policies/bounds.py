@@ -1,6 +1,6 @@
-"""Between which sizes a batch may move, and checks of a policy against its loader."""
+"""Between which sizes a batch may move."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
@@ -16,16 +16,6 @@ def require_start_under_cap(batch_size: int, max_batch_size: int) -> None:
         )
 
 
-def require_coupling(policy: Policy, lr_coupling: str) -> None:
-    """Raise if the policy is made for another one."""
-    wanted = policy.lr_coupling
-    if wanted not in (None, lr_coupling):
-        raise ArgumentError(
-            f"{type(policy).__name__} moves the learning rate with the batch size: pass lr_coupling={wanted!r}, "
-            f"got lr_coupling={lr_coupling!r}"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Floor, cap and multiple of a batch size. The cap wins over the floor; both win over the multiple.
@@ -34,6 +24,11 @@ class Bounds:
     960
     >>> Bounds(floor=1, cap=4096).clamp(1000.7, at_least=2048), Bounds(floor=1, cap=4096).clamp(float("inf"))
     (2048, 4096)
+
+    Args:
+        floor: The smallest size, in samples.
+        cap: The largest size, in samples.
+        multiple_of: Sizes are rounded down to multiples of this many samples.
     """
 
     floor: int
@@ -48,7 +43,25 @@ class Bounds:
             raise ArgumentError(f"max_batch_size={self.cap} is below min_batch_size={self.floor}")
 
     def clamp(self, proposal: float, *, at_least: int = 1) -> int:
-        """The allowed size nearest below `proposal`: clamped, then truncated (READING, "rounding")."""
+        """Return the allowed size nearest below `proposal`: clamped, then truncated (READING, "rounding")."""
         lowest = min(max(self.floor, at_least), self.cap)
         whole = int(min(max(proposal, lowest), self.cap))
         return max(whole - whole % self.multiple_of, lowest)
+
+
+@dataclass(frozen=True, slots=True)
+class Capped(Policy):
+    """A policy with a largest size, above which training may not start."""
+
+    max_batch_size: int
+    bounds: Bounds = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.set_bounds()
+
+    def set_bounds(self, *, floor: int = 1, multiple_of: int = 1) -> None:
+        """Check the bounds and keep them, once and for all."""
+        object.__setattr__(self, "bounds", Bounds(floor, self.max_batch_size, multiple_of))
+
+    def check_start(self, batch_size: int) -> None:
+        require_start_under_cap(batch_size, self.max_batch_size)

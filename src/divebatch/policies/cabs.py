@@ -5,16 +5,22 @@ from dataclasses import dataclass
 
 from divebatch.measurement import Diversity, Measurement
 from divebatch.policies.confidence import ratio, require_diversity, require_loss
-from divebatch.policies.paced import Paced
+from divebatch.policies.periodic import Periodic
 
 
 @dataclass(frozen=True, slots=True)
-class Cabs(Paced):
+class CABS(Periodic):
     """lr * tr(Sigma) / loss, for a loss whose lowest value is near zero. It leaves the learning rate alone.
 
     The original decides at every step from exponential means that start at fixed values. Here the estimator averages,
     over the epoch or with its `decay`, debiased. The size stays where the interval of tr(Sigma) allows it. Its floor
     and cap were 16 and 2048.
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+        min_batch_size: The smallest batch, in samples.
+        every_epochs: How many epochs lie between two decisions.
+        monotone: Whether the batch never shrinks.
     """
 
     needs = frozenset({"diversity", "loss"})
@@ -24,7 +30,6 @@ class Cabs(Paced):
     min_batch_size: int = 16
 
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
-        """Rounded to the nearest size."""
         diversity, loss = require_diversity(self, seen), require_loss(self, seen)
         low, value, high = (ratio((seen.lr or 0.0) * trace, loss) for trace in traces(diversity))
         reason = f"lr * tr(Sigma) / loss = {value:.1f}"
@@ -34,7 +39,7 @@ class Cabs(Paced):
 
 
 def traces(diversity: Diversity) -> tuple[float, float, float]:
-    """tr(Sigma) between the ends of its interval; a single estimate, which shows no scatter, has none above."""
+    """Return tr(Sigma) between the ends of its interval; a single estimate shows no scatter, so it has no upper end."""
     trace, spread = diversity.trace, diversity.spread
     if math.isnan(trace):
         return (math.nan, math.nan, math.nan)

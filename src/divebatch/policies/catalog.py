@@ -6,7 +6,7 @@ from divebatch.errors import ArgumentError
 from divebatch.policies.adabatch import AdaBatch
 from divebatch.policies.adadamp import AdaDamp, GeoDamp, GradientDamp, PadaDamp
 from divebatch.policies.auto import Auto
-from divebatch.policies.cabs import Cabs
+from divebatch.policies.cabs import CABS
 from divebatch.policies.divebatch import DiveBatch
 from divebatch.policies.fixed import Fixed
 from divebatch.policies.goodput import Goodput
@@ -16,7 +16,7 @@ from divebatch.policies.norm_test import NormTest
 from divebatch.policies.plateau import Plateau
 from divebatch.policies.policy import Policy
 from divebatch.policies.sample_schedule import SampleSchedule
-from divebatch.policies.schedule_to_batch import Seesaw, Smith
+from divebatch.policies.schedule_to_batch import Seesaw, SmithSchedule
 from divebatch.policies.simigrad import SimiGrad
 
 POLICIES: dict[str, type[Policy]] = {
@@ -28,8 +28,8 @@ POLICIES: dict[str, type[Policy]] = {
     "norm-test": NormTest,
     "inner-product-test": InnerProductTest,
     "simigrad": SimiGrad,
-    "cabs": Cabs,
-    "smith": Smith,
+    "cabs": CABS,
+    "smith": SmithSchedule,
     "seesaw": Seesaw,
     "adadamp": AdaDamp,
     "gradient-damp": GradientDamp,
@@ -45,7 +45,7 @@ def make_policy(kind: str, **settings: Any) -> Policy:
     """Build a policy from its name and settings, as a configuration file gives them.
 
     >>> make_policy("adabatch", max_batch_size=2048)
-    AdaBatch(max_batch_size=2048, factor=2, every=20, lr_decay=1.0)
+    AdaBatch(max_batch_size=2048, factor=2, every_epochs=20, lr_decay=1.0)
     """
     if kind not in POLICIES:
         raise ArgumentError(f"unknown policy {kind!r}; known: {', '.join(POLICIES)}")

@@ -1,4 +1,4 @@
-"""How far a rule may trust what was measured, and how its wish becomes a decision."""
+"""How far a rule may trust what was measured, and how the size it asks for becomes a decision."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from divebatch.policies.bounds import Bounds
 
 
 def require_diversity(policy: object, seen: Measurement) -> Diversity:
-    """The epoch's diversity, or an error where none was measured."""
+    """Return the epoch's diversity, or raise where none was measured."""
     if seen.diversity is None:
         name = type(policy).__name__
         raise UsageError(f"{name} needs the diversity of epoch {seen.epoch}, and none was measured")
@@ -17,14 +17,14 @@ def require_diversity(policy: object, seen: Measurement) -> Diversity:
 
 
 def require_loss(policy: object, seen: Measurement) -> float:
-    """The epoch's loss, or an error where none was told."""
+    """Return the epoch's loss, or raise where none was given."""
     if seen.loss is None:
         raise UsageError(f"{type(policy).__name__} needs the loss of epoch {seen.epoch}: control.step(loss=...)")
     return seen.loss
 
 
 def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float]) -> tuple[float | None, str]:
-    """What `rule`, which grows with the noise scale, asks for on this evidence, and a remark on it.
+    """Return what `rule`, which grows with the noise scale, asks for on this evidence, and a remark on it.
 
     A noise scale comes with an interval. Where the sizes that the interval allows lie on both sides of the present
     one, nothing is known that would justify a change: None, for the present size. An interval without an upper end says
@@ -35,7 +35,7 @@ def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float])
     (100.0, '')
     """
     if diversity.spread is None:
-        return (rule(diversity.noise_scale), "") if diversity.is_defined else (math.inf, diversity.problem)
+        return (rule(diversity.noise_scale), "") if diversity.is_defined else (math.inf, diversity.undefined_reason)
     low, high = map(rule, diversity.noise_scale_interval())
     if low <= batch_size <= high:
         return None, f"the wanted size is between {low:.0f} and {high:.0f} with 95 % confidence: no change"
@@ -44,19 +44,19 @@ def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float])
     return low, f"at least {low:.0f} with 95 % confidence"
 
 
-def decided(seen: Measurement, wanted: float | None, bounds: Bounds, *, monotone: bool, reason: str) -> Decision:
-    """`wanted` within the bounds; the present size where nothing is wanted or it is not a number."""
+def decided(seen: Measurement, wanted: float | None, bounds: Bounds, *, at_least: int = 1, reason: str) -> Decision:
+    """Return `wanted` within the bounds; the present size where nothing is wanted or it is not a number."""
     if wanted is None:
         return Decision(batch_size=seen.batch_size, reason=reason)
     if math.isnan(wanted):
         return Decision(batch_size=seen.batch_size, reason=f"{reason}: not a number, so no change")
-    size = bounds.clamp(wanted, at_least=seen.batch_size if monotone else 1)
+    size = bounds.clamp(wanted, at_least=at_least)
     capped = f", capped at {bounds.cap}" if wanted > bounds.cap else ""
-    return Decision(batch_size=size, reason=f"{reason}{capped}", wanted=wanted)
+    return Decision(batch_size=size, reason=f"{reason}{capped}", unclamped=wanted)
 
 
 def ratio(above: float, below: float) -> float:
-    """above / below for what should be positive; infinite where `below` has gone to zero, NaN where nothing is said."""
+    """Return above / below for what should be positive; infinite where `below` is zero, NaN where nothing is known."""
     if math.isnan(above) or math.isnan(below) or above < 0 or math.isinf(below) or above == below == 0:
         return math.nan
     return above / below if below > 0 and above / below < math.inf else math.inf

@@ -8,7 +8,7 @@ from divebatch.policies.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Fixed(Policy):
-    """Keep the batch size, as ordinary mini-batch SGD does. Costs nothing.
+    """Keep the batch size, as ordinary mini-batch SGD does. Costs nothing and takes no argument.
 
     >>> Fixed().next(Measurement(epoch=1, batch_size=128, dataset_size=50_000)).batch_size
     128
@@ -17,5 +17,4 @@ class Fixed(Policy):
     decides_within_epochs = True
 
     def next(self, seen: Measurement) -> Decision:
-        """The same batch size again."""
         return Decision(batch_size=seen.batch_size)

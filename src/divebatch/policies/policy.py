@@ -1,14 +1,17 @@
 """What a policy is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.measurement import Decision, Measurement
 
 NEEDS = ("diversity", "inner_variance", "loss", "throughputs")
-"""What a policy may need beyond what costs nothing: fields of `Measurement`, its `Diversity` and its `History`."""
+"""What a policy may need that is not free: fields of `Measurement`, its `Diversity` and its `History`."""
+
+_PLAIN = bool | int | float | str | None
 
 
 class Policy(ABC):
@@ -31,9 +34,13 @@ class Policy(ABC):
     needs: Set[str] = frozenset()
     """Which of "diversity", "inner_variance", "loss" and "throughputs" `next` reads; nothing else is measured."""
     estimator: str | None = None
-    """The name of the estimator that the controller takes where it is given none; None for "moments"."""
+    """The name of the estimator that measures for it where the controller is given none; None for "moments"."""
     lr_coupling: str | None = None
-    """How the learning rate must follow the batch size for the rule to be what it says; None where any will do."""
+    """The coupling that the rule is made for; None where any will do."""
+    needs_lr_coupling: bool = False
+    """Whether the learning rate must follow the batch size: where no coupling is named, as suits the optimizer."""
+    moves_lr: bool = False
+    """Whether the decisions' `lr_factor` is made for their size, so that nothing around may change the size."""
     decides_within_epochs: bool = False
     """Whether `next` makes sense every so many steps. Not where it counts epochs, or reads an epoch's loss or speed."""
     epoch_settings: ClassVar[Set[str]] = frozenset()
@@ -44,7 +51,7 @@ class Policy(ABC):
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         needs = cls.__dict__.get("needs", frozenset())
-        if isinstance(needs, str | Set):
+        if isinstance(needs, str | list | tuple | Set):  # a property or a field can be checked on objects only
             require_known_needs(cls.__name__, needs)
 
     @abstractmethod
@@ -75,3 +82,31 @@ def require_policy(policy: Any, example: str = "DiveBatch(0.1, 4096)") -> None:
             f"subclass of divebatch.Policy with a method `next`"
         )
     require_known_needs(type(policy).__name__, policy.needs)
+
+
+def settings_of(policy: Policy) -> dict[str, Any]:
+    """Return a policy's class and settings in plain containers, as a checkpoint keeps them.
+
+    Settings are a dataclass's fields, or any other object's attributes that are numbers, words or policies.
+    """
+    if is_dataclass(policy):
+        values = {entry.name: getattr(policy, entry.name) for entry in fields(policy) if entry.init}
+    else:
+        values = {name: value for name, value in vars(policy).items() if isinstance(value, _PLAIN | Policy)}
+    return {"class": type(policy).__name__, **{name: _plain(value) for name, value in values.items()}}
+
+
+def require_same_settings(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise for the first setting of a checkpoint that is another one here."""
+    for name, value in there.items():
+        if isinstance(value, Mapping) and isinstance(here.get(name), Mapping):
+            require_same_settings(f"{what}'s {name}", value, here[name])
+        elif name not in here or here[name] != value:
+            mine = repr(here[name]) if name in here else "nothing"
+            raise CheckpointError(f"the {what} has {name}={value!r}, this run {mine}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Policy):
+        return settings_of(value)
+    return value if isinstance(value, _PLAIN) else repr(value)

@@ -15,13 +15,15 @@ ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class SampleSchedule(Policy):
-    """Entries "FROM:SIZE": from FROM on the batch size is SIZE, for instance "0:768 250B:1536".
-
-    FROM counts samples, or tokens where `sequence_length` says how many a sample has; K, M, B and T are thousands to
-    millions of millions. What counts is the number of samples seen, so a resumed run goes on exactly.
+    """A timetable of batch sizes by the number of samples seen, so that a resumed run goes on exactly.
 
     >>> SampleSchedule("0:768 250B:1536", sequence_length=2048).entries()
     [(0, 768), (122070312, 1536)]
+
+    Args:
+        schedule: Entries "FROM:SIZE": from FROM on the batch size is SIZE, for instance "0:768 250B:1536". FROM counts
+            samples, or tokens; K, M, B and T are thousands to millions of millions.
+        sequence_length: How many tokens a sample has, where FROM counts tokens.
     """
 
     decides_within_epochs = True
@@ -37,7 +39,7 @@ class SampleSchedule(Policy):
             raise ArgumentError(f"entries must begin at 0 and go upwards, got schedule={self.schedule!r}")
 
     def entries(self) -> list[tuple[int, int]]:
-        """(first sample, batch size), whole samples."""
+        """Return (first sample, batch size) of each entry, in whole samples."""
         if not isinstance(self.schedule, str):
             raise ArgumentError(f"entries must look like '0:768 250B:1536', got schedule={self.schedule!r}")
         return [self._entry(text) for text in self.schedule.split()]
@@ -51,13 +53,11 @@ class SampleSchedule(Policy):
         return count // self.sequence_length, int(match[3])
 
     def next(self, seen: Measurement) -> Decision:
-        """The entry in force."""
         start, size = max(entry for entry in self.entries() if entry[0] <= seen.samples)
         reason = f"from sample {start} on" if size != seen.batch_size else ""
-        return Decision(batch_size=size, reason=reason, wanted=size)
+        return Decision(batch_size=size, reason=reason, unclamped=size)
 
     def check_start(self, batch_size: int) -> None:
-        """Raise if the loader starts with another size than the schedule."""
         first = self.entries()[0][1]
         if batch_size != first:
             raise ArgumentError(f"the schedule starts with batch size {first}, the loader with {batch_size}")

@@ -6,45 +6,54 @@ from divebatch.checks import require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity, Measurement
 from divebatch.policies.confidence import require_diversity
-from divebatch.policies.paced import Paced
+from divebatch.policies.periodic import Periodic
 
 
 @dataclass(frozen=True, slots=True)
-class SimiGrad(Paced):
+class SimiGrad(Periodic):
     """Ten per cent more where the halves of a batch differ too much, ten per cent less where they agree too well.
 
     The likeness is the cosine between the gradients of two halves. It is taken from the noise scale B, as
-    1 / (1 + 2 B / b) for a batch of b, rather than from single noisy pairs. Where its interval holds `target`, nothing
-    changes. The original changes the size at every step; here at every `every`-th epoch. It is made for a learning rate
-    that follows the square root of the batch size. It comes to rest at 2 * B * target / (1 - target).
+    1 / (1 + 2 B / b) for a batch of b, rather than from single noisy pairs. Where its interval holds the target,
+    nothing changes. The original changes the size at every step; here every `every_epochs` epochs, or every so many
+    steps. It brings the square-root coupling. It comes to rest at 2 * B * target / (1 - target).
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+        min_batch_size: The smallest batch, in samples.
+        every_epochs: How many epochs lie between two decisions.
+        monotone: Whether the batch never shrinks.
+        target_cosine: The cosine to hold, between 0 and 1.
+        multiple_of: Sizes are multiples of this many samples, and so is the least change.
     """
 
     lr_coupling = "sqrt"
-    has_many_sizes = False  # it goes by tenths, and rounded down it would not move
+    has_many_sizes = False  # it goes by tenths: rounded down from outside it would not move
 
     monotone: bool = False
-    target: float = 0.3
+    target_cosine: float = 0.3
+    multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        Paced.__post_init__(self)
-        require_positive("target", self.target)
-        if self.target >= 1:
-            raise ArgumentError(f"target must be below 1, got target={self.target!r}")
+        Periodic.__post_init__(self)
+        self.set_bounds(floor=self.min_batch_size, multiple_of=self.multiple_of)
+        require_positive("target_cosine", self.target_cosine)
+        if self.target_cosine >= 1:
+            raise ArgumentError(f"target_cosine must be below 1, got target_cosine={self.target_cosine!r}")
 
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
-        """A tenth up or down, and at least one multiple."""
         low, high = cosines(require_diversity(self, seen), seen.batch_size)
         b, least = seen.batch_size, self.multiple_of  # a smaller step would be rounded away, or down to nothing
-        reason = f"likeness of halves {low:.3f} to {high:.3f}, target {self.target:g}"
-        if high < self.target:
+        reason = f"likeness of halves {low:.3f} to {high:.3f}, target {self.target_cosine:g}"
+        if high < self.target_cosine:
             return max(b + least, int(1.1 * b)), reason
-        if low > self.target and b > least:
+        if low > self.target_cosine and b > least:
             return max(least, min(b - least, int(0.9 * b))), reason
         return None, reason
 
 
 def cosines(diversity: Diversity, batch_size: int) -> tuple[float, float]:
-    """Between which values the cosine of two half-batch gradients lies; 0 where the noise scale cannot be formed."""
+    """Return the interval of the cosine of two half-batch gradients; 0 where the noise scale cannot be formed."""
     if diversity.spread is None and not diversity.is_defined:
         return (0.0, 0.0)
     low, high = diversity.noise_scale_interval()

@@ -1,10 +1,12 @@
-"""What can be put around any policy: calm, an outlet at the cap, and a gentle start after a jump."""
+"""Policies around other policies: they damp changes, round sizes, or spread what a change does to the learning rate.
+
+Those that change the size go inside those that move the learning rate: `WarmUp(Steady(NoiseScale(4096)))`.
+"""
 
 import math
 from abc import abstractmethod
 from collections.abc import Set
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Protocol, runtime_checkable
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
@@ -14,12 +16,14 @@ from divebatch.policies.policy import Policy, require_policy
 
 @dataclass(frozen=True, slots=True)
 class Around(Policy):
-    """Everything but `next` is the inner policy's."""
+    """A policy whose `next` changes another one's; everything else is the inner policy's."""
 
     policy: Policy
     needs: Set[str] = field(init=False, repr=False)
     estimator: str | None = field(init=False, repr=False)
     lr_coupling: str | None = field(init=False, repr=False)
+    needs_lr_coupling: bool = field(init=False, repr=False)
+    moves_lr: bool = field(init=False, repr=False)
     decides_within_epochs: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -28,67 +32,58 @@ class Around(Policy):
             ("needs", self.policy.needs),
             ("estimator", self.policy.estimator),
             ("lr_coupling", self.policy.lr_coupling),
+            ("needs_lr_coupling", self.policy.needs_lr_coupling),
+            ("moves_lr", self.policy.moves_lr),
             ("decides_within_epochs", self.policy.decides_within_epochs),
         ):
             object.__setattr__(self, name, value)
 
     @abstractmethod
     def next(self, seen: Measurement) -> Decision:
-        """The inner decision, changed."""
+        """Return the inner decision, changed."""
 
     def _inner(self, seen: Measurement) -> Decision:
         """No larger than the data: the controller would cut it, and what is made of it here must fit."""
         return self.policy.next(seen).at_most(seen.dataset_size)
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """As the inner policy says."""
         return self.policy.measures(epoch, batch_size)
 
     def check_start(self, batch_size: int) -> None:
-        """As the inner policy says."""
         self.policy.check_start(batch_size)
 
 
 @dataclass(frozen=True, slots=True)
-class OfRate(Around):
-    """Those that let the learning rate follow from the size that is decided."""
+class OfSize(Around):
+    """One that changes the size, and so must not stand around a policy that has moved the rate for another size."""
+
+    def __post_init__(self) -> None:
+        Around.__post_init__(self)
+        if self.policy.moves_lr:
+            own, inner = type(self).__name__, type(self.policy).__name__
+            raise ArgumentError(
+                f"{own} changes the size for which {inner} has moved the learning rate: put {own} around what {inner} "
+                f"is around, or leave it out (Auto moves by doublings as it is)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class OfSize(Around):
-    """Those that have a say in the size. They come first, also where they stand around one of the rate.
+class OfRate(Around):
+    """One that lets the learning rate follow from the size that is decided."""
 
-    One of the rate must see the size that is really taken, or it would pay out what it never took.
-    """
-
-    def next(self, seen: Measurement) -> Decision:
-        """`settled`, inside whatever moves the rate."""
-        inner = self.policy.parts() if isinstance(self.policy, Composed) else self.policy
-        if isinstance(inner, OfRate):
-            return replace(inner, policy=replace(self, policy=inner.policy)).next(seen)
-        return self.settled(self._inner(seen), seen)
-
-    @abstractmethod
-    def settled(self, decision: Decision, seen: Measurement) -> Decision:
-        """The decision with the size that is taken."""
-
-
-@runtime_checkable
-class Composed(Protocol):
-    """A policy that is made of one of the rate around another."""
-
-    def parts(self) -> OfRate:
-        """As they would be put around each other by hand."""
-        ...
+    def __post_init__(self) -> None:
+        Around.__post_init__(self)
+        object.__setattr__(self, "moves_lr", True)
 
 
 @dataclass(frozen=True, slots=True)
 class Steady(OfSize):
-    """No flapping: a size stays for at least `dwell` epochs, and changes by less than `threshold` are not made.
+    """Keep a size for some decisions, and leave small changes out: each costs recompiling and unsettles the optimizer.
 
-    Where the policy decides every so many steps, `dwell` counts those decisions.
-    Each change costs recompiling and unsettles the optimizer. `threshold=1.25` lets through what is at least a quarter
-    more, or as much less.
+    Args:
+        policy: The policy whose sizes are taken.
+        dwell: How many decisions a size stays in force at least: epochs, or what `every_steps` makes of them.
+        threshold: The least change that is made, as a factor: 1.25 lets through a quarter more, or as much less.
     """
 
     _: KW_ONLY
@@ -96,16 +91,16 @@ class Steady(OfSize):
     threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        Around.__post_init__(self)
+        OfSize.__post_init__(self)
         require_count("dwell", self.dwell)
         require_positive("threshold", self.threshold)
         if self.threshold < 1:
             raise ArgumentError(f"threshold must be at least 1, got threshold={self.threshold!r}")
 
-    def settled(self, decision: Decision, seen: Measurement) -> Decision:
-        """The inner decision, or none yet."""
+    def next(self, seen: Measurement) -> Decision:
+        decision = self._inner(seen)
         change = max(decision.batch_size / seen.batch_size, seen.batch_size / decision.batch_size)
-        if change == 1 or (seen.history.epochs_at_size >= self.dwell and change >= self.threshold):
+        if change == 1 or (seen.history.decisions_at_size >= self.dwell and change >= self.threshold):
             return decision
         reason = f"{decision.reason}; kept for now, {decision.batch_size} asked".lstrip("; ")
         return Decision(batch_size=seen.batch_size, reason=reason)
@@ -113,20 +108,24 @@ class Steady(OfSize):
 
 @dataclass(frozen=True, slots=True)
 class Rounded(OfSize):
-    """Sizes are rounded down to multiples, for compilers: each new one costs them half a minute.
+    """Round sizes down to multiples, for compilers: each new size costs them half a minute.
 
-    For rules that say where to be. One that goes by small steps from where it is would not move.
+    For rules that say where to be. One that goes by small steps from where it is would not move. The present size stays
+    where rounding would lead past it, or to nothing.
+
+    Args:
+        policy: The policy whose sizes are taken.
+        multiple_of: Samples by which sizes differ.
     """
 
     multiple_of: int
 
     def __post_init__(self) -> None:
-        Around.__post_init__(self)
+        OfSize.__post_init__(self)
         require_count("multiple_of", self.multiple_of)
 
-    def settled(self, decision: Decision, seen: Measurement) -> Decision:
-        """The inner decision, rounded; the present size where rounding would lead past it."""
-        now = seen.batch_size
+    def next(self, seen: Measurement) -> Decision:
+        decision, now = self._inner(seen), seen.batch_size
         rounded = decision.batch_size // self.multiple_of * self.multiple_of
         if (rounded - now) * (decision.batch_size - now) <= 0 or rounded == 0:
             rounded = now
@@ -135,9 +134,12 @@ class Rounded(OfSize):
 
 @dataclass(frozen=True, slots=True)
 class SpillOver(OfRate):
-    """At the cap what is wanted beyond it goes into the learning rate: lr times size over wanted.
+    """At the cap, turn what is wanted beyond it into a lower learning rate: lr times size over wanted.
 
     lr / b then falls as if the batch had grown. When less is wanted again the rate comes back.
+
+    Args:
+        policy: The policy whose sizes are taken.
     """
 
     def measures(self, epoch: int, batch_size: int) -> bool:
@@ -145,28 +147,30 @@ class SpillOver(OfRate):
         return self.policy.measures(epoch, 1) or self.policy.measures(epoch, batch_size)
 
     def next(self, seen: Measurement) -> Decision:
-        """The inner decision, with its spill against the one already in force."""
+        """Return the inner decision, with its spill relative to the one already in force."""
         decision = self._inner(seen)
-        says_something = decision.wanted is not None and math.isfinite(decision.wanted)
-        wanted = decision.wanted if says_something else seen.history.wanted  # else the spill in force stays
-        spill = _spill(decision.batch_size, wanted)
-        factor = decision.lr_factor * spill / _spill(seen.batch_size, seen.history.wanted)
+        says_something = decision.unclamped is not None and math.isfinite(decision.unclamped)
+        unclamped = decision.unclamped if says_something else seen.history.unclamped  # else the spill in force stays
+        spill = _spill(decision.batch_size, unclamped)
+        factor = decision.lr_factor * spill / _spill(seen.batch_size, seen.history.unclamped)
         reason = f"{decision.reason}; lr times {spill:g} for what is over the cap" if spill < 1 else decision.reason
-        return replace(decision, lr_factor=factor, reason=reason, wanted=wanted)
+        return replace(decision, lr_factor=factor, reason=reason, unclamped=unclamped)
 
 
-def _spill(batch_size: int, wanted: float | None) -> float:
-    if wanted is None or wanted < batch_size + 1:  # less than a sample over is rounding
+def _spill(batch_size: int, unclamped: float | None) -> float:
+    if unclamped is None or unclamped < batch_size + 1:  # less than a sample over is rounding
         return 1.0
-    return batch_size / wanted
+    return batch_size / unclamped
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp(OfRate):
-    """After a growth the learning rate starts from where it was and follows the coupling over `epochs` epochs.
+    """After a growth let the learning rate start from where it was and follow the coupling over some decisions.
 
-    Where the policy decides every so many steps, `epochs` counts those decisions.
-    For couplings that raise the rate with the batch; `power` is 1 for the linear one, 0.5 for the square root.
+    Args:
+        policy: The policy whose sizes are taken.
+        epochs: How many decisions the rate takes to get there: epochs, or what `every_steps` makes of them.
+        power: The power of the batch size that the coupling follows: 1 for the linear one, 0.5 for the square root.
     """
 
     _: KW_ONLY
@@ -174,26 +178,23 @@ class WarmUp(OfRate):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        Around.__post_init__(self)
+        OfRate.__post_init__(self)
         require_count("epochs", self.epochs)
         require_positive("power", self.power)
 
     def next(self, seen: Measurement) -> Decision:
-        """The inner decision, with a share of what the last jump still owes, less what this one takes."""
-        decision = self._inner(seen)
-        if decision.batch_size == seen.batch_size:
-            return replace(decision, lr_factor=decision.lr_factor * self._owed(seen) ** self._share(seen))
-        jump = max(1.0, decision.batch_size / seen.batch_size) ** self.power
-        return replace(decision, lr_factor=decision.lr_factor * self._owed(seen) / jump)
+        return ramped(self._inner(seen), seen, decisions=self.epochs, power=self.power)
 
-    def _owed(self, seen: Measurement) -> float:
-        """What the rate lacks after the last growth."""
-        grown = max(1.0, seen.batch_size / (seen.history.previous_batch_size or seen.batch_size))
-        return float(grown ** (self.power * self._left(seen) / self.epochs))
 
-    def _share(self, seen: Measurement) -> float:
-        return 1 / max(1, self._left(seen))
+def ramped(decision: Decision, seen: Measurement, *, decisions: int, power: float) -> Decision:
+    """Return `decision` with a learning rate that reaches its value after a growth over so many further decisions.
 
-    def _left(self, seen: Measurement) -> int:
-        """Epochs of the warm-up whose raise is still to come."""
-        return max(0, self.epochs - (seen.history.epochs_at_size - 1))
+    Its factor pays out a part of what the rate still lacks since the last growth, and holds back what this one adds.
+    """
+    left = max(0, decisions - (seen.history.decisions_at_size - 1))
+    grown = max(1.0, seen.batch_size / (seen.history.previous_batch_size or seen.batch_size))
+    lacking = float(grown ** (power * left / decisions))
+    if decision.batch_size == seen.batch_size:
+        return replace(decision, lr_factor=decision.lr_factor * lacking ** (1 / max(1, left)))
+    jump = max(1.0, decision.batch_size / seen.batch_size) ** power
+    return replace(decision, lr_factor=decision.lr_factor * lacking / jump)

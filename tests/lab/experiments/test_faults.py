@@ -137,7 +137,7 @@ def test_images_with_dropout_and_sketches_resume_to_the_same_bits(tmp_path, imag
             lr=0.5,
             lr_coupling="linear",
             warmup_epochs=2,
-            policy=Part(kind="adabatch", settings={"max_batch_size": 192, "every": 1, "lr_decay": 0.75}),
+            policy=Part(kind="adabatch", settings={"max_batch_size": 192, "every_epochs": 1, "lr_decay": 0.75}),
         ),
     ],
     ids=["oracle", "adabatch"],

@@ -39,7 +39,7 @@ def test_the_experiments_with_every_policy_have_every_policy(name):
     methods = get_experiment(name).methods
     assert {method.policy.kind for method in methods.values()} == set(POLICIES)
     assert {"sgd-small", "sgd-tuned", "sgd-large-warmup", "adabatch", "divebatch-split", "adascale"} <= set(methods)
-    assert {method.lr_coupling for method in methods.values()} == {"none", "linear", "sqrt", "adascale"}
+    assert {method.lr_coupling for method in methods.values()} == {None, "linear", "sqrt", "adascale"}
 
 
 def test_for_a_compiler_every_policy_keeps_to_few_sizes():
@@ -83,7 +83,7 @@ def change(path: str, value: object) -> dict:
         (
             "methods/oracle/lr_coupling",
             "cubic",
-            r"\[methods.oracle\]: unknown lr_coupling 'cubic'; known: none, linear",
+            r"\[methods.oracle\]: lr_coupling must be one of none, linear, .*, got 'cubic'",
         ),
         ("methods/oracle/estimator", "orcle", r"estimator: kind must be one of trajectory, oracle, .*, got 'orcle'"),
         ("methods/oracle/estimator", 3, r"\[methods.oracle\] estimator: must be a name or a table, got 3"),
@@ -95,8 +95,8 @@ def change(path: str, value: object) -> dict:
         ("methods/oracle/estimator", {"kind": "split", "preconditioned": 1}, r"preconditioned must be True or False"),
         (
             "methods/oracle/estimator",
-            {"kind": "split", "every": 0},
-            r"estimator: every must be an integer of at least 1",
+            {"kind": "split", "every_steps": 0},
+            r"estimator: every_steps must be an integer of at least 1",
         ),
         ("methods/oracle/estimator", {"kind": "split", "evry": 2}, r"estimator: estimator 'split' cannot be .*evry"),
         ("methods/oracle/every_steps", 0, r"\[methods.oracle\]: every_steps must be an integer of at least 1"),
@@ -104,8 +104,8 @@ def change(path: str, value: object) -> dict:
         ("methods/oracle/multiple_of", 0, r"multiple_of must be an integer of at least 1"),
         (
             "methods/sgd-small/policy",
-            {"kind": "auto", "max_batch_size": 4096},
-            r"\[methods.sgd-small\]: Auto moves the learning rate .* pass lr_coupling='linear'",
+            {"kind": "auto", "max_batch_size": 4096, "lr_coupling": "none"},
+            r"\[methods.sgd-small\]: unknown lr_coupling 'none'; known: linear, sqrt",
         ),
         ("methods/oracle/shadows", 3, r"\[methods.oracle\] shadows: must be a table, got 3"),
         ("methods/oracle/shadows", {"a": 3}, r"\[methods.oracle\] shadows.a: must be a table, got 3"),
@@ -131,11 +131,12 @@ def test_wrong_files_are_refused_with_the_place_and_the_way_out(path, value, mes
 
 def test_scaling_epochs_scales_every_epoch_counted_setting():
     experiment = parse_experiment(
-        change("methods/sgd-small/policy", {"kind": "adabatch", "max_batch_size": 4096, "every": 20}), "file.toml"
+        change("methods/sgd-small/policy", {"kind": "adabatch", "max_batch_size": 4096, "every_epochs": 20}),
+        "file.toml",
     )
     short = experiment.scaled(40)
     assert (short.epochs, short.schedule.settings["every_epochs"]) == (40, 8)
-    assert short.methods["sgd-small"].policy.settings["every"] == 8
+    assert short.methods["sgd-small"].policy.settings["every_epochs"] == 8
     waiting = change("methods/sgd-small/policy", {"kind": "plateau", "max_batch_size": 4096, "patience": 5})
     assert parse_experiment(waiting, "file.toml").scaled(40).methods["sgd-small"].policy.settings["patience"] == 2
     assert experiment.scaled(1).schedule.settings["every_epochs"] == 1
@@ -144,13 +145,13 @@ def test_scaling_epochs_scales_every_epoch_counted_setting():
 
 def test_shadows_are_policy_parts_and_shrink_with_the_epochs():
     watching = {
-        "a": {"kind": "adabatch", "max_batch_size": 64, "every": 20},
+        "a": {"kind": "adabatch", "max_batch_size": 64, "every_epochs": 20},
         "b": {"kind": "auto", "max_batch_size": 8},
     }
     experiment = parse_experiment(change("methods/sgd-small/shadows", watching), "file.toml").scaled(40)
     shadows = experiment.methods["sgd-small"].shadows
     assert [(name, part.kind) for name, part in shadows.items()] == [("a", "adabatch"), ("b", "auto")]
-    assert shadows["a"].settings == {"max_batch_size": 64, "every": 8}
+    assert shadows["a"].settings == {"max_batch_size": 64, "every_epochs": 8}
     none = parse_experiment(change("methods/oracle/shadows", {}), "file.toml")
     assert none == parse_experiment(table(), "file.toml")
     assert none.methods["oracle"].shadows is none.scaled(40).methods["oracle"].shadows is None

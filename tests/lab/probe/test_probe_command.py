@@ -41,7 +41,7 @@ def test_a_probe_ends_with_tables_a_file_and_a_picture(place, tmp_path):
     answer = call(place, "--out", tmp_path, "--repeats", 2)
     assert answer.exit_code == 0, answer.output
     assert re.search(r"critical batch size: (at least )?\d+ \(surely \d+", answer.output)
-    for words in ("Auto", "NoiseScale", "NormTest", "InnerProductTest", "Cabs", "DiveBatch, delta 0.1", "trajectory"):
+    for words in ("Auto", "NoiseScale", "NormTest", "InnerProductTest", "CABS", "DiveBatch, delta 0.1", "trajectory"):
         assert words in answer.output
     name = f"{NAME}-sgd-small-seed-0-epoch-4"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png", f"{name}.svg"]

@@ -66,10 +66,12 @@ CASES = {
     "sketch": Case(
         estimator=lambda: make_estimator("trajectory", mode="sketch"), options=DeviceOptions(norms="sketch")
     ),
-    "oracle": Case(estimator=lambda: make_estimator("oracle"), log_exact=True),
-    "may shrink": Case(policy=DiveBatch.paper_text(1.0, 40), coupling="sqrt"),
-    "every second epoch": Case(policy=DiveBatch(2.0, 40, every=2, measure_at_cap=False)),
-    "adabatch with warm-up": Case(policy=AdaBatch(32, every=1, lr_decay=0.9), schedulers=cosine_with_warm_up),
+    "oracle": Case(
+        estimator=lambda: make_estimator("oracle", loss_fn=binary_cross_entropy_with_logits), log_exact=True
+    ),
+    "may shrink": Case(policy=DiveBatch.algorithm_1(1.0, 40), coupling="sqrt"),
+    "every second epoch": Case(policy=DiveBatch(2.0, 40, every_epochs=2)),
+    "adabatch with warm-up": Case(policy=AdaBatch(32, every_epochs=1, lr_decay=0.9), schedulers=cosine_with_warm_up),
     "dropout": Case(dropout=0.5),
     "dropout, sketch, through a DataLoader": Case(
         dropout=0.5, estimator=lambda: make_estimator("trajectory", mode="sketch"), wrap=OneByOne
@@ -105,7 +107,6 @@ def build(case: Case, *, lr: float = 0.5) -> Trainer:
         lr_coupling=case.coupling,
         scheduler=schedulers,
         every_steps=case.every_steps,
-        loss_fn=binary_cross_entropy_with_logits,
     )
     return Trainer(
         model=model,
@@ -198,7 +199,7 @@ def test_a_state_of_another_method_is_refused_and_changes_nothing():
     state = through_a_file(build(CASES["exact"]).state_dict())
     other = build(CASES["adabatch with warm-up"])
     before = through_a_file(other.state_dict())
-    with pytest.raises(CheckpointError, match="the checkpoint's policy is DiveBatch"):
+    with pytest.raises(CheckpointError, match="the checkpoint's policy has class='DiveBatch', this run 'AdaBatch'"):
         other.load_state_dict(state)
     assert all(map(torch.equal, other.model.state_dict().values(), before["model"].values()))
     assert other.control.epoch == 0

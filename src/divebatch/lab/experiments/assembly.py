@@ -10,19 +10,20 @@ from divebatch.controller import Controller
 from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
-from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
+from divebatch.estimators import Estimator
 from divebatch.lab.experiments.datasets import DATASETS, DataPlace, DataSplit
 from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.optimizers import OPTIMIZERS
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES, warm_up
-from divebatch.lab.experiments.schema import Experiment, Method, Part, build_settings
-from divebatch.lab.training import Clock, DeviceOptions, Trainer
+from divebatch.lab.experiments.schema import Experiment, Method, Part, build_estimator, build_settings
+from divebatch.lab.training import Clock, LossFn, Trainer
 from divebatch.lab.training.distributed import spread
 from divebatch.lab.training.precision import device_settings
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded, make_policy
 from divebatch.ranks import Ranks
+from divebatch.resolve import DEFAULT_ESTIMATOR
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL, SIGNS = (0, 2), (0, 3), (0, 5)
@@ -46,7 +47,7 @@ def make_trainer(run: Run) -> Trainer:
     schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
     warming = warm_up(optimizer, method.warmup_epochs * len(loader))
     schedulers = [each for each in (schedule, warming) if each is not None]
-    control = _make_controller(run, parallel.module, optimizer, loader, scheduler=schedulers, loss_fn=settings.loss_fn)
+    control = _make_controller(run, parallel.module, optimizer, loader, settings.loss_fn, schedulers)
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
@@ -66,7 +67,7 @@ def make_trainer(run: Run) -> Trainer:
 
 
 def _make_controller(
-    run: Run, module: nn.Module, optimizer: Optimizer, loader: AdaptiveLoader, **parts: Any
+    run: Run, module: nn.Module, optimizer: Optimizer, loader: AdaptiveLoader, loss_fn: LossFn, schedulers: list[Any]
 ) -> Controller:
     method = run.method
     return Controller(
@@ -74,12 +75,13 @@ def _make_controller(
         optimizer,
         loader,
         _policy(method),
-        estimator=_estimator(run),
+        estimator=_estimator(run, loss_fn),
         lr_coupling=method.lr_coupling,
         base_batch_size=method.base_batch_size,
         every_steps=method.every_steps,
         shadows={name: make_policy(part.kind, **part.settings) for name, part in (method.shadows or {}).items()},
-        **parts,
+        scheduler=schedulers,
+        measure_always=method.measure_always,
     )
 
 
@@ -126,17 +128,10 @@ def _policy(method: Method) -> Policy:
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
-def estimator_for(kind: str, training: DeviceOptions, **settings: Any) -> Estimator:
-    """By name; those that measure norms do so in the way the run trains."""
-    if ESTIMATORS[kind].measures_norms:
-        settings = {"mode": training.norms, "compiled": training.compile, **settings}
-    return make_estimator(kind, **settings)
-
-
-def _estimator(run: Run) -> Estimator:
-    chosen = run.method.estimator or _policy(run.method).estimator or "trajectory"
+def _estimator(run: Run, loss_fn: LossFn) -> Estimator:
+    chosen = run.method.estimator or _policy(run.method).estimator or DEFAULT_ESTIMATOR
     part = Part(kind=chosen) if isinstance(chosen, str) else chosen
-    return estimator_for(part.kind, run.experiment.training, **part.settings)
+    return build_estimator(part, run.experiment.training, loss_fn)
 
 
 def _settings(registry: dict[str, type[Any]], part: Part, where: str) -> Any:

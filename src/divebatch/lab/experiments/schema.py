@@ -2,21 +2,23 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from torch import Tensor
+
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
-from divebatch.estimators import ESTIMATORS, make_estimator
+from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.experiments.schedules import SCHEDULES
 from divebatch.lab.training import DeviceOptions
-from divebatch.lr import COUPLINGS
+from divebatch.lr import CouplingName
 from divebatch.policies import POLICIES, make_policy
-from divebatch.policies.bounds import require_coupling
 from divebatch.records import Metric, ReportSettings
+from divebatch.resolve import require_coupling
 
 T = TypeVar("T")
 
@@ -60,14 +62,17 @@ class Method:
     batch_size: int
     lr: float
     policy: Part
-    lr_coupling: str = "none"
+    lr_coupling: CouplingName | None = None
+    """None for the policy's own."""
     estimator: str | Part | None = None
-    """A name, or one with settings."""
+    """A name, or one with settings; None for the policy's own."""
     warmup_epochs: int = 0
     every_steps: int | None = None
     base_batch_size: int | None = None
     multiple_of: int = 1
     """What the policy's sizes are rounded down to."""
+    measure_always: bool = False
+    """Whether epochs are measured for the record that the policy does not ask for."""
     shadows: Mapping[str, Part] | None = None
 
     def scaled(self, ratio: float) -> "Method":
@@ -179,11 +184,6 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     return experiment
 
 
-def _require_known(name: str, value: Any, known: Mapping[Any, Any]) -> None:
-    if value not in known:
-        raise ArgumentError(f"unknown {name} {value!r}; known: {', '.join(str(key) for key in known)}")
-
-
 def _method(table: Any, where: str) -> Method:
     values = dict(_table(table, where))
     values["policy"] = _part(values.get("policy"), f"{where} policy", known=tuple(POLICIES))
@@ -198,10 +198,10 @@ def _method(table: Any, where: str) -> Method:
         for name in ("every_steps", "base_batch_size", "multiple_of"):
             if getattr(method, name) is not None:
                 require_count(name, getattr(method, name))
-        _require_known("lr_coupling", method.lr_coupling, COUPLINGS)
         policy = make_policy(method.policy.kind, **method.policy.settings)
         policy.check_start(method.batch_size)
-        require_coupling(policy, method.lr_coupling)
+        if method.lr_coupling is not None:
+            require_coupling(policy, method.lr_coupling)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from error
     return method
@@ -215,10 +215,24 @@ def _estimator(entry: Any, where: str) -> str | Part | None:
         raise ArgumentError(f"{where}: must be a name or a table, got {entry!r}")
     part = _part({"kind": entry} if isinstance(entry, str) else entry, where, known=tuple(ESTIMATORS))
     try:
-        make_estimator(part.kind, **part.settings)
+        build_estimator(part, DeviceOptions(), _no_loss)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from error
     return part if part.settings else part.kind
+
+
+def build_estimator(part: Part, training: DeviceOptions, loss_fn: Callable[[Any, Any], Tensor]) -> Estimator:
+    """Return the estimator of this name; one that measures norms does so in the way the run trains."""
+    settings = dict(part.settings)
+    if ESTIMATORS[part.kind].measures_norms:
+        settings = {"mode": training.norms, "compiled": training.compile, **settings}
+    if ESTIMATORS[part.kind].needs_loss_fn:
+        settings["loss_fn"] = loss_fn
+    return make_estimator(part.kind, **settings)
+
+
+def _no_loss(outputs: Any, targets: Any) -> Tensor:
+    raise AssertionError("an estimator that is built to check its settings measures nothing")
 
 
 def _shadows(table: Any, where: str) -> Mapping[str, Part] | None:
@@ -288,6 +302,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _name(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_name(option) for option in get_args(hint) if option is not type(None))
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     return getattr(hint, "__name__", str(hint))

@@ -9,13 +9,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from divebatch.controller import Controller
 from divebatch.estimators import ESTIMATORS
-from divebatch.lab.experiments.assembly import estimator_for
-from divebatch.lab.experiments.schema import Method
+from divebatch.lab.experiments.schema import Method, Part, build_estimator
 from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.lab.training import Tally, train_epoch
 from divebatch.lab.training.precision import device_settings
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies import Auto, Cabs, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
+from divebatch.policies import CABS, Auto, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
 from divebatch.policies.wrappers import Around
 from divebatch.records import EpochRecord
 
@@ -83,7 +82,7 @@ def policies_for(estimator: str, method: Method, dataset_size: int, first_batch_
         "NoiseScale": NoiseScale(dataset_size, monotone=False),
         "NormTest, eta 0.5": NormTest(dataset_size, monotone=False),
         "InnerProductTest": InnerProductTest(dataset_size, monotone=False),
-        "Cabs": Cabs(dataset_size),
+        "CABS": CABS(dataset_size),
         f"DiveBatch, delta {delta:g}": DiveBatch(delta, dataset_size, monotone=False),
     }
     if not kind.at_fixed_weights:
@@ -118,7 +117,7 @@ def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Po
             trainer.optimizer,
             loader,
             Fixed(),
-            estimator=estimator_for(kind, branches.trainer.options),
+            estimator=build_estimator(Part(kind=kind), trainer.options, trainer.loss_fn),
             scheduler=schedulers,
             shadows=shadows,
         ) as control,

@@ -1,0 +1,143 @@
+"""What a controller is made of: the parts that were left out are chosen here, and all are checked to fit together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from divebatch.checks import require_choice, require_count
+from divebatch.data.loader import AdaptiveLoader
+from divebatch.errors import ArgumentError
+from divebatch.estimators import Estimator, make_estimator
+from divebatch.estimators.catalog import names_where
+from divebatch.lr import BY_OPTIMIZER, COUPLINGS, coupling_for
+from divebatch.policies import Policy
+from divebatch.policies.policy import require_policy
+
+DEFAULT_ESTIMATOR = "moments"
+"""For shadows, couplings and policies that name none: right at fixed weights, for every model and optimizer."""
+
+
+def resolve_estimator(
+    policy: Policy,
+    estimator: str | Estimator | None,
+    *,
+    shadows: Mapping[str, Policy] | None = None,
+    grad_scaler: Any = None,
+) -> Estimator:
+    """Return the estimator that measures for `policy`: the one that was given, else the policy's own.
+
+    Args:
+        policy: The policy that decides.
+        estimator: A name, an object, or None for the policy's own.
+        shadows: Policies that only watch; they take what measures for `policy`.
+        grad_scaler: The GradScaler that multiplies the losses, where there is one; an object must know it already.
+    """
+    if isinstance(estimator, Estimator):
+        made = estimator
+    else:
+        made = _made(estimator or policy.estimator or DEFAULT_ESTIMATOR, grad_scaler)
+    for each in (policy, *(shadows or {}).values()):
+        if "inner_variance" in each.needs and not made.has_inner_variance:
+            raise ArgumentError(
+                f"{type(each).__name__} needs the noise along the gradient, which {type(made).__name__} does not "
+                f"measure: use one of the estimators {names_where(lambda kind: kind.has_inner_variance)}"
+            )
+    return made
+
+
+def _made(name: str, grad_scaler: Any) -> Estimator:
+    made = make_estimator(name)
+    if grad_scaler is None or made.undoes_grad_scale:
+        return made
+    if not made.measures_norms:
+        known = names_where(lambda kind: kind.undoes_grad_scale or kind.measures_norms)
+        raise ArgumentError(
+            f"estimator {name!r} does not know the scale that 16-bit precision puts on the loss: "
+            f"use bfloat16, which has none, or one of: {known}"
+        )
+    return make_estimator(name, grad_scaler=grad_scaler)
+
+
+def resolve_coupling(policy: Policy, lr_coupling: str | None, optimizer: Optimizer) -> str:
+    """Return how the learning rate follows the batch size: as was given, else as the policy says, else not at all."""
+    if lr_coupling is not None:
+        require_coupling(policy, lr_coupling)
+        return lr_coupling
+    if policy.lr_coupling is None and policy.needs_lr_coupling:
+        return coupling_for(optimizer)
+    return policy.lr_coupling or "none"
+
+
+def require_coupling(policy: Policy, lr_coupling: str) -> None:
+    """Raise if there is no such coupling, or the policy is made for another one."""
+    require_choice("lr_coupling", lr_coupling, tuple(COUPLINGS))
+    fits = BY_OPTIMIZER if policy.needs_lr_coupling else tuple(COUPLINGS)
+    fits = fits if policy.lr_coupling is None else (policy.lr_coupling,)
+    if lr_coupling not in fits:
+        raise ArgumentError(
+            f"{type(policy).__name__} moves the learning rate with the batch size: leave lr_coupling out, or pass "
+            f"lr_coupling={' or '.join(map(repr, fits))}, got lr_coupling={lr_coupling!r}"
+        )
+
+
+def require_parts(
+    model: nn.Module, optimizer: object, loader: object, policy: Policy, estimator: object, shadows: Mapping[str, Any]
+) -> None:
+    """Raise for what is no optimizer, loader, policy or estimator, and where there is nothing to train."""
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    for each in (policy, *shadows.values()):
+        require_policy(each)
+    if isinstance(estimator, type):
+        raise ArgumentError(f"estimator must be a name or an object such as {estimator.__name__}(), got the class")
+    if not isinstance(estimator, str | Estimator | None):
+        raise ArgumentError(f"estimator must be a name or an Estimator such as Split(), got {estimator!r}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
+    if not isinstance(loader, AdaptiveLoader):
+        raise ArgumentError(
+            f"loader must be an AdaptiveLoader, got {type(loader).__name__}; "
+            f"for a DataLoader: AdaptiveLoader.wrap(dataloader)"
+        )
+    policy.check_start(loader.batch_size)
+
+
+def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoader, estimator: Estimator | None) -> None:
+    """Raise unless policy, loader and estimator can do with a part of an epoch."""
+    require_count("every_steps", every_steps)
+    if not policy.decides_within_epochs:
+        raise ArgumentError(
+            f"{type(policy).__name__} decides after whole epochs, by their number, loss or speed: leave "
+            f"every_steps={every_steps} out. A policy of your own may say decides_within_epochs = True"
+        )
+    if not loader.can_resize:
+        raise ArgumentError(
+            f"every_steps={every_steps} needs data whose order is known: a stream keeps its batch size for an epoch"
+        )
+    if estimator is None:
+        return
+    if not estimator.has_window:
+        raise ArgumentError(
+            f"{type(estimator).__name__} sums over whole epochs and cannot serve every_steps={every_steps}: "
+            f"use one of the estimators {names_where(lambda kind: kind.has_window)}"
+        )
+    if every_steps < (least := estimator.min_steps_between_decisions):
+        raise ArgumentError(
+            f"every_steps={every_steps} leaves a decision less than two estimates of {type(estimator).__name__}, and "
+            f"one has no spread: take every_steps of at least {least}, a smaller one of the estimator, or decay below 1"
+        )
+
+
+def require_same_setup(optimizer: Optimizer, loader: AdaptiveLoader, **settings: Any) -> None:
+    """Raise on all ranks if they differ: that would part them later, without a word or in a hang."""
+    facts = {
+        "the number of samples": loader.dataset_size,
+        "batch_size": loader.batch_size,
+        "seed": loader.seed,
+        "drop_last": loader.drop_last,
+        "the epoch": loader.epoch,
+        "the learning rate": [float(group["lr"]) for group in optimizer.param_groups],
+    }
+    loader.ranks.require_same({**facts, **settings})
