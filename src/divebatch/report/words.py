@@ -10,6 +10,12 @@ from divebatch.report.tables import metric_name, metric_value, seconds
 
 MAX_NAMES = 3
 """So many that came first at the same time are named; the rest is counted."""
+SHORT_CERTAINTY = {
+    None: "a single seed, so it may be chance",
+    True: "seeds overlap, so it may be chance",
+    False: "no seeds overlap",
+}
+"""What the headline says of seeds that overlap, by `Race.seeds_overlap`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,13 @@ class Race:
         """How much longer a method took than the first, for instance `1.52 times as long`."""
         ratio = (self.arrival(method).value or 0.0) / (self.arrival(self.leaders[0]).value or 1.0)
         return f"{ratio:.2f} times as {'long' if self.unit == 'seconds' else 'many'}"
+
+    def seeds_overlap(self, method: str) -> bool | None:
+        """Whether a trial of `method` was as fast as a trial of the first; None with a single seed."""
+        first, other = self.arrival(self.leaders[0]), self.arrival(method)
+        if min(len(first.trials), len(other.trials)) < 2:
+            return None
+        return first.slowest >= other.fastest
 
     def amount(self, method: str) -> str:
         """For instance `21.5 s of training` or `3 epochs`."""
@@ -100,16 +113,9 @@ def _comparisons(race: Race) -> Iterator[str]:
         yield "no other method has reached it"
     for rival in rivals or race.others[:1]:
         if rival in race.order:
-            yield f"{rival} took {race.ratio(rival)} ({_short_certainty(race, rival)})"
+            yield f"{rival} took {race.ratio(rival)} ({SHORT_CERTAINTY[race.seeds_overlap(rival)]})"
         else:
             yield f"{rival} has not reached it"
-
-
-def _short_certainty(race: Race, other: str) -> str:
-    first, second = race.arrival(race.leaders[0]), race.arrival(other)
-    if min(len(first.trials), len(second.trials)) < 2:
-        return "a single seed, so it may be chance"
-    return "no seeds overlap" if first.slowest < second.fastest else "seeds overlap, so it may be chance"
 
 
 def _without_race(analysis: Analysis) -> str:
@@ -179,14 +185,13 @@ def _fastest_adaptive(race: Race) -> Iterator[str]:
 
 def _certainty(race: Race, other: str) -> str:
     """Whether every trial of the first was faster than every trial of the other."""
-    first, second = race.arrival(race.leaders[0]), race.arrival(other)
-    if min(len(first.trials), len(second.trials)) < 2:
+    overlap = race.seeds_overlap(other)
+    if overlap is None:
         return "with a single seed this may be chance"
+    spans = " and ".join(_span(race.arrival(method), race.unit) for method in (race.leaders[0], other))
     what = "times" if race.unit == "seconds" else "epochs"
-    spans = f"the {what} of single seeds, {_span(first, race.unit)} and {_span(second, race.unit)},"
-    if first.slowest < second.fastest:
-        return f"{spans} do not overlap"
-    return f"{spans} overlap, so the order may be chance"
+    outcome = "overlap, so the order may be chance" if overlap else "do not overlap"
+    return f"the {what} of single seeds, {spans}, {outcome}"
 
 
 def _span(arrival: Arrival, unit: str) -> str:
