@@ -207,3 +207,21 @@ def test_the_sampler_refuses_a_wrong_batch_size_and_keeps_the_old_one(batch_size
 def test_the_sampler_refuses_an_epoch_without_a_batch():
     with pytest.raises(ArgumentError, match="would leave no batch at all"):
         AdaptiveBatchSampler(10, 11, drop_last=True, seed=0)
+
+
+def test_a_sampler_goes_on_from_the_epoch_of_a_state():
+    sampler, other = AdaptiveBatchSampler(20, 4), AdaptiveBatchSampler(20, 7)
+    list(sampler)
+    sampler.batch_size = 6
+    state = sampler.state_dict()
+    next(iter(sampler))  # an epoch that was left is not over
+    assert sampler.state_dict() == state
+    other.load_state_dict(state)
+    assert (other.batch_size, list(other)) == (6, list(sampler))
+
+
+def test_without_a_seed_torch_decides_over_the_sampler():
+    torch.manual_seed(3)
+    first, second = AdaptiveBatchSampler(20, 4), AdaptiveBatchSampler(20, 4)
+    torch.manual_seed(3)
+    assert first.seed == AdaptiveBatchSampler(20, 4).seed != second.seed

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from divebatch.checks import require_count
-from divebatch.data.order import Order, Sequential, Shuffled
+from divebatch.data.order import Order, Sequential, Shuffled, checked_seed, drawn_seed
 from divebatch.errors import ArgumentError
 
 
@@ -38,7 +38,15 @@ class AdaptiveBatchSampler(Sampler[list[int]]):
     """Yields lists of indices; every sample exactly once an epoch, whatever the sizes.
 
     Fits `DataLoader(dataset, batch_sampler=...)`. The order depends on (seed, epoch) alone. `batch_size` may be set at
-    any time and is in force from the next epoch. Each complete pass moves on to the next epoch; `set_epoch` jumps.
+    any time and is in force from the next epoch. Each complete pass moves on to the next epoch; `set_epoch` jumps. A
+    state knows whole epochs only: prefetching workers draw ahead, so for a resume within one use `AdaptiveLoader`.
+
+    Args:
+        dataset_size: samples in an epoch.
+        batch_size: samples per batch.
+        shuffle: whether each epoch has a new random order.
+        seed: decides on the orders; None: one is drawn from torch's default generator. `sampler.seed` tells it.
+        drop_last: whether to leave out a last batch that is shorter.
 
     >>> sampler = AdaptiveBatchSampler(5, 2, shuffle=False)
     >>> list(sampler)
@@ -54,12 +62,13 @@ class AdaptiveBatchSampler(Sampler[list[int]]):
         batch_size: int,
         *,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         drop_last: bool = False,
     ) -> None:
         require_count("dataset_size", dataset_size)
         self.dataset_size, self.drop_last, self.epoch = dataset_size, drop_last, 0
-        self.order: Order = Shuffled(dataset_size, seed) if shuffle else Sequential(dataset_size)
+        self.seed = drawn_seed() if seed is None else checked_seed(seed)
+        self.order: Order = Shuffled(dataset_size, self.seed) if shuffle else Sequential(dataset_size)
         self.batch_size = batch_size
 
     @property
@@ -74,6 +83,15 @@ class AdaptiveBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (from 0) the next one."""
         self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch that comes next, or the one under way from its beginning, with its seed and batch size."""
+        return {"epoch": self.epoch, "seed": self.seed, "batch_size": self.batch_size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Stand where the saved sampler stood at the beginning of its epoch."""
+        self.epoch, self.seed, self.batch_size = state["epoch"], state["seed"], state["batch_size"]
+        self.order = self.order.seeded(self.seed)
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator itself: size and order are fixed here, not when a prefetching worker draws first.
