@@ -159,6 +159,27 @@ def test_a_price_that_no_line_tells_is_left_to_the_first_batch(step_seconds):
     assert advice.policy == Auto(advice.max_batch_size)
 
 
+class Homemade(torch.optim.SGD):
+    """Known by its base."""
+
+
+class Unknown(torch.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure=None):
+        return None
+
+
+def test_the_coupling_of_an_optimizer_that_nobody_knows_must_be_named():
+    model = Shift()
+    assert ask(model, optimizer=Homemade(model.parameters(), lr=1e-6)).lr_coupling == "linear"
+    with pytest.raises(ArgumentError, match="Unknown"):
+        ask(model, optimizer=Unknown(model.parameters(), lr=1e-6))
+    found = ask(model, optimizer=Unknown(model.parameters(), lr=1e-6), lr_coupling="sqrt", steps=24)
+    assert found.lr_coupling == "sqrt"
+
+
 def test_adam_gets_square_roots():
     model = Shift()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.advice.copies import copied, endless, is_adaptive, make_loader, tiled
+from divebatch.advice.copies import copied, endless, make_loader, tiled
 from divebatch.advice.noise import NoiseCourse, measure_noise
 from divebatch.advice.result import Advice
 from divebatch.advice.step import PRECISIONS, LossFn, MakeStep, PlainStep, Step
@@ -22,6 +22,7 @@ from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
 from divebatch.estimators.lagged_products import extrapolation
+from divebatch.lr import coupling_for
 
 LEAST_STEPS = 24
 """Steps of the short run; fewer show nothing."""
@@ -43,6 +44,7 @@ def advise(
     device: str | torch.device | None = None,
     steps: int = 300,
     estimator: Literal["split", "moments", "per-sample"] = "split",
+    lr_coupling: Literal["linear", "sqrt"] | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
     compile: bool = False,
     make_step: MakeStep | None = None,
@@ -66,6 +68,8 @@ def advise(
         device: Where to run; by default where the model is.
         steps: Optimizer steps of the short run.
         estimator: What measures the noise: "split", "moments" or "per-sample" (not for models with BatchNorm).
+        lr_coupling: How the learning rate follows the batch size: "linear" as for SGD, "sqrt" as for Adam-like
+            optimizers; by default the one that suits the optimizer, which must then be one of torch's.
         precision: "fp32", or "bf16" for a forward pass under autocast. TF32 is as your torch settings have it.
         compile: Whether the step goes through torch.compile.
         make_step: Builds another training step than a plain one, which then sees to precision and compiling itself;
@@ -79,6 +83,8 @@ def advise(
     _require_settings(steps, estimator, precision, timing_seconds)
     if make_step is None:
         make_step = partial(_plain_step, loss_fn=loss_fn, precision=precision, compile=compile)
+    if lr_coupling is None:
+        lr_coupling = "linear" if optimizer is None else coupling_for(optimizer)
     measuring = _Measuring(model, loss_fn, optimizer, _device_of(model, device), compile, make_step)
     with _restored(dataset), measuring.surroundings(seed):
         loader = make_loader(dataset, batch_size, seed)
@@ -95,7 +101,7 @@ def advise(
         times=times,
         reference_batch_size=reference,
         reference_lr=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
-        adaptive=is_adaptive(optimizer),
+        adaptive=lr_coupling == "sqrt",
         estimator="moments" if optimizer is None or extrapolation(optimizer) else "split",
         dataset_size=loader.dataset_size,
         device=str(measuring.device) if step_seconds is None else "",

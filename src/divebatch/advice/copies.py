@@ -14,14 +14,6 @@ from divebatch.data.micro_batches import batch_length
 from divebatch.errors import ArgumentError
 from divebatch.norms.diversity import batch_pair
 
-ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lion", "adafactor", "lamb")
-"""In the names of optimizers that divide the gradient by its own size."""
-
-
-def is_adaptive(optimizer: Optimizer | None) -> bool:
-    """Whether the learning rate goes with the square root of what plain SGD's would."""
-    return any(word in type(optimizer).__name__.lower() for word in ADAPTIVE)
-
 
 def copied(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[nn.Module, Optimizer]:
     """Model and optimizer anew, on the device, in training mode; without an optimizer one that leaves the weights."""
