@@ -7,7 +7,16 @@ import torch
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from divebatch import AdaptiveBatchSampler, AdaptiveLoader, DiveBatch, Fixed, Policy, gradient_diversity, micro_batches
+from divebatch import (
+    AdaptiveBatchSampler,
+    AdaptiveLoader,
+    Auto,
+    DiveBatch,
+    Fixed,
+    Policy,
+    gradient_diversity,
+    micro_batches,
+)
 from divebatch.errors import ArgumentError
 from integrations.plain_loop import (
     GROWS_AND_SHRINKS,
@@ -120,3 +129,21 @@ def test_what_would_go_wrong_is_refused():
         adapter.make_controller(*parts, run.accelerator.prepare(DataLoader(Numbered())), Fixed())
     with pytest.raises(ArgumentError, match="belongs to an accelerator already"):
         adapter.make_controller(*parts, run.loader, Fixed(), scheduler=run.scheduler)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_auto_needs_nothing_else(is_scaled: bool):
+    accelerator = accelerate.Accelerator(cpu=True)
+    if is_scaled:
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+    model = mlp(dtype=torch.float32)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    loader = AdaptiveLoader(Numbered(), 6, seed=3)
+    control = adapter.make_controller(accelerator, model, optimizer, loader, Auto(24))
+    for _, x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(mean_loss(model(x), y))
+        optimizer.step()
+    assert control.step().measured
+    state = control.state_dict()
+    assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", "sqrt")

@@ -16,6 +16,7 @@ from divebatch import (
     AdaBatch,
     AdaptiveBatchSampler,
     AdaptiveLoader,
+    Auto,
     DiveBatch,
     Fixed,
     Measurement,
@@ -347,3 +348,16 @@ def test_after_an_error_no_hook_is_left():
     with pytest.raises(ZeroDivisionError):
         run.fit()
     assert num_hooks(run.module) == 0
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_auto_needs_nothing_else(passes: int):
+    loader = AdaptiveLoader(Numbered(), 6, seed=3)
+    callback = BatchSizeCallback(loader, Auto(24))
+    trainer = pl.Trainer(
+        max_epochs=2, callbacks=[callback], reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=passes, **QUIET
+    )
+    trainer.fit(module(), loader)
+    assert [record.measured for record in callback.records] == [True, True]
+    state = callback.state_dict()
+    assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", "linear")

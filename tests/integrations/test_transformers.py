@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from divebatch import AdaptiveBatchSampler, AdaptiveLoader, Controller, DiveBatch, Fixed, Policy
+from divebatch import AdaptiveBatchSampler, AdaptiveLoader, Auto, Controller, DiveBatch, Fixed, Policy
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.integrations.accumulation_policies import InMultiples
 from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums, each_once
@@ -249,3 +249,12 @@ def test_schedules_that_count_steps_are_refused(tmp_path):
     run = trainer(Fixed(), tmp_path, model=model, optimizers=mine, step_schedule=True, num_train_epochs=1)
     run.train()
     assert run.records[0].next_lr == pytest.approx(0.03 * 0.9**8)
+
+
+@pytest.mark.parametrize(("optim", "coupling"), [("sgd", "linear"), ("adamw_torch", "sqrt")])
+def test_auto_needs_nothing_else(tmp_path: Path, optim: str, coupling: str):
+    run = trainer(Auto(24), tmp_path, model=Regression(), optim=optim, num_train_epochs=2)
+    run.train()
+    assert [record.measured for record in run.records] == [True, True]
+    state = run.batch_control.state_dict()
+    assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", coupling)

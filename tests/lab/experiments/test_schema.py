@@ -6,6 +6,8 @@ import pytest
 
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments import experiment_names, get_experiment, parse_experiment
+from divebatch.lab.experiments.assembly import make_trainer
+from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schema import FOLDER
 from divebatch.policies import POLICIES
 
@@ -155,3 +157,11 @@ def test_shadows_are_policy_parts_and_shrink_with_the_epochs():
     none = parse_experiment(change("methods/oracle/shadows", {}), "file.toml")
     assert none == parse_experiment(table(), "file.toml")
     assert none.methods["oracle"].shadows is none.scaled(40).methods["oracle"].shadows is None
+
+
+def test_auto_needs_nothing_else(tmp_path):
+    values = change("methods/sgd-small/policy", {"kind": "auto", "max_batch_size": 4096})
+    values["methods"]["sgd-small"].pop("lr_coupling", None)
+    experiment = parse_experiment(values, "file.toml")
+    state = make_trainer(Run(experiment, "sgd-small", 0, tmp_path)).control.state_dict()
+    assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", "linear")

@@ -1,0 +1,217 @@
+"""What a controller takes where it is told nothing, and which parts it refuses."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+
+from divebatch import (
+    AdaptiveLoader,
+    Auto,
+    Controller,
+    Decision,
+    DiveBatch,
+    EpochRecord,
+    Fixed,
+    Measurement,
+    Oracle,
+    Policy,
+    Trajectory,
+)
+from divebatch.errors import ArgumentError
+from divebatch.estimators import ESTIMATORS, Moments, PerSample, Split
+from divebatch.lr import coupling_for
+from divebatch.policies import POLICIES, InnerProductTest, NoiseScale, Seesaw, SmithSchedule
+from divebatch.resolve import resolve_coupling, resolve_estimator
+from reference.per_sample import dataset, mean_loss, mlp
+
+LINEAR = ("SGD", "ASGD")
+SQRT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+
+
+def optimizer(name: str) -> Optimizer:
+    made: Optimizer = getattr(torch.optim, name)(mlp().parameters(), lr=0.01)
+    return made
+
+
+class NoTorchOptimizer(Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize("name", LINEAR + SQRT)
+def test_the_coupling_of_auto_follows_the_optimizer(name: str):
+    expected = "linear" if name in LINEAR else "sqrt"
+    assert coupling_for(optimizer(name)) == expected
+    assert resolve_coupling(Auto(64), None, optimizer(name)) == expected
+
+
+def test_an_optimizer_that_is_not_known_needs_a_word():
+    unknown = NoTorchOptimizer(mlp().parameters())
+    with pytest.raises(ArgumentError, match=r"NoTorchOptimizer .* pass Auto\(\.\.\., lr_coupling='sqrt'\) if"):
+        resolve_coupling(Auto(64), None, unknown)
+    assert resolve_coupling(Auto(64, lr_coupling="sqrt"), None, unknown) == "sqrt"
+    assert resolve_coupling(Fixed(), None, unknown) == "none"
+
+
+def test_a_coupling_is_the_policys_own_else_none():
+    sgd = optimizer("SGD")
+    assert [resolve_coupling(policy(64), None, sgd) for policy in (SmithSchedule, Seesaw, NoiseScale)] == [
+        "linear",
+        "sqrt",
+        "none",
+    ]
+    assert resolve_coupling(NoiseScale(64), "adascale", sgd) == "adascale"
+    with pytest.raises(ArgumentError, match="unknown lr_coupling 'cubic'; known: none, linear"):
+        resolve_coupling(NoiseScale(64), "cubic", sgd)
+
+
+def test_only_the_papers_rule_gets_the_papers_estimate():
+    assert isinstance(resolve_estimator(DiveBatch(0.1, 64), None), Trajectory)
+    named = {name: kind.estimator for name, kind in POLICIES.items() if "diversity" in kind.needs}
+    assert {name for name, estimator in named.items() if estimator == "trajectory"} == {"divebatch"}
+    assert all(ESTIMATORS[estimator].at_fixed_weights for name, estimator in named.items() if name != "divebatch")
+    assert isinstance(resolve_estimator(DiveBatch.with_extra_samples(0.1, 64), None), Moments)
+    assert isinstance(resolve_estimator(Fixed(), None, shadows={"paper": DiveBatch(0.1, 64)}), Moments)
+
+
+class Scaler:
+    """Stands for a GradScaler: nobody asks it anything here."""
+
+
+def test_under_a_grad_scaler_an_estimator_is_right_or_refused():
+    assert isinstance(resolve_estimator(Auto(64), None, grad_scaler=Scaler()), Moments)
+    assert isinstance(resolve_estimator(Auto(64), "moments", grad_scaler=Scaler()), Moments)
+    assert isinstance(resolve_estimator(DiveBatch(0.1, 64), None, grad_scaler=Scaler()), Trajectory)
+    given = Oracle(mean_loss)
+    assert resolve_estimator(Auto(64), given, grad_scaler=Scaler()) is given
+    with pytest.raises(ArgumentError, match=r"'split' does not know the scale .* one of: 'trajectory', .*'moments'"):
+        resolve_estimator(Auto(64), "split", grad_scaler=Scaler())
+
+
+def records_of_auto(name: str, *, is_scaled: bool, **settings: Any) -> list[EpochRecord]:
+    torch.manual_seed(0)
+    model = mlp(dtype=torch.float32)
+    driver = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, growth_interval=7)
+    loader = AdaptiveLoader(dataset(240, dtype=torch.float32), 4, seed=0)
+    control = Controller(model, driver, loader, Auto(64), **settings)
+    records = []
+    for _ in range(3):
+        for x, y in loader:
+            driver.zero_grad()
+            scaler.scale(mean_loss(model(x), y)).backward()
+            scaler.step(driver)
+            scaler.update()
+        records.append(control.step())
+    return records
+
+
+@pytest.mark.parametrize("settings", [{}, {"every_steps": 8}])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_auto_needs_no_choice_within_epochs_and_under_a_scaler(name: str, settings: dict[str, Any]):
+    plain, scaled = (records_of_auto(name, is_scaled=is_scaled, **settings) for is_scaled in (False, True))
+    assert all(record.measured for record in plain)
+    assert [record.next_batch_size for record in scaled] == [record.next_batch_size for record in plain]
+    assert [record.next_lr for record in scaled] == pytest.approx([record.next_lr for record in plain])
+    found, expected = ([record.diversity or 0.0 for record in records] for records in (scaled, plain))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@dataclass(frozen=True)
+class Doubling(Policy):
+    """`next` is all there is."""
+
+    def next(self, seen: Measurement) -> Decision:
+        return Decision(batch_size=2 * seen.batch_size)
+
+
+def control_of(policy: Any, **settings: Any) -> Controller:
+    model = mlp()
+    return Controller(model, SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(24), 4, seed=0), policy, **settings)
+
+
+def test_a_policy_of_ones_own_needs_next_alone():
+    control = control_of(Doubling())
+    for _ in control.loader:
+        pass
+    assert control.step().next_batch_size == 8
+    with pytest.raises(TypeError, match="abstract method"):
+        type("Nothing", (Policy,), {})()
+
+
+def test_what_is_no_policy_is_told_so():
+    class NoPolicy:
+        def next(self, seen: Measurement) -> Decision:
+            return Decision(batch_size=4)
+
+    with pytest.raises(ArgumentError, match=r"got policy=.*NoPolicy.*a subclass of divebatch\.Policy with a method"):
+        control_of(NoPolicy())
+    with pytest.raises(ArgumentError, match="got the class Doubling"):
+        control_of(Doubling)
+    with pytest.raises(ArgumentError, match="got policy=3"):
+        control_of(Fixed(), shadows={"three": 3})
+
+
+def test_a_need_that_nobody_knows_is_an_error_at_once():
+    with pytest.raises(ArgumentError, match=r"Wrong\.needs must be a set of some of 'diversity', .*'divrsity'"):
+
+        class Wrong(Policy):
+            needs: ClassVar[frozenset[str]] = frozenset({"divrsity"})
+
+            def next(self, seen: Measurement) -> Decision:
+                return Decision(batch_size=4)
+
+    with pytest.raises(ArgumentError, match=r"Word\.needs must be a set"):
+        type("Word", (Policy,), {"needs": "loss"})
+
+    class Late(Doubling):
+        @property
+        def needs(self) -> Any:
+            return {"lossy"}
+
+    with pytest.raises(ArgumentError, match=r"Late\.needs must be a set of .*'lossy'"):
+        control_of(Late())
+
+
+@pytest.mark.parametrize("kind", [Trajectory, PerSample, Split, Moments])
+def test_a_wrong_argument_of_an_estimator_is_an_error_where_it_is_written(kind: Any):
+    with pytest.raises(TypeError, match="mod"):
+        kind(mod="sketch")
+    if kind.measures_norms:
+        with pytest.raises(ArgumentError, match="unknown mode 'sketchy'; known: exact, sketch"):
+            kind(mode="sketchy")
+
+
+def test_a_policy_gets_no_estimator_that_lacks_what_it_needs():
+    told = (
+        r"InnerProductTest needs the noise along the gradient, which PerSample does not measure: .*'split', 'moments'"
+    )
+    with pytest.raises(ArgumentError, match=told):
+        control_of(InnerProductTest(64), estimator="per-sample")
+    with pytest.raises(ArgumentError, match="InnerProductTest needs the noise"):
+        control_of(Fixed(), shadows={"inner": InnerProductTest(64)}, estimator="per-sample")
+
+
+def test_what_is_no_estimator_is_told_so():
+    with pytest.raises(ArgumentError, match=r"estimator must be a name or an Estimator such as Split\(\), got 3"):
+        control_of(Fixed(), estimator=3)
+    with pytest.raises(ArgumentError, match=r"such as Split\(\), got the class"):
+        control_of(Fixed(), estimator=Split)
+    with pytest.raises(ArgumentError, match="needs the loss: pass estimator=Oracle"):
+        control_of(DiveBatch(0.1, 64), estimator="oracle")
+
+
+def test_every_epoch_can_be_measured_for_the_record():
+    model = mlp()
+    driver, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(24), 4, seed=0)
+    control = Controller(model, driver, loader, Fixed(), measure_always=True)
+    for x, y in loader:
+        driver.zero_grad()
+        mean_loss(model(x), y).backward()
+        driver.step()
+    assert control.step().measured
