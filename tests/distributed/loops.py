@@ -168,6 +168,7 @@ class Run:
             scheduler=self.scheduler,
             loss_reduction=problem.reduction,
             every_steps=problem.every_steps,
+            measure_always="diversity" in problem.policy.needs,
         )
         if problem.wrap_late:
             self.model = wrapped(self.net, ranks, problem)

@@ -198,7 +198,7 @@ def trained(estimator: str | Split, micro_batch_size: int | None) -> tuple[list[
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     loader, step = AdaptiveLoader(DATA, 8, seed=0), make_step(model, optimizer, micro_batch_size)
     records = []
-    with Controller(model, optimizer, loader, NoiseScale(8), estimator=estimator) as control:
+    with Controller(model, optimizer, loader, NoiseScale(8), estimator=estimator, measure_always=True) as control:
         step.plan = control.plan
         for _ in range(3):
             records.append(control.step(loss=train_epoch(step, loader, Tally())))  # noqa: PERF401
