@@ -301,3 +301,20 @@ def test_records_know_errors_and_nothing_else_of_ours():
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
     assert {name for name in modules if name.split(".")[0] in {"divebatch", "torch", "numpy"}} == {"divebatch.errors"}
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        ({"noise_scale": 812.0, "noise_scale_low": 640.0, "noise_scale_high": 990.0}, "noise scale 812 (640-990), "),
+        ({"noise_scale_low": 640.0}, "noise scale at least 640, "),
+        ({"noise_scale": 812.0, "diversity": 0.02}, "noise scale 812, "),
+        ({"diversity": 0.0132}, "diversity 0.0132, "),
+        ({}, ""),
+    ],
+)
+def test_a_record_prints_what_was_measured(measured: dict[str, float], words: str):
+    record = EpochRecord(
+        epoch=3, batch_size=128, lr=0.1, steps=9, samples=9, next_batch_size=256, next_lr=0.2, **measured
+    )
+    assert str(record) == f"epoch 3: {words}batch 128 -> 256, lr 0.1 -> 0.2"
