@@ -48,6 +48,7 @@ class Watched(Course):
     """The same, with every epoch measured."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
+    estimator: ClassVar[str | None] = "trajectory"
 
 
 UNEVEN = 47
