@@ -11,6 +11,7 @@ from torch.optim import SGD
 from divebatch import AdaptiveLoader, Diversity, gradient_diversity, micro_batches
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Scene, Split
+from divebatch.norms.loss_scale import LossWeight
 from reference import per_sample
 from reference.delivery import Delivered
 from reference.known_noise import DIMENSION, OFFSET, SQ_NORM, TRACE, draws, half_squares, linear
@@ -45,8 +46,8 @@ class Loop:
     def step(self, batch, parts_of: int) -> None:
         self.delivered += len(batch[0])
         self.optimizer.zero_grad()
-        for (x, y), share in micro_batches(batch, parts_of):
-            (self.loss_fn(self.model(x), y) * share).backward()
+        for (x, y), weight in micro_batches(batch, parts_of):
+            (self.loss_fn(self.model(x), y) * weight).backward()
         self.optimizer.step()
 
 
@@ -80,6 +81,25 @@ def test_at_fixed_weights_every_estimate_is_its_twins(case: str, count: int):
     measured = Loop(CASES[case](), mlp()).run(cut(count, 8))
     assert (measured.trace, measured.sq_norm) == pytest.approx(twin(case, cut(count, 8)), rel=1e-9)
     assert measured.num_samples == count
+
+
+@pytest.mark.parametrize("kind", [Split, AcrossRanks])
+def test_loader_batches_whose_losses_were_divided_by_their_number_count_in_full(kind):
+    """Lightning divides so and tells the weight; each pass is a whole batch of the loader all the same."""
+    data = cut(32, 8)
+    expected = Loop(kind(), mlp()).run(data, parts_of=4)
+    loop = Loop(kind(), mlp())
+    loop.estimator.start()
+    for batch in data:
+        loop.optimizer.zero_grad()
+        for x, y in zip(*(tensor.split(4) for tensor in batch), strict=True):
+            loop.delivered += len(x)
+            loss = mean_loss(loop.model(x), y) / 2
+            LossWeight(0.5).mark(loss)
+            loss.backward()
+        loop.optimizer.step()
+    found = loop.estimator.finish()
+    assert (found.trace, found.sq_norm) == pytest.approx((expected.trace, expected.sq_norm), rel=1e-10)
 
 
 @pytest.mark.parametrize("case", ["per-sample", "moments"])
