@@ -44,7 +44,7 @@ def errors_of_the_second_epoch(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(DiveBatch, "next", lambda self, m: seen.append(m.diversity) or decide(self, m))
     model, twin, loader, twin_loader = mlp(), mlp(), AdaptiveLoader(DATA, 5, seed=0), AdaptiveLoader(DATA, 5, seed=0)
     optimizer, twin_optimizer = SGD(model.parameters(), 0.01), SGD(twin.parameters(), 0.01)
-    with Controller(model, optimizer, loader, DiveBatch(1e-9, 5)) as control:
+    with Controller(model, optimizer, loader, DiveBatch(1e-9, 6)) as control:
         for _ in range(2):
             per_sample_epoch = per_sample.trajectory(twin, mean_loss, twin_optimizer, twin_loader)
             for x, y in loader:
