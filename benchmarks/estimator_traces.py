@@ -48,10 +48,6 @@ class Together:
         for estimator in self.estimators.values():
             estimator.start()
 
-    def restart(self) -> None:
-        for estimator in self.estimators.values():
-            estimator.restart()
-
     def finish(self) -> Diversity:
         """In their order, the oracle last: by then the others no longer watch, and its pass is none of the epoch's."""
         self.told = {name: estimator.finish() for name, estimator in self.estimators.items()}

@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.measurement import gain
 
@@ -72,8 +73,7 @@ class LrCoupling:
         first_batch_size: int,
         base_batch_size: int | None = None,
     ) -> None:
-        if kind not in COUPLINGS:
-            raise ArgumentError(f"unknown lr_coupling {kind!r}; known: {', '.join(COUPLINGS)}")
+        require_choice("lr_coupling", kind, tuple(COUPLINGS))
         _require_all_schedulers(optimizer, schedulers)
         self._schedulers = schedulers
         self.optimizer, self.kind, self.first_batch_size = optimizer, kind, first_batch_size

@@ -140,24 +140,38 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord:
-    """One finished epoch. Sizes, rates and the diversity are those in force or measured during it.
+    """One finished epoch. What was not measured is None, and so is a number that JSON cannot hold (NaN, infinity).
 
-    `steps`, `samples` and both times count from the start of training; `train_seconds` leaves out evaluation. `lr` is
-    the rate of the first parameter group when the epoch began. What was not measured is None, and so is a number that
-    JSON cannot hold (NaN, infinity). `next_batch_size` and `next_lr` are what `reason` led to. `peak_memory_bytes` is
-    the device's peak in this epoch on a GPU, the process's peak resident memory so far on a CPU.
-
-    `eval_seconds` (spent evaluating), `compile_seconds` (spent compiling, no part of `train_seconds`) and `recompiles`
-    (distinct shapes compiled) count from the start of training too, and so does `measure_seconds`: the part of
-    `train_seconds` between an epoch's last step and the decision. `micro_batch_size` is the samples of one backward
-    pass. `measured` says whether gradients were measured in this epoch.
-
-    `diversity_low` and `diversity_high` are the ends of its 95 % interval, where the estimator has one (null above: no
-    upper end). `noise_scale`, in samples, and its interval say the same of an estimate at fixed weights; the paper's is
-    none. `shadows` are the next batch sizes that policies which only watch would have chosen, by name.
-
-    `changes` are those made within the epoch, in JSON [step, batch size, learning rate] each; None where there were
-    none. `batch_size` and `lr` are then those of the last one, and the diversity is that of the steps since.
+    Args:
+        epoch: Its number, from 1.
+        batch_size: The size in force, in samples; the last one where `changes` has several.
+        lr: The rate of the first parameter group when the epoch began, or after the last of `changes`.
+        steps: Optimizer steps since the start of training.
+        samples: Samples seen since the start of training.
+        train_loss: The epoch's mean training loss.
+        val_loss: The mean loss over held-out data after the epoch.
+        val_accuracy: The part of held-out samples that are classified rightly, 0 to 1.
+        diversity: What the estimator measured in the epoch; since the last of `changes` where there are some.
+        diversity_low: The lower end of its 95 % interval, where the estimator has one.
+        diversity_high: The upper end; None beside a lower end: there is none.
+        noise_scale: The same as a noise scale, in samples, of an estimate at fixed weights; the paper's is none.
+        noise_scale_low: The lower end of its 95 % interval.
+        noise_scale_high: The upper end; None beside a lower end: there is none.
+        exact_diversity: That of all data at the weights the epoch ended with.
+        train_seconds: Since the start of training, without evaluating and compiling.
+        total_seconds: Since the start of training, all told.
+        peak_memory_bytes: The device's peak in this epoch on a GPU, the process's peak so far on a CPU.
+        eval_seconds: Spent evaluating since the start of training.
+        compile_seconds: Spent compiling since the start of training.
+        measure_seconds: The part of `train_seconds` between epochs' last steps and the decisions.
+        recompiles: Distinct shapes compiled since the start of training.
+        micro_batch_size: Samples of one backward pass.
+        measured: Whether gradients were measured in this epoch.
+        next_batch_size: The size that was decided on.
+        next_lr: The rate that comes with it.
+        reason: Why, in words.
+        shadows: The next batch sizes that policies which only watch would have chosen, by name.
+        changes: Those made within the epoch, in JSON [step, batch size, learning rate] each; None: there were none.
     """
 
     epoch: int

@@ -158,7 +158,8 @@ def sums_of_shards(ranks: Ranks, problem: Problem) -> tuple[Any, Any, Any]:
     state = run.control._estimator.state_dict()
     taken = []
     for again in (state, whole(state)):
-        run.control._estimator.restart()
+        run.control._estimator.close()
+        run.control._estimator.start()
         run.control._estimator.load_state_dict(again)
         taken.append(whole(run.control._estimator.state_dict()))
     return whole(state), *taken

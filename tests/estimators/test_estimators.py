@@ -233,7 +233,8 @@ def test_trajectory_forgets_a_pass_that_starts_again():
     estimator.bind(scene(model, loader))
     estimator.start()
     train(model, sgd(model, lr=0.0), list(loader)[:2])
-    estimator.restart()
+    estimator.close()
+    estimator.start()
     train(model, sgd(model, lr=0.0), loader)
     assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [DATA.tensors]))
 

@@ -121,7 +121,8 @@ def test_one_estimate_in_so_many_steps(settings: dict[str, Any], stops: tuple[in
             loop.estimator.start()
             loop.estimator.load_state_dict(state)
         if number - 1 in {stop - stops[0] for stop in stops}:
-            alone.estimator.restart()
+            alone.estimator.close()
+            alone.estimator.start()
         alone.step(batch)
         if number in stops:
             found = alone.estimator.finish()
@@ -273,7 +274,8 @@ def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: 
         loop, signal = Loop(Moments(window=window), kind, lr=lr, model=linear()), []
         for number, batch in enumerate(draws(torch.Generator().manual_seed(3), 2100, 16)):
             if number == 100:  # at rest around the minimum by then
-                loop.estimator.restart()
+                loop.estimator.close()
+                loop.estimator.start()
             signal.append(float(loop.model.weight.detach().square().sum()))
             loop.step(batch, half_squares)
         found[window] = loop.estimator.finish().sq_norm / (sum(signal[100:]) / len(signal[100:]))

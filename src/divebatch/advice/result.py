@@ -22,18 +22,24 @@ class Advice:
     """A batch size and learning rate to start with, a cap, a policy, and the measurements they follow from.
 
     `str(advice)` says it in words; `advice.draw()` is the picture.
+
+    Args:
+        noise: The noise scale over the run, in samples, and as it stands at the end.
+        times: What a step takes at each batch size that was timed, in seconds.
+        reference_batch_size: The size that your learning rate belongs to, and at which noise was measured.
+        reference_lr: Your learning rate; None where no optimizer was given.
+        adaptive: Whether the optimizer is Adam-like.
+        estimator: The policy's estimator: "split" where the optimizer has too little momentum for "moments".
+        dataset_size: How many samples there are; None for a stream.
+        device: Where steps were timed, in words.
     """
 
     noise: NoiseCourse
     times: StepTimes
     reference_batch_size: int
-    """The one your learning rate belongs to, and at which noise was measured."""
     reference_lr: float | None
-    """None where no optimizer was given."""
     adaptive: bool
-    """Whether the optimizer is Adam-like."""
     estimator: str = "moments"
-    """The policy's estimator: "split" where the optimizer has too little momentum for "moments"."""
     dataset_size: int | None = None
     device: str = ""
 

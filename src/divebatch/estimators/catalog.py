@@ -36,7 +36,12 @@ def require_fit(estimator: Estimator, model: nn.Module) -> None:
 
 
 def make_estimator(kind: str, **settings: Any) -> Estimator:
-    """Build an estimator from its name and settings."""
+    """Build an estimator from its name and settings.
+
+    Args:
+        kind: A key of `ESTIMATORS`.
+        settings: The arguments of its class.
+    """
     require_choice("estimator", kind, tuple(ESTIMATORS))
     if ESTIMATORS[kind].needs_loss_fn and "loss_fn" not in settings:
         name = ESTIMATORS[kind].__name__

@@ -77,9 +77,10 @@ class Scene:
 class Estimator(ABC):
     """Turns what an epoch's backward passes show into a `Diversity`.
 
-    The controller calls `bind` once, then for each epoch that is to be measured `start`, `restart` if the epoch begins
-    anew, and `finish`. Between `finish` and `start` nothing may be attached to the model. What an estimator can and
-    cannot do stands in its class attributes. A new estimator is one file in this folder and one row in `catalog.py`.
+    The controller calls `bind` once, then for each epoch that is to be measured `start` and `finish`; where the epoch
+    begins anew, `close` and `start` again. Between `finish` and `start` nothing may be attached to the model. What an
+    estimator can and cannot do stands in its class attributes. A new estimator is one file in this folder and one row
+    in `catalog.py`.
     """
 
     name: ClassVar[str] = ""
@@ -133,10 +134,6 @@ class Estimator(ABC):
     @abstractmethod
     def start(self) -> None:
         """Begin a measured epoch."""
-
-    @abstractmethod
-    def restart(self) -> None:
-        """Forget what was seen: the epoch starts again from its beginning."""
 
     def window(self) -> Diversity:
         """Return what was seen since the last call, or since `start`, and go on measuring."""

@@ -40,9 +40,6 @@ class Oracle(Estimator):
     def start(self) -> None:
         """Nothing to do: the oracle looks only afterwards."""
 
-    def restart(self) -> None:
-        """Nothing to forget."""
-
     def window(self) -> Diversity:
         """At the present weights, like `finish`: nothing is attached."""
         return self.finish()

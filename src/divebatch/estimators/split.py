@@ -40,7 +40,7 @@ class Split(Stepwise):
         preconditioned: whether to measure gradients as an Adam-like optimizer sees them, each coordinate over the root
             of its running second moment. Exact: all chunks of a batch are divided by the same.
         every_steps: looks at one batch in so many, the first of them. The others may go through as a whole, and cost
-            little; `control.min_micro_batches` says for each batch whether it is to be cut.
+            little; `control.plan().min_micro_batches` says for each batch whether it is to be cut.
     """
 
     name = "split"

@@ -131,11 +131,6 @@ class Stepwise(Estimator):
         self._was_read = False
         self._estimates = self._source.attach(self._bound(), self._decay)
 
-    def restart(self) -> None:
-        if self._estimates is not None:
-            self.close()
-            self.start()
-
     def window(self) -> Diversity:
         self._was_read = True
         seen = self._seen()

@@ -68,12 +68,6 @@ class Trajectory(Estimator):
         """Attach, with both sums at zero."""
         self._bound().attach()
 
-    def restart(self) -> None:
-        """Both sums back to zero, over what is trainable now."""
-        if self._bound().is_attached:
-            self._bound().detach()
-            self._bound().attach()
-
     def finish(self) -> Diversity:
         """Both sums over the epoch; then detach."""
         meter = self._bound()

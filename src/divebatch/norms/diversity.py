@@ -53,7 +53,11 @@ class DiversityMeter:
         ranks: the processes that train together; None for this one alone.
         rank_shard: gives this rank's samples of the batch under way, where there are several ranks.
         on_pass: is told both sums of each backward pass by itself. The gradient sum then starts from zero in each pass.
-        mode, fallback, loss_reduction, compiled, grad_scaler: as for `NormMeter`.
+        mode: "exact" norms, or "sketch" for unbiased estimates of them at far less cost.
+        fallback: "vmap" measures layers without a rule by running them again, sample by sample; None refuses them.
+        loss_reduction: how the loss of each backward pass is reduced over its samples, "mean" or "sum".
+        compiled: whether the model is compiled with `torch.compile`.
+        grad_scaler: the GradScaler that scales the losses, where there is one.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
 from divebatch.policies.adabatch import AdaBatch
 from divebatch.policies.adadamp import AdaDamp, GeoDamp, GradientDamp, PadaDamp
@@ -46,9 +47,12 @@ def make_policy(kind: str, **settings: Any) -> Policy:
 
     >>> make_policy("adabatch", max_batch_size=2048)
     AdaBatch(max_batch_size=2048, factor=2, every_epochs=20, lr_decay=1.0)
+
+    Args:
+        kind: A key of `POLICIES`.
+        settings: The arguments of its class.
     """
-    if kind not in POLICIES:
-        raise ArgumentError(f"unknown policy {kind!r}; known: {', '.join(POLICIES)}")
+    require_choice("policy", kind, tuple(POLICIES))
     try:
         return POLICIES[kind](**settings)
     except TypeError as error:
