@@ -57,15 +57,6 @@ class Together:
         for estimator in self.estimators.values():
             estimator.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Runs here are not resumed."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Runs here are not resumed."""
-
 
 class AtRest(Oracle):
     """Halves of all batches against each other at the weights an epoch ends with; plain loops, nothing attached."""

@@ -1,10 +1,10 @@
 """How the learning rate follows the batch size, for every torch scheduler and for none.
 
-The rate in force is always: the schedule's own course x f(batch_size / base batch_size) x the decisions' factors.
+The rate in force is always: the schedule's own rate x f(batch_size / base batch_size) x the decisions' factors.
 The base is the first batch size, or the one that the rate was chosen for where that is another.
 A scheduler computes its next rate from the present one (StepLR), from its own base rates (LambdaLR), or from both
-(CosineAnnealingLR with eta_min). So a scheduler is only ever shown its own course: its `step` first finds the own
-rates in the parameter groups, and the factor is put back on when it is done.
+(CosineAnnealingLR with eta_min). So a scheduler is only ever shown its own rates: its `step` finds them in the
+parameter groups, and the factor is put back on when it is done.
 """
 
 import gc
@@ -62,7 +62,7 @@ def coupling_for(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
 
 
 class LrCoupling:
-    """Keeps `param_groups[i]["lr"]` at the scheduler's own course times the batch size's factor."""
+    """Keeps `param_groups[i]["lr"]` at the schedule's own rate times the batch size's factor."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class LrCoupling:
         self.optimizer, self.kind, self.first_batch_size = optimizer, kind, first_batch_size
         self.base_batch_size = base_batch_size or first_batch_size
         self._noise_scale: float | None = None
-        self._gains = GainSum(self._gain(first_batch_size))
+        self.gains = GainSum(self._gain(first_batch_size))
+        """The sum of the gains of the steps so far."""
         self._batch_factor, self._decided_factor = self._batch_factor_at(first_batch_size), 1.0
         self._own = self.rates()
         self._applied = list(self._own)
@@ -90,7 +91,7 @@ class LrCoupling:
 
     @property
     def factor(self) -> float:
-        """The number that multiplies the schedule's own course at present."""
+        """The number that multiplies the schedule's own rates at present."""
         return self._batch_factor * self._decided_factor
 
     def rates(self) -> list[float]:
@@ -98,14 +99,9 @@ class LrCoupling:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def schedule_ratio(self) -> float:
-        """The own course of the first group relative to its start; NaN where that start is zero."""
+        """The schedule's own rate of the first group relative to its first one; NaN where that is zero."""
         self._notice_foreign_changes()
         return self._own[0] / self._first_own if self._first_own else math.nan
-
-    @property
-    def gains(self) -> "GainSum":
-        """The sum of the gains of the steps so far."""
-        return self._gains
 
     def follow(
         self, batch_size: int, *, lr_factor: float = 1.0, noise_scale: float | None = None, step: int = 0
@@ -118,7 +114,7 @@ class LrCoupling:
             raise ArgumentError(f"lr_factor must be positive and finite, got lr_factor={lr_factor!r}")
         self._notice_foreign_changes()
         self._noise_scale = self._noise_scale if noise_scale is None else max(0.0, noise_scale)
-        self._gains.change(self._gain(batch_size), step)
+        self.gains.change(self._gain(batch_size), step)
         self._batch_factor = self._batch_factor_at(batch_size)
         self._decided_factor *= lr_factor
         self._write(self.factor)
@@ -134,7 +130,7 @@ class LrCoupling:
         return None if self._noise_scale is None else self._noise_scale / self.base_batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """The own course and the factors; the rates in force are their product."""
+        """The schedule's own rates and the factors; the rates in force are their product."""
         self._notice_foreign_changes()
         return {
             "kind": self.kind,
@@ -145,7 +141,7 @@ class LrCoupling:
             "first_own": self._first_own,
             "base_batch_size": self.base_batch_size,
             "noise_scale": self._noise_scale,
-            "gains": self._gains.state_dict(),
+            "gains": self.gains.state_dict(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -159,13 +155,13 @@ class LrCoupling:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue another coupling's course. Optimizer and scheduler may be loaded before or after."""
+        """Go on where another coupling stood. Optimizer and scheduler may be loaded before or after."""
         self.check_state(state)
         self.first_batch_size, self._first_own = state["first_batch_size"], state["first_own"]
         self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
         self._own = list(state["own"])
         self.base_batch_size, self._noise_scale = state["base_batch_size"], state["noise_scale"]
-        self._gains = GainSum(**state["gains"])
+        self.gains = GainSum(**state["gains"])
         self._write(self.factor)
 
     def close(self) -> None:
@@ -174,7 +170,7 @@ class LrCoupling:
             self._released.pop()()
 
     @contextmanager
-    def _own_course(self) -> Iterator[None]:
+    def _own_rates(self) -> Iterator[None]:
         """Inside, the parameter groups show the schedule's own rates. Nested schedulers enter once."""
         if self._depth == 0:
             self._notice_foreign_changes()
@@ -197,7 +193,7 @@ class LrCoupling:
         self._applied = self.rates()
 
     def _notice_foreign_changes(self) -> None:
-        """A rate that is not the one put there was set by hand: from then on it is the own course's."""
+        """A rate that is not the one put there was set by hand: from then on it is the schedule's own."""
         for index, rate in enumerate(self.rates()):
             if index >= len(self._own):
                 self._own.append(rate / self.factor)
@@ -207,7 +203,7 @@ class LrCoupling:
                 self._own[index] = rate / self.factor
 
     def _adopt(self, scheduler: Any) -> Callable[[], None]:
-        """Let `scheduler.step` run on its own course; returns what undoes it.
+        """Let `scheduler.step` see its own rates; returns what undoes it.
 
         A subclass made on the spot, since an attribute on the instance would end up in its `state_dict`.
         """
@@ -215,7 +211,7 @@ class LrCoupling:
 
         class Coupled(kind):  # type: ignore[misc, valid-type]
             def step(self, *args: Any, **kwargs: Any) -> Any:
-                with coupling._own_course():
+                with coupling._own_rates():
                     return super().step(*args, **kwargs)
 
         Coupled.__name__, Coupled.__qualname__ = kind.__name__, kind.__qualname__

@@ -10,7 +10,15 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.lab.experiments import experiment_names, get_experiment
+from divebatch.lab.experiments.schema import FOLDER
 
+AUTO = """
+[methods.auto]
+label = "Auto"
+batch_size = 128
+lr = 16.0
+policy = { kind = "auto", max_batch_size = 4096 }
+"""
 RUN = ["run", "synthetic-convex", "--epochs", "2", "--trials", "1", "--jobs", "1"]
 
 
@@ -65,6 +73,17 @@ def test_run_report_and_run_again(tmp_path):
     assert (tmp_path / "report.html").exists()
     assert (tmp_path / "report.md").exists()
     assert "synthetic-convex" in report.output
+
+
+def test_auto_needs_nothing_but_its_cap(tmp_path):
+    """A file that names neither estimator nor coupling, from the command line to the record."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text((FOLDER / "synthetic-convex.toml").read_text(encoding="utf-8") + AUTO, encoding="utf-8")
+    answer = call("run", str(mine), "--methods", "auto", "--epochs", "2", "--trials", "1", "--out", str(tmp_path))
+    assert answer.exit_code == 0, answer.output
+    lines = (tmp_path / "synthetic-convex" / "auto" / "seed-0.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines[1:]]
+    assert [record["measured"] for record in records] == [True, True]
 
 
 def test_seed_and_trials_choose_the_seeds(tmp_path):

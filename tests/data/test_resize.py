@@ -152,6 +152,13 @@ def test_a_listener_hears_before_each_batch_is_fetched_and_not_after_the_last():
     assert len(heard) == 6
 
 
+def test_looking_at_one_batch_is_no_step():
+    loader, heard = MAKE["tensors"](10), []
+    loader._listen(lambda current: heard.append(current.batches))
+    next(iter(loader))
+    assert heard == [0]
+
+
 def test_a_resumed_loop_first_hears_of_the_step_before():
     loader, heard = MAKE["tensors"](10), []
     batches = iter(loader)

@@ -1,6 +1,7 @@
 """Lightning's own loop with our callback: the plain loop's course, every sample, exact resume; the rest refused."""
 
 import csv
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,19 @@ def test_auto_needs_nothing_else(passes: int):
     assert [record.measured for record in callback.records] == [True, True]
     state = callback.state_dict()
     assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", "linear")
+
+
+class Scaled(pl.plugins.MixedPrecision):
+    """Multiplies losses as 16-bit precision does, and computes in 32 bits."""
+
+    def forward_context(self) -> Any:
+        return nullcontext()
+
+
+def test_under_a_grad_scaler_auto_measures_the_same():
+    plain = Run(Auto(24), epochs=2).fit()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # a power of two: floats stay what they were
+    scaled = Run(Auto(24), epochs=2, plugins=[Scaled("16-mixed", "cpu", scaler)]).fit()
+    assert scaled.trainer.precision_plugin.scaler is scaler
+    assert scaled.callback.records == plain.callback.records
+    assert plain.callback.records[0].noise_scale is not None

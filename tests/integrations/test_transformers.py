@@ -258,3 +258,14 @@ def test_auto_needs_nothing_else(tmp_path: Path, optim: str, coupling: str):
     assert [record.measured for record in run.records] == [True, True]
     state = run.batch_control.state_dict()
     assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", coupling)
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # Accelerate watches for skipped steps that way
+def test_under_a_grad_scaler_auto_measures_the_same(tmp_path: Path):
+    plain, scaled = (trainer(Auto(24), tmp_path, model=Regression(), num_train_epochs=2) for _ in range(2))
+    scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # floats stay what they were
+    for run in (plain, scaled):
+        run.train()
+    assert scaled.accelerator.scaler.get_scale() == 1024.0
+    assert scaled.records == plain.records
+    assert plain.records[0].noise_scale is not None

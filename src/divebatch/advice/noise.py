@@ -74,13 +74,13 @@ def _stretch(
 def pooled(diversities: Sequence[Diversity]) -> Diversity:
     """The mean of independent estimates, weighed by samples; numerator and denominator apart, so without bias."""
     total = sum(each.num_samples for each in diversities)
-    shares = [each.num_samples / total for each in diversities]
-    trace = sum(share * each.trace for share, each in zip(shares, diversities, strict=True))
-    sq_norm = sum(share * each.sq_norm for share, each in zip(shares, diversities, strict=True))
+    parts = [each.num_samples / total for each in diversities]
+    trace = sum(part * each.trace for part, each in zip(parts, diversities, strict=True))
+    sq_norm = sum(part * each.sq_norm for part, each in zip(parts, diversities, strict=True))
     spreads = [each.spread for each in diversities]
     if any(spread is None for spread in spreads):
         return Diversity.from_noise(trace, sq_norm, total)
-    known = [(share**2, spread) for share, spread in zip(shares, spreads, strict=True) if spread is not None]
+    known = [(part**2, spread) for part, spread in zip(parts, spreads, strict=True) if spread is not None]
     spread = Spread(
         trace_variance=sum(weight * each.trace_variance for weight, each in known),
         sq_norm_variance=sum(weight * each.sq_norm_variance for weight, each in known),

@@ -22,7 +22,7 @@ def rank_shard_of(num_samples: int, ranks: Ranks) -> RankShard:
 def local_order(order: Tensor | Sequence[Any], batch_size: int, ranks: Ranks, *, drop_last: bool) -> Any:
     """This rank's samples of an epoch, in the order of its batches; and a stand-in where the last one has none for it.
 
-    Cut by this rank's share of `batch_size` it falls into as many parts as `order` has batches.
+    Cut by this rank's part of `batch_size` it falls into as many parts as `order` has batches.
     """
     full = len(order) // batch_size * batch_size
     first, last = _bounds(batch_size, ranks)

@@ -108,7 +108,7 @@ class _CountingCollate:
 
 
 class StreamSource:
-    """An IterableDataset, batched by the size in force; each worker batches its own share, as torch does.
+    """An IterableDataset, batched by the size in force; each worker batches its own part, as torch does.
 
     To resume in the middle the stream is replayed and what was delivered is dropped, which is exact where the stream
     repeats itself.

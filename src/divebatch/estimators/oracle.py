@@ -33,19 +33,14 @@ class Oracle(Estimator):
         self._scene: Scene | None = None
 
     def bind(self, scene: Scene) -> None:
-        """Check the model and that there is a loss."""
         NormMeter(uncompiled(scene.model), fallback=self._fallback)  # never attached: its making checks the coverage
         self._scene = scene
-
-    def start(self) -> None:
-        """Nothing to do: the oracle looks only afterwards."""
 
     def window(self) -> Diversity:
         """At the present weights, like `finish`: nothing is attached."""
         return self.finish()
 
     def finish(self) -> Diversity:
-        """One exact pass at the present weights."""
         if self._scene is None:
             raise UsageError("this estimator belongs to no controller yet: bind() comes first")
         scene = self._scene
@@ -57,16 +52,3 @@ class Oracle(Estimator):
             fallback=self._fallback,
             ranks=scene.delivery.ranks,
         )
-
-    def close(self) -> None:
-        """Nothing is attached."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to save."""
-        return {}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Nothing to check."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""

@@ -85,7 +85,7 @@ class Source(ABC):
 class Stepwise(Estimator):
     """Averages pairs (tr(Sigma), ||G||^2) of single steps, each at its own weights, over an epoch.
 
-    The interval comes from the scatter between steps. It also holds what the weights' course through the epoch adds, so
+    The interval comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so
     it is too wide rather than too narrow. Where ranks share the batches, each estimates from what it sees, and the mean
     is over all. An estimator built on this names its source and says what it can do; it overrides no method.
 

@@ -48,7 +48,6 @@ class Trajectory(Estimator):
         self._meter: DiversityMeter | None = None
 
     def bind(self, scene: Scene) -> None:
-        """Check that every trainable parameter has a norm rule."""
         if self._meter is not None:
             raise UsageError("this estimator belongs to another controller already: make one for each")
         self._meter = DiversityMeter(
@@ -65,11 +64,9 @@ class Trajectory(Estimator):
         return self._bound().token
 
     def start(self) -> None:
-        """Attach, with both sums at zero."""
         self._bound().attach()
 
     def finish(self) -> Diversity:
-        """Both sums over the epoch; then detach."""
         meter = self._bound()
         diversity = meter.diversity()
         if diversity.num_samples == 0:
@@ -78,21 +75,17 @@ class Trajectory(Estimator):
         return diversity
 
     def close(self) -> None:
-        """Detach."""
         if self._meter is not None:
             self._meter.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Both sums, if an epoch is being measured."""
         return self._bound().state_dict() if self._bound().is_attached else {}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Sums of another model are refused."""
         if state:
             self._bound().check_state(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with saved sums."""
         if state:
             self._bound().load_state_dict(state)
 

@@ -56,7 +56,7 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         estimator: What measures the gradients, a name or an object; None for the policy's own.
         lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
         loss_reduction: How the loss of each backward pass is reduced over its batch, "mean" or "sum".
-        step_schedule: Whether a scheduler that Lightning steps after every batch is taken: only if its course does not
+        step_schedule: Whether a scheduler that Lightning steps after every batch is taken: only if it does not
             rely on the number of batches, which changes.
     """
 
@@ -217,6 +217,6 @@ def _check_optimizer(trainer: Any, step_schedule: bool) -> None:
     if by_step and not step_schedule:
         raise ArgumentError(
             f"scheduler {by_step[0]} has interval='step', and the number of steps changes with the batch size "
-            f"(estimated_stepping_batches does not): use interval='epoch', or pass step_schedule=True if its "
-            f"course does not depend on the number of steps"
+            f"(estimated_stepping_batches does not): use interval='epoch', or pass step_schedule=True if it "
+            f"does not depend on the number of steps"
         )

@@ -62,7 +62,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         policy: The rule that sets the batch size.
         estimator: What measures the gradients, a name or an object; None for the policy's own.
         lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
-        step_schedule: Whether a scheduler of your own (`optimizers=`) is taken: only if its course does not rely on the
+        step_schedule: Whether a scheduler of your own (`optimizers=`) is taken: only if it does not rely on the
             number of steps, which changes.
         settings: What `transformers.Trainer` takes.
     """
@@ -82,7 +82,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         if self.lr_scheduler is not None and not step_schedule:
             raise ArgumentError(
                 f"{type(self.lr_scheduler).__name__} is stepped once an optimizer step, and their number changes: set "
-                f"lr_scheduler_type instead, or pass step_schedule=True if its course does not depend on it"
+                f"lr_scheduler_type instead, or pass step_schedule=True if it does not depend on it"
             )
         self.policy, self.lr_coupling, self._estimator = policy, lr_coupling, estimator
         self.batch_control: Controller | None = None
@@ -146,11 +146,11 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
                 f"cannot be driven by samples, and the number of steps changes: use 'linear', 'cosine' or another of "
                 f"its LambdaLRs"
             )
-        scheduler.lr_lambdas = [self._by_samples(course) for course in scheduler.lr_lambdas]
+        scheduler.lr_lambdas = [self._by_samples(schedule) for schedule in scheduler.lr_lambdas]
         return scheduler
 
-    def _by_samples(self, course: Callable[[Any], float]) -> Callable[[int], float]:
-        return lambda _: course(self.train_loader.batches_delivered / self._first_passes)
+    def _by_samples(self, schedule: Callable[[Any], float]) -> Callable[[int], float]:
+        return lambda _: schedule(self.train_loader.batches_delivered / self._first_passes)
 
     # One optimizer step
 
@@ -191,7 +191,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
     # What logs show
 
     def _get_learning_rate(self) -> float:
-        """The rate in force; a scheduler only knows its own course."""
+        """The rate in force; a scheduler only knows its own rates."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:

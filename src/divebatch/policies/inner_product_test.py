@@ -56,7 +56,10 @@ class InnerProductTest(Periodic):
 def fraction_along(diversity: Diversity) -> float:
     """Return Var_i<g_i, g> / (tr(Sigma) ||G||^2), between 0 and 1; 1, the strictest, where it cannot be formed."""
     if diversity.inner_variance is None:
-        raise UsageError("the inner product test needs the noise along the gradient, which this estimate lacks")
+        raise UsageError(
+            "the inner product test needs the noise along the gradient, which this estimate lacks: use "
+            "estimator='split' or 'moments'"
+        )
     below = diversity.trace * diversity.sq_norm
     fraction = diversity.inner_variance / below if below > 0 else math.nan
     return min(1.0, max(0.0, fraction)) if math.isfinite(fraction) else 1.0

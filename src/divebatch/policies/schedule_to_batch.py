@@ -11,10 +11,9 @@ from divebatch.policies.confidence import decided
 
 @dataclass(frozen=True, slots=True)
 class ScheduleToBatch(Capped):
-    """The first batch size over the schedule's own course, relative to its start; works with every torch scheduler.
+    """The first batch size over the schedule's own rate, relative to its first one; works with every torch scheduler.
 
-    The course counts from the schedule's first value, so a warm-up within it delays all growth until the rate has come
-    down to that value again.
+    A warm-up within the schedule delays all growth until the rate has come down to its first value again.
     """
 
     decides_within_epochs = True
@@ -22,13 +21,15 @@ class ScheduleToBatch(Capped):
 
     def next(self, seen: Measurement) -> Decision:
         """Return b0 / (lr_schedule / lr_0), never below b0."""
-        course = seen.lr_schedule_ratio
-        if course is None:
-            raise UsageError(f"{type(self).__name__} needs the schedule's course, and the measurement has none")
-        wanted = seen.first_batch_size / course if course > 0 else math.nan if math.isnan(course) else math.inf
+        fallen_to = seen.lr_schedule_ratio
+        if fallen_to is None:
+            raise UsageError(f"{type(self).__name__} needs the schedule's own rate, and the measurement has none")
+        wanted = math.nan if math.isnan(fallen_to) else math.inf
+        if fallen_to > 0:
+            wanted = seen.first_batch_size / fallen_to
         # 0.1 -> 0.02 must give 5 times the batch, not one sample less for a rounding error.
         wanted = round(wanted, 6) if math.isfinite(wanted) else wanted
-        reason = f"the schedule stands at {course:g} of its start"
+        reason = f"the schedule stands at {fallen_to:g} of its start"
         return decided(seen, wanted, self.bounds, at_least=seen.first_batch_size, reason=reason)
 
 

@@ -6,7 +6,7 @@ Those that change the size go inside those that move the learning rate: `WarmUp(
 import math
 from abc import abstractmethod
 from collections.abc import Set
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
@@ -28,15 +28,9 @@ class Around(Policy):
 
     def __post_init__(self) -> None:
         require_policy(self.policy, example="NoiseScale(4096)")
-        for name, value in (
-            ("needs", self.policy.needs),
-            ("estimator", self.policy.estimator),
-            ("lr_coupling", self.policy.lr_coupling),
-            ("needs_lr_coupling", self.policy.needs_lr_coupling),
-            ("moves_lr", self.policy.moves_lr),
-            ("decides_within_epochs", self.policy.decides_within_epochs),
-        ):
-            object.__setattr__(self, name, value)
+        for each in fields(Around):
+            if not each.init:
+                object.__setattr__(self, each.name, getattr(self.policy, each.name))
 
     @abstractmethod
     def next(self, seen: Measurement) -> Decision:
