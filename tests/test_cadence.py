@@ -302,6 +302,7 @@ CASES: dict[str, Callable[[], Training]] = {
     ),
     "moments": lambda: Training(GradientDamp(16), every_steps=3, lr_coupling="sqrt", estimator=Moments(decay=0.9)),
     "per-sample": lambda: Training(GradientDamp(16), every_steps=2, lr_coupling="adascale", estimator="per-sample"),
+    "to the cap": lambda: Training(DiveBatch(1e9, 8), every_steps=2, estimator="per-sample"),
 }
 
 

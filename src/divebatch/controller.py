@@ -353,6 +353,7 @@ class Controller:
             "settings": self._settings(),
             "epoch": self.epoch,
             "lr": self._lr,
+            "was_measured": self._was_measured,
             "loader": self.loader.state_dict(),
             "estimator": self._estimator.state_dict() if self._estimator else {},
             "coupling": self._coupling.state_dict(),
@@ -381,5 +382,6 @@ class Controller:
         self._is_under_way = state["loader"]["pass"] is not None
         if self._is_under_way:
             self._measure_if_due()
+        self._was_measured = state["was_measured"]  # measuring may have stopped within the epoch
         if self._at_work is not None:
             self._at_work.load_state_dict(state["estimator"])

@@ -25,7 +25,7 @@ class Rank(Ranks):
         return value
 
 
-def team(size: int) -> list[Rank]:
+def ranks_of(size: int) -> list[Rank]:
     return [Rank(rank, size) for rank in range(size)]
 
 
@@ -33,12 +33,12 @@ sizes = st.tuples(st.integers(1, 9), st.integers(0, 40), st.integers(0, 90), st.
 
 
 @given(sizes)
-def test_shares_are_those_of_tensor_split(drawn: tuple[int, int, int, bool]):
+def test_shards_are_those_of_tensor_split(drawn: tuple[int, int, int, bool]):
     ranks, more, rest, _ = drawn
     num_samples = ranks + more + rest
     parts = torch.arange(num_samples).tensor_split(ranks)
-    assert [rank_shard_of(num_samples, rank).mine for rank in team(ranks)] == [len(part) for part in parts]
-    assert sum(rank_shard_of(num_samples, rank).loss_weight for rank in team(ranks)) == pytest.approx(ranks)
+    assert [rank_shard_of(num_samples, rank).mine for rank in ranks_of(ranks)] == [len(part) for part in parts]
+    assert sum(rank_shard_of(num_samples, rank).loss_weight for rank in ranks_of(ranks)) == pytest.approx(ranks)
 
 
 @given(sizes)
@@ -48,11 +48,13 @@ def test_the_ranks_parts_of_each_batch_make_up_the_batch(drawn: tuple[int, int, 
     order = torch.randperm(batch_size + rest)
     batches = [batch for batch in order.split(batch_size) if len(batch) == batch_size or not drop_last]
     for kind in (order, order.tolist()):
-        shared = [torch.as_tensor(local_order(kind, batch_size, rank, drop_last=drop_last)) for rank in team(ranks)]
-        cut = [mine.split(rank_shard_of(batch_size, rank).mine) for mine, rank in zip(shared, team(ranks), strict=True)]
+        shared = [torch.as_tensor(local_order(kind, batch_size, rank, drop_last=drop_last)) for rank in ranks_of(ranks)]
+        cut = [
+            mine.split(rank_shard_of(batch_size, rank).mine) for mine, rank in zip(shared, ranks_of(ranks), strict=True)
+        ]
         assert {len(parts) for parts in cut} == {len(batches)}
         for number, batch in enumerate(batches):
-            mine = [rank_shard_of(len(batch), rank).mine for rank in team(ranks)]
+            mine = [rank_shard_of(len(batch), rank).mine for rank in ranks_of(ranks)]
             counted = [parts[number][:count] for parts, count in zip(cut, mine, strict=True)]
             assert torch.equal(torch.cat(counted), batch)
             stand_ins = [parts[number] for parts, part in zip(cut, counted, strict=True) if not len(part)]
@@ -112,7 +114,7 @@ def numbers(batch: Any) -> list[int]:
 @pytest.mark.parametrize("kind", LOADERS)
 def test_every_kind_of_loader_deals_out_what_one_process_gets(kind: str):
     single = LOADERS[kind](None)
-    loaders = [LOADERS[kind](rank) for rank in team(4)]
+    loaders = [LOADERS[kind](rank) for rank in ranks_of(4)]
     for size in (6, 9):
         for loader in (single, *loaders):
             loader.batch_size = size
@@ -127,7 +129,7 @@ def test_every_kind_of_loader_deals_out_what_one_process_gets(kind: str):
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_full_pass_is_shared_too(kind: str):
-    shared = [[numbers(batch) for batch in LOADERS[kind](rank).full_pass()] for rank in team(4)]
+    shared = [[numbers(batch) for batch in LOADERS[kind](rank).full_pass()] for rank in ranks_of(4)]
     assert len({len(batches) for batches in shared}) == 1
     seen = [number for batches in shared for batch in batches for number in batch]
     assert sorted(seen) == sorted(number for batch in LOADERS[kind](None).full_pass() for number in numbers(batch))
@@ -141,7 +143,7 @@ class Random(Numbers):
 def test_workers_of_different_ranks_draw_different_random_numbers():
     first, second = (
         [numbers(batch) for batch in shared(AdaptiveLoader(Random(), 23, num_workers=1, seed=0), rank)]
-        for rank in team(2)
+        for rank in ranks_of(2)
     )
     assert not {*first[0]} & {*second[0]}
 
@@ -152,7 +154,7 @@ def test_a_resume_with_other_ranks_goes_on_at_the_same_sample():
     passing = iter(before)
     next(passing), next(passing)
     for size in (1, 2, 5):
-        loaders = [shared(AdaptiveLoader(TensorDataset(torch.arange(23)), 8, seed=0), rank) for rank in team(size)]
+        loaders = [shared(AdaptiveLoader(TensorDataset(torch.arange(23)), 8, seed=0), rank) for rank in ranks_of(size)]
         for loader in loaders:
             loader.load_state_dict(before.state_dict())
         rest = [[n for batch in loader for n in numbers(batch)[: loader.rank_shard.mine]] for loader in loaders]

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from distributed.team import Team
+from distributed.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Four ranks."""
-    started = Team(4, Path(tmp_path_factory.mktemp("group")))
+    started = RankPool(4, Path(tmp_path_factory.mktemp("group")))
     yield started
     started.close()

@@ -232,7 +232,7 @@ class Run:
         return [(each.sum_of_sq_norms, each.sq_norm_of_sum, each.num_samples) for each in measured]
 
 
-def course(ranks: Ranks, problem: Problem) -> dict[str, Any]:
+def trained(ranks: Ranks, problem: Problem) -> dict[str, Any]:
     """What a run leaves: records, the sums measured, final weights."""
     run = Run(ranks, problem)
     with run.control:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
-from distributed.loops import Problem, Run, course
-from distributed.team import Team
+from distributed.loops import Problem, Run, trained
+from distributed.rank_pool import RankPool
 from divebatch import AdaptiveLoader, Controller, Decision, DiveBatch, Fixed, Measurement, Policy
 from divebatch.errors import ArgumentError, DivebatchError, UsageError
 from divebatch.ranks import Ranks
@@ -32,7 +32,7 @@ class Touchy(Policy):
         return Decision(batch_size=10 + hash(told) % 80, reason=repr(told))
 
 
-def noisy_course(ranks: Ranks) -> Any:
+def noisy_training(ranks: Ranks) -> Any:
     """Every rank measures something else."""
     run = Run(ranks, replace(SMALL, policy=Touchy()))
     finish = run.estimator.finish
@@ -46,8 +46,8 @@ def noisy_course(ranks: Ranks) -> Any:
     return records
 
 
-def test_noise_that_differs_between_ranks_does_not_part_them(team: Team) -> None:
-    first, *others = team.run(4, noisy_course)
+def test_noise_that_differs_between_ranks_does_not_part_them(pool: RankPool) -> None:
+    first, *others = pool.run(4, noisy_training)
     assert len({record["batch_size"] for record in first}) > 1
     assert all(other == first for other in others)
     assert "1.0, 2.4" in first[0]["reason"]  # rank 0's sum; the mean loss: ranks saw 26, 26, 26 and 25 samples
@@ -64,14 +64,14 @@ class Dice(Policy):
         return Decision(batch_size=int(torch.randint(5, 40, ())))
 
 
-def diced_course(ranks: Ranks) -> Any:
+def random_training(ranks: Ranks) -> Any:
     run = Run(ranks, replace(SMALL, policy=Dice(), every_steps=3, estimator="moments"))
     torch.manual_seed(ranks.rank)
     return [run.epoch() for _ in range(2)]
 
 
-def test_policies_that_differ_between_ranks_do_not_part_them(team: Team) -> None:
-    first, *others = team.run(4, diced_course)
+def test_policies_that_differ_between_ranks_do_not_part_them(pool: RankPool) -> None:
+    first, *others = pool.run(4, random_training)
     assert len(first[0]["changes"]) > 1
     assert all(other == first for other in others)
 
@@ -83,11 +83,11 @@ def loss_told_by(ranks: Ranks, losses: list[float | None]) -> str:
     return run.control.step(loss=losses[ranks.rank]).reason
 
 
-def test_the_loss_is_the_mean_over_samples_of_the_ranks_that_tell_it(team: Team) -> None:
-    told = team.run(4, loss_told_by, [1.0, 2.0, 3.0, 8.0])
+def test_the_loss_is_the_mean_over_samples_of_the_ranks_that_tell_it(pool: RankPool) -> None:
+    told = pool.run(4, loss_told_by, [1.0, 2.0, 3.0, 8.0])
     # 103 samples in batches of 20, the last of 3: 26, 26, 26 and 25
     assert {float(reason.split(", ")[1]) for reason in told} == {(26 * 6.0 + 25 * 8.0) / 103}
-    assert all("needs the epoch's mean training loss" in str(e) for e in team.answers(4, loss_told_by, [None] * 4))
+    assert all("needs the epoch's mean training loss" in str(e) for e in pool.answers(4, loss_told_by, [None] * 4))
 
 
 # At the start
@@ -104,15 +104,15 @@ def parted(ranks: Ranks, what: str) -> None:
         "every_steps": {"every_steps": 2 if odd else 3, "policy": Dice(), "estimator": "moments"},
         "the learning rate": {"lr": 0.2 if odd else 0.1},
     }
-    course(ranks, replace(SMALL, **settings[what]))
+    trained(ranks, replace(SMALL, **settings[what]))
 
 
 DIFFERENCES = ["the number of samples", "batch_size", "policy", "estimator", "lr_coupling", "every_steps"]
 
 
 @pytest.mark.parametrize("what", [*DIFFERENCES, "the learning rate"])
-def test_ranks_that_disagree_get_the_same_error_everywhere(team: Team, what: str) -> None:
-    errors = team.answers(4, parted, what)
+def test_ranks_that_disagree_get_the_same_error_everywhere(pool: RankPool, what: str) -> None:
+    errors = pool.answers(4, parted, what)
     assert all(isinstance(error, ArgumentError) for error in errors), errors
     assert len({str(error) for error in errors}) == 1
     assert str(errors[0]).startswith(f"the ranks disagree on {what}")
@@ -150,13 +150,13 @@ class Shrinks(Policy):
         return Decision(batch_size=1, reason="tiny")
 
 
-def test_a_batch_below_the_ranks_is_raised_to_them_and_recorded(team: Team) -> None:
-    for size, following, lr, reason, local, warned in team.run(4, sizes_of, 8, Shrinks()):
+def test_a_batch_below_the_ranks_is_raised_to_them_and_recorded(pool: RankPool) -> None:
+    for size, following, lr, reason, local, warned in pool.run(4, sizes_of, 8, Shrinks()):
         assert (size, following, reason) == (8, 4, "tiny; raised to the 4 ranks")
         assert lr == pytest.approx(0.1 * 4 / 8)
         assert local[:2] == [2, 2]
         assert not warned
-    for size, following, _, _, _, warned in team.run(4, sizes_of, 2, Fixed()):
+    for size, following, _, _, _, warned in pool.run(4, sizes_of, 2, Fixed()):
         assert (size, following) == (4, 4)
         assert warned == ["batch_size=2 is below the 4 ranks that share a batch: raised to it"]
 
@@ -182,8 +182,8 @@ def refusals(ranks: Ranks) -> list[str]:
     return told
 
 
-def test_data_that_ranks_cannot_share_is_refused(team: Team) -> None:
-    for stream, few, dealt in team.run(4, refusals):
+def test_data_that_ranks_cannot_share_is_refused(pool: RankPool) -> None:
+    for stream, few, dealt in pool.run(4, refusals):
         assert "an IterableDataset has no order that 4 ranks could share" in stream
         assert few == "3 samples cannot be shared by 4 ranks"
         assert "a DistributedSampler would do it a second time" in dealt
@@ -197,8 +197,8 @@ def drawn(ranks: Ranks) -> tuple[list[list[int]], list[int]]:
     return seen, [number for (batch,) in loader.full_pass() for number in batch.tolist()]
 
 
-def test_an_own_sampler_draws_for_all_ranks_on_the_first(team: Team) -> None:
-    answers = team.run(4, drawn)
+def test_an_own_sampler_draws_for_all_ranks_on_the_first(pool: RankPool) -> None:
+    answers = pool.run(4, drawn)
     torch.manual_seed(0)
     expected = list(RandomSampler(range(23), num_samples=19))
     batches = zip(*(seen for seen, _ in answers), strict=True)

@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from distributed.loops import Problem, course, dataset, made
-from distributed.team import Team
+from distributed.loops import Problem, dataset, made, trained
+from distributed.rank_pool import RankPool
 from divebatch import DiveBatch
 from divebatch.data.order import Shuffled
 from divebatch.errors import ArgumentError
@@ -22,12 +22,12 @@ STILL = replace(GROWING, num_samples=192, batch_size=21, lr=0.0, epochs=1)
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("estimator", ["trajectory", "oracle", "moments"])
-def test_four_ranks_measure_what_one_process_does(team: Team, estimator: str, reduction: str) -> None:
+def test_four_ranks_measure_what_one_process_does(pool: RankPool, estimator: str, reduction: str) -> None:
     # A sum over W ranks reaches the optimizer divided by W.
     lr = {"mean": 0.1, "sum": 0.004}[reduction]
     problem = replace(GROWING, estimator=estimator, reduction=reduction, lr=lr)
-    single = course(Ranks.alone(), problem)
-    shared = team.run(4, course, replace(problem, lr=lr * (4 if reduction == "sum" else 1)))
+    single = trained(Ranks.alone(), problem)
+    shared = pool.run(4, trained, replace(problem, lr=lr * (4 if reduction == "sum" else 1)))
     for answer in shared:
         assert [r["batch_size"] for r in answer["records"]] == [r["batch_size"] for r in single["records"]]
         for mine, theirs in zip(answer["sums"], single["sums"], strict=True):
@@ -54,7 +54,7 @@ def windows(estimator: str, problem: Problem, size: int) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("estimator", "micro"), [("ranks", None), ("ranks", 2), ("split", 2), ("per-sample", None)])
-def test_estimates_from_chunks_are_their_twins(team: Team, estimator: str, micro: int | None, size: int) -> None:
+def test_estimates_from_chunks_are_their_twins(pool: RankPool, estimator: str, micro: int | None, size: int) -> None:
     problem = replace(STILL, estimator=estimator, micro=micro, sync_each=False)
     kept = [window for window in windows(estimator, problem, size) if len(window) > 1]
     weights = [sum(map(len, window)) for window in kept]
@@ -62,12 +62,12 @@ def test_estimates_from_chunks_are_their_twins(team: Team, estimator: str, micro
     trace, sq_norm = (sum(w * p[i] for w, p in zip(weights, pairs, strict=True)) / sum(weights) for i in (0, 1))
     count = problem.num_samples
     expected = (count * (trace + sq_norm), count**2 * sq_norm, count)
-    for answer in team.run(size, course, problem):
+    for answer in pool.run(size, trained, problem):
         assert answer["sums"] == [pytest.approx(expected, rel=1e-9)]
 
 
 @pytest.mark.parametrize("estimator", ["oracle", "per-sample", "split", "moments", "ranks"])
-def test_what_needs_whole_gradients_is_refused_for_shards(team: Team, estimator: str) -> None:
-    for answer in team.answers(2, course, replace(GROWING, wrap="fsdp", estimator=estimator)):
+def test_what_needs_whole_gradients_is_refused_for_shards(pool: RankPool, estimator: str) -> None:
+    for answer in pool.answers(2, trained, replace(GROWING, wrap="fsdp", estimator=estimator)):
         assert isinstance(answer, ArgumentError)
         assert "needs whole gradients, and FSDP2 has sharded" in str(answer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.team import Team
+from distributed.rank_pool import RankPool
 from divebatch.lab.experiments.datasets import DataPlace
 from divebatch.lab.experiments.datasets.augment import CropFlip, Whole
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
@@ -30,8 +30,8 @@ def batches(ranks: Ranks, on_device: bool) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_ranks_see_the_images_of_one_process(team: Team, on_device: bool) -> None:
-    shared = team.run(4, batches, on_device)
+def test_ranks_see_the_images_of_one_process(pool: RankPool, on_device: bool) -> None:
+    shared = pool.run(4, batches, on_device)
     for whole, *parts in zip(batches(Ranks.alone(), on_device), *shared, strict=True):
         assert torch.equal(torch.cat([images for images, _ in parts]), whole[0])
         assert torch.equal(torch.cat([labels for _, labels in parts]), whole[1])

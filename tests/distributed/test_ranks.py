@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from distributed.loops import MODELS, Problem, Run
-from distributed.team import Team
+from distributed.rank_pool import RankPool
 from divebatch import ranks as module
 from divebatch.errors import ArgumentError, CoverageError
 from divebatch.norms import DiversityMeter
@@ -41,9 +41,9 @@ def talk(ranks: Ranks) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_sums_are_over_ranks_whatever_is_summed(team: Team, size: int) -> None:
+def test_sums_are_over_ranks_whatever_is_summed(pool: RankPool, size: int) -> None:
     expected = [torch.stack(each).sum(0) for each in zip(*map(vectors, range(size)), strict=True)]
-    for rank, answer in enumerate(team.run(size, talk)):
+    for rank, answer in enumerate(pool.run(size, talk)):
         for mine, theirs in zip(answer["summed"], expected, strict=True):
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine, theirs)
@@ -103,8 +103,8 @@ def differ(ranks: Ranks) -> None:
     ranks.require_same({"the same": 1, "the rank": ranks.rank // 3})
 
 
-def test_what_differs_is_named_on_every_rank(team: Team) -> None:
-    for error in team.answers(4, differ):
+def test_what_differs_is_named_on_every_rank(pool: RankPool) -> None:
+    for error in pool.answers(4, differ):
         assert isinstance(error, ArgumentError)
         assert "disagree on the rank: rank 0 has 0, rank 1 has 0, rank 2 has 0, rank 3 has 1." in str(error)
 
@@ -121,8 +121,8 @@ def refused(ranks: Ranks) -> list[str]:
     return told
 
 
-def test_shards_are_measured_in_a_controllers_eager_loop_only(team: Team) -> None:
-    for loose, compiled, scaled in team.run(2, refused):
+def test_shards_are_measured_in_a_controllers_eager_loop_only(pool: RankPool) -> None:
+    for loose, compiled, scaled in pool.run(2, refused):
         assert "sharded by FSDP2 cannot be measured with: a meter without a loader" in loose
         assert "with: compiled" in compiled
         assert "with: grad_scaler" in scaled
@@ -148,15 +148,15 @@ def traffic(ranks: Ranks, wrap: str) -> dict[str, Any]:
     return {"within": within, "after": sum(sent), "kept": kept, "size": sum(p.numel() for p in run.net.parameters())}
 
 
-def test_steps_send_nothing_and_an_epoch_one_gradient(team: Team) -> None:
-    for told in team.run(4, traffic, "ddp"):
+def test_steps_send_nothing_and_an_epoch_one_gradient(pool: RankPool) -> None:
+    for told in pool.run(4, traffic, "ddp"):
         assert told["within"] == 0
         assert 0 <= told["after"] - told["size"] <= 16
         assert told["kept"] == told["size"]
 
 
-def test_sharded_sums_are_nowhere_whole(team: Team) -> None:
-    answers = team.run(4, traffic, "fsdp")
+def test_sharded_sums_are_nowhere_whole(pool: RankPool) -> None:
+    answers = pool.run(4, traffic, "fsdp")
     assert sum(told["kept"] for told in answers) == answers[0]["size"]
     assert all(told["within"] == 0 and told["after"] <= 16 for told in answers)
     assert all(told["kept"] < told["size"] / 2 for told in answers)
@@ -179,7 +179,7 @@ def bypassed(ranks: Ranks) -> None:
         run.epoch()
 
 
-def test_a_sharded_weight_that_is_used_past_its_layer_is_an_error(team: Team) -> None:
-    for error in team.answers(2, bypassed):
+def test_a_sharded_weight_that_is_used_past_its_layer_is_an_error(pool: RankPool) -> None:
+    for error in pool.answers(2, bypassed):
         assert isinstance(error, CoverageError)
         assert "['second.weight'] received gradients although their layer was not called" in str(error)

@@ -1,4 +1,4 @@
-"""A life that ends within an epoch, and a second one on another number of ranks: the course of one that never ended."""
+"""A run that stops within an epoch and goes on with another number of ranks ends as one that never stopped."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from distributed.loops import Problem, Restless, Run
-from distributed.team import Team
+from distributed.rank_pool import RankPool
 from divebatch import Decision, DiveBatch, Fixed, Measurement, Policy
 from divebatch.errors import UsageError
 from divebatch.ranks import Ranks
 
 PROBLEM = Problem(num_samples=213, batch_size=30, epochs=3, policy=DiveBatch(1.0, 80))
 CUT = 2
-"""Batches of the second epoch that the first life still sees."""
+"""Batches of the second epoch that are seen before the stop."""
 
 
 def whole(state: Any) -> Any:
@@ -30,7 +30,7 @@ def told(run: Run, record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "sums": run.sums[-1]}
 
 
-def first_life(ranks: Ranks, problem: Problem) -> tuple[Any, list[Any], list[int]]:
+def run_before_the_stop(ranks: Ranks, problem: Problem) -> tuple[Any, list[Any], list[int]]:
     run = Run(ranks, problem)
     records = [told(run, run.epoch())]
     run.seen.clear()
@@ -46,7 +46,7 @@ def state_after(run: Run, batches: int) -> Any:
     raise AssertionError("the epoch was too short")
 
 
-def second_life(ranks: Ranks, problem: Problem, state: Any) -> tuple[Any, list[Any], list[int]]:
+def run_after_the_stop(ranks: Ranks, problem: Problem, state: Any) -> tuple[Any, list[Any], list[int]]:
     run = Run(ranks, problem)
     run.load(state)
     for batch in run.loader:
@@ -58,7 +58,7 @@ def second_life(ranks: Ranks, problem: Problem, state: Any) -> tuple[Any, list[A
     return run.weights(), records, seen
 
 
-def one_life(ranks: Ranks, problem: Problem) -> tuple[Any, list[Any]]:
+def run_without_a_stop(ranks: Ranks, problem: Problem) -> tuple[Any, list[Any]]:
     run = Run(ranks, problem)
     records = [told(run, run.epoch()) for _ in range(problem.epochs)]
     return run.weights(), records
@@ -76,35 +76,35 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 4), (4, 1)])
-def test_another_number_of_ranks_goes_on_at_the_same_sample(team: Team, before: int, after: int) -> None:
-    first = team.run(before, first_life, PROBLEM)
+def test_another_number_of_ranks_goes_on_at_the_same_sample(pool: RankPool, before: int, after: int) -> None:
+    first = pool.run(before, run_before_the_stop, PROBLEM)
     states = [state for state, _, _ in first]
     assert all(_equal(state, states[0]) for state in states)
-    second = team.run(after, second_life, PROBLEM, states[0])
+    second = pool.run(after, run_after_the_stop, PROBLEM, states[0])
     seen = [number for *_, numbers in (*first, *second) for number in numbers]
     assert sorted(seen) == list(range(PROBLEM.num_samples))
-    expected = one_life(Ranks.alone(), PROBLEM)
+    expected = run_without_a_stop(Ranks.alone(), PROBLEM)
     for (_, records, _), (weights, later, _) in zip(first[:1] * after, second, strict=True):
         assert_same((weights, records + later), expected)
 
 
-def test_decisions_within_epochs_go_on_too(team: Team) -> None:
+def test_decisions_within_epochs_go_on_too(pool: RankPool) -> None:
     """The state is taken right before a decision, on four ranks, which two make."""
     settings = {"policy": Restless(), "estimator": "moments", "coupling": "sqrt", "every_steps": CUT}
     problem = replace(PROBLEM, num_samples=3 * PROBLEM.num_samples, **settings)
-    state, records, _ = team.run(4, first_life, problem)[0]
-    expected = one_life(Ranks.alone(), problem)
+    state, records, _ = pool.run(4, run_before_the_stop, problem)[0]
+    expected = run_without_a_stop(Ranks.alone(), problem)
     assert len(expected[1][1]["changes"]) > 1
-    for weights, later, _ in team.run(2, second_life, problem, state):
+    for weights, later, _ in pool.run(2, run_after_the_stop, problem, state):
         assert_same((weights, records + later), expected)
 
 
 @pytest.mark.parametrize("estimator", ["per-sample", "split", "moments", "ranks"])
-def test_every_estimator_goes_on_with_the_sums_of_all_ranks(team: Team, estimator: str) -> None:
+def test_every_estimator_goes_on_with_the_sums_of_all_ranks(pool: RankPool, estimator: str) -> None:
     problem = replace(PROBLEM, estimator=estimator, micro=4, sync_each=False)
-    first = team.run(4, first_life, problem)
-    second = team.run(4, second_life, problem, first[0][0])
-    expected = team.run(4, one_life, problem)
+    first = pool.run(4, run_before_the_stop, problem)
+    second = pool.run(4, run_after_the_stop, problem, first[0][0])
+    expected = pool.run(4, run_without_a_stop, problem)
     for (_, records, _), (weights, later, _), other in zip(first, second, expected, strict=True):
         assert_same((weights, records + later), other)
 
@@ -120,10 +120,10 @@ def rest_of_epoch(ranks: Ranks, problem: Problem, state: Any) -> tuple[list[int]
 
 
 @pytest.mark.filterwarnings("ignore:batch_size=2 is below")
-def test_a_batch_below_the_ranks_is_raised_within_an_epoch_too(team: Team) -> None:
+def test_a_batch_below_the_ranks_is_raised_within_an_epoch_too(pool: RankPool) -> None:
     problem = Problem(num_samples=23, batch_size=2, policy=Fixed())
     state, before = within_an_epoch(Ranks.alone(), problem, 3)
-    answers = team.run(4, rest_of_epoch, problem, state)
+    answers = pool.run(4, rest_of_epoch, problem, state)
     assert sorted([*before, *(number for seen, *_ in answers for number in seen)]) == list(range(23))
     assert [local for *_, local in answers] == [[1, 1, 1, 1, 1], *[[1, 1, 1, 1, 0]] * 3]
     assert {record.batch_size for _, record, _ in answers} == {4}
@@ -142,10 +142,10 @@ class NeedsLoss(Policy):
         return Decision(batch_size=seen.batch_size, reason=f"{seen.loss}")
 
 
-def test_behind_the_last_batch_the_loss_of_the_life_before_counts(team: Team) -> None:
+def test_behind_the_last_batch_the_loss_of_the_process_before_counts(pool: RankPool) -> None:
     problem = Problem(num_samples=23, batch_size=8, policy=NeedsLoss())
-    state, _ = team.run(4, within_an_epoch, problem, 3)[0]
-    for seen, record, _ in team.run(4, rest_of_epoch, problem, state):
+    state, _ = pool.run(4, within_an_epoch, problem, 3)[0]
+    for seen, record, _ in pool.run(4, rest_of_epoch, problem, state):
         assert not seen
         assert float(record.reason) == 2.5
 
@@ -165,9 +165,9 @@ def sums_of_shards(ranks: Ranks, problem: Problem) -> tuple[Any, Any, Any]:
     return whole(state), *taken
 
 
-def test_sharded_sums_are_saved_in_shards_and_come_back(team: Team) -> None:
+def test_sharded_sums_are_saved_in_shards_and_come_back(pool: RankPool) -> None:
     for size in (2, 4):
-        for saved, from_shards, from_whole in team.run(size, sums_of_shards, replace(PROBLEM, wrap="fsdp")):
+        for saved, from_shards, from_whole in pool.run(size, sums_of_shards, replace(PROBLEM, wrap="fsdp")):
             assert float(saved["gradient_sums"]["0.weight"].abs().sum()) > 0
             assert _equal(saved, from_shards)
             assert _equal(saved, from_whole)
@@ -180,8 +180,8 @@ def state_within_a_step(ranks: Ranks) -> None:
     run.control.state_dict()
 
 
-def test_a_state_within_a_step_is_refused(team: Team) -> None:
-    for answer in team.answers(4, state_within_a_step):
+def test_a_state_within_a_step_is_refused(pool: RankPool) -> None:
+    for answer in pool.answers(4, state_within_a_step):
         assert isinstance(answer, UsageError)
         assert "save their state after an optimizer step" in str(answer)
 

@@ -1,12 +1,12 @@
-"""The same course on 1, 2 and 4 ranks, to rounding."""
+"""The same training on 1, 2 and 4 ranks, to rounding."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from distributed.loops import Problem, Restless, course
-from distributed.team import Team
+from distributed.loops import Problem, Restless, trained
+from distributed.rank_pool import RankPool
 from divebatch import DiveBatch
 from divebatch.ranks import Ranks
 
@@ -35,15 +35,15 @@ ALONE: dict[tuple[str, int, float | None], dict[str, Any]] = {}
 
 
 def alone(problem: Problem) -> dict[str, Any]:
-    """The course of one process in a plain loop, trained once for all cases."""
+    """The training of one process in a plain loop, trained once for all cases."""
     key = (problem.model, problem.num_samples, problem.clip)
     if key not in ALONE:
-        ALONE[key] = course(Ranks.alone(), replace(problem, wrap="none", ddp={}, micro=None))
+        ALONE[key] = trained(Ranks.alone(), replace(problem, wrap="none", ddp={}, micro=None))
     return ALONE[key]
 
 
-def assert_same_course(ours: dict[str, Any], single: dict[str, Any], *, rel: float = 1e-9) -> None:
-    assert len({record["batch_size"] for record in single["records"]}) > 1, "a course that does not move shows nothing"
+def assert_same_training(ours: dict[str, Any], single: dict[str, Any], *, rel: float = 1e-9) -> None:
+    assert len({record["batch_size"] for record in single["records"]}) > 1, "sizes that do not move show nothing"
     for mine, theirs in zip(ours["records"], single["records"], strict=True):
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():
@@ -59,12 +59,12 @@ BOTH = ["ddp", "fsdp", "resnet ddp", "resnet fsdp"]
 
 
 @pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in BOTH), *((case, 4) for case in CASES)])
-def test_the_course_is_that_of_one_process(team: Team, case: str, size: int) -> None:
-    for answer in team.run(size, course, CASES[case]):
-        assert_same_course(answer, alone(CASES[case]))
+def test_training_is_that_of_one_process(pool: RankPool, case: str, size: int) -> None:
+    for answer in pool.run(size, trained, CASES[case]):
+        assert_same_training(answer, alone(CASES[case]))
 
 
-def test_shards_with_copies_count_once(team: Team) -> None:
+def test_shards_with_copies_count_once(pool: RankPool) -> None:
     """Two pairs of ranks: each piece of a parameter is on one rank of each pair."""
-    for answer in team.run(4, course, replace(SHORT, wrap="hsdp")):
-        assert_same_course(answer, alone(SHORT))
+    for answer in pool.run(4, trained, replace(SHORT, wrap="hsdp")):
+        assert_same_training(answer, alone(SHORT))

@@ -21,7 +21,7 @@ GROUPS: dict[int, Ranks] = {1: Ranks.alone()}
 """In a worker: the ranks of its groups by their size."""
 
 
-class Team:
+class RankPool:
     """`size` processes of one group; `run` lets the first few of them run a function, each as a rank."""
 
     def __init__(self, size: int, folder: Path) -> None:
