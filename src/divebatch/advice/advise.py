@@ -17,7 +17,7 @@ from divebatch.advice.result import Advice
 from divebatch.advice.step import PRECISIONS, LossFn, MakeStep, PlainStep, Step
 from divebatch.advice.timing import OnTime, time_steps
 from divebatch.advice.tradeoff import StepTimes
-from divebatch.checks import require_count, require_positive
+from divebatch.checks import require_choice, require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
@@ -213,6 +213,5 @@ def _require_settings(steps: int, estimator: str, precision: str, timing_seconds
     known = [name for name, kind in ESTIMATORS.items() if kind.at_fixed_weights and not kind.needs_loss_fn]
     if estimator not in known:
         raise ArgumentError(f"unknown estimator {estimator!r} for an advice; known: {', '.join(known)}")
-    if precision not in PRECISIONS:
-        raise ArgumentError(f"unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
+    require_choice("precision", precision, PRECISIONS)
     require_positive("timing_seconds", timing_seconds)

@@ -26,8 +26,8 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.lab.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
 from divebatch.lab.training import Clock, DeviceOptions, TrainStep
+from divebatch.lab.training.device_options import device_settings
 from divebatch.lab.training.distributed import Parallel
-from divebatch.lab.training.precision import device_settings
 from divebatch.report.drawing import Drawing, finish, require_matplotlib
 from divebatch.report.drawing import settings as figure_settings
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import torch
 import typer
 
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
 
 ExperimentName = Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")]
@@ -18,8 +19,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")]
 
 def require_device(device: str) -> None:
     """Raise for a device that is unknown or not there."""
-    if device not in ("cpu", "cuda"):
-        raise ArgumentError(f"unknown device {device!r}; known: cpu, cuda")
+    require_choice("device", device, ("cpu", "cuda"))
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device cuda: torch finds no GPU here; use --device cpu")
 

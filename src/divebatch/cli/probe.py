@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from divebatch.checks import require_choice
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, require_device
 from divebatch.cli.probe_plot import draw_probe
@@ -90,8 +91,7 @@ def probe(
 
 
 def _require_valid(judge: str, window_epochs: float) -> None:
-    if judge not in JUDGES:
-        raise ArgumentError(f"unknown judge {judge!r}; known: {', '.join(JUDGES)}")
+    require_choice("judge", judge, JUDGES)
     if not 0 < window_epochs < math.inf:
         raise ArgumentError(f"--window-epochs must be positive and finite, got {window_epochs}")
 

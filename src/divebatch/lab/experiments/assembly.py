@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from divebatch.checks import require_choice
 from divebatch.controller import Controller
 from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
@@ -18,8 +19,8 @@ from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES, warm_up
 from divebatch.lab.experiments.schema import Experiment, Method, Part, build_estimator, build_settings
 from divebatch.lab.training import Clock, LossFn, Trainer
+from divebatch.lab.training.device_options import device_settings
 from divebatch.lab.training.distributed import spread
-from divebatch.lab.training.precision import device_settings
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded, make_policy
 from divebatch.ranks import Ranks
@@ -135,6 +136,5 @@ def _estimator(run: Run, loss_fn: LossFn) -> Estimator:
 
 
 def _settings(registry: dict[str, type[Any]], part: Part, where: str) -> Any:
-    if part.kind not in registry:
-        raise ArgumentError(f"unknown {where} kind {part.kind!r}; known: {', '.join(registry)}")
+    require_choice(f"{where} kind", part.kind, tuple(registry))
     return build_settings(registry[part.kind], part, where)

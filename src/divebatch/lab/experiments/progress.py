@@ -1,6 +1,5 @@
 """How far a run has got: its records and its checkpoint on disk, and whether they may be continued."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,8 +113,7 @@ def reading_state(run: Run) -> Iterator[None]:
 
 def _require_same(run: Run, header: RunHeader) -> None:
     """A resume must continue the same configuration."""
-    wanted = json.loads(json.dumps(run.config))  # as a file holds it: lists for tuples
-    there = header.config
+    wanted, there = run.config, header.config
     keys = {*wanted, *there} - WORDS
     different = sorted(key for key in keys if wanted.get(key) != there.get(key))
     if different:

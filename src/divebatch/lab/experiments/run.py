@@ -1,5 +1,6 @@
 """A run: an experiment's method with one seed, how to run it, and where its records go."""
 
+import json
 import os
 import platform
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments.schema import Experiment, Method
 from divebatch.lab.training.distributed import SHARDINGS
@@ -45,8 +47,7 @@ class Run:
     """Kinds, as `divebatch.lab.loggers` knows them: where epochs are shown beside the records."""
 
     def __post_init__(self) -> None:
-        if self.sharding not in SHARDINGS:
-            raise ArgumentError(f"unknown sharding {self.sharding!r}; known: {', '.join(SHARDINGS)}")
+        require_choice("sharding", self.sharding, SHARDINGS)
         if self.log_exact and self.sharding == "fsdp":
             raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
         if self.experiment.training.compile and self.sharding == "fsdp":
@@ -78,10 +79,12 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """All settings of this run, complete: what must be equal for a resume."""
+        """All settings of this run, as a record holds them: what must be equal for a resume."""
         values = asdict(self.experiment)
         del values["methods"], values["report"], values["metric"]
-        return {**values, "method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
+        values |= {"method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
+        plain: dict[str, Any] = json.loads(json.dumps(values))
+        return plain
 
     @property
     def settings_of_all_ranks(self) -> dict[str, Any]:

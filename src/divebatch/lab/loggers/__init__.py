@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from divebatch.errors import ArgumentError
+from divebatch.checks import require_choice
 from divebatch.lab.loggers.logger import Logger, scalars
 from divebatch.lab.loggers.tensorboard import TensorBoard
 from divebatch.lab.loggers.wandb import WeightsAndBiases
@@ -16,8 +16,7 @@ LOGGERS: dict[str, Callable[[], Logger]] = {"tensorboard": TensorBoard, "wandb":
 
 def make_logger(kind: str) -> Logger:
     """Make a logger by name; an error lists those there are, or names the extra to install."""
-    if kind not in LOGGERS:
-        raise ArgumentError(f"unknown logger {kind!r}; known: {', '.join(LOGGERS)}")
+    require_choice("logger", kind, tuple(LOGGERS))
     return LOGGERS[kind]()
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from divebatch.checks import require_count, require_positive
+from divebatch.checks import require_choice, require_count, require_positive
 from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
 from divebatch.lab.probe.verdict import Branch, Outcome, Probe
 from divebatch.lr import BY_NOISE, COUPLINGS
@@ -101,9 +101,8 @@ def _outcome(
 
 def require_settings(coupling: str, repeats: int, tolerance: float, smoothing: float) -> None:
     """Raise for what no probe can be made with."""
-    known = [name for name in COUPLINGS if name not in BY_NOISE]  # branches measure nothing
-    if coupling not in known:
-        raise ArgumentError(f"unknown coupling {coupling!r}; known: {', '.join(known)}")
+    known = tuple(name for name in COUPLINGS if name not in BY_NOISE)  # branches measure nothing
+    require_choice("coupling", coupling, known)
     require_count("repeats", repeats)
     require_positive("tolerance", tolerance)
     require_positive("smoothing", smoothing)

@@ -45,13 +45,13 @@ class Start:
 
 
 def find_start(place: Path, experiment: str, *, method: str | None, seed: int | None, epoch: int | None) -> Start:
-    """The one checkpoint that `place`, a file or a folder that `divebatch run` wrote, and the wishes leave.
+    """The one checkpoint that `place`, a file or a folder of runs, and the wishes leave.
 
     Of several epochs of one run it is the last, unless `epoch` says which; of several runs none, but an error.
     """
     runs = [_Candidate.at(path) for path in _checkpoints(place)]
     if not runs:
-        raise ArgumentError(f"no checkpoint (seed-K.ckpt) at '{place}'; `divebatch run` leaves one beside its records")
+        raise ArgumentError(f"no checkpoint (seed-K.ckpt) at '{place}'; a run leaves one beside its records")
     fitting = [each for each in runs if each.header.experiment == experiment]
     if not fitting:
         others = ", ".join(sorted({each.header.experiment for each in runs}))
@@ -78,20 +78,13 @@ def run_of(start: Start, experiment: Experiment, **settings: Any) -> Run:
     planned = replace(scaled, model=Part(**config["model"])).with_training(**training)
     run = Run(planned, start.header.method, start.header.seed, start.path.parent, **settings)
     for key in PROBLEM:
-        here, there = _plain(run.config[key]), config.get(key)
+        here, there = run.config[key], config.get(key)
         if here != there:
             raise CheckpointError(
                 f"'{start.path}' belongs to another experiment called {experiment.name!r}: its {key} is {there!r}, "
                 f"here it is {here!r}. Name the TOML file that the run was started with"
             )
     return run
-
-
-def _plain(value: Any) -> Any:
-    """As a record holds it: lists for tuples, dicts for mappings."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _checkpoints(place: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from divebatch.estimators import ESTIMATORS
 from divebatch.lab.experiments.schema import Method, Part, build_estimator
 from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.lab.training import Tally, train_epoch
-from divebatch.lab.training.precision import device_settings
+from divebatch.lab.training.device_options import device_settings
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import CABS, Auto, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
 from divebatch.policies.wrappers import Around

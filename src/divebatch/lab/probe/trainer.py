@@ -15,7 +15,7 @@ from divebatch.lab.experiments import Run, make_trainer
 from divebatch.lab.probe.checkpoints import Start
 from divebatch.lab.probe.verdict import Branch
 from divebatch.lab.training import Trainer, evaluate
-from divebatch.lab.training.precision import device_settings
+from divebatch.lab.training.device_options import device_settings
 
 DROPOUT = (0, 6)
 """The purpose of a branch's random numbers beside its order."""

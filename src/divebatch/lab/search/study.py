@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
 from divebatch.lab.search.space import Dimension, Point, Space
 from divebatch.lab.search.storage import open_storage, require_optuna
@@ -82,8 +83,7 @@ class Study:
         self._heartbeats: dict[int, tuple[Any, float]] = {}
 
     def _check(self, sampler: str) -> None:
-        if sampler not in SAMPLERS:
-            raise ArgumentError(f"unknown sampler {sampler!r}; known: {', '.join(SAMPLERS)}")
+        require_choice("sampler", sampler, SAMPLERS)
         if self.is_grid and not self.space.is_grid:
             ranges = [str(each) for each in self.space.dimensions if each.bounds is not None]
             raise ArgumentError(f"a grid needs values, not a range: {ranges[0]}. List them, or use sampler='tpe'.")

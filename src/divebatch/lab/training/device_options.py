@@ -1,10 +1,16 @@
-"""How a run uses its device."""
+"""How a run uses its device: number formats (fp32, TF32, bf16), the compiler, memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from divebatch.checks import require_choice, require_count
-from divebatch.lab.training.precision import require_precision
 from divebatch.norms.meter import MODES
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+"""Weights are float32 in all. `tf32` multiplies with ten bits of mantissa on GPUs that can; `bf16` is autocast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +35,26 @@ class DeviceOptions:
     micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        require_precision(self.precision)
+        require_choice("precision", self.precision, PRECISIONS)
         require_choice("norms", self.norms, MODES)
         if self.micro_batch_size is not None:
             require_count("micro_batch_size", self.micro_batch_size)
+
+
+@contextmanager
+def device_settings(precision: str, device: torch.device) -> Iterator[None]:
+    """Inside, a GPU multiplies float32 as `precision` says and tries its convolution kernels once for each shape.
+
+    What was set before is put back.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
+    cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before

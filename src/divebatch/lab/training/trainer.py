@@ -14,11 +14,10 @@ from divebatch.controller import Controller
 from divebatch.data.order import mixed_seed
 from divebatch.errors import DivergedError
 from divebatch.lab.training.clock import Clock, forget_peak_memory
-from divebatch.lab.training.device_options import DeviceOptions
+from divebatch.lab.training.device_options import DeviceOptions, device_settings
 from divebatch.lab.training.distributed import Parallel, largest
 from divebatch.lab.training.evaluation import evaluate
 from divebatch.lab.training.forward import LossFn
-from divebatch.lab.training.precision import device_settings
 from divebatch.lab.training.step import Tally, TrainStep, train_epoch
 from divebatch.norms import gradient_diversity
 from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state

@@ -4,8 +4,15 @@ import torch
 from PIL import Image
 from slow_images import crop_box, crop_flip, resize, resized_crop, rotate
 
-from divebatch.lab.experiments.datasets.augment import CropFlip, CropFlipRotate, Whole, with_margin
-from divebatch.lab.experiments.datasets.resample import TRIES, RandomResizedCrop, ResizeCentreCrop
+from divebatch.lab.experiments.datasets.augment import (
+    TRIES,
+    CropFlip,
+    CropFlipRotate,
+    RandomResizedCrop,
+    ResizeCentreCrop,
+    Whole,
+    with_margin,
+)
 
 TRANSFORMS = {
     "crop": CropFlip(),

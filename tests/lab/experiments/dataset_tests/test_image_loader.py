@@ -3,9 +3,14 @@ import torch
 
 from divebatch.errors import UsageError
 from divebatch.lab.experiments.datasets import DataPlace
-from divebatch.lab.experiments.datasets.augment import CropFlip, CropFlipRotate, Whole
+from divebatch.lab.experiments.datasets.augment import (
+    CropFlip,
+    CropFlipRotate,
+    RandomResizedCrop,
+    ResizeCentreCrop,
+    Whole,
+)
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
-from divebatch.lab.experiments.datasets.resample import RandomResizedCrop, ResizeCentreCrop
 
 CPU = torch.device("cpu")
 COLOURS = Colours(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))

@@ -64,7 +64,7 @@ def test_the_papers_sizes(tmp_path):
     ((images, _),) = split.validation
     expected = normalised(resize(picture(folder / "val" / "images" / "val_0.JPEG"), 256)[16:240, 16:240])
     torch.testing.assert_close(images[0], expected, atol=1e-3, rtol=0)
-    assert type(split.loader(2, seed=0)._transform).__name__ == "RandomResizedCrop"
+    assert type(split.loader(2, seed=0)._augment).__name__ == "RandomResizedCrop"
     assert (DATASETS["tiny-imagenet"]().image_size, DATASETS["tiny-imagenet"]().resize) == (224, 256)
 
 

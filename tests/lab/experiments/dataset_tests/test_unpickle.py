@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from image_files import cifar_pixels, python2_pickle
 
 from divebatch.errors import DataError
-from divebatch.lab.experiments.datasets.archive import Origin
+from divebatch.lab.experiments.datasets.dataset import Origin
 from divebatch.lab.experiments.datasets.unpickle import read_pickle
 
 ORIGIN = Origin("some-folder", "https://example.org/archive")

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from divebatch.checks import require_count
-from divebatch.lab.experiments.datasets.archive import Origin
 from divebatch.lab.experiments.datasets.augment import CropFlip, CropFlipRotate, Transform, Whole
-from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit
+from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, Origin
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
 from divebatch.lab.experiments.datasets.unpickle import read_pickle
 

@@ -15,11 +15,9 @@ from torch.utils.data import Dataset
 
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError, DataError, MissingExtraError
-from divebatch.lab.experiments.datasets.archive import Origin
-from divebatch.lab.experiments.datasets.augment import Transform
-from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit
+from divebatch.lab.experiments.datasets.augment import RandomResizedCrop, ResizeCentreCrop, Transform
+from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, Origin
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
-from divebatch.lab.experiments.datasets.resample import RandomResizedCrop, ResizeCentreCrop
 
 ORIGIN = Origin("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip")
 COLOURS = Colours(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))

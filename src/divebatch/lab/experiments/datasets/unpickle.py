@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from divebatch.lab.experiments.datasets.archive import Origin
+from divebatch.lab.experiments.datasets.dataset import Origin
 
 MOST_BYTES = 2**30
 """The largest file that is read; the largest of the CIFAR sets has 155 million bytes."""

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import nn
 
-from divebatch.lab.experiments.models.image import ResNet18, ResNet18ImageNet, ResNet20
+from divebatch.lab.experiments.models.resnet import ResNet18, ResNet18ImageNet, ResNet20
 from divebatch.lab.experiments.models.synthetic import LogisticRegression, Mlp
 from divebatch.lab.training import LossFn
 

@@ -1,9 +1,14 @@
-"""Residual networks (He et al. 2016) for small images."""
+"""Residual networks (He et al. 2016), and their settings in an experiment."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch.nn.functional import cross_entropy, relu
+
+from divebatch.checks import require_choice
+from divebatch.lab.training import LossFn
 
 Norm = Callable[[int], nn.Module]
 
@@ -80,3 +85,46 @@ def resnet18_imagenet(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNe
 def resnet20(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNet:
     """16-32-64 channels, three blocks a stage, for small images: 272 474 parameters for 10 classes."""
     return ResNet(small_stem(16, norm), (16, 32, 64), 3, num_classes, norm)
+
+
+# As settings
+
+NORMS: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": group_norm}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageModel:
+    """A network of `network`'s kind. `norm` is "batch", as in the paper, or "group" (no statistics over the batch)."""
+
+    network: ClassVar[Callable[..., nn.Module]]
+    norm: str = "batch"
+
+    def __post_init__(self) -> None:
+        require_choice("norm", self.norm, tuple(NORMS))
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """Mean cross-entropy over samples."""
+        return cross_entropy
+
+    def build(self, num_features: int, num_classes: int) -> nn.Module:
+        """A fresh network for images of three channels."""
+        return type(self).network(num_classes, norm=NORMS[self.norm])
+
+
+class ResNet18(ImageModel):
+    """With the stem for small images."""
+
+    network = staticmethod(resnet18)
+
+
+class ResNet18ImageNet(ImageModel):
+    """With ImageNet's stem."""
+
+    network = staticmethod(resnet18_imagenet)
+
+
+class ResNet20(ImageModel):
+    """The small one of the original paper for CIFAR-10."""
+
+    network = staticmethod(resnet20)

@@ -9,10 +9,15 @@ from torch._dynamo.utils import counters
 
 from divebatch.lab.experiments import Run, get_experiment
 from divebatch.lab.experiments.assembly import place_for
-from divebatch.lab.experiments.datasets import DataPlace, batch_pipeline
-from divebatch.lab.experiments.datasets.augment import CropFlip, CropFlipRotate, Whole
+from divebatch.lab.experiments.datasets import DataPlace, images
+from divebatch.lab.experiments.datasets.augment import (
+    CropFlip,
+    CropFlipRotate,
+    RandomResizedCrop,
+    ResizeCentreCrop,
+    Whole,
+)
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
-from divebatch.lab.experiments.datasets.resample import RandomResizedCrop, ResizeCentreCrop
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # torch's own
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -57,8 +62,8 @@ def assert_same_but_for_rounding(batches, others) -> None:
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's front end alone, which is quick: it decides what is compiled anew and what its code computes."""
     torch.compiler.reset()  # one function has a limited number of variants, and each test adds some
-    traced = torch.compile(batch_pipeline.prepare, backend="aot_eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(batch_pipeline, "_compiled", lambda: traced)
+    traced = torch.compile(images.prepare, backend="aot_eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(images, "_compiled", lambda: traced)
 
 
 @NEEDS_COMPILER
