@@ -48,6 +48,14 @@ class Metric:
         value: float | None = getattr(record, self.name)
         return value if value is not None and math.isfinite(value) else None
 
+    def text(self, value: float) -> str:
+        """A value with its unit.
+
+        >>> Metric().text(0.92834), Metric("val_loss", "lower").text(1.08264)
+        ('92.83 %', '1.0826')
+        """
+        return f"{100 * value:.2f} %" if self.is_accuracy else f"{value:.5g}"
+
     def best(self, values: Iterable[float]) -> float | None:
         """The best of some values; None where there are none."""
         return (max if self.higher_is_better else min)(values, default=None)

@@ -24,7 +24,6 @@ from divebatch.lab.search import (
     make_plan,
     open_study,
     parse_space,
-    shown,
     work,
     write_results,
 )
@@ -124,7 +123,7 @@ def _work(plan: Plan, study: Study, quiet: bool) -> None:
 def _line(result: Result, study: Study) -> str:
     done = len(study.completed()) + len(study.failed())
     name = "accuracy" if study.metric.is_accuracy else study.metric.name
-    value = "failed" if result.value is None else f"{name} {shown(study.metric, result.value)}"
+    value = "failed" if result.value is None else f"{name} {study.metric.text(result.value)}"
     return f"[{done}/{study.total}] {_settings(result)}: {value}" + (f" ({result.note})" if result.note else "")
 
 
@@ -140,7 +139,7 @@ def _show(plan: Plan, found: Results, paths: list[Path]) -> None:
         table.add_column(name, justify="right")
     table.add_column("")
     for each in found.tried[:ROWS]:
-        value = "failed" if each.value is None else shown(found.metric, each.value)
+        value = "failed" if each.value is None else found.metric.text(each.value)
         table.add_row(*(f"{each.point[name]:g}" for name in plan.space.names), value, Text(each.note[:60]))
     console.print(table)
     for path in paths:

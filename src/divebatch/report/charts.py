@@ -12,7 +12,7 @@ from divebatch.report.analysis import UNITS, Analysis, Arrival, MethodResult
 from divebatch.report.curves import Curve, Floats, average_curve
 from divebatch.report.runs import RecordedRun
 from divebatch.report.style import DOTTED, Look, looks_for, other_looks
-from divebatch.report.tables import MEBIBYTE, batch_size_range, metric_value, seconds
+from divebatch.report.tables import MEBIBYTE, batch_size_range, seconds
 
 AXES = {"epochs": "Epoch", "steps": "Optimizer steps", "samples": "Samples", "seconds": "Training time (s)"}
 """Horizontal axes, each with its label."""
@@ -325,7 +325,7 @@ def make_bars(analysis: Analysis) -> dict[str, TargetBars]:
     """Unit -> bars, first the unit of the headline; empty while there is no target or no one reached it."""
     if analysis.target is None:
         return {}
-    looks, goal = looks_for(analysis.experiment.methods), metric_value(analysis.metric, analysis.target.value)
+    looks, goal = looks_for(analysis.experiment.methods), analysis.metric.text(analysis.target.value)
     units = sorted(UNITS, key=lambda unit: unit != analysis.race_unit)
     bars = {unit: TargetBars(unit, goal, analysis.arrivals(unit), looks) for unit in units}
     return {unit: each for unit, each in bars.items() if each.arrivals}

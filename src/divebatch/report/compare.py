@@ -8,7 +8,6 @@ from statistics import fmean, stdev
 from divebatch.records import Metric
 from divebatch.report.analysis import Analysis, MethodResult, trained_alike
 from divebatch.report.runs import RecordedRun
-from divebatch.report.tables import metric_value
 from divebatch.student import t_quantile
 
 LEVEL = 0.95
@@ -179,7 +178,7 @@ def _times(
     target = analysis.target
     if target is None:
         return
-    measure = f"time to {metric_value(analysis.metric, target.value)}"
+    measure = f"time to {analysis.metric.text(target.value)}"
     by_seed = [_seconds_by_seed(result, analysis.metric, target.value) for result in results]
     times = [(by_seed[0][one.header.seed], by_seed[1][other.header.seed]) for one, other in pairs]
     counts = [sum(0 < each[place] < math.inf for each in times) for place in (0, 1)]

@@ -44,33 +44,32 @@ class Report:
     """Record files that were left out, and why."""
 
 
-def write_report(*folders: Path, out: Path | None = None) -> Report:
+def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
     """Write report.html, report.md, figures/ and tables/.
 
     Args:
-        folders: Where the runs are, as `load_runs` takes them.
+        folder: Where the runs are, as `load_runs` takes it.
+        more: Further folders of the same kind.
         out: Where to write; the first folder if not given.
 
     Equal records give equal files. Raises `RecordError` where there is no run to report or nothing can be written,
     and `MissingExtraError` without matplotlib.
     """
     require_matplotlib()
-    if not folders:
-        raise RecordError("no folder to report on: name at least one that `divebatch run --out` wrote")
-    runs = load_runs(*folders)
+    runs = load_runs(folder, *more)
     sections = make_sections(runs.experiments)
-    folder = out or folders[0]
+    target = out or folder
     files = {
         "report.html": _encoded(render_html(sections, runs.problems)),
         "report.md": _encoded(render_markdown(sections, runs.problems)),
     }
     for section in sections:
         files |= {**_figure_files(section), **_table_files(section)}
-    _write(folder, files)
+    _write(target, files)
     tables = tuple(table for section in sections for table in section.tables)
     return Report(
-        html=folder / "report.html",
-        paths=tuple(folder / name for name in files),
+        html=target / "report.html",
+        paths=tuple(target / name for name in files),
         tables=tables,
         answers=tuple(section.answer for section in sections),
         details=tuple(section.details for section in sections if section.details),

@@ -83,15 +83,6 @@ def metric_name(metric: Metric) -> str:
     return "validation accuracy" if metric.is_accuracy else "validation loss"
 
 
-def metric_value(metric: Metric, value: float) -> str:
-    """A value of the metric with its unit.
-
-    >>> metric_value(Metric(), 0.92834), metric_value(Metric("val_loss", "lower"), 1.08264)
-    ('92.83 %', '1.0826')
-    """
-    return f"{100 * value:.2f} %" if metric.is_accuracy else f"{value:.5g}"
-
-
 # What each method reached
 
 
@@ -180,7 +171,7 @@ def _target_note(analysis: Analysis) -> str:
     what = "accuracy" if metric.is_accuracy else "loss"
     if target is None:
         return f"No common target: no method that has learned something has a final {what} yet."
-    value = metric_value(metric, target.value)
+    value = metric.text(target.value)
     return f"Common target: {value}, the final {what} of {target.method}{_margin(metric)}{_why(analysis, target)}."
 
 

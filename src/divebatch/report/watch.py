@@ -7,7 +7,6 @@ from pathlib import Path
 from divebatch.errors import RecordError
 from divebatch.records import EpochRecord, read_run
 from divebatch.report.runs import RecordedRun
-from divebatch.report.tables import metric_value
 
 SILENT_EPOCHS, SILENT_SECONDS = 5, 60.0
 """A run that wrote nothing for so many of its epochs, and at least so many seconds, counts as stopped."""
@@ -40,7 +39,7 @@ class Standing:
         metric = self.run.header.metric
         values = [metric.of(record) for record in self.run.epochs]
         best = metric.best(value for value in values if value is not None)
-        return "" if best is None else metric_value(metric, best)
+        return "" if best is None else metric.text(best)
 
     @property
     def samples_per_second(self) -> float | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from divebatch.report.analysis import WITH_COMPILATION, Analysis, Arrival
 from divebatch.report.charts import shown
-from divebatch.report.tables import metric_name, metric_value, seconds
+from divebatch.report.tables import metric_name, seconds
 
 MAX_NAMES = 3
 """So many that came first at the same time are named; the rest is counted."""
@@ -81,7 +81,7 @@ def find_race(analysis: Analysis) -> Race | None:
     order = sorted(reached, key=lambda method: reached[method])
     first = order[0]
     leaders = [m for m in order if reached[m] == reached[first] or analysis.trained_alike(m, first)]
-    return Race(analysis, unit, metric_value(analysis.metric, target.value), order, leaders)
+    return Race(analysis, unit, analysis.metric.text(target.value), order, leaders)
 
 
 # One sentence

@@ -54,15 +54,6 @@ def collect(study: Study) -> Results:
     return Results(tuple(tried), study.total, study.metric)
 
 
-def shown(metric: Metric, value: float) -> str:
-    """A value as people read it: an accuracy in percent.
-
-    >>> shown(Metric(), 0.875), shown(Metric(name="val_loss", better="lower"), 0.5)
-    ('87.50 %', '0.5000')
-    """
-    return f"{100 * value:.2f} %" if metric.is_accuracy else f"{value:.4f}"
-
-
 def write_results(plan: Plan, results: Results, *, apply_to: Sequence[str] = ()) -> Iterator[Path]:
     """FOLDER/STUDY.toml, .png and .svg; yields what was written. Without matplotlib there is no picture."""
     best = results.best
@@ -81,7 +72,7 @@ def write_results(plan: Plan, results: Results, *, apply_to: Sequence[str] = ())
 
 def _words(best: Tried, metric: Metric) -> str:
     settings = ", ".join(f"{name} = {value:g}" for name, value in best.point.items())
-    return f"{settings}: {shown(metric, best.value or 0.0)} on held-out training data"
+    return f"{settings}: {metric.text(best.value or 0.0)} on held-out training data"
 
 
 def draw(space: Space, results: Values, stem: Path, *, metric: Metric) -> Iterator[Path]:
