@@ -49,11 +49,7 @@ class Metric:
         return value if value is not None and math.isfinite(value) else None
 
     def text(self, value: float) -> str:
-        """A value with its unit.
-
-        >>> Metric().text(0.92834), Metric("val_loss", "lower").text(1.08264)
-        ('92.83 %', '1.0826')
-        """
+        """A value with its unit, for instance `92.83 %` of accuracy, or a loss of `1.0826`."""
         return f"{100 * value:.2f} %" if self.is_accuracy else f"{value:.5g}"
 
     def best(self, values: Iterable[float]) -> float | None:
@@ -134,7 +130,7 @@ class RunHeader:
 
     def to_json(self) -> str:
         """One line, without the line end."""
-        return _line("run", _fields(self))
+        return _line("run", self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -214,7 +210,7 @@ class EpochRecord:
 
     def to_json(self) -> str:
         """One line, without the line end."""
-        return _line("epoch", _fields(self))
+        return _line("epoch", self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -321,11 +317,6 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _fields(record: RunHeader | EpochRecord) -> dict[str, Any]:
-    values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
-    return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
-
-
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line, parse_constant=_no_number)
@@ -341,8 +332,10 @@ def _no_number(constant: str) -> None:
     raise ValueError(f"{constant} is no number in JSON")
 
 
-def _line(kind: str, values: Mapping[str, Any]) -> str:
-    return json.dumps({"kind": kind, **finite(values)}, allow_nan=False)
+def _line(kind: str, record: RunHeader | EpochRecord) -> str:
+    values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
+    plain = {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
+    return json.dumps({"kind": kind, **finite(plain)}, allow_nan=False)
 
 
 def finite(value: Any) -> Any:

@@ -34,7 +34,7 @@ class StepTimes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """That were timed."""
+        """The batch sizes that were timed."""
         return tuple(size for size, _ in self.measured)
 
     def line(self) -> tuple[float, float]:

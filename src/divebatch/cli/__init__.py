@@ -1,30 +1,5 @@
-"""The command line, one file a command; it ends with 0 (done), 1 (failed) or 2 (wrong use)."""
+"""The command line; one file a command."""
 
-import typer
-
-from divebatch.cli.advise import advise
-from divebatch.cli.compare import compare
-from divebatch.cli.list import list_experiments
-from divebatch.cli.probe import probe
-from divebatch.cli.report import report
-from divebatch.cli.run import run
-from divebatch.cli.search import search
-from divebatch.cli.watch import watch
-
-app = typer.Typer(
-    name="divebatch",
-    help="Train PyTorch models with the batch size their gradients ask for.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("list")(list_experiments)
-app.command("run")(run)
-app.command("report")(report)
-app.command("compare")(compare)
-app.command("watch")(watch)
-app.command("search")(search)
-app.command("probe")(probe)
-app.command("advise")(advise)
+from divebatch.cli.app import app
 
 __all__ = ["app"]

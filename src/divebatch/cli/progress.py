@@ -108,7 +108,6 @@ class JsonLines(Silence):
         self._runs = runs
 
     def on_epoch(self, index: int, record: EpochRecord) -> None:
-        """One line."""
         run = self._runs[index]
         names = {"experiment": run.experiment.name, "method": run.method_name, "seed": run.seed}
         print(json.dumps({**names, **json.loads(record.to_json())}), flush=True)

@@ -161,11 +161,9 @@ class Analysis:
 
     @property
     def metric(self) -> Metric:
-        """What the runs are judged by."""
         return self.experiment.metric
 
     def method(self, name: str) -> MethodResult:
-        """The result of the method called `name`."""
         return next(result for result in self.methods if result.method == name)
 
     def arrivals(self, unit: str) -> dict[str, Arrival]:

@@ -147,7 +147,6 @@ class Track:
 
     @property
     def method(self) -> str:
-        """The method's name."""
         return self.result.method
 
     @property

@@ -23,7 +23,7 @@ class Average:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean: std / sqrt(n); NaN for a single trial."""
+        """The standard error of the mean: std / sqrt(n); NaN for a single trial."""
         return self.std / math.sqrt(self.num_trials)
 
 
@@ -42,7 +42,7 @@ class Curve:
 
     @property
     def standard_error(self) -> Floats:
-        """Of the mean: std / sqrt(n)."""
+        """The standard error of the mean: std / sqrt(n)."""
         return self.std / np.sqrt(np.maximum(self.num_trials, 1))
 
     @property
@@ -66,7 +66,7 @@ class Curve:
         return self._where(np.isfinite(self.mean))
 
     def since(self, epoch: int) -> "Curve":
-        """From `epoch` on."""
+        """The part of the curve from `epoch` on."""
         return self._where(self.epochs >= epoch)
 
     def _where(self, kept: NDArray[np.bool_]) -> "Curve":

@@ -106,7 +106,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         except OSError as error:
-            raise RecordError(f"cannot write '{path}': {error.strerror}. Is the folder writable?") from error
+            raise RecordError(f"cannot write '{path}': {error.strerror}. Choose another folder.") from error
 
 
 # Markdown

@@ -40,7 +40,7 @@ class RecordedRun:
 
     @property
     def machine(self) -> str:
-        """The name of what it ran on."""
+        """The name of the device or machine that it ran on."""
         return str(self.header.hardware.get("name", self.header.hardware.get("device", "?")))
 
     @property
@@ -81,7 +81,6 @@ class RecordedExperiment:
 
     @property
     def runs(self) -> list[RecordedRun]:
-        """Every run of every method."""
         return [run for runs in self.methods.values() for run in runs]
 
     @property

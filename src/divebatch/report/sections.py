@@ -38,7 +38,6 @@ class Section:
 
     @property
     def name(self) -> str:
-        """The experiment's."""
         return self.experiment.name
 
     def file_name(self, part: str, suffix: str) -> str:

@@ -30,7 +30,6 @@ class Standing:
 
     @property
     def last(self) -> EpochRecord | None:
-        """The last finished epoch."""
         return self.run.last
 
     @property
@@ -43,7 +42,7 @@ class Standing:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of training, in the last epoch."""
+        """The speed of training in the last epoch."""
         *_, before, last = (None, None, *self.run.epochs)
         return rate_between(before, last) if last else None
 

@@ -37,7 +37,6 @@ class Sgd(OptimizerSettings):
         _require_not_negative(momentum=self.momentum, weight_decay=self.weight_decay)
 
     def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> Optimizer:
-        """All parameters in one group."""
         return torch.optim.SGD(model.parameters(), lr=lr, **asdict(self), fused=fused)
 
 

@@ -59,7 +59,6 @@ class Run:
 
     @property
     def method(self) -> Method:
-        """The method's settings."""
         return self.experiment.method(self.method_name)
 
     @property
@@ -69,7 +68,7 @@ class Run:
 
     @property
     def checkpoint_path(self) -> Path:
-        """Beside the records."""
+        """The last checkpoint, beside the records."""
         return self.records_path.with_suffix(".ckpt")
 
     @property

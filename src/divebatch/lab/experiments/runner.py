@@ -134,7 +134,7 @@ class Saver:
                 raise DivergedError(problem)
 
     def _what_is_not_finite(self) -> str | None:
-        """On this rank."""
+        """What is no longer finite on this rank, in words; None where all is well."""
         if not torch.isfinite(self.trainer.tally.loss_sum):
             return f"the training loss of epoch {self.trainer.control.epoch + 1} is not finite"
         for name, tensor in self.trainer.model.state_dict().items():

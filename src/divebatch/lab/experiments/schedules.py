@@ -27,7 +27,6 @@ class Constant:
     epoch_settings: ClassVar[frozenset[str]] = frozenset()
 
     def build(self, optimizer: Optimizer) -> LRScheduler | None:
-        """No scheduler."""
         return None
 
 
@@ -45,7 +44,6 @@ class StepDecay:
         require_count("every_epochs", self.every_epochs)
 
     def build(self, optimizer: Optimizer) -> LRScheduler | None:
-        """torch's StepLR."""
         return StepLR(optimizer, step_size=self.every_epochs, gamma=self.factor)
 
 
@@ -61,7 +59,6 @@ class Cosine:
         require_count("over_epochs", self.over_epochs)
 
     def build(self, optimizer: Optimizer) -> LRScheduler | None:
-        """torch's CosineAnnealingLR."""
         return CosineAnnealingLR(optimizer, T_max=self.over_epochs)
 
 
@@ -80,7 +77,6 @@ class Milestones:
             require_count("after_epochs", epoch)
 
     def build(self, optimizer: Optimizer) -> LRScheduler | None:
-        """torch's MultiStepLR."""
         return MultiStepLR(optimizer, milestones=self.after_epochs, gamma=self.factor)
 
 

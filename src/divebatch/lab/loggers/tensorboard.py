@@ -27,11 +27,9 @@ class TensorBoard:
             self._writer.add_text("config", f"```\n{json.dumps(header.config, indent=1)}\n```", 0)
 
     def log(self, record: EpochRecord) -> None:
-        """Epochs on the x axis."""
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record.epoch)
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()

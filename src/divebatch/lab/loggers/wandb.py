@@ -38,9 +38,7 @@ class WeightsAndBiases:
         )
 
     def log(self, record: EpochRecord) -> None:
-        """Epochs on the x axis."""
         self._run.log(scalars(record), step=record.epoch)
 
     def close(self) -> None:
-        """Send what is pending."""
         self._run.finish()

@@ -27,19 +27,19 @@ class Start:
 
     @property
     def epoch(self) -> int:
-        """Epochs behind it."""
+        """The number of epochs trained before it."""
         epoch = self.state["control"]["epoch"]
         return int(epoch)
 
     @property
     def batch_size(self) -> int:
-        """The one in force from here on."""
+        """The batch size in force from here on."""
         size = self.state["control"]["loader"]["batch_size"]  # may have changed since the last record
         return int(size)
 
     @property
     def first_batch_size(self) -> int:
-        """The one the run began with."""
+        """The batch size that the run began with."""
         size = self.state["control"]["coupling"]["first_batch_size"]
         return int(size)
 

@@ -40,12 +40,12 @@ class BranchTrainer:
 
     @property
     def loader(self) -> AdaptiveLoader:
-        """Of the training data."""
+        """The loader of the training data."""
         return self.trainer.control.loader
 
     @property
     def lr(self) -> float:
-        """At the checkpoint, first parameter group."""
+        """The learning rate at the checkpoint, of the first parameter group."""
         return float(self._state["optimizer"]["param_groups"][0]["lr"])
 
     def save(self) -> dict[str, Any]:
@@ -54,12 +54,11 @@ class BranchTrainer:
         return copy.deepcopy({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back."""
         self.trainer.model.load_state_dict(state["model"])
         self.trainer.optimizer.load_state_dict(state["optimizer"])
 
     def train(self, branch: Branch) -> list[float]:
-        """The branch's steps, each one's loss."""
+        """Train the branch and return the loss of each step."""
         trainer, loader = self.trainer, self.loader
         torch.manual_seed(mixed_seed(self.run.seed, *DROPOUT, branch.repeat))
         for group in trainer.optimizer.param_groups:

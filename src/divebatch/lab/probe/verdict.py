@@ -26,7 +26,7 @@ class Branch:
 
     @property
     def samples(self) -> int:
-        """Seen by the whole branch."""
+        """The samples that the whole branch sees."""
         return self.steps * self.batch_size
 
 

@@ -44,7 +44,7 @@ class Space:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order given."""
+        """The names of the dimensions, in the order given."""
         return tuple(dimension.name for dimension in self.dimensions)
 
     @property

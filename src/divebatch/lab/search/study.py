@@ -240,7 +240,7 @@ class Study:
         return bool(self.storage.get_trial(trial_id).state == self._states.RUNNING)
 
     def note(self, trial_id: int, name: str, value: Any) -> None:
-        """Something to keep with a trial."""
+        """Keep a value with a trial."""
         self.storage.set_trial_user_attr(trial_id, name, value)
 
     def tell(self, trial_id: int, value: float) -> bool:

@@ -60,11 +60,9 @@ class Clock:
         self._since = now
 
     def state_dict(self) -> dict[str, float]:
-        """All counts."""
         return {**{name: self.seconds(name) for name in LAPS}, "total": self.total_seconds}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from saved counts."""
         self._laps = {name: state[name] for name in LAPS}
         self._total_before, self._started = state["total"], time.perf_counter()
         self._since = self._started

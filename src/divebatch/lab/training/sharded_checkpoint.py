@@ -119,7 +119,7 @@ class _Reader(FileSystemReader):
         self._manifest = manifest
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Without a pickle."""
+        """Read the metadata, which is no pickle here."""
         return self._manifest.metadata()
 
 

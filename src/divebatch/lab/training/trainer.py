@@ -66,7 +66,7 @@ class Trainer:
 
     @property
     def ranks(self) -> Ranks:
-        """Who trains this model together."""
+        """The ranks that train this model together."""
         return self.parallel.ranks
 
     def run_epoch(self, *, after_step: Callable[[], None] = _go_on) -> EpochRecord:

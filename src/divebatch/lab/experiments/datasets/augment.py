@@ -49,11 +49,9 @@ class Whole:
     padding: int = 0
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """Nothing is left to chance."""
         return uniforms
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
-        """One look-up."""
         return images.index_select(0, which)
 
 
@@ -159,7 +157,6 @@ class RandomResizedCrop:
         return height, width
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
-        """One gather and one interpolation."""
         top, left, height, width, mirrored = plan[:, :, None].unbind(1)
         along = _middles(self.size, plan.device)
         across = torch.where(mirrored > 0, 1 - along, along)
@@ -178,11 +175,9 @@ class ResizeCentreCrop:
     padding: int = 0
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """Nothing is left to chance."""
         return uniforms
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
-        """One gather and one interpolation."""
         side = images.shape[1]
         margin = round((self.resize - self.size) / 2)
         along = (margin + self.size * _middles(self.size, images.device)) / self.resize

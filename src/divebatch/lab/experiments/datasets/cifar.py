@@ -107,7 +107,6 @@ class Cifar(DatasetSettings):
     eval_batch_size: int = 2000
 
     def parts(self, seed: int, place: DataPlace) -> DataParts[HostImages]:
-        """The images in memory."""
         return self.format.parts(self, place)
 
 

@@ -33,9 +33,7 @@ class ImageSet(Protocol):
         """Images (uint8, NHWC), labels and numbers of the samples asked for, in one go."""
         ...
 
-    def select(self, numbers: Tensor) -> Self:
-        """Those with these numbers, in this order."""
-        ...
+    def select(self, numbers: Tensor) -> Self: ...
 
     def in_memory(self) -> "HostImages":
         """All of them at once."""
@@ -52,16 +50,13 @@ class HostImages(Dataset[Any]):
         return len(self.labels)
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """A whole batch by one look-up."""
         index = torch.tensor(indices)
         return self.images[index], self.labels[index], index
 
     def select(self, numbers: Tensor) -> "HostImages":
-        """Those with these numbers, in this order."""
         return HostImages(self.images[numbers], self.labels[numbers])
 
     def in_memory(self) -> "HostImages":
-        """They are there already."""
         return self
 
 
@@ -149,12 +144,10 @@ class DeviceStore:
         self.loader_settings: dict[str, Any] = {}
 
     def fetch(self, batch: Any) -> Fetched:
-        """Nothing moves."""
         (index,) = batch
         return Fetched(self.images, self.labels, index, index, holds_all=True)
 
     def first(self, count: int) -> Any:
-        """Their numbers."""
         return self.dataset[:count]
 
 
@@ -172,7 +165,6 @@ class HostStore:
         }
 
     def fetch(self, batch: Any) -> Fetched:
-        """Copy the batch."""
         images, labels, index = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         which = torch.arange(len(index), device=self.device)
         return Fetched(with_margin(images, self.padding), labels, which, index, holds_all=False)

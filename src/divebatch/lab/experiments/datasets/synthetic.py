@@ -31,7 +31,6 @@ class FlatSamples:
         return len(self.labels)
 
     def select(self, numbers: Tensor) -> "FlatSamples":
-        """Those with these numbers, in this order."""
         numbers = numbers.to(self.labels.device)
         return FlatSamples(self.features[numbers], self.labels[numbers])
 

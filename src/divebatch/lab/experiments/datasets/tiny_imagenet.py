@@ -73,7 +73,6 @@ class ImageFiles(Dataset[Any]):
         return torch.from_numpy(images), self.labels[index], index
 
     def select(self, numbers: Tensor) -> "ImageFiles":
-        """Those with these numbers, in this order."""
         return ImageFiles([self.paths[number] for number in numbers.tolist()], self.labels[numbers].tolist())
 
     def in_memory(self) -> HostImages:

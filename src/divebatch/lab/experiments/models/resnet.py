@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 from divebatch.checks import require_choice
-from divebatch.lab.training import LossFn
 
 Norm = Callable[[int], nn.Module]
 
@@ -29,7 +28,6 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Residual plus shortcut."""
         out = self.norm2(self.conv2(relu(self.norm1(self.conv1(x)))))
         return relu(out + self.shortcut(x))
 
@@ -50,7 +48,6 @@ class ResNet(nn.Module):
         self.head = nn.Linear(in_channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of the classes."""
         x = self.stages(self.stem(x))
         scores: Tensor = self.head(x.mean((2, 3)))
         return scores
@@ -97,18 +94,13 @@ class ImageModel:
     """A network of `network`'s kind. `norm` is "batch", as in the paper, or "group" (no statistics over the batch)."""
 
     network: ClassVar[Callable[..., nn.Module]]
+    loss_fn = staticmethod(cross_entropy)
     norm: str = "batch"
 
     def __post_init__(self) -> None:
         require_choice("norm", self.norm, tuple(NORMS))
 
-    @property
-    def loss_fn(self) -> LossFn:
-        """Mean cross-entropy over samples."""
-        return cross_entropy
-
     def build(self, num_features: int, num_classes: int) -> nn.Module:
-        """A fresh network for images of three channels."""
         return type(self).network(num_classes, norm=NORMS[self.norm])
 
 

@@ -1,0 +1,28 @@
+"""The application: its commands, and how errors leave it (0 done, 1 failed, 2 wrong use)."""
+
+import typer
+
+from divebatch.cli.advise import advise
+from divebatch.cli.compare import compare
+from divebatch.cli.list import list_experiments
+from divebatch.cli.probe import probe
+from divebatch.cli.report import report
+from divebatch.cli.run import run
+from divebatch.cli.search import search
+from divebatch.cli.watch import watch
+
+app = typer.Typer(
+    name="divebatch",
+    help="Train PyTorch models with the batch size their gradients ask for.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("list")(list_experiments)
+app.command("run")(run)
+app.command("report")(report)
+app.command("compare")(compare)
+app.command("watch")(watch)
+app.command("search")(search)
+app.command("probe")(probe)
+app.command("advise")(advise)
