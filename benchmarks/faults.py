@@ -156,8 +156,8 @@ def look(case: Case, out: Path, run: int, seconds: float) -> Kill:
     )
 
 
-def epochs_of(case: Case, out: Path) -> list[dict[str, Any]]:
-    records: list[EpochRecord] = read_run(case.records_path(out))[1]
+def costless_epochs(path: Path) -> list[dict[str, Any]]:
+    records: list[EpochRecord] = read_run(path)[1]
     return [{key: value for key, value in asdict(record).items() if key not in COSTS} for record in records]
 
 
@@ -188,7 +188,7 @@ def finish(case: Case, out: Path) -> None:
 def judge(case: Case, scratch: Path, kills: int, chance: random.Random) -> Outcome:
     whole, outcome = scratch / case.name / "whole", Outcome(case.name)
     finish(case, whole)
-    outcome.batch_sizes = sorted({record["batch_size"] for record in epochs_of(case, whole)})
+    outcome.batch_sizes = sorted({record["batch_size"] for record in costless_epochs(case.records_path(whole))})
     while len(outcome.kills) < kills:
         run = len(outcome.same_records)
         out = scratch / case.name / str(run)
@@ -198,7 +198,9 @@ def judge(case: Case, scratch: Path, kills: int, chance: random.Random) -> Outco
             if len(outcome.kills) == kills:
                 break
         finish(case, out)
-        outcome.same_records.append(epochs_of(case, out) == epochs_of(case, whole))
+        outcome.same_records.append(
+            costless_epochs(case.records_path(out)) == costless_epochs(case.records_path(whole))
+        )
         outcome.same_weights.append(has_same_weights(case, out, whole))
     return outcome
 

@@ -26,12 +26,10 @@ import torch
 
 from divebatch.__main__ import main as divebatch
 from divebatch.lab.experiments.datasets.synthetic import Synthetic
-from divebatch.records import EpochRecord, read_run
-from faults import version
+from faults import costless_epochs, version
 
 EXPERIMENT = "synthetic-nonconvex"
 WORDS = ("run", EXPERIMENT, "--methods", "divebatch", "--trials", "1", "--epochs", "30", "--checkpoint-steps", "5")
-COSTS = ("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds", "peak_memory_bytes")
 RANK = "--be-a-rank"
 LONGEST_END = 60.0
 """Seconds after which a job that does not come down counts as hanging."""
@@ -100,11 +98,6 @@ def records_path(out: Path) -> Path:
     return out / EXPERIMENT / "divebatch" / "seed-0.jsonl"
 
 
-def epochs_of(out: Path) -> list[dict[str, Any]]:
-    records: list[EpochRecord] = read_run(records_path(out))[1]
-    return [{key: value for key, value in asdict(record).items() if key not in COSTS} for record in records]
-
-
 def differences(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> list[str]:
     found = [] if len(one) == len(two) else [f"{len(one)} epochs and {len(two)}"]
     for mine, other in zip(one, two, strict=False):
@@ -142,14 +135,14 @@ def main() -> None:
             print(f"{places} {kill.seconds_to_end:14}", flush=True)
         require(start(2, "ddp", out).wait() == 0, "the last life failed")
         compare(out, whole)
-        sizes = sorted({epoch["batch_size"] for epoch in epochs_of(whole)})
+        sizes = sorted({epoch["batch_size"] for epoch in costless_epochs(records_path(whole))})
     print(f"{len(kills)} kills over {runs} runs, batch sizes {sizes}: the same course to 1e-9")
     if options.json:
         options.json.write_text(json.dumps([asdict(kill) for kill in kills], indent=1) + "\n")
 
 
 def compare(out: Path, whole: Path) -> None:
-    found = differences(epochs_of(out), epochs_of(whole))
+    found = differences(costless_epochs(records_path(out)), costless_epochs(records_path(whole)))
     require(not found, "\n".join(found[:5]))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import typer
 
 from divebatch.errors import DivebatchError
-from divebatch.lab.experiments import speaks_first
+from divebatch.lab.training.launch import speaks_first
 
 FAILED = 1
 WRONG_USE = 2
@@ -23,6 +23,7 @@ OPTIONS = {
     r"\bnum_workers=(\d+)": r"--workers \1",
     r"\bsampler='(\w+)'": r"--sampler \1",
     r"\banother study_name\b": "another --study name",
+    r"\bchoose by method and seed\b": "choose with --method and --seed",
     r"\bdata_dir=": "--data-dir ",
     r"\banother folder\b": "another --out folder",
 }

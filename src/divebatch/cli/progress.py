@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -42,16 +42,17 @@ def rate(per_second: float | None) -> str:
     return "inf"
 
 
-class Display(Protocol):
-    """Told of every finished epoch."""
+class Display:
+    """Is told of every finished epoch. This one says nothing."""
 
     def on_epoch(self, index: int, record: EpochRecord) -> None:
         """Run number `index` has finished an epoch."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
 
 def mode_of(*, quiet: bool, json: bool) -> str:
@@ -64,7 +65,7 @@ def mode_of(*, quiet: bool, json: bool) -> str:
 def make_display(runs: Sequence[Run], mode: str = "show") -> Display:
     """Bars where somebody watches, lines where a file does; JSON or nothing where that was asked for."""
     if mode == "quiet":
-        return Silence()
+        return Display()
     if mode == "json":
         return JsonLines(runs)
     console = Console()
@@ -88,20 +89,7 @@ def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
     return "  ".join([*parts, f"{speed} samples/s"] if speed else parts)
 
 
-class Silence:
-    """Says nothing."""
-
-    def on_epoch(self, index: int, record: EpochRecord) -> None:
-        """Nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-class JsonLines(Silence):
+class JsonLines(Display):
     """The epoch's record with its run's names, one object a line: for programs."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -113,7 +101,7 @@ class JsonLines(Silence):
         print(json.dumps({**names, **json.loads(record.to_json())}), flush=True)
 
 
-class ProgressBars:
+class ProgressBars(Display):
     """A bar for all epochs of all runs, and one for each run under way."""
 
     def __init__(self, runs: Sequence[Run], console: Console) -> None:
@@ -146,7 +134,7 @@ class ProgressBars:
         self._progress.stop()
 
 
-class Lines(Silence):
+class Lines(Display):
     """Four lines a run, without any escape codes."""
 
     def __init__(self, runs: Sequence[Run]) -> None:

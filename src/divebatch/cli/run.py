@@ -29,14 +29,13 @@ from divebatch.lab.experiments import (
     check_parts,
     default_jobs,
     execute_all,
-    first_does,
     get_experiment,
     locked_runs,
     marked_as_begun,
-    process_group,
     was_begun_by_this_launch,
 )
 from divebatch.lab.loggers import make_logger
+from divebatch.lab.training.launch import first_does, process_group
 from divebatch.ranks import Ranks
 
 

@@ -24,6 +24,7 @@ STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "page.js")
 HINT = "Arrow keys move along the curve, Escape goes back to the end."
 NO_SCRIPT = "This figure needs JavaScript. The links below lead to the same figure as a file."
+NAMES = {"experiment", "method", "seed", "report"}
 DIGITS = 5
 """Significant ones of the numbers that the script draws: more than a screen shows."""
 
@@ -336,13 +337,5 @@ def _run_title(experiment: RecordedExperiment, run: RecordedRun) -> str:
 
 
 def _header_data(run: RecordedRun) -> dict[str, Any]:
-    header = run.header
-    return {
-        "label": header.label,
-        "metric": asdict(header.metric),
-        "config": header.config,
-        "versions": header.versions,
-        "hardware": header.hardware,
-        "git_commit": header.git_commit,
-        "started": header.started,
-    }
+    """What the header says beyond the run's names, which stand in its title."""
+    return {key: value for key, value in asdict(run.header).items() if key not in NAMES}

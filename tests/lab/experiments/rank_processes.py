@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from divebatch.data.batch_plan import BatchPlan
-from divebatch.lab.experiments import Experiment, Run, execute, parse_experiment, process_group
+from divebatch.lab.experiments import Experiment, Run, execute, parse_experiment
 from divebatch.lab.experiments.datasets.synthetic import Synthetic
 from divebatch.lab.experiments.models import MODELS
 from divebatch.lab.experiments.models.resnet import ResNet, group_norm, small_stem
 from divebatch.lab.training.distributed import spread
+from divebatch.lab.training.launch import process_group
 from divebatch.lab.training.step import TrainStep
 from divebatch.lab.training.stop_signals import AgreedStop
 from divebatch.ranks import Ranks

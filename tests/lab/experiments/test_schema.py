@@ -80,6 +80,7 @@ def change(path: str, value: object) -> dict:
         ("epochs", True, r"epochs must be int, got True"),
         ("epochs", None, r"missing key 'epochs'"),
         ("epochs", 0, r"epochs must be an integer of at least 1"),
+        ("held_out", 1.0, r"held_out must be at least 0 and below 1, got held_out=1.0"),
         ("methods/oracle/lr", -1.0, r"\[methods.oracle\]: lr must be positive and finite"),
         ("methods/oracle/batch_size", 0, r"\[methods.oracle\]: batch_size must be an integer of at least 1"),
         (

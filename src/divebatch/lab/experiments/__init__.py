@@ -7,7 +7,6 @@ from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.run_lock import locked_runs, marked_as_begun, was_begun_by_this_launch
 from divebatch.lab.experiments.runner import execute
 from divebatch.lab.experiments.schema import Experiment, Method, experiment_names, get_experiment, parse_experiment
-from divebatch.lab.training.launch import first_does, process_group, speaks_first
 
 __all__ = [
     "Experiment",
@@ -20,13 +19,10 @@ __all__ = [
     "execute",
     "execute_all",
     "experiment_names",
-    "first_does",
     "get_experiment",
     "locked_runs",
     "make_trainer",
     "marked_as_begun",
     "parse_experiment",
-    "process_group",
-    "speaks_first",
     "was_begun_by_this_launch",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.lab.experiments.datasets.augment import Transform, with_margin
-from divebatch.lab.experiments.datasets.dataset import DataPlace, DataSplit
+from divebatch.lab.experiments.datasets.dataset import DataPlace, DataSplit, Samples
 from divebatch.lab.training.forward import MOST_VARIANTS
 
 AUGMENTATION = 4
@@ -24,16 +24,12 @@ COMPILED_WITH = 256
 """Samples the compiler is shown: its code serves any number, but is laid out for the one it saw."""
 
 
-class ImageSet(Protocol):
+class ImageSet(Samples, Protocol):
     """Images with their labels, in memory or on disk."""
-
-    def __len__(self) -> int: ...
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Images (uint8, NHWC), labels and numbers of the samples asked for, in one go."""
         ...
-
-    def select(self, numbers: Tensor) -> Self: ...
 
     def in_memory(self) -> "HostImages":
         """All of them at once."""
