@@ -12,10 +12,11 @@ def require_count(name: str, value: Any, *, at_least: int = 1) -> None:
         raise ArgumentError(f"{name} must be an integer of at least {at_least}, got {name}={value!r}")
 
 
-def require_positive(name: str, value: Any) -> None:
-    """Raise unless `value` is a positive, finite number; NaN fails too."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ArgumentError(f"{name} must be positive and finite, got {name}={value!r}")
+def require_positive(name: str, value: Any, *, above: float = 0) -> None:
+    """Raise unless `value` is a finite number above `above`; NaN fails too."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= sys.float_info.max:
+        wanted = f"above {above:g}" if above else "positive"
+        raise ArgumentError(f"{name} must be {wanted} and finite, got {name}={value!r}")
 
 
 def require_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:

@@ -314,7 +314,7 @@ def test_out_of_memory_ends_the_sizes():
         ({"batch_size": None}, "batch_size is missing"),
         ({"batch_sizes": [8, 4096]}, "batch_sizes: 4096 is more than the 2048 samples there are"),
         ({"batch_sizes": [16]}, "nothing to choose from beside batch 16"),
-        ({"estimator": "trajectory"}, "unknown estimator 'trajectory' for an advice; known: per-sample, split"),
+        ({"estimator": "trajectory"}, "unknown estimator 'trajectory'; known: per-sample, split"),
         ({"precision": "fp8"}, "unknown precision 'fp8'; known: fp32, bf16"),
         ({"timing_seconds": 0}, "timing_seconds must be positive"),
     ],

@@ -210,8 +210,7 @@ def _require_settings(steps: int, estimator: str, precision: str, timing_seconds
     require_count("steps", steps)
     if steps < LEAST_STEPS:
         raise ArgumentError(f"steps must be at least {LEAST_STEPS} for a noise scale to show, got steps={steps}")
-    known = [name for name, kind in ESTIMATORS.items() if kind.at_fixed_weights and not kind.needs_loss_fn]
-    if estimator not in known:
-        raise ArgumentError(f"unknown estimator {estimator!r} for an advice; known: {', '.join(known)}")
+    known = tuple(name for name, kind in ESTIMATORS.items() if kind.at_fixed_weights and not kind.needs_loss_fn)
+    require_choice("estimator", estimator, known)
     require_choice("precision", precision, PRECISIONS)
     require_positive("timing_seconds", timing_seconds)

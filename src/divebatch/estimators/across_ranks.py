@@ -12,6 +12,7 @@ from divebatch.estimators.chunk_gradients import sq_norm
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.split import NOTHING_CUT, BatchWatch, require_mean
 from divebatch.estimators.stepwise import Source, Stepwise
+from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
 
@@ -59,7 +60,7 @@ class RankChunks(Source):
         self._ranks = scene.delivery.ranks
 
     def attach(self, scene: Scene, decay: float) -> "RankRows":
-        self._parameters = {name: p for name, p in scene.model.named_parameters() if p.requires_grad}
+        self._parameters = trainable(scene.model)
         self._rows = RankRows(decay)
         self._begin_batch()
         self._batches = BatchWatch(scene, self._parameters, self._add, self._end_of_batch, lambda: True)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adadelta, Optimizer
 
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
 from divebatch.estimators.average import Norms, Row, norms_of, read
-from divebatch.norms.accumulators import addend
+from divebatch.norms.accumulators import addend, check_shapes, trainable
 from divebatch.norms.sketch import sum_dtype
 
 SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
@@ -26,7 +26,7 @@ class Chunks:
     """
 
     def __init__(self, model: nn.Module, *, optimizer: Optimizer | None = None) -> None:
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = trainable(model)
         self._preconditioner = Preconditioner(optimizer, self.parameters) if optimizer is not None else None
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in self.parameters.items()}
         self.forget()
@@ -89,13 +89,9 @@ class Chunks:
             "scales": {name: scale.clone() for name, scale in self._scales.items()} if self._scales else None,
         }
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if the sums are another model's."""
-        check_shapes("gradient sums", state["sums"], self._sums)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved sums."""
-        self.check_state(state)
+        check_sums(state, self.parameters)
         self.forget()
         self._sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
         self._factors, self._before_last = [1.0] * len(self._norms), state["before_last"]
@@ -104,21 +100,16 @@ class Chunks:
         self._scales = state["scales"]
 
 
+def check_sums(state: dict[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    """Raise if the sums of a `Chunks`'s state are not those of the parameters here; before a chunk there are none."""
+    if state["sums"]:
+        check_shapes("gradient sums", state["sums"], parameters)
+
+
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The squared norm of all tensors as one vector, in float64; 0 where there are none."""
     norms = norms_of(tensors)
     return norms.double().square().sum() if isinstance(norms, Tensor) else torch.zeros((), dtype=torch.float64)
-
-
-def check_shapes(what: str, there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
-    """Raise where a checkpoint's tensors are not those of the parameters here."""
-    for name, tensor in there.items():
-        if name not in here or here[name].shape != tensor.shape:
-            shape = tuple(here[name].shape) if name in here else None
-            raise CheckpointError(
-                f"the checkpoint's {what} are another model's: parameter '{name}' has shape {tuple(tensor.shape)} "
-                f"there and {shape} here"
-            )
 
 
 class Preconditioner:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from divebatch.estimators.average import Norms, inner_variance, read
-from divebatch.estimators.chunk_gradients import Preconditioner, check_shapes, rescaled
-from divebatch.norms.accumulators import addend
+from divebatch.estimators.chunk_gradients import Preconditioner, rescaled
+from divebatch.norms.accumulators import addend, check_shapes, trainable
 from divebatch.norms.sketch import sum_dtype
 
 FARTHEST = 2.5
@@ -77,7 +77,7 @@ class Lagged:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, preconditioned: bool = False) -> None:
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = trainable(model)
         self._optimizer, self._group = optimizer, _largest_group(optimizer)
         self._preconditioner = Preconditioner(optimizer, self.parameters) if preconditioned else None
         self._vectors, self._views = zip(*(_flat(self.parameters) for _ in range(KEPT)), strict=True)
@@ -127,13 +127,9 @@ class Lagged:
         kept = len(held)
         return {"sizes": self._sizes[:kept], "sq_norms": read(self._sq_norms[:kept]), "gradients": gradients}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if the gradients are another model's."""
-        check_gradients(state, self.parameters)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved gradients."""
-        self.check_state(state)
+        check_gradients(state, self.parameters)
         self.forget()
         for gradients in reversed(state["gradients"]):
             for name, gradient in gradients.items():

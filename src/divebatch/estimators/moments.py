@@ -8,11 +8,12 @@ from torch import Tensor
 from divebatch.checks import require_count
 from divebatch.errors import CheckpointError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.chunk_gradients import Chunks, require_second_moment
+from divebatch.estimators.chunk_gradients import Chunks, check_sums, require_second_moment
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.lagged_products import KEPT, Lagged, check_gradients, extrapolation
 from divebatch.estimators.optimizer_events import DropWatch, scale_of_gradients, when_gradients_are_used
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
+from divebatch.norms.accumulators import trainable
 
 PAIR = 2
 
@@ -151,14 +152,14 @@ class SuccessiveSteps(Source):
     def check_state(self, scene: Scene, state: dict[str, Any]) -> None:
         chunks, is_lagged = state["source"]["chunks"], state["source"]["is_lagged"]
         if not is_lagged:
-            Chunks(scene.model).check_state(chunks)
+            check_sums(chunks, trainable(scene.model))
             return
         if self._window is not None:
             raise CheckpointError(
                 f"the checkpoint's estimate by moments is extrapolated, and here it is made from {self._window} steps "
                 f"at a time: go on with Moments(), without a window"
             )
-        check_gradients(chunks, dict(scene.model.named_parameters()))
+        check_gradients(chunks, trainable(scene.model))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["is_lagged"] != self._is_lagged:  # the optimizer's momentum may not be loaded yet

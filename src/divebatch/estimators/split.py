@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.chunk_gradients import Chunks, require_second_moment
+from divebatch.estimators.chunk_gradients import Chunks, check_sums, require_second_moment
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_used
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
+from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
 
 HOW_TO_CUT = (
@@ -110,7 +111,7 @@ class BatchChunks(Source):
         return {**self._batches.state_dict(), "chunks": chunks, "num_batches": self._num_batches}
 
     def check_state(self, scene: Scene, state: dict[str, Any]) -> None:
-        Chunks(scene.model).check_state(state["source"]["chunks"])
+        check_sums(state["source"]["chunks"], trainable(scene.model))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches.load_state_dict(state)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
+from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.measurement import Diversity
-from divebatch.norms.accumulators import addend
+from divebatch.norms.accumulators import addend, check_shapes, trainable
 from divebatch.norms.compilation import WAY_OUT, uncompiled
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.meter import CountedPass, NormMeter, pausing_meters
@@ -95,7 +95,7 @@ class DiversityMeter:
     def _cover(self) -> None:
         self.norms = NormMeter(self._model, **self._settings)
         self.norms._on_pass = self._take
-        self._parameters = _trainable(self._model)
+        self._parameters = trainable(self._model)
         self._shards: ShardSums | None = None
         self._reached: set[int] = set()
         if any(map(is_sharded, self._parameters.values())):
@@ -103,7 +103,7 @@ class DiversityMeter:
 
     def attach(self) -> None:
         """Start counting from zero, over what is trainable now: layers may have been frozen or set free."""
-        if self._parameters.keys() != _trainable(self._model).keys():
+        if self._parameters.keys() != trainable(self._model).keys():
             self._cover()
         self.norms.attach()
         self.reset()
@@ -167,15 +167,7 @@ class DiversityMeter:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise if the sums are another model's."""
-        there = {name: tuple(total.shape) for name, total in state["gradient_sums"].items()}
-        here = {name: tuple(p.shape) for name, p in self._parameters.items()}
-        different = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
-        if different:
-            name = different[0]
-            raise CheckpointError(
-                f"the checkpoint's gradient sums are another model's: parameter '{name}' has shape "
-                f"{there.get(name)} there and {here.get(name)} here"
-            )
+        check_shapes("gradient sums", state["gradient_sums"], self._parameters)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved sums: the first rank takes them over, the others begin with nothing."""
@@ -297,10 +289,6 @@ def _not_called(missed: list[str]) -> CoverageError:
         f"parameters {missed} received gradients although their layer was not called: call the layer itself, not a "
         f"function on its weight. If the model is under torch.compile, {WAY_OUT}"
     )
-
-
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def gradient_diversity(

@@ -3,7 +3,6 @@
 from dataclasses import KW_ONLY, dataclass
 
 from divebatch.checks import require_count, require_positive
-from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.bounds import Capped
 
@@ -38,9 +37,7 @@ class AdaBatch(Capped):
         Capped.__post_init__(self)
         require_count("every_epochs", self.every_epochs)
         require_positive("lr_decay", self.lr_decay)
-        require_positive("factor", self.factor)
-        if self.factor <= 1:
-            raise ArgumentError(f"factor must be above 1, got factor={self.factor!r}")
+        require_positive("factor", self.factor, above=1)
 
     def next(self, seen: Measurement) -> Decision:
         wanted = min(max(int(seen.batch_size * self.factor), seen.batch_size + 1), self.max_batch_size)

@@ -3,7 +3,6 @@
 from dataclasses import KW_ONLY, dataclass
 
 from divebatch.checks import require_count, require_positive
-from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.bounds import Capped
 from divebatch.policies.confidence import decided, require_loss
@@ -29,9 +28,7 @@ class Plateau(Capped):
     def __post_init__(self) -> None:
         Capped.__post_init__(self)
         require_count("patience", self.patience)
-        require_positive("factor", self.factor)
-        if self.factor <= 1:
-            raise ArgumentError(f"factor must be above 1, got factor={self.factor!r}")
+        require_positive("factor", self.factor, above=1)
 
     def next(self, seen: Measurement) -> Decision:
         require_loss(self, seen)
