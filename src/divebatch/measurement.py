@@ -215,6 +215,7 @@ class Measurement:
         batch_size: The batch size that was in force, in samples.
         dataset_size: Samples in one epoch: the paper's n.
         first_batch_size: The batch size that training started with; `batch_size` where it is not given.
+        largest_batch_size: The largest batch that can be had, in samples; `dataset_size` where it is not given.
         step: Batches delivered so far, one an optimizer step.
         samples: Samples seen so far.
         diversity: What the estimator measured; None where nothing asked for it.
@@ -229,6 +230,7 @@ class Measurement:
     batch_size: int
     dataset_size: int
     first_batch_size: int = 0
+    largest_batch_size: int = 0
     step: int = 0
     samples: int = 0
     diversity: Diversity | None = None
@@ -241,6 +243,8 @@ class Measurement:
     def __post_init__(self) -> None:
         if not self.first_batch_size:
             object.__setattr__(self, "first_batch_size", self.batch_size)
+        if not self.largest_batch_size:
+            object.__setattr__(self, "largest_batch_size", self.dataset_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,15 @@ def refuse_loss(policy: Policy) -> None:
         )
 
 
+def in_multiples(policy: Policy, seen: Measurement, unit: int) -> Decision:
+    """Return what `policy` decides, with the size rounded down to a multiple of `unit` samples, but not to nothing."""
+    decision = policy.next(seen)
+    size = max(1, decision.batch_size // unit) * unit
+    if policy.moves_lr and size < decision.batch_size:  # asked again, for a learning rate that belongs to this size
+        decision = replace(policy.next(replace(seen, largest_batch_size=size)), reason=decision.reason)
+    return replace(decision, batch_size=size)
+
+
 @dataclass(frozen=True)
 class OverPasses(Around):
     """`policy` for a loader whose batches are only a part of the optimizer's: `num_passes` of them make one step.
@@ -39,8 +48,8 @@ class OverPasses(Around):
             first_batch_size=seen.first_batch_size * self.num_passes,
             history=history,
         )
-        decision = self.policy.next(whole)
-        return replace(decision, batch_size=max(1, decision.batch_size // self.num_passes))
+        decision = in_multiples(self.policy, whole, self.num_passes)
+        return replace(decision, batch_size=decision.batch_size // self.num_passes)
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         return self.policy.measures(epoch, batch_size * self.num_passes)
@@ -56,5 +65,4 @@ class InMultiples(Around):
     unit: int
 
     def next(self, seen: Measurement) -> Decision:
-        decision = self.policy.next(seen)
-        return replace(decision, batch_size=max(1, decision.batch_size // self.unit) * self.unit)
+        return in_multiples(self.policy, seen, self.unit)

@@ -65,7 +65,7 @@ class Auto(Capped):
     def next(self, seen: Measurement) -> Decision:
         """Return the doubling nearest to the mean, and a learning rate that comes one decision after it."""
         power = POWERS.get(self.lr_coupling or seen.lr_coupling, 0.0)
-        return ramped(self._doubled(seen).at_most(seen.dataset_size), seen, decisions=1, power=power)
+        return ramped(self._doubled(seen).at_most(seen.largest_batch_size), seen, decisions=1, power=power)
 
     def _doubled(self, seen: Measurement) -> Decision:
         if seen.diversity is None and not self.measures(seen.epoch, seen.batch_size):

@@ -37,8 +37,8 @@ class Around(Policy):
         """Return the inner decision, changed."""
 
     def _inner(self, seen: Measurement) -> Decision:
-        """No larger than the data: the controller would cut it, and what is made of it here must fit."""
-        return self.policy.next(seen).at_most(seen.dataset_size)
+        """No larger than can be had: it would be cut later, and what is made of it here must fit."""
+        return self.policy.next(seen).at_most(seen.largest_batch_size)
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         return self.policy.measures(epoch, batch_size)
