@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from divebatch.lab.experiments import Run, get_experiment, make_trainer
 from divebatch.lab.training import Trainer
 
 
-class Together:
+class Together(Estimator):
     """Several estimators in the same steps; the first one's answer counts, all are kept."""
 
     min_micro_batches = 2
@@ -92,11 +92,9 @@ class AtRest(Oracle):
 class Watch(Policy):
     """Keeps the batch size and measures in some epochs."""
 
-    epochs: tuple[int, ...]
+    needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"diversity"})
+    epochs: tuple[int, ...]
 
     def next(self, seen: Measurement) -> Decision:
         return Decision(batch_size=seen.batch_size)
@@ -125,17 +123,17 @@ def watched_trainer(options: argparse.Namespace, seed: int, folder: Path) -> tup
         trainer.control.loader,
         Watch(options.measure),
         estimator=together,
-        scheduler=trainer._all_schedulers,
+        scheduler=trainer.all_schedulers,
     )
     return trainer, together
 
 
 def watched_run(options: argparse.Namespace, seed: int, folder: Path) -> Iterable[dict[str, Any]]:
     trainer, together = watched_trainer(options, seed, folder)
-    options = trainer.step.options
+    training = trainer.step.options
     for epoch in range(1, options.epochs + 1):
         is_measured = epoch in options.measure
-        trainer.step.options = replace(options, compile=options.compile and not is_measured)
+        trainer.step.options = replace(training, compile=training.compile and not is_measured)
         record = trainer.run_epoch()
         for name, diversity in together.told.items() if is_measured else ():
             told = dict(zip(("noise_scale", "low", "high"), map(finite, numbers(diversity)), strict=True))

@@ -109,7 +109,6 @@ def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Po
     loader.batch_size = branches.start.batch_size
     loader.set_epoch(branches.start.epoch)
     trainer.model.train()
-    schedulers = [*trainer.schedulers, *([trainer.warm_up] if trainer.warm_up is not None else [])]
     with (
         device_settings(trainer.options.precision, trainer.clock.device),
         Controller(
@@ -118,7 +117,7 @@ def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Po
             loader,
             Fixed(),
             estimator=build_estimator(Part(kind=kind), trainer.options, trainer.loss_fn),
-            scheduler=schedulers,
+            scheduler=trainer.all_schedulers,
             shadows=shadows,
         ) as control,
     ):

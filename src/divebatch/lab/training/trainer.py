@@ -131,7 +131,7 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedulers": [scheduler.state_dict() for scheduler in self._all_schedulers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.all_schedulers],
             "control": self.control.state_dict(),
             "clock": self.clock.state_dict(),
             "compiled": self.step.num_compiled,
@@ -146,7 +146,7 @@ class Trainer:
         self.control.load_state_dict(state["control"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for scheduler, saved in zip(self._all_schedulers, state["schedulers"], strict=True):
+        for scheduler, saved in zip(self.all_schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self.clock.load_state_dict(state["clock"])
         self.step.compiled_before = state["compiled"]
@@ -179,7 +179,8 @@ class Trainer:
         return (torch.tensor(loss_sum, dtype=torch.float64), int(num_samples))
 
     @property
-    def _all_schedulers(self) -> list[LRScheduler]:
+    def all_schedulers(self) -> list[LRScheduler]:
+        """Those that are stepped after each epoch, then the one that is stepped after each optimizer step."""
         return [*self.schedulers, *([self.warm_up] if self.warm_up is not None else [])]
 
     @property
