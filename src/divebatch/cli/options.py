@@ -10,11 +10,13 @@ from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
 
 ExperimentName = Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")]
-DataDir = Annotated[Path, typer.Option(envvar="DIVEBATCH_DATA", help="Holds cifar-10-batches-py and its like.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+DataDir = Annotated[
+    Path, typer.Option(envvar="DIVEBATCH_DATA", help="Folder that holds cifar-10-batches-py and its like.")
+]
+Device = Annotated[str, typer.Option(help="Device to run on: cpu or cuda.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")]
-MicroBatch = Annotated[int | None, typer.Option(min=1, help="Most samples of one backward pass.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")]
+MicroBatch = Annotated[int | None, typer.Option(min=1, help="Samples of one backward pass at most.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 
 
 def require_device(device: str) -> None:

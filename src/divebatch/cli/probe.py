@@ -31,20 +31,26 @@ Checkpoint = Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that 
 def probe(
     experiment: ExperimentName,
     checkpoint: Checkpoint = Path("runs"),
-    method: Annotated[str | None, typer.Option(help="Whose checkpoint, where the folder holds several.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the run, where the folder holds several.")] = None,
-    epoch: Annotated[int | None, typer.Option(min=0, help="Epochs behind the checkpoint; the last by default.")] = None,
-    factors: Annotated[str | None, typer.Option(help="Times the batch size: 1,2,4,8; by default up to --cap.")] = None,
-    cap: Annotated[int | None, typer.Option(min=1, help="Largest batch size; a quarter of the window.")] = None,
-    window_epochs: Annotated[float, typer.Option(help="How long each branch trains.")] = 1.0,
+    method: Annotated[str | None, typer.Option(help="Method of the run, where the folder holds several.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run, where the folder holds several.")] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help="Epochs before the checkpoint; the last by default.")] = None,
+    factors: Annotated[
+        str | None, typer.Option(help="Factors of the batch size: 1,2,4,8; by default up to --cap.")
+    ] = None,
+    cap: Annotated[
+        int | None, typer.Option(min=1, help="Largest batch size; a quarter of the window by default.")
+    ] = None,
+    window_epochs: Annotated[float, typer.Option(help="Number of epochs that each branch trains.")] = 1.0,
     coupling: Annotated[str, typer.Option(help="Learning rate of k times the batch: sqrt, linear, none.")] = "sqrt",
-    repeats: Annotated[int, typer.Option(min=1, help="Orders of the data that each branch is trained on.")] = 3,
-    tolerance: Annotated[float, typer.Option(help="By what part the loss may lie above factor 1's.")] = 0.02,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of data orders that each branch is trained on.")] = 3,
+    tolerance: Annotated[float, typer.Option(help="Fraction by which the loss may exceed factor 1's.")] = 0.02,
     judge: Annotated[str, typer.Option(help="Loss to compare: train (smoothed) or validation (at the end).")] = "train",
-    policies: Annotated[bool, typer.Option("--policies/--no-policies", help="Ask the policies too.")] = True,
+    policies: Annotated[bool, typer.Option("--policies/--no-policies", help="Also say what policies ask for.")] = True,
     data_dir: DataDir = Path("data"),
     device: Device = "cpu",
-    precision: Annotated[str | None, typer.Option(help="fp32, tf32 or bf16; the run's by default.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Number format: fp32, tf32 or bf16; the run's by default.")
+    ] = None,
     compile: Compile = None,
     micro_batch: MicroBatch = None,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/probe"),

@@ -41,40 +41,40 @@ from divebatch.ranks import Ranks
 
 def run(
     experiment: ExperimentName,
-    methods: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Seeds to run; the paper's number by default.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Shorten or lengthen, schedules scaled.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    methods: Annotated[str | None, typer.Option(help="Methods to run, comma-separated; all by default.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Number of seeds; the paper's by default.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; schedules are scaled to it.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     data_dir: DataDir = Path("data"),
-    model: Annotated[str | None, typer.Option(help="Another network, such as resnet20.")] = None,
+    model: Annotated[str | None, typer.Option(help="Train another network, such as resnet20.")] = None,
     device: Device = "cpu",
-    precision: Annotated[str | None, typer.Option(help="fp32, tf32 or bf16.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Number format: fp32, tf32 or bf16.")] = None,
     compile: Compile = None,
     cuda_graphs: Annotated[
         bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay compiled passes on a GPU.")
     ] = None,
     micro_batch: MicroBatch = None,
-    norm_mode: Annotated[str | None, typer.Option(help="Per-sample norms where measured: exact or sketch.")] = None,
+    norm_mode: Annotated[str | None, typer.Option(help="How per-sample norms are measured: exact or sketch.")] = None,
     data_on_host: Annotated[
         bool, typer.Option("--data-on-host", help="Keep images in host memory or on disk, not on the device.")
     ] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that load images, with --data-on-host.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that load images; needs --data-on-host.")] = 0,
     sharding: Annotated[
         str, typer.Option(help="Under torchrun: ddp (a copy of the model on each rank) or fsdp (a part on each).")
     ] = "ddp",
     log_exact: Annotated[bool, typer.Option("--log-exact", help="Log the exact diversity of every epoch.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Parallel processes; one a core by default.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs from checkpoint to checkpoint.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs in parallel; one for each core by default.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Write a checkpoint every so many epochs.")] = 1,
     checkpoint_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps from checkpoint to checkpoint within an epoch.")
+        int | None, typer.Option(min=1, help="Also write one every so many steps within an epoch.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the records.")] = Path("runs"),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue what is there, start what is not.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue runs that were begun, start the others.")] = False,
     logger: Annotated[
-        list[str] | None, typer.Option(help="Show epochs there too: tensorboard or wandb; may be repeated.")
+        list[str] | None, typer.Option(help="Also log epochs to tensorboard or wandb; may be repeated.")
     ] = None,
     quiet: Quiet = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line for every epoch.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for every epoch.")] = False,
 ) -> None:
     """Run an experiment: all its methods, or some, over several seeds.
 

@@ -34,16 +34,16 @@ ROWS = 10
 
 def search(
     experiment: ExperimentName,
-    method: Annotated[str, typer.Option(help="Whose settings are searched.")] = "sgd-small",
+    method: Annotated[str, typer.Option(help="Method whose settings are searched.")] = "sgd-small",
     over: Annotated[
         list[str] | None,
         typer.Option(help="NAME=VALUE,VALUE,... or NAME=LOW..HIGH; once for each setting. Default: the paper's grid."),
     ] = None,
-    sampler: Annotated[str, typer.Option(help=f"{', '.join(SAMPLERS)}.")] = "grid",
+    sampler: Annotated[str, typer.Option(help=f"How points are chosen: {', '.join(SAMPLERS)}.")] = "grid",
     trials: Annotated[int | None, typer.Option(min=1, help="Points to try; a grid tries all of its own.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Shorten, schedules scaled.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs at each point; their mean counts.")] = 1,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; schedules are scaled to it.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds at each point; their mean counts.")] = 1,
     held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
     apply_to: Annotated[str | None, typer.Option(help="Other methods that get the best settings too: a,b.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,
