@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from divebatch.data.order import FromSampler, Order
-from divebatch.data.source import Source
+from divebatch.data.source import BatchSource
 from divebatch.errors import ArgumentError
 from divebatch.ranks import Ranks, RankShard
 
@@ -37,7 +37,7 @@ def local_order(order: Tensor | Sequence[Any], batch_size: int, ranks: Ranks, *,
 
 
 def local_batches(
-    source: Source,
+    source: BatchSource,
     order: Any,
     batch_size: int,
     ranks: Ranks,

@@ -15,7 +15,7 @@ from divebatch.data.order import mixed_seed
 from divebatch.data.sampler import cut
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Delivers batches."""
 
     def batches(
@@ -139,7 +139,7 @@ def length_of_stream(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
-def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> Source:
+def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> BatchSource:
     """The fastest source that gives what `DataLoader(dataset, **settings)` would."""
     if isinstance(dataset, IterableDataset):
         return StreamSource(dataset, drop_last=drop_last, settings=dict(settings))
