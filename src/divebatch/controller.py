@@ -136,6 +136,7 @@ class Controller:
         self._diversity: Diversity | None = None
         self._changes: list[Change] = []
         self._history = History()
+        # The loader says when an epoch begins, so that the user's loop needs no call for it.
         self._stop_listening = loader._listen(self._before_batch)
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
@@ -223,6 +224,7 @@ class Controller:
 
     def _before_batch(self, current: EpochProgress) -> None:
         """The loop has come for its next batch: the steps on those before are made."""
+        # A resumed epoch begins here too: its state was saved before the loop asked for the next batch.
         if current.batches == 0 or not self._is_under_way:
             self._begin_epoch()
         elif self._every_steps is not None and current.batches % self._every_steps == 0:
@@ -240,6 +242,7 @@ class Controller:
         if self._estimator is None:
             return
         asking = [policy for policy in self._policies if "diversity" in policy.needs]
+        # A monotone policy at its cap has nothing left to decide and asks for no measurement.
         due = self._measures_anyway or any(p.measures(self.epoch + 1, self.loader.batch_size) for p in asking)
         if due and self._at_work is None:
             self._estimator.start()
@@ -258,6 +261,7 @@ class Controller:
         diversity = self._at_work.window() if self._at_work is not None else None
         seen = self._measurement(current, diversity, lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
+        # The last batch is not followed by this: step() decides at the end of the epoch anyway.
         self.loader.resize_now(decision.batch_size)
         self._follow(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
@@ -323,6 +327,7 @@ class Controller:
 
     def _within_limits(self, decision: Decision, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch or fewer than there are ranks, and no learning rate follows one."""
+        # Otherwise the learning rate would follow a batch size that does not exist.
         return decision.at_most(seen.dataset_size).at_least(self.ranks.size)
 
     def _follow(self, decision: Decision, seen: Measurement) -> None:
@@ -371,6 +376,7 @@ class Controller:
             raise CheckpointError(f"state has version {state.get('version')}, this code reads {STATE_VERSION}")
         require_same_settings("checkpoint", state["settings"], self._settings())
         if self._estimator is not None:
+            # All checks come before the first change, so that a state that does not fit leaves everything as it was.
             self._estimator.check_state(state["estimator"])
         self.loader._check_state(state["loader"])
         self._coupling.check_state(state["coupling"])

@@ -51,6 +51,7 @@ _ADAM_LIKE = tuple(
 
 def coupling_for(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
     """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient."""
+    # By type and not by name: a user's subclass of Adam is Adam-like too.
     if isinstance(optimizer, _ADAM_LIKE):
         return "sqrt"
     if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD):
@@ -187,6 +188,7 @@ class LrCoupling:
     def _write(self, factor: float) -> None:
         for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
             if isinstance(group["lr"], torch.Tensor):
+                # In place: a captured or compiled optimizer step reads the rate from this tensor.
                 group["lr"].fill_(own * factor)
             else:
                 group["lr"] = own * factor
@@ -215,6 +217,7 @@ class LrCoupling:
                     return super().step(*args, **kwargs)
 
         Coupled.__name__, Coupled.__qualname__ = kind.__name__, kind.__qualname__
+        # Not a wrapper around `step`: an attribute of the instance would be saved with the scheduler.
         scheduler.__class__ = Coupled
 
         def release() -> None:
@@ -247,6 +250,7 @@ class GainSum:
 
     def due(self, step: int) -> int:
         """Return how many whole steps have come together since the last call."""
+        # The sum of many gains may stay a rounding error below the whole number it stands for.
         due = max(0, math.floor(self.at(step) + 1e-9) - self.handed_out)
         self.handed_out += due
         return due

@@ -26,6 +26,7 @@ class Spread:
         >>> round(few.quantile(0.95), 2), round(many.quantile(0.95), 2)
         (2.57, 1.96)
         """
+        # Student's t and not the normal distribution: few steps make few estimates, whose own scatter is uncertain.
         return t_quantile((1 + level) / 2, self.degrees)
 
 
@@ -106,6 +107,7 @@ class Diversity:
         At least 0; infinite where there is noise and no signal; NaN where nothing is known.
         """
         if self.is_defined:
+            # An estimate's error can carry it below zero, where no noise scale is.
             return max(0.0, self.num_samples * self.value - 1.0)
         if math.isnan(self.trace):
             return math.nan
@@ -173,6 +175,7 @@ class History:
     def with_throughput(self, batch_size: int, samples_per_second: float) -> Self:
         """Return the history after an epoch at `batch_size` that was timed."""
         by_size = dict(self.throughputs)
+        # The fastest epoch counts: other programs, and a compiler, only ever slow one down.
         by_size[batch_size] = max(samples_per_second, by_size.get(batch_size, 0.0))
         return replace(self, throughputs=tuple(sorted(by_size.items())))
 

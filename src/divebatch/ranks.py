@@ -77,6 +77,7 @@ class Ranks:
         else:
             flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
             summed = [self._summed(bucket) for bucket in _buckets(flat)]
+        # In float64: squares of many small gradients would be lost in a float32 sum.
         sq_norms = [torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 for total in summed]
         return float(torch.stack(sq_norms).sum()) if sq_norms else 0.0
 
@@ -117,6 +118,7 @@ class Ranks:
 
     def _carried(self, values: list[Any]) -> list[Any]:
         """Return what ranks passed, in their order: each adds its own bytes to places where the others have zeros."""
+        # As an all-reduce of bytes, so that one collective is all that a group's backend must have.
         payload = np.frombuffer(b"".join(pickle.dumps(value) for value in values), dtype=np.uint8)
         lengths = np.zeros(self.size)
         lengths[self.rank] = payload.size

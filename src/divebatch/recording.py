@@ -34,12 +34,14 @@ def _measured(seen: Measurement, at_fixed_weights: bool) -> dict[str, Any]:
     if found is None:
         return {}
     ends = (None, None) if found.spread is None else found.noise_scale_interval()
+    # JSON has no infinity: an open end is left out.
     low, high = (None if end is None or math.isinf(end) else end for end in ends)
     values = {
         "diversity": found.value if found.is_defined else None,
         "diversity_low": None if low is None else (1 + low) / found.num_samples,
         "diversity_high": None if high is None else (1 + high) / found.num_samples,
     }
+    # Along changing weights the same ratio is not the gradient noise scale.
     if not at_fixed_weights:
         return values
     noise_scale = found.noise_scale if found.is_defined else None

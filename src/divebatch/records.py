@@ -260,6 +260,7 @@ class RecordWriter:
         try:
             self._file.write(record.to_json() + "\n")
             self._file.flush()
+            # A checkpoint must never know an epoch that a crash took from the records.
             os.fsync(self._file.fileno())
         except OSError as error:
             raise RecordError(f"cannot write records to '{self.path}': {error.strerror}") from error
@@ -335,6 +336,7 @@ def _no_number(constant: str) -> None:
 def _line(kind: str, record: RunHeader | EpochRecord) -> str:
     values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
     plain = {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
+    # Python would write NaN, which is no JSON: other readers refuse the line.
     return json.dumps({"kind": kind, **finite(plain)}, allow_nan=False)
 
 

@@ -37,6 +37,7 @@ def resolve_estimator(
     if isinstance(estimator, Estimator):
         made = estimator
     else:
+        # Controller, adapters and experiment files all come through here, so a default means the same everywhere.
         made = _made(estimator or policy.estimator or DEFAULT_ESTIMATOR, grad_scaler)
     for each in (policy, *(shadows or {}).values()):
         if "inner_variance" in each.needs and not made.has_inner_variance:
@@ -66,6 +67,7 @@ def resolve_coupling(policy: Policy, lr_coupling: str | None, optimizer: Optimiz
         require_coupling(policy, lr_coupling)
         return lr_coupling
     if policy.lr_coupling is None and policy.needs_lr_coupling:
+        # Auto's case: linear for SGD, the square root for Adam-like optimizers.
         return coupling_for(optimizer)
     return policy.lr_coupling or "none"
 

@@ -17,6 +17,7 @@ def t_quantile(probability: float, degrees: float) -> float:
     low, high = 0.0, 1.0
     while t_cdf(high, degrees) < probability:
         low, high = high, 2 * high
+    # 60 halvings are past the precision of a double.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if t_cdf(middle, degrees) < probability else (low, middle)

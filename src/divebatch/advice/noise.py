@@ -61,6 +61,7 @@ def _stretch(
     try:
         for index in range(count):
             loss = step(next(batches))
+            # Only at the ends of a stretch: reading a loss waits for the device.
             if index in (0, count - 1) and not math.isfinite(float(loss)):
                 raise DivergedError(
                     f"the loss is {float(loss)} after {done + index} steps: this learning rate is too large for this "

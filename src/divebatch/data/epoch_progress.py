@@ -43,6 +43,7 @@ class EpochProgress:
     @property
     def left(self) -> Tensor | Sequence[Any] | None:
         """The indices that are still to be delivered; None for a stream."""
+        # Counted in samples and not in batches: exact however often the size has changed.
         return None if self.order is None else self.order[self.samples :]
 
     @property
@@ -77,6 +78,7 @@ class EpochProgress:
 
     def count(self, shard: RankShard) -> None:
         """A batch is delivered."""
+        # Deliveries count and not what workers have prefetched, so a state taken in the loop resumes at the next batch.
         self.batches += 1
         self.samples += shard.num_samples
         self.local_samples += shard.mine
@@ -91,6 +93,7 @@ class EpochProgress:
             "batch_size": self.batch_size,
             "batches": self.batches,
             "samples": self.samples,
+            # The order of a user's own sampler cannot be drawn again; ours follows from seed and epoch.
             "order": list(self.order) if with_order and self.order is not None else None,
         }
 

@@ -43,6 +43,7 @@ def parts_of(dataloader: Any) -> Parts:
     if not isinstance(dataloader, DataLoader):
         raise ArgumentError(f"wrap takes a DataLoader, got {type(dataloader).__name__}")
     cutting = dataloader.batch_sampler
+    # A batch sampler of the user's own decides on the batches, so there is no size of ours to set.
     if type(cutting) is not BatchSampler:
         kind = "none (batch_size=None)" if cutting is None else type(cutting).__name__
         raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")

@@ -33,6 +33,7 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mea
     tensor(True)
     """
     for part, weight in weighted_parts(batch, size, loss_reduction=loss_reduction):
+        # A meter squares gradients, so a forgotten weight would put its norms off by the square of it.
         weight.expect_use()
         yield part, weight
 
@@ -78,5 +79,6 @@ def cut(batch: Any, start: int, stop: int) -> Any:
         return {key: cut(value, start, stop) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         parts = [cut(value, start, stop) for value in batch]
+        # A namedtuple takes its fields one by one.
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

@@ -103,6 +103,7 @@ class FromSampler(Order):
     def draw(self, epoch: int) -> list[Any]:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
+        # A user's sampler cannot be asked twice for the same epoch, so its order is kept and saved.
         self._last_drawn = list(self.sampler)
         return self._last_drawn
 
@@ -127,10 +128,12 @@ def size_of(dataset: Any) -> int:
 
 def order_of(sampler: Any) -> Order:
     """Ours for torch's two plain samplers, so that epochs repeat and resume; else the sampler itself."""
+    # Exact types: a subclass may draw in an order of its own.
     if type(sampler) is SequentialSampler:
         return Sequential(size_of(sampler.data_source))
     if type(sampler) is RandomSampler and not sampler.replacement:
         size = size_of(sampler.data_source)
+        # A RandomSampler of fewer samples draws a subset, which no permutation of all can stand for.
         if sampler.num_samples == size:
             return Shuffled(size)
     return FromSampler(sampler)

@@ -29,6 +29,7 @@ def local_order(order: Tensor | Sequence[Any], batch_size: int, ranks: Ranks, *,
     rest = order[full : full if drop_last else len(order)]
     if len(rest):
         begin, end = _bounds(len(rest), ranks)
+        # Every rank must take part in every collective, so one without a sample runs the first one, with weight zero.
         rest = rest[begin:end] if end > begin else rest[:1]
     if isinstance(order, Tensor):
         return torch.cat([order[:full].view(-1, batch_size)[:, first:last].flatten(), torch.as_tensor(rest)])
@@ -49,6 +50,7 @@ def local_batches(
     if ranks.is_alone:
         return source.batches(order, batch_size, start=0, seed=seed)
     mine = local_order(order, batch_size, ranks, drop_last=drop_last)
+    # Workers of different ranks must not draw alike; rank 0 draws what a single process would.
     own_seed = (*seed, ranks.rank) if ranks.rank else seed
     return source.batches(mine, rank_shard_of(batch_size, ranks).mine, start=0, seed=own_seed)
 

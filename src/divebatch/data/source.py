@@ -41,6 +41,7 @@ class TensorSource:
         if not isinstance(order, Tensor):  # a sampler of the user's own may count from the end; index_select may not
             order = torch.tensor(order) % len(self.tensors[0])
         indices = order.to(self.tensors[0].device)
+        # One index operation a batch: a DataLoader would fetch and collate sample by sample.
         for batch in indices.split(batch_size)[start:]:
             if batch.numel() == batch_size or not self.drop_last:
                 yield batch.numel(), self._look_up(batch)
@@ -130,6 +131,7 @@ class StreamSource:
         sampler.batch_size = batch_size  # read anew at the start of each pass, also by persistent workers
         self._generator.manual_seed(_worker_seed(*seed))
         for number, counted in enumerate(self._loader):
+            # A stream has no order to cut, so what was delivered before the resume is read again and dropped.
             if number >= start:
                 yield counted[0], counted[1]
 
@@ -143,6 +145,7 @@ def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> B
     """The fastest source that gives what `DataLoader(dataset, **settings)` would."""
     if isinstance(dataset, IterableDataset):
         return StreamSource(dataset, drop_last=drop_last, settings=dict(settings))
+    # Exact types: a subclass may have a __getitem__ of its own.
     if type(dataset) in (TensorDataset, Numbers) and _is_plain(dataset, settings):
         DataLoader(dataset, **settings)  # refuses what a DataLoader refuses
         kind = NumberSource if isinstance(dataset, Numbers) else TensorSource

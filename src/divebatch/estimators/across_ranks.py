@@ -90,9 +90,11 @@ class RankChunks(Source):
             row[0] = torch.stack(self._weighted).sum()
         if self._ranks.is_first and self._sum_of_weights:
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            # The mean's norm is the same on all ranks: in the first one's row alone, adding rows up counts it once.
             row[1] = sq_norm(gradients) / self._sum_of_weights**2
         row[2].fill_(len(self._weighted))
         row[3].fill_(self._num_samples)
+        # Kept and not sent: rows are added over ranks once an epoch, so no step communicates more.
         self._rows.rows.append(row)
         self._begin_batch()
 
@@ -146,5 +148,6 @@ class RankRows:
 
     def load_state_dict(self, state: dict[str, Any], *, is_first: bool) -> None:
         """Go on with saved rows. Other ranks than the first have rows of zeros, which add nothing."""
+        # Saved rows are those of all ranks, so only one rank may bring them in again.
         rows = torch.tensor(state["rows"], dtype=torch.float64)
         self.rows = list(rows if is_first else torch.zeros_like(rows))

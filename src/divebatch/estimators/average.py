@@ -38,6 +38,7 @@ def read(many: Sequence[Norms]) -> list[float]:
     for place, each in enumerate(many):
         if isinstance(each, Tensor):
             alike.setdefault((each.device, each.dtype), []).append((place, each))
+    # One copy from the device for all rows of a kind: each copy waits for everything before it.
     for group in alike.values():
         numbers = iter(torch.cat([each.reshape(-1) for _, each in group]).cpu().double().tolist())
         for place, each in group:
@@ -184,6 +185,7 @@ class PairAverage:
     def add_row(self, row: Readable) -> None:
         """One more estimate, whose norms stay on the device until somebody reads the mean, or many wait."""
         self._waiting.append(row)
+        # A bound on the memory of what waits; when rows are read changes no result, as they are summed in step order.
         if len(self._waiting) >= MOST_WAITING:
             self._settle()
 
@@ -206,6 +208,7 @@ class PairAverage:
         """Add the products of `row` with those before it, which have faded since."""
         self._recent = [each * self.decay for each in self._recent]
         if self._recent:
+            # Newey and West's weights: neighbours have gradients in common, and with these the variance stays positive.
             near = sum((1 - distance / (self.reach + 1)) * each for distance, each in enumerate(self._recent, 1))
             self._between = self._between * self.decay**2 + np.outer(row, near)
         self._recent = [row, *self._recent][: self.reach]
@@ -223,6 +226,7 @@ class PairAverage:
         trace, sq_norm, *inner = (each / total for each in sums)
         spread = self._spread(total, trace, sq_norm)
         if sq_norm < 0 and not self._trusts_negative:
+            # A biased estimate below zero says nothing of the noise scale: the interval gets no ends.
             spread = replace(spread, sq_norm_variance=math.inf)
         diversity = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
         return replace(diversity, inner_variance=inner[0]) if inner and math.isfinite(inner[0]) else diversity
@@ -253,11 +257,13 @@ class PairAverage:
         scatter = to_mean @ products @ to_mean.T
         ratio = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
         fitted = float(products[0, 0]) / total**2  # what the mean took up of it, were they independent
+        # A single estimate leaves nothing to judge by: a tiny divisor instead of none.
         covariance = (scatter / total**2 / max(1 - fitted, 1e-9)).tolist()
         return Spread(
             trace_variance=max(0.0, covariance[0][0]),
             sq_norm_variance=max(0.0, covariance[1][1]),
             covariance=covariance[0][1],
+            # Fewer where some estimates weigh more than others; Student's t then widens the interval.
             degrees=1 / ratio - 1,
         )
 

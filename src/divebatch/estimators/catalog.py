@@ -43,6 +43,7 @@ def make_estimator(kind: str, **settings: Any) -> Estimator:
         settings: The arguments of its class.
     """
     require_choice("estimator", kind, tuple(ESTIMATORS))
+    # The oracle runs the model by itself, so a name alone does not tell it how.
     if ESTIMATORS[kind].needs_loss_fn and "loss_fn" not in settings:
         name = ESTIMATORS[kind].__name__
         raise ArgumentError(f"{kind!r} runs the model by itself and needs the loss: pass estimator={name}(loss_fn)")

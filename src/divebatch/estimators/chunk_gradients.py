@@ -50,6 +50,7 @@ class Chunks:
         if num_samples == 0:
             return
         if self._preconditioner is not None:
+            # Those of the first chunk for all that are compared: another divisor would look like noise.
             self._scales = self._scales or self._preconditioner.scales()
             if self._scales is None:
                 return
@@ -94,6 +95,7 @@ class Chunks:
         check_sums(state, self.parameters)
         self.forget()
         self._sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
+        # The factors went into the saved squares.
         self._factors, self._before_last = [1.0] * len(self._norms), state["before_last"]
         for name, total in state["sums"].items():
             self._sums[name].copy_(total)
@@ -140,6 +142,7 @@ class Preconditioner:
         group = self._groups[parameter]
         moment: Tensor = state[key].detach()
         if CORRECTED in group:
+            # Adam's own correction: its running mean starts at zero and is too small at first.
             moment = moment / (1 - group[CORRECTED][1] ** torch.as_tensor(state["step"], device=moment.device))
         return (moment.sqrt() + float(group["eps"])).reciprocal()
 

@@ -40,9 +40,11 @@ def _largest_group(optimizer: Optimizer) -> int:
 
 def _factor(group: Mapping[str, Any]) -> float:
     momentum = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+    # Without momentum both lags show the same; NAdam's momentum rises over thousands of steps.
     if momentum <= 0 or "momentum_decay" in group:
         return 0.0
     factor = (1 + momentum) / momentum**2 if group.get("nesterov") else 1 / momentum
+    # The extrapolation multiplies the noise of the products too.
     return factor if factor <= FARTHEST else 0.0
 
 
@@ -122,6 +124,7 @@ class Lagged:
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients that the next steps will be multiplied with."""
+        # The oldest of the three is written over by the next step, so two are enough.
         held = [self._views[(self._count - lag) % KEPT] for lag in range(1, min(self._count, KEPT - 1) + 1)]
         gradients = [{name: view.clone() for name, view in views.items()} for views in held]
         kept = len(held)
@@ -157,6 +160,7 @@ def _flat(parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, dict[str, Ten
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
     """The real part, where parameters are complex."""
+    # In parts: a long float32 product on a CPU comes out too small (see LONGEST_DOT).
     parts = zip(one.split(LONGEST_DOT), other.split(LONGEST_DOT), strict=True)
     first, *rest = (torch.vdot(*each).real for each in parts)
     return sum(rest, first)

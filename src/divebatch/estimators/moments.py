@@ -81,6 +81,7 @@ class SuccessiveSteps(Source):
 
     def attach(self, scene: Scene, decay: float) -> PairAverage:
         self._scene, self._optimizer = scene, scene.require_optimizer(Moments.name)
+        # The weights move between the compared steps, and that bias can carry ||G||^2 below zero.
         self._average = PairAverage(decay=decay, trusts_negative=False)
         self._use(lagged=self._window is None and extrapolation(self._optimizer) > 0)
         self._stepped = self._passed = scene.delivery.samples_delivered
@@ -125,6 +126,7 @@ class SuccessiveSteps(Source):
         if size == 0 or not gradients:
             return
         self._stepped += size
+        # A GradScaler's overflow: the optimizer will skip this step, so it is in no estimate.
         if math.isfinite(scale := scale_of_gradients(self._optimizer)):
             self._add(gradients, size, scale)
 

@@ -87,6 +87,7 @@ class SamplePasses(Source):
     def _take(self, seen: PassSums) -> None:
         self._require_own_gradients()
         size: Any = seen.num_samples
+        # One sample shows no scatter: the formula divides by size - 1.
         counts = size > 1
         pair = torch.stack(unbiased(seen.sum_of_sq_norms, seen.sq_norm_of_sum / size**2, size, size))
         self._average.add(pair, size * (counts if seen.is_finite is None else counts & seen.is_finite))

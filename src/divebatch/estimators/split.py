@@ -184,6 +184,7 @@ class BatchWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered and seen since the last step."""
+        # Half a batch's chunks are of one rank alone, and a state must be that of all ranks.
         if self._num_samples and not self._scene.delivery.ranks.is_alone:
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
         return {"since_step": self._since_step(), "num_samples": self._num_samples}

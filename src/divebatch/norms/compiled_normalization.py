@@ -63,6 +63,7 @@ class _BatchNorm(torch.autograd.Function):
     @once_differentiable  # statistics would count as constants in a second derivative
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, mean, inverse_std = ctx.saved_tensors
+        # Sums over positions and samples in 16 bits would lose the small contributions.
         wide_x, wide_dy = x.to(sum_dtype(x.dtype)), dy.to(sum_dtype(x.dtype))
         dy_BC = wide_dy.flatten(2).sum(2) if x.ndim > 2 else wide_dy
         dyx_BC = (wide_dy * wide_x).flatten(2).sum(2) if x.ndim > 2 else wide_dy * wide_x

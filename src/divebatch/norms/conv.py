@@ -64,6 +64,7 @@ class Patches:
         chunk = chunk_size(self.unpadded, self._entries_per_sample)
         first = slice(0, min(chunk, self.num_samples))
         kernels = self._kernels()
+        # Which kernel is fastest depends on shape and device, so each is tried once for each shape.
         kernel = fastest(kernels, first, key=(*kernels, self._shape()))
         if chunk >= self.num_samples:
             return kernel(first)

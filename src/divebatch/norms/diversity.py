@@ -108,6 +108,7 @@ class DiversityMeter:
         self.norms.attach()
         self.reset()
         for name in self._sums:
+            # A hook sees the pass's own gradient; `.grad` may hold earlier passes, or be clipped or scaled by the user.
             self._handles.append(self._parameters[name].register_hook(partial(self._receive, name)))
 
     def detach(self) -> None:
@@ -160,6 +161,7 @@ class DiversityMeter:
         sq_norms, num_samples = self._ranks.sum_numbers(own)
         self._multiply_out()
         sums = {name: total.clone() for name, total in self._sums.items()}
+        # Of all ranks, so that the number of ranks may change at a resume; only FSDP2's shards stay in shards.
         self._ranks.sum_(list(sums.values()))
         if self._shards is not None:
             sums |= self._shards.state_dict()
@@ -175,6 +177,7 @@ class DiversityMeter:
         self.reset()
         if self._shards is not None:
             self._shards.load_state_dict(state["gradient_sums"])
+        # The saved sums are those of all ranks: taken over once, any number of ranks can go on from them.
         if not self._ranks.is_first:
             return
         for name, total in self._sums.items():
@@ -198,6 +201,7 @@ class DiversityMeter:
             pending = self._pending[task] = {}
             if not self.norms._layers_reached(task):  # the meter may never hear of this pass
                 Variable._execution_engine.queue_callback(partial(self._check_coverage, task))
+        # Held until the pass has ended: one that dies half-way must be in neither sum.
         pending[name] = gradient.detach()
 
     def _take(self, done: CountedPass) -> None:
@@ -218,6 +222,7 @@ class DiversityMeter:
         sums = [self._sums[name] for name in received]
         gradients = [addend(g, s) for g, s in zip(received.values(), sums, strict=True)]
         if done.is_finite is not None:
+            # An overflowed pass is decided on the device: asking the host would wait for the GPU in every step.
             gradients = [torch.where(done.is_finite, gradient, 0.0) for gradient in gradients]
         factor = done.scale.factor
         if isinstance(factor, Tensor):

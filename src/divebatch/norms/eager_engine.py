@@ -81,6 +81,7 @@ class Hooks:
                 seen = Rerun(inputs, index, self._surroundings[layer]) if layer.entry.reruns else inputs
                 call = Call(seen, layer.module)
                 family.open_calls.add(call)
+                # On the tensor: a module's backward hook would fail before an in-place ReLU.
                 tensor.register_hook(partial(self._arrive, family, layer, call))
 
         return watch
@@ -112,6 +113,7 @@ class Hooks:
             if self.on_start is not None and not self._under_way:
                 self.on_start()
             self._under_way[task] = Backward(self._mode)
+            # No hook is the last one of a pass for sure, but autograd's engine calls this when the pass is over.
             Variable._execution_engine.queue_callback(partial(self._finish, task))
 
     def _finish(self, task: int) -> None:

@@ -104,6 +104,7 @@ def embedding_bag(layer: Any, inputs: dict[str, Any], dy: Tensor) -> dict[str, F
     if layer.mode == "mean":
         kept = (tokens.flatten() != _padding(layer)).to(dy.dtype)
         counts = dy.new_zeros(len(dy)).index_add_(0, samples, kept)
+        # A bag of nothing but padding has a count of zero and a gradient of zero.
         values = values / counts.clamp_(min=1)[samples, None]
     return {"weight": _rows(layer, samples, tokens.flatten(), values, len(dy))}
 

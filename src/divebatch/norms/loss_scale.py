@@ -128,8 +128,10 @@ class LossScale:
             _require_none_forgotten(num_samples)
         of_loss = 1.0 if weight is None else float(weight)
         of_rank = 1.0 if self._rank_shard is None else self._rank_shard().weight_for(self.reduction)
+        # A rank's stand-in, or a part of weight zero: it is in no sum, and nothing may be divided by its weight.
         if not of_rank or not of_loss:
             return PassScale(0.0, 0)
+        # A mean over b samples gives each sample's gradient 1/b of its own length.
         factor: float | Tensor = num_samples if self.reduction == "mean" else 1
         if (known := of_loss * of_rank) != 1.0:  # on a GPU each operation on a number is a launch
             factor = factor / known

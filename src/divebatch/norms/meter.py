@@ -178,6 +178,7 @@ class NormMeter:
         sq_norms, variances, square = done.sq_norms, done.variances, scale.factor**2
         self._last = (sq_norms, square) if sq_norms.ndim else None
         total = _summed(sq_norms) * square
+        # The variance of squared norms: the scale enters with its fourth power.
         variance = None if variances is None else _summed(variances) * square**2
         is_finite = None
         if self._loss_scale.grad_scaler is not None:  # it skips the steps that overflowed: they are in no sum
@@ -194,12 +195,14 @@ class NormMeter:
 
 def _summed(values: Tensor) -> Tensor:
     """A single number, in float64; a compiled pass brings it as one."""
+    # In float64: an epoch adds up very many squares of very different size.
     return values.sum(dtype=torch.float64) if values.ndim else values
 
 
 @contextmanager
 def pausing_meters() -> Iterator[None]:
     """Inside, backward passes are not counted by the meters that are attached now."""
+    # Only those that run now, so that a pause within a pause does not end the outer one.
     pausing = [meter._engine for meter in _attached if not meter._engine.paused]
     for engine in pausing:
         engine.paused = True

@@ -48,6 +48,7 @@ def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, St
     node: Any = output.grad_fn
     mean = getattr(node, "_saved_result1", None)
     by_running = getattr(layer, "running_mean", None) is not None and not layer.training
+    # Statistics in 16 bits are too coarse to be used again; those of eval mode are the running ones.
     if by_running or mean is None or mean.numel() == 0 or mean.dtype.itemsize < 4:
         return x
     return x, Statistics(mean, node._saved_result2)

@@ -49,6 +49,7 @@ class RankWeighting:
         if module is not self._model:
             return output
         self._depth -= 1
+        # Here and not on the gradients: SyncBatchNorm's backward pass mixes ranks, so it must see weighted ones.
         factor = 1.0 if self.is_paused or self._depth else self._weight()
         return output if factor == 1.0 else _weighed(output, factor)
 

@@ -198,6 +198,7 @@ def _with_entries(model: nn.Module, fallback: Entry | None) -> Iterator[tuple[st
     for name, module in model.named_modules():
         if module in within:
             continue
+        # Exact types: a subclass may compute something else.
         entry = RULES.get(original_type(module), fallback)
         if entry is not None and isinstance(module, entry.never_for):
             entry = None

@@ -41,6 +41,7 @@ class ShardSums:
         self._before: dict[str, Tensor] = {}
         self.received: set[str] = set()
         """Names of the parameters that had gradients."""
+        # FSDP2's gradients reach no parameter hook: only after accumulation is the averaged piece there.
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._receive, name)) for name, p in self._parameters.items()
         ]
@@ -61,12 +62,14 @@ class ShardSums:
         self.received.add(name)
         gradient = parameter.grad.to_local().detach()
         before = self._before.pop(name, None)
+        # `.grad` may hold earlier passes of an accumulated batch, which were counted already.
         fresh = gradient if before is None else gradient - before
         self._sums[name].add_(fresh.to(self._sums[name].dtype), alpha=self._scale())
 
     def sq_norm(self) -> float:
         """This rank's part of ||sum||^2: parts add up over ranks."""
         parts = [
+            # Under hybrid sharding several ranks hold the same piece, and the sum over ranks must count it once.
             torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 / _num_copies(self._parameters[name])
             for name, total in self._sums.items()
         ]

@@ -40,6 +40,7 @@ class AdaBatch(Capped):
         require_positive("factor", self.factor, above=1)
 
     def next(self, seen: Measurement) -> Decision:
+        # At least one sample more: a small factor of a small batch would truncate to no growth at all.
         wanted = min(max(int(seen.batch_size * self.factor), seen.batch_size + 1), self.max_batch_size)
         whole_first_batches = seen.dataset_size // seen.first_batch_size * seen.first_batch_size
         grown = wanted if wanted <= seen.dataset_size else whole_first_batches

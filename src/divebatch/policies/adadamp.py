@@ -17,6 +17,7 @@ class _Damping(Capped):
 
     def _grown(self, seen: Measurement, factor: float, reason: str) -> Decision:
         wanted = seen.first_batch_size * factor
+        # The rule rounds up, but a rounding error above a whole number is no sample more.
         wanted = float(math.ceil(wanted - 1e-9)) if math.isfinite(wanted) else wanted
         return decided(seen, wanted, self.bounds, at_least=seen.first_batch_size, reason=reason)
 
@@ -108,6 +109,7 @@ class GeoDamp(_Damping):
         power = seen.epoch // self.every_epochs
         try:
             grown = float(self.factor) ** power
+        # A long run may grow past what a float holds; the cap applies all the same.
         except OverflowError:
             grown = math.inf
         return self._grown(seen, grown, f"epoch {seen.epoch}: {self.factor:g}^{power} times the first batch")

@@ -65,6 +65,7 @@ class Auto(Capped):
     def next(self, seen: Measurement) -> Decision:
         """Return the doubling nearest to the mean, and a learning rate that comes one decision after it."""
         power = POWERS.get(self.lr_coupling or seen.lr_coupling, 0.0)
+        # Cut to what can be had first: the learning rate must be made for the size that comes.
         return ramped(self._doubled(seen).at_most(seen.largest_batch_size), seen, decisions=1, power=power)
 
     def _doubled(self, seen: Measurement) -> Decision:
@@ -78,6 +79,7 @@ class Auto(Capped):
         wanted, reason = asked(require_diversity(self, seen), seen.batch_size, mean)
         if wanted is None or math.isnan(wanted):
             return Decision(batch_size=seen.batch_size, reason=reason)
+        # Never down.
         size = max(seen.batch_size, self._nearest(seen.first_batch_size, wanted))
         of = "first batch" if self.step_cost is None else f"{self.step_cost:g}"
         reason = f"sqrt({of} * noise scale) = {wanted:.0f}" + (f", {reason}" if reason else "")
@@ -86,5 +88,6 @@ class Auto(Capped):
     def _nearest(self, first: int, wanted: float) -> int:
         if wanted >= self.max_batch_size:
             return self.max_batch_size
+        # By doublings, so that a compiler sees few shapes.
         doublings = round(math.log2(wanted / first)) if wanted > first else 0
         return min(first << doublings, self.max_batch_size)

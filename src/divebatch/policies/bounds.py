@@ -44,7 +44,9 @@ class Bounds:
 
     def clamp(self, proposal: float, *, at_least: int = 1) -> int:
         """Return the allowed size nearest below `proposal`: clamped, then truncated (READING, "rounding")."""
+        # The cap wins: `at_least`, the present size of a monotone rule, must not carry a batch over it.
         lowest = min(max(self.floor, at_least), self.cap)
+        # Truncated and not rounded: that is how the paper's rule is read here.
         whole = int(min(max(proposal, lowest), self.cap))
         return max(whole - whole % self.multiple_of, lowest)
 

@@ -33,6 +33,7 @@ class CABS(Periodic):
         diversity, loss = require_diversity(self, seen), require_loss(self, seen)
         low, value, high = (ratio((seen.lr or 0.0) * trace, loss) for trace in traces(diversity))
         reason = f"lr * tr(Sigma) / loss = {value:.1f}"
+        # The interval comes before the value: where it holds the present size, nothing justifies a change.
         if low < high and low <= seen.batch_size <= high:
             return None, f"{reason}, between {low:.0f} and {high:.0f} with 95 % confidence: no change"
         return (round(value) if math.isfinite(value) else value), reason

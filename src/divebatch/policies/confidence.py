@@ -37,10 +37,12 @@ def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float])
     if diversity.spread is None:
         return (rule(diversity.noise_scale), "") if diversity.is_defined else (math.inf, diversity.undefined_reason)
     low, high = map(rule, diversity.noise_scale_interval())
+    # The interval comes before the value: sizes on both sides of the present one justify no change.
     if low <= batch_size <= high:
         return None, f"the wanted size is between {low:.0f} and {high:.0f} with 95 % confidence: no change"
     if diversity.is_defined and high < math.inf:
         return rule(diversity.noise_scale), f"between {low:.0f} and {high:.0f} with 95 % confidence"
+    # ||G||^2 cannot be told from zero, and a division by it may be anything: only the lower end is sure.
     return low, f"at least {low:.0f} with 95 % confidence"
 
 

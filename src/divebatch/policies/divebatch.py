@@ -95,6 +95,7 @@ class DiveBatch(Policy):
             wanted, remark = asked(diversity, seen.batch_size, lambda noise_scale: self.delta * (1 + noise_scale))
             return wanted, remark if wanted is None else f"delta * (1 + noise scale) = {wanted:.1f}, {remark}"
         if not diversity.is_defined:
+            # Infinite and so the cap, as in the authors' code.
             return math.inf, f"diversity undefined ({diversity.undefined_reason})"
         proposal = self.delta * seen.dataset_size * diversity.value
         return proposal, f"delta * n * diversity = {proposal:.1f}"

@@ -50,6 +50,7 @@ class Goodput(Capped):
         times = [(size, size / speed) for size, speed in seen.history.throughputs if speed > 0]
         if not self.measures(seen.epoch, seen.batch_size) or not times:
             return Decision(batch_size=seen.batch_size)
+        # What compilers and GPU libraries do once is in the first epoch's time.
         if seen.history.decisions_at_size < 2:
             return Decision(batch_size=seen.batch_size, reason="the first epoch at a size does not tell its speed")
         diversity = require_diversity(self, seen)
@@ -64,6 +65,7 @@ class Goodput(Capped):
         promised = improvement(best, diversity.noise_scale)
         if promised <= self.min_improvement:
             return Decision(batch_size=seen.batch_size, reason=f"{best} promises only {promised:.1%} more")
+        # A change must not lose at either end of the interval.
         worst = min(improvement(best, noise) for noise in diversity.noise_scale_interval())
         if worst <= 0:
             reason = f"{best} promises {promised:.1%} more, but with 95 % confidence only {worst:.1%}"
@@ -86,6 +88,7 @@ def _line_through(times: Sequence[tuple[int, float]]) -> Line:
     if len(times) > 1:
         return step_time(times)
     size, seconds = times[0]
+    # Half as fixed cost is a guess that makes a second size worth trying; from then on the line is measured.
     return (seconds / 2, seconds / 2 / size)
 
 

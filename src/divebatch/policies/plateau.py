@@ -32,6 +32,7 @@ class Plateau(Capped):
 
     def next(self, seen: Measurement) -> Decision:
         require_loss(self, seen)
+        # Epochs before the last growth were at another size and say nothing of this one.
         waited = min(seen.history.epochs_since_best, seen.history.decisions_at_size)
         if waited < self.patience or seen.batch_size >= self.max_batch_size:
             return Decision(batch_size=seen.batch_size)

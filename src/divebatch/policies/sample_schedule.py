@@ -49,6 +49,7 @@ class SampleSchedule(Policy):
         if match is None or int(match[3]) < 1:
             raise ArgumentError(f"entries must look like '0:768 250B:1536', got {text!r} in schedule={self.schedule!r}")
         whole, _, fraction = match[1].partition(".")
+        # In whole numbers: a fraction times a power of ten may, as a float, miss the sample it names.
         count = int(whole + fraction) * UNITS[match[2]] // 10 ** len(fraction)
         return count // self.sequence_length, int(match[3])
 

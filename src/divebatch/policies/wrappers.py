@@ -138,6 +138,7 @@ class SpillOver(OfRate):
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         """At the cap too, where some policies stop: what spills over depends on it."""
+        # Asked as if below the cap, where a monotone policy still measures.
         return self.policy.measures(epoch, 1) or self.policy.measures(epoch, batch_size)
 
     def next(self, seen: Measurement) -> Decision:

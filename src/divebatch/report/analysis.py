@@ -174,6 +174,7 @@ class Analysis:
     @property
     def race_unit(self) -> str | None:
         """What the words compare: seconds where the experiment wants it and one machine ran all, else epochs."""
+        # Seconds of different machines cannot be compared.
         is_timed = self.experiment.settings.race_in == "seconds" and len(self.experiment.machines) == 1
         wanted = ["seconds", "epochs"] if is_timed else ["epochs"]
         return next((unit for unit in wanted if self.arrivals(unit)), None)
@@ -205,6 +206,7 @@ def analyse(experiment: RecordedExperiment) -> Analysis:
 def _result(experiment: RecordedExperiment, method: str) -> MethodResult:
     trials = experiment.methods[method]
     finished = tuple(run for run in trials if run.is_finished(length=experiment.longest))
+    # One rule for all tables and figures: an unfinished trial counts everywhere or nowhere.
     runs = finished or trials
     curve = average_curve(runs, experiment.metric.name)
     return MethodResult(

@@ -85,8 +85,10 @@ def _in_short(error: Exception) -> str:
 
 
 def _in_processes(runs: Sequence[Run], jobs: int, resume: bool, on_epoch: OnEpoch, stop: StopRequest) -> list[Failure]:
+    # A forked child would inherit torch's threads in an unknown state, and CUDA does not work in one.
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
+    # Together the workers must not ask for more threads than there are cores.
     threads = max(1, (os.cpu_count() or 1) // jobs)
     with ProcessPoolExecutor(jobs, context, _start_worker, (events, threads)) as pool:
         futures = [pool.submit(_execute_in_worker, index, run, resume) for index, run in enumerate(runs)]

@@ -42,6 +42,7 @@ def read_progress(run: Run, *, resume: bool, ranks: Ranks) -> RunProgress:
     done = _epochs_of(saved.rest, run, len(epochs)) if saved is not None else len(epochs)
     if done >= run.experiment.epochs:
         return RunProgress(epochs, is_begun=True)
+    # The checkpoint is what a run can go on from: epochs beyond it are trained, and recorded, again.
     first_does(ranks, lambda: rewrite_run(run.records_path, header, epochs[:done]))
     return RunProgress(epochs[:done], saved, is_begun=True)
 

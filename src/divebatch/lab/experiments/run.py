@@ -80,8 +80,10 @@ class Run:
     def config(self) -> dict[str, Any]:
         """All settings of this run, as a record holds them: what must be equal for a resume."""
         values = asdict(self.experiment)
+        # How a run is shown is not how it is trained: naming another baseline must not prevent a resume.
         del values["methods"], values["report"], values["metric"]
         values |= {"method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
+        # As it will be read back, so that the comparison at a resume is between like and like.
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
 

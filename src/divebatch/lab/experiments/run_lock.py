@@ -92,11 +92,13 @@ def _system_lock(file: TextIO, byte: int, *, is_shared: bool = False) -> None:
     if fcntl is None:
         raise OSError(errno.ENOSYS, "no locks on this system")
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX | fcntl.LOCK_NB
+    # POSIX and not flock: a DataLoader's workers would inherit that one and hold it after a killed parent.
     fcntl.lockf(file, kind, 1, byte)
 
 
 def _byte_of(name: str) -> int:
     """Far beyond the file's end, where locks may be all the same."""
+    # A byte for each run, not the whole folder: two commands may rightly work in it with other seeds.
     return 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
 
 

@@ -67,6 +67,7 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
         for epoch in range(done + 1, run.experiment.epochs + 1):
             record = saver.run_epoch()
             write(record)
+            # After the record, so that a checkpoint never knows an epoch that the records do not.
             saver.after_epoch(epoch)
             report(record)
 

@@ -41,6 +41,7 @@ def probe_critical_batch(
     """
     require_settings(coupling, repeats, tolerance, smoothing)
     factors = checked_factors(factors, batch_size, window)
+    # All branches must see the same samples, or their losses could not be compared.
     window -= window % (factors[-1] * batch_size)
     state, outcomes, problem = save(), [], ""
     try:
@@ -54,6 +55,7 @@ def probe_critical_batch(
     except BatchTooLargeError as error:
         if factor == 1:
             raise
+        # A factor with some repeats missing could not be compared in pairs with the others.
         outcomes = [outcome for outcome in outcomes if outcome.branch.factor < factor]
         problem = f"factor {factor} and above: {error}"
     finally:

@@ -128,6 +128,7 @@ class Probe:
     def _gap(self, factor: int) -> Gap:
         first = {each.branch.repeat: each.loss for each in self.outcomes if each.branch.factor == 1}
         mine = [each for each in self.outcomes if each.branch.factor == factor]
+        # In pairs: branches of a repeat saw the same data, whose luck then cancels.
         parts = [_part_above(each.loss, first[each.branch.repeat]) for each in mine]
         mean, low, high = interval(parts) if factor > 1 else (0.0, 0.0, 0.0)
         return Gap(

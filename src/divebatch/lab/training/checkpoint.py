@@ -77,6 +77,7 @@ def newest(path: Path, load: Callable[[Path], T], ranks: Ranks) -> T | None:
 
     All ranks take the same. None where there was no checkpoint yet.
     """
+    # Rank 0's view of the folder, so that all ranks open the same checkpoint.
     candidates = ranks.from_first([candidate for candidate in (path, previous(path)) if candidate.exists()])
     problems = [f"checkpoint '{path}' is gone"] if candidates == [previous(path)] else []
     for candidate in candidates:
@@ -96,6 +97,7 @@ def newest(path: Path, load: Callable[[Path], T], ranks: Ranks) -> T | None:
 def read_plain(path: Path, file: io.BytesIO, device: torch.device) -> dict[str, Any]:
     """What `torch.save` wrote, if it is tensors and plain data only."""
     try:
+        # A checkpoint may come from elsewhere, and a pickle can run anything.
         state = torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:  # whose own message tells how to run it all the same
         raise CheckpointError(f"'{path}' holds more than tensors and plain data; nothing in it was executed") from error
@@ -112,6 +114,7 @@ def _write_synced(path: Path, content: memoryview) -> None:
         file.write(MAGIC + hashlib.sha256(content).digest())
         file.write(content)
         file.flush()
+        # Before the rename: a file system may otherwise make the name durable before the content.
         os.fsync(file.fileno())
 
 
@@ -122,6 +125,7 @@ def replace_checkpoint(scratch: Path, path: Path) -> None:
         return
     if path.is_dir() or previous(path).is_dir():  # a folder neither replaces anything nor is replaced
         forget(previous(path))
+    # The old one steps aside first, so that at every moment one complete checkpoint is on the disk.
     path.replace(previous(path))
     try:
         scratch.replace(path)

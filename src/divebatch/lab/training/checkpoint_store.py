@@ -64,6 +64,7 @@ def _opened(path: Path, device: torch.device, ranks: Ranks) -> Saved:
         answer = _opened_here(path, device, ranks)
     except CheckpointError as error:
         answer = error
+    # A rank that failed alone would leave the others waiting in the next collective.
     for flaw in ranks.gather(answer if isinstance(answer, CheckpointError) else None):
         if flaw is not None:
             raise flaw

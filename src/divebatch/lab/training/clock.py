@@ -53,6 +53,7 @@ class Clock:
     def _turn(self) -> None:
         """Book the time since the last turn on the lap that ran."""
         if self.device.type == "cuda":
+            # Kernels run on after their launch: without waiting, their time would be booked on a later lap.
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         if self._running:
@@ -78,5 +79,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     """A GPU's peak of allocated bytes since `forget_peak_memory`; on a CPU the process's peak resident bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # getrusage counts in bytes on macOS and in kibibytes on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

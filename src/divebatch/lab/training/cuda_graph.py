@@ -47,6 +47,7 @@ class Recording:
         inputs: Tensor,
         targets: Tensor,
     ) -> None:
+        # A replay reads and writes the addresses it was recorded with, so its inputs need a fixed place.
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._graph = torch.cuda.CUDAGraph()
         waiting = {name: parameter.grad for name, parameter in parameters.items()}  # of the batch's earlier parts
@@ -145,7 +146,9 @@ class GraphedPasses:
         if not self.is_enabled or not part.is_full or not part.weight or token is None:
             return self._run_eagerly(part, plan)
         recorded = self._recorded.get(variant)
+        # A recording that measures adds to the sums of its time: with another token those are no longer read.
         if recorded is None or recorded.token != token:
+            # Once kernel by kernel first, so that nothing is left to compile or to choose while recording.
             if self._ran.get(variant) != token:
                 loss = self._run_eagerly(part, plan)
                 self._ran[variant] = token
@@ -165,6 +168,7 @@ class GraphedPasses:
         else:
             recording.add_up(part.weight)
             loss = loss * part.weight
+        # A replay runs kernels without Python, so no hook has seen these gradients.
         plan.see_replay(recording.gradients, part.weight)
         return loss
 
@@ -176,6 +180,7 @@ class GraphedPasses:
         trainable = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         with self._clock.lap("compile"):
             forget_peak_memory(self._clock.device)
+            # Without the part's weight, which is applied afterwards: one recording serves batches of all sizes.
             recording = Recording(trainable, self._loss_of, part.inputs, part.targets)
             return _Recorded(recording, token, peak_memory_bytes(self._clock.device))
 

@@ -57,4 +57,5 @@ def device_settings(precision: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        # They are settings of the process: other code in it must find them as it left them.
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before

@@ -47,6 +47,7 @@ class Parallel:
         if self.is_sharded:
             model.set_requires_gradient_sync(is_last)
         module = self.module
+        # Ranks need the sum over a batch's passes only, so the passes before the last communicate nothing.
         with module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext():
             yield
 
@@ -90,6 +91,7 @@ def _shard(model: nn.Module, ranks: Ranks) -> None:
     for child in model.children():
         for part in child if isinstance(child, nn.Sequential) else [child]:
             if any(True for _ in part.parameters()):
+                # Piece by piece: sharded as one whole, the model would be gathered as one whole in every pass.
                 fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
 

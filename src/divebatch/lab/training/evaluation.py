@@ -39,6 +39,7 @@ def evaluate(
         num_targets += targets.numel()
     model.train(was_training)
     loss_sum, num_right = torch.stack(sums).sum(0).tolist()
+    # Sums and not means: ranks may hold unequal numbers of samples.
     totals = (ranks or Ranks.alone()).sum_numbers([loss_sum, num_right, num_targets, num_samples])
     return Evaluation(totals[0] / totals[3], totals[1] / totals[2])
 

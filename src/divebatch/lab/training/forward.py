@@ -37,4 +37,5 @@ def compiled_loss_of(*, fullgraph: bool = True) -> Callable[..., Tensor]:
     import torch._dynamo  # takes a second to import, and only compiled runs need it
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+    # Code for one shape is faster than code for any, and a run has few shapes.
     return torch.compile(loss_of, dynamic=False, fullgraph=fullgraph)

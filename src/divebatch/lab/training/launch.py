@@ -65,6 +65,7 @@ def speaks_first() -> bool:
     if _store is None:
         return True
     try:
+        # The rank that brings the counter to one failed first; the others fail because of it.
         return PrefixStore("said", _store).add("why", 1) == 1
     except Exception:  # the store went down with the rank that kept it, which has spoken or was killed
         return False
@@ -78,6 +79,7 @@ def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
     if ranks.is_first:
         try:
             answer = (work(), None)
+        # Sent to all ranks: one that raised alone would leave the others waiting for its result.
         except (DivebatchError, OSError) as error:
             answer = (None, error)
     result, failed = ranks.from_first(answer)

@@ -97,6 +97,7 @@ def _piece(chunk: ChunkStorageMetadata, place: _StorageInfo) -> Piece:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """With its own checksum in front, synced."""
+    # JSON and not torch's own pickle: whoever forges a file can forge its checksum too.
     content = json.dumps(asdict(manifest)).encode()
     with (folder / MANIFEST).open("wb") as file:
         file.write(MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
@@ -124,6 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _checked(values: Any) -> Manifest:
     files = {str(name): Stored(_count(each["bytes"]), str(each["sha256"])) for name, each in values["files"].items()}
     for name in files:
+        # A forged name must not lead out of the folder.
         if Path(name).name != name or name in ("..", MANIFEST):
             raise ValueError(f"{name!r} is no file of a checkpoint")
     return Manifest(files, {str(name): _shape(each, files) for name, each in values["tensors"].items()})
@@ -142,6 +144,7 @@ def _shape(values: Any, files: Mapping[str, Stored]) -> Shape:
         bounds = zip(piece.offsets, piece.sizes, shape.size, strict=True)
         if any(offset + size > whole for offset, size, whole in bounds):
             raise ValueError(f"a piece of {piece.sizes} at {piece.offsets} does not fit into {shape.size}")
+    # A forged size must not make us allocate more than the files can fill.
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape.size):
         raise ValueError(f"the pieces do not add up to {shape.size}")
     return shape
@@ -152,6 +155,7 @@ def _counts(values: Any) -> list[int]:
 
 
 def _count(value: Any) -> int:
+    # Not isinstance: True and False are integers to Python.
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value

@@ -67,6 +67,7 @@ def load_whole(folder: Path, *, device: torch.device) -> dict[str, Any]:
 def require_intact(folder: Path, ranks: Ranks) -> None:
     """Compare this rank's share of the files with their checksums."""
     files = read_manifest(folder).files
+    # Each rank hashes its part of the files: all of them on each would read the checkpoint once for every rank.
     for name in sorted(files)[ranks.rank :: ranks.size]:
         _require_whole(folder / name, files[name])
 
@@ -108,6 +109,7 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Where which piece was put."""
+        # Torch would write this as a pickle, which reading executes.
         metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
 
 
@@ -198,6 +200,7 @@ def _complete(path: Path, scratch: Path, manifest: Manifest, rest: dict[str, Any
         file.flush()
         os.fsync(file.fileno())
     write_manifest(scratch, Manifest({**manifest.files, REST: _stored(scratch / REST)}, manifest.tensors))
+    # All files are on disk before the name changes, so the new name never stands for half a checkpoint.
     sync_folder(scratch)
     replace_checkpoint(scratch, path)
     sync_folder(path.parent)

@@ -148,6 +148,7 @@ class TrainStep:
         return loss.detach()
 
     def _loss(self, inputs: Any, targets: Any, *, is_full: bool) -> Tensor:
+        # Only full ones: an epoch's short rest would double the number of shapes for one step an epoch.
         is_compiled = self.options.compile and is_full
         function = compiled_loss_of(fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
         return function(self.parallel.module, self.loss_fn, inputs, targets, self.options.precision)
@@ -163,6 +164,7 @@ class TrainStep:
         if variant in known:
             yield
             return
+        # Compiling takes as long as a short run trains: counted in, it would decide every comparison.
         with self.clock.lap("compile" if self.options.compile else "train"):
             yield
         known.add(variant)

@@ -63,6 +63,7 @@ class AgreedStop(StopRequest):
             return False
         is_agreed = self._polled()
         self._requests = torch.tensor([float(self.is_set)])
+        # In the background, read some steps later: no step waits, and all ranks stop after the same one.
         self._poll = dist.all_reduce(self._requests, async_op=True)
         return is_agreed
 

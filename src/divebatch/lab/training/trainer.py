@@ -143,6 +143,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved trainer stood; the controller checks first whether the state fits."""
+        # First: it refuses a state that does not fit before anything has changed.
         self.control.load_state_dict(state["control"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -150,6 +151,7 @@ class Trainer:
             scheduler.load_state_dict(saved)
         self.clock.load_state_dict(state["clock"])
         self.step.compiled_before = state["compiled"]
+        # The saved sums are those of all ranks: the first one goes on with them, the others from nothing.
         self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
         # Steps were made before the resume; a scheduler would warn where an epoch has none left.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

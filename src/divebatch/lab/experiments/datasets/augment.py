@@ -95,6 +95,7 @@ class CropFlipRotate:
         row = centre - (centre - 0.5) * (cosine + sine)
         column = centre - (centre - 0.5) * (cosine - sine)
         turn = torch.stack([cosine, sine, row, column], dim=1)
+        # In whole numbers: floats rounded differently on another device would pick another pixel.
         return torch.cat([upright, (turn * 2**FIXED_POINT).round().long()], dim=1)
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
@@ -115,6 +116,7 @@ def with_margin(images: Tensor, padding: int) -> Tensor:
 
 def whole_below(count: int | Tensor, uniforms: Tensor) -> Tensor:
     """Whole numbers 0 .. count - 1, each equally likely."""
+    # In double: a float32 just below 1 times `count` may round up to `count` itself.
     return (uniforms.double() * count).long()
 
 

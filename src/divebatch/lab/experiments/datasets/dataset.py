@@ -118,6 +118,7 @@ def shard_for_rank(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     ranks = Ranks.here()
     if len(targets) < ranks.size:
         raise ArgumentError(f"{len(targets)} samples for validation cannot be shared by {ranks.size} ranks")
+    # Without padding: a sample seen by two ranks would count twice.
     return inputs.tensor_split(ranks.size)[ranks.rank], targets.tensor_split(ranks.size)[ranks.rank]
 
 

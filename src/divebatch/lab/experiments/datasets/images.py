@@ -104,6 +104,7 @@ def prepare_compiled(
     if not fetched.holds_all:
         of_this_batch += [fetched.images, fetched.labels]
     for tensor in of_this_batch:
+        # This code hardly gains from a known number of samples, so it is compiled once for all.
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     with torch.no_grad():  # whatever the caller does: the compiler makes code for either mode
         inputs, targets = _compiled()(fetched, plan, transform, normalise)
@@ -230,6 +231,7 @@ class ImageLoader(AdaptiveLoader):
         return self._make(self._store.fetch(batch), self._plan, self._augment, self._normalise)
 
     def _uniforms(self) -> Tensor:
+        # For all samples at once: what happens to one must not depend on the batch it comes in.
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, AUGMENTATION))
         return torch.rand(len(self.dataset), self._augment.num_uniforms, generator=generator)
 

@@ -39,6 +39,7 @@ class RefusedError(Exception):
 def read_pickle(path: Path, origin: Origin) -> Any:
     """Read what `path` holds; the byte strings of Python 2 come as str (latin-1), and so do all keys."""
     try:
+        # Time and memory grow with the file's size, so that must be bounded.
         if path.stat().st_size > MOST_BYTES:
             _refuse(f"it has {path.stat().st_size} bytes, more than the {MOST_BYTES} that are read")
         pickled = path.read_bytes()
@@ -201,6 +202,7 @@ class _Machine:
     def set_items(self, items: list[Any]) -> None:
         target = _of_type(dict, self.stack[-1])
         for key, value in zip(items[::2], items[1::2], strict=True):
+            # Plain keys only: nested ones could take for ever to hash.
             target[_of_type(str | bytes | int, key)] = value
 
     def look_up(self, name: str) -> None:
