@@ -224,9 +224,9 @@ class Controller:
 
     def _before_batch(self, current: EpochProgress) -> None:
         """The loop has come for its next batch: the steps on those before are made."""
-        # A resumed epoch begins here too: its state was saved before the loop asked for the next batch.
         if current.batches == 0 or not self._is_under_way:
             self._begin_epoch()
+        # A resumed epoch comes here first: its state was saved before the decision that was due.
         elif self._every_steps is not None and current.batches % self._every_steps == 0:
             self._decide_within_epoch(current)
 
@@ -261,7 +261,6 @@ class Controller:
         diversity = self._at_work.window() if self._at_work is not None else None
         seen = self._measurement(current, diversity, lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
-        # The last batch is not followed by this: step() decides at the end of the epoch anyway.
         self.loader.resize_now(decision.batch_size)
         self._follow(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
@@ -273,6 +272,7 @@ class Controller:
 
     def _measured_diversity(self) -> Diversity | None:
         if self._at_work is not None:
+            # Not at the end of the iterator: frameworks that prefetch reach that before the last backward passes.
             self._diversity = self._at_work.finish()
             self._at_work = None
         return self._diversity
@@ -309,6 +309,7 @@ class Controller:
 
     def _agreed(self, seen: Measurement) -> tuple[Measurement, Decision]:
         """Rank 0's view and decision. Rounding and clocks differ between ranks, decisions must not."""
+        # Ranks that decided differently would wait for each other for ever.
         agreed: tuple[Measurement, Decision] = self.ranks.from_first(
             (seen, self._within_limits(self.policy.next(seen), seen))
         )

@@ -107,7 +107,7 @@ class Diversity:
         At least 0; infinite where there is noise and no signal; NaN where nothing is known.
         """
         if self.is_defined:
-            # An estimate's error can carry it below zero, where no noise scale is.
+            # An estimate's error can carry it below zero, and a noise scale is never negative.
             return max(0.0, self.num_samples * self.value - 1.0)
         if math.isnan(self.trace):
             return math.nan

@@ -70,6 +70,7 @@ class Shuffled(Order):
         self.seed = checked_seed(seed)
 
     def draw(self, epoch: int) -> Tensor:
+        # Mixed and not added: seed + epoch would give trial 1 the orders of trial 0, one epoch later.
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
         return torch.randperm(self.size, generator=generator)
 

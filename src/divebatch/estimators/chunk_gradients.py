@@ -95,7 +95,7 @@ class Chunks:
         check_sums(state, self.parameters)
         self.forget()
         self._sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
-        # The factors went into the saved squares.
+        # The saved squares have their factors in them already.
         self._factors, self._before_last = [1.0] * len(self._norms), state["before_last"]
         for name, total in state["sums"].items():
             self._sums[name].copy_(total)

@@ -52,6 +52,7 @@ def make_controller(
     _check(accelerator, loader)
     given = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
     schedulers = [_unwrapped(part, accelerator.num_processes) for part in given]
+    # The loader is not prepared, so nobody else moves its batches to the device.
     loader.transform = _OnDevice(loader.transform, accelerator.device)
     control = Controller(
         accelerator.unwrap_model(model),

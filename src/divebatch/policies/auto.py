@@ -79,7 +79,6 @@ class Auto(Capped):
         wanted, reason = asked(require_diversity(self, seen), seen.batch_size, mean)
         if wanted is None or math.isnan(wanted):
             return Decision(batch_size=seen.batch_size, reason=reason)
-        # Never down.
         size = max(seen.batch_size, self._nearest(seen.first_batch_size, wanted))
         of = "first batch" if self.step_cost is None else f"{self.step_cost:g}"
         reason = f"sqrt({of} * noise scale) = {wanted:.0f}" + (f", {reason}" if reason else "")

@@ -33,6 +33,7 @@ class BranchTrainer:
     def __init__(self, run: Run, start: Start) -> None:
         self.run, self.start = run, start
         self.trainer: Trainer = make_trainer(run)
+        # Batch size and learning rate must be the branch's alone.
         self.trainer.control.close()
         self.trainer.model.load_state_dict(start.state["model"])
         self.trainer.optimizer.load_state_dict(start.state["optimizer"])
@@ -60,6 +61,7 @@ class BranchTrainer:
     def train(self, branch: Branch) -> list[float]:
         """Train the branch and return the loss of each step."""
         trainer, loader = self.trainer, self.loader
+        # By repeat and not by branch: branches of a repeat are compared in pairs.
         torch.manual_seed(mixed_seed(self.run.seed, *DROPOUT, branch.repeat))
         for group in trainer.optimizer.param_groups:
             group["lr"] = group["lr"] * branch.lr_factor
