@@ -175,7 +175,7 @@ class History:
     def with_throughput(self, batch_size: int, samples_per_second: float) -> Self:
         """Return the history after an epoch at `batch_size` that was timed."""
         by_size = dict(self.throughputs)
-        # The fastest epoch counts: other programs, and a compiler, only ever slow one down.
+        # The fastest epoch counts: a slower one may hold what compilers and GPU libraries do once.
         by_size[batch_size] = max(samples_per_second, by_size.get(batch_size, 0.0))
         return replace(self, throughputs=tuple(sorted(by_size.items())))
 

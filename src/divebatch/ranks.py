@@ -118,7 +118,6 @@ class Ranks:
 
     def _carried(self, values: list[Any]) -> list[Any]:
         """Return what ranks passed, in their order: each adds its own bytes to places where the others have zeros."""
-        # As an all-reduce of bytes, so that one collective is all that a group's backend must have.
         payload = np.frombuffer(b"".join(pickle.dumps(value) for value in values), dtype=np.uint8)
         lengths = np.zeros(self.size)
         lengths[self.rank] = payload.size

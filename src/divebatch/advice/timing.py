@@ -43,7 +43,6 @@ def time_steps(
             stopped = f"batch {size} does not fit into memory"
             break
         spent += sum(seconds)
-        # The median: other programs slow single steps down.
         measured.append((size, median(seconds)))
         if on_time is not None:
             on_time(*measured[-1])

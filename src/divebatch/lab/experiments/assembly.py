@@ -118,7 +118,6 @@ def _load_data(run: Run) -> DataSplit:
 
 
 def _build_model(run: Run, settings: ModelSettings, split: DataSplit) -> nn.Module:
-    # A seed of its own, so that all methods of a trial start from the same weights.
     torch.manual_seed(mixed_seed(run.seed, *MODEL))
     model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
     memory_format = torch.channels_last if run.experiment.training.channels_last else torch.contiguous_format

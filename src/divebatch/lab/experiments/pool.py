@@ -85,7 +85,6 @@ def _in_short(error: Exception) -> str:
 
 
 def _in_processes(runs: Sequence[Run], jobs: int, resume: bool, on_epoch: OnEpoch, stop: StopRequest) -> list[Failure]:
-    # A forked child would inherit torch's threads in an unknown state, and CUDA does not work in one.
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
     # Together the workers must not ask for more threads than there are cores.

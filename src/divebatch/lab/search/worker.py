@@ -105,7 +105,6 @@ def _train(plan: Plan, claim: Claim, stop: StopRequest, heartbeat: "Heartbeat") 
         try:
             values.append(_final_value(run, stop, heartbeat))
         except DivergedError:
-            # A value and not a failure, so that the search learns to keep away from there.
             values.append(plan.experiment.metric.worst)
             num_diverged += 1
     return fmean(values), f"{num_diverged} of {len(values)} diverged" if num_diverged else ""
