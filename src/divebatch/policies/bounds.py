@@ -43,7 +43,7 @@ class Bounds:
             raise ArgumentError(f"max_batch_size={self.cap} is below min_batch_size={self.floor}")
 
     def clamp(self, proposal: float, *, at_least: int = 1) -> int:
-        """Return the allowed size nearest below `proposal`: clamped, then truncated (READING, "rounding")."""
+        """Return the allowed size nearest below `proposal`: clamped, then truncated."""
         # The cap wins: `at_least`, the present size of a monotone rule, must not carry a batch over it.
         lowest = min(max(self.floor, at_least), self.cap)
         # Truncated and not rounded: that is how the paper's rule is read here.
