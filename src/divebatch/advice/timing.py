@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+
+import numpy as np
 
 from divebatch.advice.tradeoff import StepTimes
 from divebatch.errors import BatchTooLargeError
@@ -43,7 +44,7 @@ def time_steps(
             stopped = f"batch {size} does not fit into memory"
             break
         spent += sum(seconds)
-        measured.append((size, median(seconds)))
+        measured.append((size, float(np.median(seconds))))
         if on_time is not None:
             on_time(*measured[-1])
     return StepTimes(tuple(measured), stopped)
