@@ -56,7 +56,8 @@ def with_divebatch(data: TensorDataset, batch_size: int, policy: Policy) -> Epoc
     model = nn.Linear(NUM_FEATURES, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = AdaptiveLoader(data, batch_size, seed=0)
-    control = Controller(model, optimizer, loader, policy)
+    # Both policies stand at their cap, where nothing would be measured.
+    control = Controller(model, optimizer, loader, policy, measure_always="diversity" in policy.needs)
 
     def epoch() -> None:
         train(model, optimizer, loader)

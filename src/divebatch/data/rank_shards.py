@@ -15,6 +15,8 @@ from divebatch.ranks import Ranks, RankShard
 
 def rank_shard_of(num_samples: int, ranks: Ranks) -> RankShard:
     """This rank's part of a batch of `num_samples`."""
+    if ranks.is_alone:  # asked for with every batch
+        return RankShard(num_samples, num_samples)
     first, last = _bounds(num_samples, ranks)
     return RankShard(num_samples, last - first, ranks.size)
 
