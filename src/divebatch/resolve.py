@@ -19,6 +19,12 @@ DEFAULT_ESTIMATOR = "moments"
 """For shadows, couplings and policies that name none: right at fixed weights, for every model and optimizer."""
 
 
+def estimator_of(policy: Policy) -> str:
+    """Return the name of the estimator that measures for `policy` where none is given."""
+    # Controller, adapters and experiment files all ask here, so a default means the same everywhere.
+    return policy.estimator or DEFAULT_ESTIMATOR
+
+
 def resolve_estimator(
     policy: Policy,
     estimator: str | Estimator | None,
@@ -34,11 +40,7 @@ def resolve_estimator(
         shadows: Policies that only watch; they take what measures for `policy`.
         grad_scaler: The GradScaler that multiplies the losses, where there is one; an object must know it already.
     """
-    if isinstance(estimator, Estimator):
-        made = estimator
-    else:
-        # Controller, adapters and experiment files all come through here, so a default means the same everywhere.
-        made = _made(estimator or policy.estimator or DEFAULT_ESTIMATOR, grad_scaler)
+    made = estimator if isinstance(estimator, Estimator) else _made(estimator or estimator_of(policy), grad_scaler)
     for each in (policy, *(shadows or {}).values()):
         if "inner_variance" in each.needs and not made.has_inner_variance:
             raise ArgumentError(

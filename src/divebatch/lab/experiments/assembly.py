@@ -24,7 +24,7 @@ from divebatch.lab.training.distributed import spread
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded, make_policy
 from divebatch.ranks import Ranks
-from divebatch.resolve import DEFAULT_ESTIMATOR
+from divebatch.resolve import estimator_of
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL, SIGNS = (0, 2), (0, 3), (0, 5)
@@ -130,7 +130,7 @@ def _policy(method: Method) -> Policy:
 
 
 def _estimator(run: Run, loss_fn: LossFn) -> Estimator:
-    chosen = run.method.estimator or _policy(run.method).estimator or DEFAULT_ESTIMATOR
+    chosen = run.method.estimator or estimator_of(_policy(run.method))
     part = Part(kind=chosen) if isinstance(chosen, str) else chosen
     return build_estimator(part, run.experiment.training, loss_fn)
 
