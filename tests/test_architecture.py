@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors", "checks"}
 CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
-LIBRARY = BASE | CORE | {"student", "controller", "resolve", "recording", "advice", "integrations"}
+LIBRARY = BASE | CORE | {"student", "controller", "resolve", "recording", "measuring", "advice", "integrations"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "lr": BASE | {"measurement"},
     "resolve": BASE | CORE,
     "recording": BASE | {"measurement", "records"},
-    "controller": BASE | CORE | {"resolve", "recording"},
+    "measuring": BASE | {"estimators", "measurement", "policies"},
+    "controller": BASE | CORE | {"resolve", "recording", "measuring"},
     "integrations": BASE | CORE | {"controller", "resolve"},
     "advice": BASE | CORE,
     "lab.training": LIBRARY,

@@ -189,7 +189,17 @@ def test_each_decision_sees_the_steps_since_the_last_one():
     still(Watching(((4, 8),), seen), estimator="per-sample", every_steps=2).epoch()
     expected = windows([[4, 4], [4, 4], [8, 8], [8]])
     assert [(m.diversity.trace, m.diversity.sq_norm) for m in seen] == [pytest.approx(p, rel=1e-9) for p in expected]
-    assert [m.diversity.num_samples for m in seen] == [8, 8, 16, 8]
+
+
+def test_diversity_means_the_same_in_records_with_and_without_decisions_in_between():
+    """n * diversity - 1 is the noise scale, whatever part of the epoch a window holds."""
+    seen: list[Measurement] = []
+    record = still(Watching((), seen), estimator="per-sample", every_steps=7).epoch()
+    *_, (trace, sq_norm) = windows([[4] * 7, [4] * 3])
+    assert {m.diversity.num_samples for m in seen} == {len(DATA)}
+    assert len(DATA) * record.diversity == pytest.approx(1 + trace / sq_norm, rel=1e-6)
+    assert len(DATA) * record.diversity == pytest.approx(1 + record.noise_scale)
+    assert len(DATA) * record.diversity_low == pytest.approx(1 + record.noise_scale_low)
 
 
 def test_an_exponential_mean_goes_on_through_decisions():

@@ -36,13 +36,13 @@ DATA = dataset(40)
 class Training:
     """The loop of the README, in parts."""
 
-    def __init__(self, policy: Policy, *, data: TensorDataset = DATA, model: nn.Module | None = None, **settings: Any):
+    def __init__(self, policy: Policy, *, data: Any = DATA, model: nn.Module | None = None, **settings: Any):
         self.model = mlp() if model is None else model
         self.optimizer = SGD(self.model.parameters(), 0.01)
         make_scheduler: Callable[[SGD], Any] = settings.pop("scheduler", lambda _: None)
         self.loss_fn: Callable[[Any, Any], Tensor] = settings.pop("loss", mean_loss)
         self.scheduler = make_scheduler(self.optimizer)
-        self.loader = AdaptiveLoader(data, batch_size=4, seed=3)
+        self.loader = data if isinstance(data, AdaptiveLoader) else AdaptiveLoader(data, batch_size=4, seed=3)
         self.control = Controller(self.model, self.optimizer, self.loader, policy, scheduler=self.scheduler, **settings)
 
     def batches(self) -> Iterator[None]:
@@ -166,6 +166,17 @@ def test_no_batch_is_larger_than_the_dataset_and_the_rate_follows_the_real_size(
     (record,) = Training(at_once(4096), lr_coupling="linear").epochs(1)
     assert (record.next_batch_size, record.next_lr) == (40, pytest.approx(0.1))
     assert "limited to the 40 samples" in record.reason
+
+
+def test_what_drop_last_leaves_out_is_not_counted_among_the_samples_that_were_measured():
+    """The rule is delta * n * diversity; sums over m < n samples are told as those of n alike."""
+    run = Training(DiveBatch.algorithm_1(1.0, 40), data=AdaptiveLoader(DATA, 22, seed=3, drop_last=True))
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    (held,) = AdaptiveLoader(DATA, 22, seed=3, drop_last=True)
+    (record,) = run.epochs(1)
+    true = per_sample.diversity(run.model, mean_loss, [held])
+    assert record.next_batch_size == int(22 * true.value) < int(40 * true.value)
+    assert len(DATA) * record.diversity == pytest.approx(22 * true.value, rel=1e-6)
 
 
 def test_nan_gradients_give_the_cap():
@@ -406,6 +417,18 @@ def test_nothing_holds_on_to_a_closed_controller():
     del run.control
     gc.collect()
     assert controller() is None
+
+
+def test_a_second_controller_on_a_loader_is_refused_until_the_first_is_closed():
+    run = grow()
+    with pytest.raises(UsageError, match=r"this loader has a Controller already.* close\(\) the first"):
+        Controller(run.model, run.optimizer, run.loader, Fixed())
+    (record,) = run.epochs(1)
+    assert (record.batch_size, record.next_batch_size) == (4, run.loader.batch_size)
+    run.control.close()
+    with Controller(run.model, run.optimizer, run.loader, Fixed()) as second:
+        run.epoch()
+        assert second.step().epoch == 2
 
 
 def test_leaving_the_with_block_closes():

@@ -15,9 +15,9 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene
-from divebatch.estimators.catalog import require_fit
 from divebatch.lr import BY_NOISE, CouplingName, LrCoupling
 from divebatch.measurement import Decision, Diversity, History, Measurement
+from divebatch.measuring import Measuring
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.policies import Policy
@@ -87,6 +87,7 @@ class Controller:
     ) -> None:
         self._shadows = dict(shadows or {})
         require_parts(model, optimizer, loader, policy, estimator, self._shadows)
+        loader._listeners.require_no_controller()
         require_choice("rank_weighting", rank_weighting, ("model", "loss"))
         coupling = resolve_coupling(policy, lr_coupling, optimizer)
         chosen = resolve_estimator(policy, estimator, shadows=self._shadows)
@@ -111,17 +112,19 @@ class Controller:
         self.policy, self.loader = policy, loader
         self._needs = frozenset[str]().union(*(each.needs for each in self._policies))
         self._rate_needs_noise = coupling in BY_NOISE
-        self._measures_anyway = measure_always or self._rate_needs_noise
         self.epoch = loader.epoch
-        self._estimator = self._bound(
-            chosen, Scene(inside_ddp(model), loader, optimizer, loss_reduction=loss_reduction)
+        self._measuring = Measuring(
+            chosen,
+            Scene(inside_ddp(model), loader, optimizer, loss_reduction=loss_reduction),
+            self._policies,
+            always=measure_always or self._rate_needs_noise,
         )
         self._stop_weighing: Callable[[], None] | None = None
         if rank_weighting == "model" and not loader.ranks.is_alone:
             self._stop_weighing = weigh_gradients(model, lambda: loader.rank_shard.weight_for(loss_reduction))
         self._every_steps = every_steps
         if every_steps is not None:
-            require_step_cadence(every_steps, policy, loader, self._estimator)
+            require_step_cadence(every_steps, policy, loader, self._measuring.estimator)
         schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
         self._coupling = LrCoupling(
             optimizer,
@@ -130,14 +133,12 @@ class Controller:
             first_batch_size=loader.batch_size,
             base_batch_size=base_batch_size,
         )
-        self._at_work: Estimator | None = None
-        self._was_measured, self._is_under_way, self._is_closed = False, False, False
+        self._is_under_way, self._is_closed = False, False
         self._lr = self._coupling.rates()[0]
-        self._diversity: Diversity | None = None
         self._changes: list[Change] = []
         self._history = History()
         # The loader says when an epoch begins, so that the user's loop needs no call for it.
-        self._stop_listening = loader._listen(self._before_batch)
+        self._stop_listening = loader._listen(self._before_batch, controls=True)
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
         """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next.
@@ -150,24 +151,25 @@ class Controller:
         needing = [policy for policy in self._policies if "loss" in policy.needs]
         if loss is None and needing:
             raise UsageError(f"{needing[0]} needs the epoch's mean training loss: control.step(loss=...)")
-        seen = self._measurement(finished, self._measured_diversity(), lr=self._lr, loss=loss)
+        seen = self._measurement(finished, self._measuring.end_of_epoch(), lr=self._lr, loss=loss)
         seen, decision = self._agreed(replace(seen, history=self._timed(finished).with_epoch(seen)))
         shadows = {name: self._within_limits(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
         self.loader.batch_size = decision.batch_size
         self._follow(decision, seen)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
         self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._diversity, self._is_under_way = None, False
+        self._measuring.forget()
+        self._is_under_way = False
         self.epoch += 1
         record = epoch_record(
             seen,
             decision,
-            at_fixed_weights=self._estimator is not None and self._estimator.at_fixed_weights,
+            at_fixed_weights=self._measuring.at_fixed_weights,
             lr=self._lr,
             next_lr=self._coupling.rates()[0],
             shadows=shadows or None,
             changes=self._changes or None,
-            measured=self._was_measured,
+            measured=self._measuring.was_at_work,
         )
         self._changes = []
         return record
@@ -191,14 +193,15 @@ class Controller:
         """How the batch delivered last must go through the model. Ask once a batch, before its first forward pass."""
         full = rank_shard_of(self.loader.batch_size, self.ranks).mine
         plan = BatchPlan(batch_size=full, rank_shard=self.loader.rank_shard)
-        if self._at_work is None:
+        at_work = self._measuring.at_work
+        if at_work is None:
             return plan
         return replace(
             plan,
             measuring=True,
-            min_micro_batches=self._at_work.min_micro_batches,
-            replay_token=self._at_work.replay_token,
-            see_replay=self._at_work.see_replay,
+            min_micro_batches=at_work.min_micro_batches,
+            replay_token=at_work.replay_token,
+            see_replay=at_work.see_replay,
         )
 
     @property
@@ -212,7 +215,7 @@ class Controller:
         self._stop_listening()
         if self._stop_weighing is not None:
             self._stop_weighing()
-        self._stop_measuring()
+        self._measuring.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -233,49 +236,22 @@ class Controller:
     def _begin_epoch(self) -> None:
         """Only here are hooks put on the model. What was seen of a pass that was broken off does not count."""
         self._lr, self._changes = self._coupling.rates()[0], []
-        self._is_under_way, self._was_measured = True, False
-        self._stop_measuring()
-        self._measure_if_due()
-
-    def _measure_if_due(self) -> None:
-        """Whether policies want this epoch measured may depend on the batch size, which may change within it."""
-        if self._estimator is None:
-            return
-        asking = [policy for policy in self._policies if "diversity" in policy.needs]
-        # A monotone policy at its cap has nothing left to decide and asks for no measurement.
-        due = self._measures_anyway or any(p.measures(self.epoch + 1, self.loader.batch_size) for p in asking)
-        if due and self._at_work is None:
-            self._estimator.start()
-            self._at_work, self._was_measured = self._estimator, True
-        elif not due:
-            self._stop_measuring()
-
-    def _stop_measuring(self) -> None:
-        if self._at_work is not None:
-            self._at_work.close()
-        self._at_work = None
+        self._is_under_way = True
+        self._measuring.begin_epoch(self.epoch + 1, self.loader.batch_size)
 
     def _decide_within_epoch(self, current: EpochProgress) -> None:
         """What is decided here is in force for the rest of the epoch."""
         lr = self._coupling.rates()[0]
-        diversity = self._at_work.window() if self._at_work is not None else None
-        seen = self._measurement(current, diversity, lr=lr)
+        seen = self._measurement(current, self._measuring.window(), lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
         self.loader.resize_now(decision.batch_size)
         self._follow(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._measure_if_due()
+        self._measuring.start_if_due(self.epoch + 1, self.loader.batch_size)
         next_lr = self._coupling.rates()[0]
         if decision.batch_size != seen.batch_size or not math.isclose(next_lr, lr):
             self._lr = next_lr
             self._changes.append(Change(seen.step, decision.batch_size, next_lr))
-
-    def _measured_diversity(self) -> Diversity | None:
-        if self._at_work is not None:
-            # Not at the end of the iterator: frameworks that prefetch reach that before the last backward passes.
-            self._diversity = self._at_work.finish()
-            self._at_work = None
-        return self._diversity
 
     def _finished_pass(self) -> EpochProgress:
         if self._is_closed:
@@ -300,7 +276,8 @@ class Controller:
             first_batch_size=self._coupling.first_batch_size,
             step=self.loader.batches_delivered,
             samples=self.loader.samples_delivered,
-            diversity=diversity,
+            # A window or an epoch that dropped its rest holds fewer samples: n * diversity means the same of both.
+            diversity=None if diversity is None else diversity.of(dataset_size),
             lr=lr,
             lr_schedule_ratio=self._coupling.schedule_ratio(),
             lr_coupling=self._coupling.kind,
@@ -337,13 +314,6 @@ class Controller:
         known = None if math.isnan(noise_scale) else noise_scale
         self._coupling.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
 
-    def _bound(self, estimator: Estimator, scene: Scene) -> Estimator | None:
-        if "diversity" not in self._needs and not self._measures_anyway:
-            return None
-        require_fit(estimator, scene.model)
-        estimator.bind(scene)
-        return estimator
-
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -359,16 +329,15 @@ class Controller:
             "settings": self._settings(),
             "epoch": self.epoch,
             "lr": self._lr,
-            "was_measured": self._was_measured,
             "loader": self.loader.state_dict(),
-            "estimator": self._estimator.state_dict() if self._estimator else {},
+            "measuring": self._measuring.state_dict(),
             "coupling": self._coupling.state_dict(),
             "history": asdict(self._history),
             "changes": [list(change) for change in self._changes],
         }
 
     def _settings(self) -> dict[str, Any]:
-        estimator = type(self._estimator).__name__
+        estimator = type(self._measuring.estimator).__name__
         return {"policy": settings_of(self.policy), "estimator": estimator, "every_steps": self._every_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -376,19 +345,18 @@ class Controller:
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(f"state has version {state.get('version')}, this code reads {STATE_VERSION}")
         require_same_settings("checkpoint", state["settings"], self._settings())
-        if self._estimator is not None:
-            # All checks come before the first change, so that a state that does not fit leaves everything as it was.
-            self._estimator.check_state(state["estimator"])
+        # All checks come before the first change, so that a state that does not fit leaves everything as it was.
+        self._measuring.check_state(state["measuring"])
         self.loader._check_state(state["loader"])
         self._coupling.check_state(state["coupling"])
         self.loader.load_state_dict(state["loader"])
         self._coupling.load_state_dict(state["coupling"])
         self.epoch, self._history = state["epoch"], History.from_dict(state["history"])
         self._lr, self._changes = state["lr"], [Change(*change) for change in state["changes"]]
-        self._stop_measuring()
         self._is_under_way = state["loader"]["pass"] is not None
-        if self._is_under_way:
-            self._measure_if_due()
-        self._was_measured = state["was_measured"]  # measuring may have stopped within the epoch
-        if self._at_work is not None:
-            self._at_work.load_state_dict(state["estimator"])
+        self._measuring.load_state_dict(
+            state["measuring"],
+            is_under_way=self._is_under_way,
+            epoch=self.epoch + 1,
+            batch_size=self.loader.batch_size,
+        )

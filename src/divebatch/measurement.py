@@ -64,6 +64,25 @@ class Diversity:
         """
         return cls(num_samples * (trace + sq_norm), num_samples**2 * sq_norm, num_samples, spread)
 
+    def of(self, num_samples: int) -> Self:
+        """Return the diversity of `num_samples` samples with the same mean gradient and the same scatter around it.
+
+        n * diversity stays what it is, so what a part of an epoch showed can be told as the whole epoch's.
+
+        >>> part = Diversity(sum_of_sq_norms=8.0, sq_norm_of_sum=4.0, num_samples=10)
+        >>> part.value, part.of(40).value, part.noise_scale, part.of(40).noise_scale
+        (2.0, 0.5, 19.0, 19.0)
+        """
+        if num_samples == self.num_samples:
+            return self
+        ratio = num_samples / self.num_samples
+        return replace(
+            self,
+            sum_of_sq_norms=self.sum_of_sq_norms * ratio,
+            sq_norm_of_sum=self.sq_norm_of_sum * ratio**2,
+            num_samples=num_samples,
+        )
+
     @property
     def trace(self) -> float:
         """tr(Sigma): the squared distance of a sample's gradient from the mean gradient, averaged over samples."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from divebatch.checks import require_count
 from divebatch.data.epoch_progress import EpochProgress, not_finished
 from divebatch.data.from_dataloader import Parts, parts_of
+from divebatch.data.listeners import Listener, Listeners
 from divebatch.data.order import Order, Sequential, Shuffled, checked_seed, drawn_seed, size_of
 from divebatch.data.rank_shards import local_batches, rank_shard_of, require_shareable, size_without_stand_ins
 from divebatch.data.sampler import checked_batch_size, num_batches
@@ -134,7 +135,7 @@ class AdaptiveLoader:
         self._current: EpochProgress | None = None
         self._finished: EpochProgress | None = None
         self._is_resumed = False
-        self._listeners: list[Callable[[EpochProgress], None]] = []
+        self._listeners = Listeners()
 
     # What a user reads and sets
 
@@ -278,8 +279,7 @@ class AdaptiveLoader:
     def _tell(self, current: EpochProgress) -> None:
         """The loop has come for a batch, so the step on the last one is made; after the very last nobody is told."""
         if current is self._current and not current.is_used_up:
-            for listener in list(self._listeners):
-                listener(current)
+            self._listeners.tell(current)
 
     def _rest(self, current: EpochProgress) -> Iterator[tuple[int, Any]]:
         """What is still to be delivered here, cut with the size in force, each batch with its number of samples."""
@@ -329,10 +329,9 @@ class AdaptiveLoader:
 
     # What a controller uses
 
-    def _listen(self, listener: Callable[[EpochProgress], None]) -> Callable[[], None]:
+    def _listen(self, listener: Listener, *, controls: bool = False) -> Callable[[], None]:
         """Call `listener` whenever the loop comes for a batch, before it is fetched; returns what ends that."""
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+        return self._listeners.add(listener, controls=controls)
 
     def _has_finished_pass(self, *, since: int) -> bool:
         return self._finished is not None and self._finished.epoch >= since

@@ -1,0 +1,101 @@
+"""When an estimator is at work: in the epochs that a policy asks for, and in no others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from divebatch.estimators import Estimator, Scene
+from divebatch.estimators.catalog import require_fit
+from divebatch.measurement import Diversity
+from divebatch.policies import Policy
+
+
+class Measuring:
+    """Puts an estimator to work for the epochs that are to be measured.
+
+    Args:
+        estimator: What measures.
+        scene: What it may look at.
+        policies: Those that decide or watch; the ones that need the diversity say which epochs are measured.
+        always: Whether every epoch is measured, whatever the policies need.
+    """
+
+    def __init__(self, estimator: Estimator, scene: Scene, policies: Sequence[Policy], *, always: bool) -> None:
+        self._asking, self._always = [policy for policy in policies if "diversity" in policy.needs], always
+        self.estimator: Estimator | None = None
+        """None where nobody will ever ask."""
+        if self._asking or always:
+            require_fit(estimator, scene.model)
+            estimator.bind(scene)
+            self.estimator = estimator
+        self.at_work: Estimator | None = None
+        """The estimator while it measures."""
+        self.was_at_work = False
+        """Whether anything of the epoch was measured."""
+        self._found: Diversity | None = None
+
+    @property
+    def at_fixed_weights(self) -> bool:
+        """Whether what is found is the gradient noise scale."""
+        return self.estimator is not None and self.estimator.at_fixed_weights
+
+    def begin_epoch(self, epoch: int, batch_size: int) -> None:
+        """Start anew. What was seen of a pass that was broken off does not count."""
+        self.stop()
+        self.was_at_work = False
+        self.start_if_due(epoch, batch_size)
+
+    def start_if_due(self, epoch: int, batch_size: int) -> None:
+        """Start, go on or stop, as policies want; that may depend on a batch size that changes within an epoch.
+
+        `epoch` counts from 1.
+        """
+        if self.estimator is None:
+            return
+        # A monotone policy at its cap has nothing left to decide and asks for no measurement.
+        due = self._always or any(policy.measures(epoch, batch_size) for policy in self._asking)
+        if due and self.at_work is None:
+            self.estimator.start()
+            self.at_work, self.was_at_work = self.estimator, True
+        elif not due:
+            self.stop()
+
+    def stop(self) -> None:
+        """Detach the estimator, whatever it has seen."""
+        if self.at_work is not None:
+            self.at_work.close()
+        self.at_work = None
+
+    def window(self) -> Diversity | None:
+        """What was seen since the last reading within the epoch; measuring goes on."""
+        return self.at_work.window() if self.at_work is not None else None
+
+    def end_of_epoch(self) -> Diversity | None:
+        """What the epoch showed, however often it is asked for before `forget`; detaches the estimator."""
+        if self.at_work is not None:
+            # Not at the end of the iterator: frameworks that prefetch reach that before the last backward passes.
+            self._found = self.at_work.finish()
+            self.at_work = None
+        return self._found
+
+    def forget(self) -> None:
+        """The epoch is over and decided on."""
+        self._found = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The estimator's sums, and whether there are any."""
+        sums = self.estimator.state_dict() if self.estimator else {}
+        return {"estimator": sums, "was_at_work": self.was_at_work}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if `state` cannot be loaded here."""
+        if self.estimator is not None:
+            self.estimator.check_state(state["estimator"])
+
+    def load_state_dict(self, state: dict[str, Any], *, is_under_way: bool, epoch: int, batch_size: int) -> None:
+        """Go on where another one stood, within an epoch where one is under way."""
+        self.stop()
+        if is_under_way:
+            self.start_if_due(epoch, batch_size)
+        self.was_at_work = state["was_at_work"]  # measuring may have stopped within the epoch
+        if self.at_work is not None:
+            self.at_work.load_state_dict(state["estimator"])
