@@ -11,14 +11,16 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors", "checks"}
 CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
-LIBRARY = BASE | CORE | {"student", "controller", "resolve", "recording", "measuring", "advice", "integrations"}
+LIBRARY = BASE | CORE | {"student", "controller", "resolve", "recording", "record_line", "measuring"}
+LIBRARY |= {"advice", "integrations"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
     "student": set(),
     "ranks": BASE,
     "measurement": BASE | {"student"},
-    "records": BASE,
+    "record_line": {"records"},
+    "records": BASE | {"record_line"},
     "policies": BASE | {"measurement"},
     "norms": BASE | {"measurement", "ranks"},
     "estimators": BASE | {"norms", "measurement", "ranks"},
@@ -38,7 +40,8 @@ MAY_IMPORT = {
     "report": BASE | {"records", "measurement", "student"},
     "cli": LIBRARY | {"report", "lab.training", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},
 }
-WITHOUT_TORCH = {"errors", "checks", "student", "measurement", "records", "recording", "policies", "report"}
+WITHOUT_TORCH = {"errors", "checks", "student", "measurement", "policies", "report"}
+WITHOUT_TORCH |= {"records", "record_line", "recording"}
 
 
 def part_of(names: Sequence[str]) -> str:

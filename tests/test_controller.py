@@ -102,7 +102,7 @@ def test_a_record_says_what_was_in_force_and_what_comes_next():
     assert (first.next_batch_size, first.next_lr) == (16, pytest.approx(0.04))
     assert (second.epoch, second.batch_size, second.steps, second.samples) == (2, 16, 13, 80)
     assert second.lr == first.next_lr
-    assert re.fullmatch(r"epoch 1: diversity \d\.\d+, batch 4 -> 16, lr 0\.01 -> 0\.04", str(first))
+    assert re.fullmatch(r"epoch 1: diversity \d\.\d+, batch 4 -> 16, lr 0\.01 -> 0\.04 \(delta \* n .*\)", str(first))
     assert "capped at 16" in first.reason
 
 

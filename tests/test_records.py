@@ -274,14 +274,14 @@ def test_a_rewrite_that_was_killed_leaves_the_old_file_and_can_be_repeated(path,
 
 PLAIN = EpochRecord(epoch=3, batch_size=128, lr=0.1, steps=1, samples=1)
 PRINTED = {
-    "epoch 3: diversity 0.0132, batch 128 -> 256, lr 0.1 -> 0.2": replace(
+    "epoch 3: diversity 0.0132, batch 128 -> 256, lr 0.1 -> 0.2 (delta * n * diversity = 256.0)": replace(
         PLAIN, diversity=0.0132, next_batch_size=256, next_lr=0.2, reason="delta * n * diversity = 256.0"
     ),
     "epoch 3: batch 128, lr 0.1": PLAIN,
     "epoch 3: diversity 0.01235, batch 128, lr 0.1": replace(
         PLAIN, diversity=0.0123456, next_batch_size=128, next_lr=0.1
     ),
-    "epoch 3: batch 128 -> 256, lr 0.1, (gradients sum to zero)": replace(
+    "epoch 3: batch 128 -> 256, lr 0.1 (gradients sum to zero)": replace(
         PLAIN, next_batch_size=256, reason="gradients sum to zero"
     ),
     "epoch 3: batch 1048576 -> 2097152, lr 1e-06": replace(
@@ -296,11 +296,12 @@ def test_a_record_prints_well(text, record):
     assert str(record) == text
 
 
-def test_records_know_errors_and_nothing_else_of_ours():
+def test_records_know_errors_their_line_and_nothing_else_of_ours():
     tree = ast.parse((Path(divebatch.__file__).parent / "records.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
-    assert {name for name in modules if name.split(".")[0] in {"divebatch", "torch", "numpy"}} == {"divebatch.errors"}
+    ours = {name for name in modules if name.split(".")[0] in {"divebatch", "torch", "numpy"}}
+    assert ours == {"divebatch.errors", "divebatch.record_line"}
 
 
 @pytest.mark.parametrize(
@@ -310,6 +311,12 @@ def test_records_know_errors_and_nothing_else_of_ours():
         ({"noise_scale_low": 640.0}, "noise scale at least 640, "),
         ({"noise_scale": 812.0, "diversity": 0.02}, "noise scale 812, "),
         ({"diversity": 0.0132}, "diversity 0.0132, "),
+        ({"noise_scale": 812.0, "noise_scale_low": 0.0}, "noise scale not known, "),
+        ({"measured": True}, "noise scale not known, "),
+        ({"measured": False, "train_loss": 0.5}, "not measured, "),
+        ({"train_loss": 0.52341}, "loss 0.5234, "),
+        ({"noise_scale": 812.0, "skipped_samples": 64}, "noise scale 812, 64 samples left out, "),
+        ({"noise_scale": 812.0, "skipped_samples": 0, "train_loss": 0.5}, "noise scale 812, "),
         ({}, ""),
     ],
 )

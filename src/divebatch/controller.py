@@ -169,7 +169,7 @@ class Controller:
             next_lr=self._coupling.rates()[0],
             shadows=shadows or None,
             changes=self._changes or None,
-            measured=self._measuring.was_at_work,
+            measured=self._measuring.was_at_work if self._measuring.estimator is not None else None,
         )
         self._changes = []
         return record

@@ -44,6 +44,8 @@ class Diversity:
         sum_of_sq_norms: The sum over samples of ||g_i||^2.
         sq_norm_of_sum: ||sum_i g_i||^2. An unbiased estimate of it may come out below zero.
         num_samples: How many samples both sums are over.
+        skipped_samples: How many samples are in neither sum, since their gradients were not finite or the loop made no
+            step on them. Where they are more than `num_samples`, training has diverged and the ratio is undefined.
         spread: How sure an estimate at fixed weights is; None for what is exact, and for the paper's estimate, whose
             error is bias.
         inner_variance: Var_i<g_i, g> over samples, g the batch gradient; only from estimators that compare chunks.
@@ -54,6 +56,7 @@ class Diversity:
     num_samples: int
     spread: Spread | None = field(default=None, repr=False)
     inner_variance: float | None = field(default=None, repr=False)
+    skipped_samples: int = field(default=0, repr=False)
 
     @classmethod
     def from_noise(cls, trace: float, sq_norm: float, num_samples: int, *, spread: Spread | None = None) -> Self:
@@ -73,7 +76,8 @@ class Diversity:
         >>> part.value, part.of(40).value, part.noise_scale, part.of(40).noise_scale
         (2.0, 0.5, 19.0, 19.0)
         """
-        if num_samples == self.num_samples:
+        # Where most were left out it stays so, and says of how many.
+        if num_samples == self.num_samples or self.has_diverged:
             return self
         ratio = num_samples / self.num_samples
         return replace(
@@ -86,17 +90,22 @@ class Diversity:
     @property
     def trace(self) -> float:
         """tr(Sigma): the squared distance of a sample's gradient from the mean gradient, averaged over samples."""
-        return self.sum_of_sq_norms / self.num_samples - self.sq_norm
+        return self.sum_of_sq_norms / self.num_samples - self.sq_norm if self.num_samples else math.nan
 
     @property
     def sq_norm(self) -> float:
         """||G||^2: the squared norm of the mean gradient."""
-        return self.sq_norm_of_sum / self.num_samples**2
+        return self.sq_norm_of_sum / self.num_samples**2 if self.num_samples else math.nan
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether most samples had to be left out: what the others show is then not believed."""
+        return self.skipped_samples > self.num_samples
 
     @property
     def is_defined(self) -> bool:
         """Whether the ratio exists and is finite."""
-        if not 0 < self.sq_norm_of_sum < math.inf:
+        if self.has_diverged or not 0 < self.sq_norm_of_sum < math.inf:
             return False
         return math.isfinite(self.sum_of_sq_norms / self.sq_norm_of_sum)
 
@@ -112,6 +121,13 @@ class Diversity:
         """Why the ratio does not exist, in words; empty where it does."""
         if self.is_defined:
             return ""
+        if self.has_diverged:
+            seen = self.num_samples + self.skipped_samples
+            return f"{self.skipped_samples} of {seen} samples had NaN or infinite gradients, or no step"
+        if self.spread is not None and math.isnan(self.sq_norm_of_sum):
+            return f"the steps on {self.num_samples} samples were too few for an estimate"
+        if self.spread is not None and self.sq_norm_of_sum <= 0:
+            return f"the noise hides the gradient (||G||^2 came out as {self.sq_norm:.3g})"
         if self.sq_norm_of_sum == 0.0 and math.isfinite(self.sum_of_sq_norms):
             return f"the gradients of {self.num_samples} samples sum to zero"
         sums = f"sum_of_sq_norms={self.sum_of_sq_norms}, sq_norm_of_sum={self.sq_norm_of_sum}"
@@ -128,7 +144,7 @@ class Diversity:
         if self.is_defined:
             # An estimate's error can carry it below zero, and a noise scale is never negative.
             return max(0.0, self.num_samples * self.value - 1.0)
-        if math.isnan(self.trace):
+        if self.has_diverged or math.isnan(self.trace):
             return math.nan
         return math.inf if self.trace > 0 else 0.0
 
@@ -144,6 +160,8 @@ class Diversity:
         """
         if self.spread is None:
             return (self.noise_scale, self.noise_scale)
+        if self.has_diverged:
+            return (0.0, math.inf)
         return _ratio_interval(self.trace, self.sq_norm, self.spread, self.spread.quantile(level))
 
 

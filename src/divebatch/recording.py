@@ -36,7 +36,8 @@ def _measured(seen: Measurement, at_fixed_weights: bool) -> dict[str, Any]:
     ends = (None, None) if found.spread is None else found.noise_scale_interval()
     # JSON has no infinity: an open end is left out.
     low, high = (None if end is None or math.isinf(end) else end for end in ends)
-    values = {
+    values: dict[str, Any] = {
+        "skipped_samples": found.skipped_samples,
         "diversity": found.value if found.is_defined else None,
         "diversity_low": None if low is None else (1 + low) / found.num_samples,
         "diversity_high": None if high is None else (1 + high) / found.num_samples,

@@ -11,6 +11,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from divebatch.errors import ArgumentError, RecordError
+from divebatch.record_line import line
 
 TOO_LARGE = 10**300
 """No float holds a whole number from about here on."""
@@ -170,7 +171,9 @@ class EpochRecord:
         measure_seconds: The part of `train_seconds` between epochs' last steps and the decisions.
         recompiles: Distinct shapes compiled since the start of training.
         micro_batch_size: Samples of one backward pass.
-        measured: Whether gradients were measured in this epoch.
+        measured: Whether gradients were measured in this epoch; None where nothing asks for it in any epoch.
+        skipped_samples: Samples that were left out of what was measured: their gradients were not finite, or the loop
+            made no step on them.
         next_batch_size: The size that was decided on.
         next_lr: The rate that comes with it.
         reason: Why, in words.
@@ -202,6 +205,7 @@ class EpochRecord:
     recompiles: int | None = None
     micro_batch_size: int | None = None
     measured: bool | None = None
+    skipped_samples: int | None = None
     next_batch_size: int | None = None
     next_lr: float | None = None
     reason: str = ""
@@ -223,24 +227,8 @@ class EpochRecord:
         return cls(**known)
 
     def __str__(self) -> str:
-        """For instance: `epoch 3: noise scale 812 (640-990), batch 128 -> 256, lr 0.1 -> 0.2`."""
-        found = self._measured_in_words()
-        parts = [found] if found else []
-        parts.append(_change("batch", self.batch_size, self.next_batch_size))
-        parts.append(_change("lr", self.lr, self.next_lr))
-        if not found and self.reason:
-            parts.append(f"({self.reason})")
-        return f"epoch {self.epoch}: " + ", ".join(parts)
-
-    def _measured_in_words(self) -> str:
-        low, high = self.noise_scale_low, self.noise_scale_high
-        if self.noise_scale is not None and low is not None and high is not None:
-            return f"noise scale {self.noise_scale:.0f} ({low:.0f}-{high:.0f})"
-        if low is not None:
-            return f"noise scale at least {low:.0f}"
-        if self.noise_scale is not None:
-            return f"noise scale {self.noise_scale:.0f}"
-        return "" if self.diversity is None else f"diversity {self.diversity:.4g}"
+        """For instance: `epoch 3: noise scale 812 (640-990), batch 128 -> 256, lr 0.1 -> 0.2`, and why."""
+        return line(self)
 
 
 class RecordWriter:
@@ -383,15 +371,6 @@ def _kinds(hint: Any) -> tuple[type, ...]:
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     plain = tuple(dict if is_dataclass(option) else get_origin(option) or option for option in options)
     return (*plain, int) if float in plain else plain
-
-
-def _change(name: str, now: float, after: float | None) -> str:
-    first = _shown(now)
-    return f"{name} {first}" if after is None or _shown(after) == first else f"{name} {first} -> {_shown(after)}"
-
-
-def _shown(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 _KINDS: dict[type, dict[str, tuple[type, ...]]] = {

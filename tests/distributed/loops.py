@@ -48,6 +48,8 @@ class Problem:
     clip: float | None = None
     coupling: str = "linear"
     every_steps: int | None = None
+    bad_sample: int | None = None
+    """A sample of NaN: the loop skips the step on its batch, as loops with clipping do."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def dataset(problem: Problem) -> TensorDataset:
     """Inputs; labels, with the sample's number beside each."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(problem.num_samples, *MODELS[problem.model][1], generator=generator, dtype=torch.float64)
+    if problem.bad_sample is not None:
+        x[problem.bad_sample] = torch.nan
     labels = torch.randint(3, (problem.num_samples,), generator=generator)
     return TensorDataset(x, torch.stack([labels, torch.arange(problem.num_samples)], 1))
 
@@ -203,7 +207,8 @@ class Run:
                 (self.loss(self.model(x), y) * factor).backward()
         if self.problem.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.problem.clip)
-        self.optimizer.step()
+        if self.problem.bad_sample is None or all(p.grad.isfinite().all() for p in self.net.parameters()):  # type: ignore[union-attr]
+            self.optimizer.step()
 
     def parts(self, batch: Any) -> Iterator[tuple[Tensor, Tensor, float, bool]]:
         """Micro-batches; all ranks have as many, or the one that has more would wait for the others' gradients."""

@@ -1,8 +1,10 @@
 """What each estimator says of all ranks together: the same as one process, or as its slow twin."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -71,3 +73,36 @@ def test_what_needs_whole_gradients_is_refused_for_shards(pool: RankPool, estima
     for answer in pool.answers(2, trained, replace(GROWING, wrap="fsdp", estimator=estimator)):
         assert isinstance(answer, ArgumentError)
         assert "needs whole gradients, and FSDP2 has sharded" in str(answer)
+
+
+BAD = 100
+"""A sample of NaN gradients."""
+
+
+def bad_place(problem: Problem) -> tuple[int, int]:
+    """Number of the bad sample's batch, and its place in that."""
+    place = int((Shuffled(problem.num_samples, 5).draw(0) == BAD).nonzero())
+    return divmod(place, problem.batch_size)
+
+
+@pytest.mark.parametrize("estimator", ["trajectory", "per-sample", "ranks", "moments"])
+def test_ranks_leave_the_same_samples_out(pool: RankPool, estimator: str) -> None:
+    problem = replace(STILL, estimator=estimator, micro=None)
+    number, place = bad_place(problem)
+    batches = shares(problem, 2)
+    first, second = batches[number]
+    lost = [first] if place < len(first) else [second]
+    if estimator == "ranks":  # without a step between them, the next batch's chunks go with the bad one's
+        lost = [first, second, *batches[number + 1]]
+    elif estimator == "moments":
+        lost = [first, second]
+    answers = pool.run(2, trained, replace(problem, bad_sample=BAD))
+    kept = [[part for part in batch if not any(part is each for each in lost)] for batch in batches]
+    for answer in answers:
+        assert answer["records"][0]["skipped_samples"] == sum(map(len, lost))
+        assert answer["sums"] == answers[0]["sums"]
+        if estimator == "trajectory":
+            expected = per_sample.diversity_of(torch.cat([part for batch in kept for part in batch]))
+            found = (expected.sum_of_sq_norms, expected.sq_norm_of_sum, expected.num_samples)
+            assert answer["sums"] == [pytest.approx(found, rel=1e-9)]
+        assert all(map(math.isfinite, answer["sums"][0]))

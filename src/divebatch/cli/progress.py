@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments import Run
+from divebatch.record_line import seen_in_words
 from divebatch.records import EpochRecord
 from divebatch.report.watch import rate_between, time_left
 
@@ -80,8 +81,8 @@ def name_of(run: Run) -> str:
 def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
     """The numbers of an epoch that people watch; the speed is that since `before`."""
     parts = [f"batch {record.batch_size}", f"lr {record.lr:.4g}"]
-    if record.diversity is not None:
-        parts.append(f"diversity {record.diversity:.3g}")
+    if record.diversity is not None or record.noise_scale_low is not None:
+        parts.append(seen_in_words(record))
     parts.append("val loss diverged" if record.val_loss is None else f"val loss {record.val_loss:.4f}")
     if record.val_accuracy is not None:
         parts.append(f"accuracy {100 * record.val_accuracy:.2f} %")

@@ -134,8 +134,8 @@ class RankRows:
         if self.rows:
             weighted, mean, chunks, samples = torch.stack(self.rows).unbind(1)
             pairs = torch.stack(unbiased(weighted, mean, chunks, samples), 1)
-            average.extend(pairs.tolist(), (samples * (chunks > 1)).tolist())
             average.num_samples = int(samples.sum())
+            average.extend(pairs.tolist(), (samples * (chunks > 1)).tolist())
         return average
 
     def forget(self) -> None:

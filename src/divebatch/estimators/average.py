@@ -144,6 +144,9 @@ class PairAverage:
     spread counts their products too, the less the farther apart they are, so that it stays positive (Newey and West
     1987).
 
+    An estimate that is not made of finite numbers counts for nothing; its samples go from `num_samples` to
+    `skipped_samples`.
+
     `trusts_negative=False` is for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
     """
 
@@ -156,6 +159,9 @@ class PairAverage:
     def forget(self) -> None:
         """Drop all estimates."""
         self.num_samples: int | Tensor = 0
+        """Samples that were looked at, and are in an estimate or between two."""
+        self.skipped_samples: int | Tensor = 0
+        """Samples that are in no estimate, since gradients were not finite or the loop made no step on them."""
         self._waiting: list[Readable] = []
         """Rows that are to be read and averaged."""
         self._first = torch.zeros((), dtype=torch.float64)
@@ -199,10 +205,18 @@ class PairAverage:
         first, second = self._first.cpu().numpy(), self._second.cpu().numpy()
         with np.errstate(all="ignore"):  # what is not finite stays so, as in torch
             for pair, weight in zip(pairs, weights, strict=True):
-                row = np.array((1.0, *pair)) * weight if weight > 0 else np.zeros(1 + len(pair))
+                is_finite = all(map(math.isfinite, pair))
+                if not is_finite:
+                    self.leave_out(int(weight))
+                row = np.array((1.0, *pair)) * weight if weight > 0 and is_finite else np.zeros(1 + len(pair))
                 first, second = first * self.decay + row, second * self.decay**2 + np.outer(row, row)
                 self._relate(row)
         self._first, self._second = torch.from_numpy(np.asarray(first)), torch.from_numpy(np.asarray(second))
+
+    def leave_out(self, num_samples: int | Tensor) -> None:
+        """So many of the samples that were looked at are in no estimate."""
+        self.num_samples = self.num_samples - num_samples
+        self.skipped_samples = self.skipped_samples + num_samples
 
     def _relate(self, row: Any) -> None:
         """Add the products of `row` with those before it, which have faded since."""
@@ -228,8 +242,9 @@ class PairAverage:
         if sq_norm < 0 and not self._trusts_negative:
             # A biased estimate below zero says nothing of the noise scale: the interval gets no ends.
             spread = replace(spread, sq_norm_variance=math.inf)
-        diversity = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
-        return replace(diversity, inner_variance=inner[0]) if inner and math.isfinite(inner[0]) else diversity
+        found = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
+        inner_variance = inner[0] if inner and math.isfinite(inner[0]) else None
+        return replace(found, inner_variance=inner_variance, skipped_samples=int(self.skipped_samples))
 
     def over(self, ranks: Ranks) -> "PairAverage":
         """The mean over all ranks together, where each saw samples of its own; a collective."""
@@ -242,12 +257,14 @@ class PairAverage:
             for key in ("first", "second")
         )
         total.num_samples = sum(state["num_samples"] for state in states)
+        total.skipped_samples = sum(state["skipped_samples"] for state in states)
         return total
 
     def unknown(self) -> Diversity:
         """The answer without any estimate: every noise scale is possible."""
         nothing = Spread(trace_variance=math.inf, sq_norm_variance=math.inf, covariance=0.0, degrees=0.0)
-        return Diversity(math.nan, math.nan, max(1, int(self.num_samples)), nothing)
+        skipped = int(self.skipped_samples)
+        return Diversity(math.nan, math.nan, max(1, int(self.num_samples)), nothing, skipped_samples=skipped)
 
     def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
         """The spread from each estimate's distance to the mean: right also where some are less exact than others."""
@@ -278,6 +295,7 @@ class PairAverage:
             "first": self._first.tolist(),
             "second": self._second.tolist(),
             "num_samples": int(self.num_samples),
+            "skipped_samples": int(self.skipped_samples),
             "between": self._between.tolist(),
             "recent": [each.tolist() for each in self._recent],
         }
@@ -289,6 +307,6 @@ class PairAverage:
             return
         self._first = torch.tensor(state["first"], dtype=torch.float64)
         self._second = torch.tensor(state["second"], dtype=torch.float64)
-        self.num_samples = state["num_samples"]
+        self.num_samples, self.skipped_samples = state["num_samples"], state["skipped_samples"]
         self._between = np.array(state["between"])
         self._recent = [np.array(each) for each in state["recent"]][: self.reach]

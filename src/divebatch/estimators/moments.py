@@ -112,7 +112,9 @@ class SuccessiveSteps(Source):
 
     def _on_drop(self) -> None:
         """What was delivered up to the last pass is in no gradient any more."""
-        self._stepped = max(self._stepped, self._passed)
+        dropped = max(0, self._passed - self._stepped)
+        self._stepped += dropped
+        self._average.skipped_samples = self._average.skipped_samples + dropped
 
     def _on_step(self) -> None:
         self._drops.stepped()
@@ -126,9 +128,10 @@ class SuccessiveSteps(Source):
         if size == 0 or not gradients:
             return
         self._stepped += size
-        # A GradScaler's overflow: the optimizer will skip this step, so it is in no estimate.
         if math.isfinite(scale := scale_of_gradients(self._optimizer)):
             self._add(gradients, size, scale)
+        else:  # a GradScaler's overflow: the optimizer will skip this step, so it is in no estimate
+            self._average.skipped_samples = self._average.skipped_samples + size
 
     def _add(self, gradients: dict[str, Tensor], size: int, scale: float) -> None:
         # A mean over ranks of sums over their samples is the whole sum over the number of ranks.

@@ -15,7 +15,8 @@ from divebatch.norms.compilation import uncompiled
 class Oracle(Estimator):
     """Exact and unbiased, and expensive: one more forward and backward pass over all data after each measured epoch.
 
-    Batches must be `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass.
+    Batches must be `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass. A batch
+    whose gradients are not finite is in neither sum.
 
     Args:
         loss_fn: The loss, called as `loss_fn(model(inputs), targets)`.
@@ -51,4 +52,5 @@ class Oracle(Estimator):
             loss_reduction=scene.loss_reduction,
             fallback=self._fallback,
             ranks=scene.delivery.ranks,
+            skip_nonfinite=True,
         )

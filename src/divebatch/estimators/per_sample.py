@@ -72,6 +72,7 @@ class SamplePasses(Source):
             rank_shard=scene.rank_shard,
             on_pass=self._take,
             loss_reduction=scene.loss_reduction,
+            skip_nonfinite=True,
             **self._settings,
         )
         self._batch_norms = {name: m for name, m in scene.model.named_modules() if isinstance(m, _BatchNorm)}
@@ -90,8 +91,11 @@ class SamplePasses(Source):
         # One sample shows no scatter: the formula divides by size - 1.
         counts = size > 1
         pair = torch.stack(unbiased(seen.sum_of_sq_norms, seen.sq_norm_of_sum / size**2, size, size))
-        self._average.add(pair, size * (counts if seen.is_finite is None else counts & seen.is_finite))
         self._average.num_samples = self._average.num_samples + size
+        if seen.is_finite is not None:
+            counts = counts & seen.is_finite
+            self._average.leave_out(size * ~seen.is_finite)
+        self._average.add(pair, size * counts)
 
     def _require_own_gradients(self) -> None:
         for name, module in self._batch_norms.items():

@@ -86,8 +86,9 @@ class Stepwise(Estimator):
     """Averages pairs (tr(Sigma), ||G||^2) of single steps, each at its own weights, over an epoch.
 
     The interval comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so
-    it is too wide rather than too narrow. Where ranks share the batches, each estimates from what it sees, and the mean
-    is over all. An estimator built on this names its source and says what it can do; it overrides no method.
+    it is too wide rather than too narrow. An estimate with gradients that are not finite is left out. Where ranks share
+    the batches, each estimates from what it sees, and the mean is over all. An estimator built on this names its source
+    and says what it can do; it overrides no method.
 
     Where decisions come every so many steps, each sees the steps since the last one. An exponential mean goes on
     through the decisions of an epoch instead: it forgets by itself.
@@ -174,7 +175,8 @@ class Stepwise(Estimator):
         if not average.is_empty:
             return average.diversity()
         # A few steps may show nothing, a last batch of one sample for instance; a whole epoch should have.
-        if self._was_read or (self._source.may_see_nothing and average.num_samples):
+        too_few = self._source.may_see_nothing and average.num_samples
+        if self._was_read or too_few or average.skipped_samples:
             return average.unknown()
         raise UsageError(self._source.nothing_seen)
 

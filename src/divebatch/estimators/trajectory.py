@@ -1,5 +1,7 @@
 """The paper's estimate: sums along the epoch's trajectory."""
 
+import math
+from dataclasses import replace
 from typing import Any, Literal
 
 from divebatch.checks import require_choice
@@ -7,7 +9,9 @@ from divebatch.errors import UsageError
 from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.measurement import Diversity
 from divebatch.norms import DiversityMeter
+from divebatch.norms.accumulators import are_finite
 from divebatch.norms.meter import MODES
+from divebatch.norms.sharded import is_sharded
 
 
 class Trajectory(Estimator):
@@ -16,6 +20,10 @@ class Trajectory(Estimator):
     Cost: the norms within the normal backward passes, and one copy of the trainable parameters for the gradient sum.
     Bias: the weights move while the sums grow, gradients of early and late steps cancel, and the estimate comes out
     too large, often tenfold and more. It is the paper's rule, not an estimate at fixed weights.
+
+    A backward pass whose gradients are not finite is in neither sum: a loop may skip a batch. Training has diverged,
+    and the diversity is undefined, where that is more than half of the samples, or the weights are not finite when the
+    epoch ends.
 
     Args:
         mode: "exact" norms, or "sketch" for unbiased estimates of them at a fraction of the time.
@@ -46,15 +54,18 @@ class Trajectory(Estimator):
             "grad_scaler": grad_scaler,
         }
         self._meter: DiversityMeter | None = None
+        self._scene: Scene | None = None
 
     def bind(self, scene: Scene) -> None:
         if self._meter is not None:
             raise UsageError("this estimator belongs to another controller already: make one for each")
+        self._scene = scene
         self._meter = DiversityMeter(
             scene.model,
             ranks=scene.delivery.ranks,
             rank_shard=scene.rank_shard,
             loss_reduction=scene.loss_reduction,
+            skip_nonfinite=True,
             **self._settings,
         )
 
@@ -69,10 +80,16 @@ class Trajectory(Estimator):
     def finish(self) -> Diversity:
         meter = self._bound()
         diversity = meter.diversity()
-        if diversity.num_samples == 0:
+        if diversity.num_samples + diversity.skipped_samples == 0:
             raise UsageError("the epoch has ended, but no backward pass through the model was seen in it")
         meter.detach()
-        return diversity
+        return diversity if self._has_finite_weights() else replace(diversity, sq_norm_of_sum=math.nan)
+
+    def _has_finite_weights(self) -> bool:
+        assert self._scene is not None
+        # Sharded ones need no look: FSDP2's gradients are all in the sums, and those of such weights are not finite.
+        whole = [p.detach() for p in self._scene.model.parameters() if not is_sharded(p)]
+        return not whole or bool(are_finite(whole))
 
     def close(self) -> None:
         if self._meter is not None:

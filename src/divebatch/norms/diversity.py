@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.measurement import Diversity
-from divebatch.norms.accumulators import addend, check_shapes, trainable
+from divebatch.norms.accumulators import addend, are_finite, check_shapes, kept, trainable
 from divebatch.norms.compilation import WAY_OUT, uncompiled
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.meter import CountedPass, NormMeter, pausing_meters
@@ -33,9 +33,9 @@ class PassSums:
     sum_of_sq_norms: Tensor
     sq_norm_of_sum: Tensor
     num_samples: int | Tensor
-    """Samples that count; 0 for a pass of weight zero."""
+    """Its samples; 0 for a pass of weight zero."""
     is_finite: Tensor | None
-    """With a GradScaler: whether the pass did not overflow, and so counts; None where every pass counts."""
+    """Whether its gradients are finite numbers, and so count; None where every pass counts."""
 
 
 class DiversityMeter:
@@ -58,6 +58,8 @@ class DiversityMeter:
         loss_reduction: how the loss of each backward pass is reduced over its samples, "mean" or "sum".
         compiled: whether the model is compiled with `torch.compile`.
         grad_scaler: the GradScaler that scales the losses, where there is one.
+        skip_nonfinite: whether a pass whose gradients are not all finite is left out of both sums and counted apart.
+            Under a GradScaler it always is. Not for what FSDP2 has sharded.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class DiversityMeter:
         loss_reduction: LossReduction = "mean",
         compiled: bool = False,
         grad_scaler: Any = None,
+        skip_nonfinite: bool = False,
     ) -> None:
-        self._model = model
+        self._model, self._skips_nonfinite = model, skip_nonfinite
         self._settings: dict[str, Any] = {
             "mode": mode,
             "fallback": fallback,
@@ -100,6 +103,9 @@ class DiversityMeter:
         self._reached: set[int] = set()
         if any(map(is_sharded, self._parameters.values())):
             self._require_can_be_sharded()
+        elif self._skips_nonfinite:
+            self.norms._skips_nonfinite = True
+        self.norms._gradients_are_finite = self._pending_are_finite
 
     def attach(self) -> None:
         """Start counting from zero, over what is trainable now: layers may have been frozen or set free."""
@@ -151,21 +157,24 @@ class DiversityMeter:
         self._multiply_out()
         whole = self._ranks.sq_norm_of_sum(list(self._sums.values()))
         pieces = self._shards.sq_norm() if self._shards is not None else 0.0
-        own = [self.norms.sum_of_sq_norms(), float(self.norms.num_samples), pieces]
-        sq_norms, num_samples, of_pieces = self._ranks.sum_numbers(own)
-        return Diversity(sq_norms, whole + of_pieces, round(num_samples))
+        sq_norms, num_samples, skipped, of_pieces = self._ranks.sum_numbers([*self._numbers(), pieces])
+        return Diversity(sq_norms, whole + of_pieces, round(num_samples), skipped_samples=round(skipped))
 
     def state_dict(self) -> dict[str, Any]:
         """The sums over all ranks, for a checkpoint within a measured epoch; any number of ranks can go on."""
-        own = [self.norms.sum_of_sq_norms(), float(self.norms.num_samples)]
-        sq_norms, num_samples = self._ranks.sum_numbers(own)
+        sq_norms, num_samples, skipped = self._ranks.sum_numbers(self._numbers())
         self._multiply_out()
         sums = {name: total.clone() for name, total in self._sums.items()}
         # Of all ranks, so that the number of ranks may change at a resume; only FSDP2's shards stay in shards.
         self._ranks.sum_(list(sums.values()))
         if self._shards is not None:
             sums |= self._shards.state_dict()
-        return {"sum_of_sq_norms": sq_norms, "num_samples": round(num_samples), "gradient_sums": sums}
+        return {
+            "sum_of_sq_norms": sq_norms,
+            "num_samples": round(num_samples),
+            "skipped_samples": round(skipped),
+            "gradient_sums": sums,
+        }
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise if the sums are another model's."""
@@ -182,7 +191,12 @@ class DiversityMeter:
             return
         for name, total in self._sums.items():
             total.copy_(state["gradient_sums"][name])
-        self.norms._load(state["sum_of_sq_norms"], state["num_samples"])
+        self.norms._load(state["sum_of_sq_norms"], state["num_samples"], state["skipped_samples"])
+
+    def _numbers(self) -> list[float]:
+        """This rank's sum of squared norms, samples in it, and samples left out."""
+        norms = self.norms
+        return [norms.sum_of_sq_norms(), float(norms.num_samples), float(norms.skipped_samples)]
 
     def __enter__(self) -> Self:
         self.attach()
@@ -211,19 +225,24 @@ class DiversityMeter:
             self._require_called(done.layers)
         if self._shards is not None:
             self._reached |= {id(layer.module) for layer in done.layers}
-        received = {name: gradient for part in self._pending.values() for name, gradient in part.items()}
+        received = self._received()
         self._pending = {}
         if received:
             self._add(received, done)
         if self._on_pass is not None:
             self._tell(self._on_pass, done)
 
+    def _received(self) -> dict[str, Tensor]:
+        return {name: gradient for part in self._pending.values() for name, gradient in part.items()}
+
+    def _pending_are_finite(self) -> Tensor | None:
+        return are_finite(list(received.values())) if (received := self._received()) else None
+
     def _add(self, received: dict[str, Tensor], done: CountedPass) -> None:
         sums = [self._sums[name] for name in received]
         gradients = [addend(g, s) for g, s in zip(received.values(), sums, strict=True)]
         if done.is_finite is not None:
-            # An overflowed pass is decided on the device: asking the host would wait for the GPU in every step.
-            gradients = [torch.where(done.is_finite, gradient, 0.0) for gradient in gradients]
+            gradients = kept(gradients, done.is_finite)
         factor = done.scale.factor
         if isinstance(factor, Tensor):
             self._count_in(factor)
@@ -304,6 +323,7 @@ def gradient_diversity(
     loss_reduction: LossReduction = "mean",
     fallback: Literal["vmap"] | None = None,
     ranks: Ranks | None = None,
+    skip_nonfinite: bool = False,
 ) -> Diversity:
     """Exact gradient diversity of the samples in `batches`, at the model's present weights.
 
@@ -317,6 +337,8 @@ def gradient_diversity(
         loss_reduction: how `loss_fn` reduces over the samples of a batch, "mean" or "sum".
         fallback: "vmap" measures layers without a norm rule, as in `NormMeter`.
         ranks: the processes that each bring batches of their own (`loader.full_pass()`): the answer is for all of them.
+        skip_nonfinite: whether batches whose gradients are not all finite are left out (`skipped_samples` says how many
+            samples that were). Otherwise one of them leaves the diversity undefined.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> data = [(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))]
@@ -325,12 +347,14 @@ def gradient_diversity(
     """
     model = uncompiled(inside_ddp(model))
     parameters = [p for p in model.parameters() if p.requires_grad]
-    meter = DiversityMeter(model, ranks=ranks, loss_reduction=loss_reduction, fallback=fallback)
+    meter = DiversityMeter(
+        model, ranks=ranks, loss_reduction=loss_reduction, fallback=fallback, skip_nonfinite=skip_nonfinite
+    )
     with pausing_meters(), without_weighing(model), _left_as_found(model), torch.enable_grad(), meter:
         for inputs, targets in map(batch_pair, batches):
             # grad() and not backward(): the parameters' own .grad stays untouched.
             torch.autograd.grad(loss_fn(model(inputs), targets), parameters, allow_unused=True)
-        if meter.norms.num_samples == 0:
+        if meter.norms.num_samples + meter.norms.skipped_samples == 0:
             raise ArgumentError("gradient_diversity was given no batches")
         return meter.diversity()
 

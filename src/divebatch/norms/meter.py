@@ -38,7 +38,7 @@ class CountedPass:
     sum_of_sq_norms: Tensor
     """Over its samples, of their own gradients; in float64."""
     is_finite: Tensor | None
-    """With a GradScaler: whether the pass did not overflow, and so counts; None where every pass counts."""
+    """Whether its gradients are finite numbers, and so count; None where every pass counts."""
 
 
 class NormMeter:
@@ -88,6 +88,9 @@ class NormMeter:
         self._loss_scale = LossScale(loss_reduction, rank_shard=rank_shard, grad_scaler=grad_scaler)
         self._layers = cover(model, fallback=FALLBACKS[fallback] if fallback is not None else None)
         self._on_pass: Callable[[CountedPass], None] | None = None
+        self._skips_nonfinite = grad_scaler is not None  # it skips the steps that overflowed: they are in no sum
+        self._gradients_are_finite: Callable[[], Tensor | None] = lambda: None
+        """Says so of the pass that has just ended; None where nobody holds its gradients."""
         self._engine: Hooks | Taps
         if compiled:
             self._engine = Taps(model, self._layers, mode, self._finish)
@@ -114,8 +117,13 @@ class NormMeter:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the measured backward passes since the last `reset()`."""
+        """Samples of the measured backward passes since the last `reset()`: those in the sum."""
         return int(self._num_samples)
+
+    @property
+    def skipped_samples(self) -> int:
+        """Samples of passes that count for nothing, since their gradients were not finite."""
+        return int(self._skipped_samples)
 
     def reset(self) -> None:
         """Forget all sums."""
@@ -124,6 +132,7 @@ class NormMeter:
         self._variance: Tensor | float = 0.0
         """Variance of that, from the sketches."""
         self._num_samples: Tensor | int = 0
+        self._skipped_samples: Tensor | int = 0
         self._last: tuple[Tensor, float | Tensor] | None = None
         self._engine.forget()
 
@@ -152,10 +161,10 @@ class NormMeter:
 
     # What a DiversityMeter needs to know
 
-    def _load(self, total: float, num_samples: int) -> None:
+    def _load(self, total: float, num_samples: int, skipped_samples: int = 0) -> None:
         """Continue from saved sums."""
         self.reset()
-        self._total, self._num_samples = total, num_samples
+        self._total, self._num_samples, self._skipped_samples = total, num_samples, skipped_samples
 
     def _call_at_start(self, function: Callable[[], None]) -> None:
         """Call it in each backward pass before any parameter has its gradient; not for compiled models."""
@@ -180,17 +189,24 @@ class NormMeter:
         total = _summed(sq_norms) * square
         # The variance of squared norms: the scale enters with its fourth power.
         variance = None if variances is None else _summed(variances) * square**2
-        is_finite = None
-        if self._loss_scale.grad_scaler is not None:  # it skips the steps that overflowed: they are in no sum
-            is_finite = total.isfinite()
+        counted, is_finite = scale.num_samples, None
+        if self._skips_nonfinite:
+            is_finite = self._is_finite(total)
             total = torch.where(is_finite, total, 0.0)
             variance = None if variance is None else torch.where(is_finite, variance, 0.0)
+            counted = counted * is_finite
+            self._skipped_samples = plus(self._skipped_samples, scale.num_samples - counted)
         self._total = plus(self._total, total)
         if variance is not None:
             self._variance = plus(self._variance, variance)
-        self._num_samples = plus(self._num_samples, scale.num_samples)
+        self._num_samples = plus(self._num_samples, counted)
         if self._on_pass is not None:
             self._on_pass(CountedPass(done.layers, scale, total, is_finite))
+
+    def _is_finite(self, total: Tensor) -> Tensor:
+        """Whether the norms and, where they are at hand, the gradients are: either can overflow by itself."""
+        of_gradients = self._gradients_are_finite()
+        return total.isfinite() if of_gradients is None else total.isfinite() & of_gradients
 
 
 def _summed(values: Tensor) -> Tensor:

@@ -29,17 +29,23 @@ def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float])
     A noise scale comes with an interval. Where the sizes that the interval allows lie on both sides of the present
     one, nothing is known that would justify a change: None, for the present size. An interval without an upper end says
     that ||G||^2 cannot be told from zero; the value, a division by it, may then be anything, so the lower end is taken.
-    Without a spread the value is taken as it is, and one that cannot be formed counts as infinite.
+    Without a spread the value is taken as it is, and one that cannot be formed counts as infinite. With one, where no
+    noise scale is ruled out, or most samples had to be left out, nothing changes, and the remark says which.
 
     >>> asked(Diversity(0.02, 1.0, 50_000), 128, lambda noise_scale: 0.1 * (1 + noise_scale))
     (100.0, '')
     """
     if diversity.spread is None:
         return (rule(diversity.noise_scale), "") if diversity.is_defined else (math.inf, diversity.undefined_reason)
-    low, high = map(rule, diversity.noise_scale_interval())
+    ends = diversity.noise_scale_interval()
+    if ends == (0.0, math.inf):
+        why = diversity.undefined_reason or "the estimates scatter too much"
+        return None, f"the noise scale is not known, as {why}: no change"
+    low, high = map(rule, ends)
     # The interval comes before the value: sizes on both sides of the present one justify no change.
     if low <= batch_size <= high:
-        return None, f"the wanted size is between {low:.0f} and {high:.0f} with 95 % confidence: no change"
+        range_ = f"between {low:.0f} and {high:.0f}" if high < math.inf else f"at least {low:.0f}"
+        return None, f"the wanted size is {range_} with 95 % confidence: no change"
     if diversity.is_defined and high < math.inf:
         return rule(diversity.noise_scale), f"between {low:.0f} and {high:.0f} with 95 % confidence"
     # ||G||^2 cannot be told from zero, and a division by it may be anything: only the lower end is sure.
