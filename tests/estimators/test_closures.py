@@ -89,4 +89,4 @@ def test_a_batch_left_out_before_its_backward_pass_is_in_no_chunk_of_split():
             for (x, y), share in micro_batches(batch, 2):
                 (mean_loss(network(x), y) * share).backward()
             stepping.step()
-    assert control.step().diversity == pytest.approx(by_hand.finish().value, rel=1e-12)
+    assert control.step().diversity == pytest.approx(by_hand.finish().of(len(DATA)).value, rel=1e-12)

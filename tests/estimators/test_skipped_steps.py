@@ -161,4 +161,4 @@ def test_a_controller_decides_on_the_batches_that_were_used():
         loop.optimizer.zero_grad()
         mean_loss(loop.model(x), y).backward()
         loop.optimizer.step()
-    assert record.diversity == pytest.approx(loop.estimator.finish().value, rel=1e-9)
+    assert record.diversity == pytest.approx(loop.estimator.finish().of(32).value, rel=1e-9)

@@ -38,12 +38,12 @@ def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float])
     if diversity.spread is None:
         return (rule(diversity.noise_scale), "") if diversity.is_defined else (math.inf, diversity.undefined_reason)
     ends = diversity.noise_scale_interval()
-    if ends == (0.0, math.inf):
-        why = diversity.undefined_reason or "the estimates scatter too much"
-        return None, f"the noise scale is not known, as {why}: no change"
     low, high = map(rule, ends)
     # The interval comes before the value: sizes on both sides of the present one justify no change.
-    if low <= batch_size <= high:
+    if low <= batch_size <= high or diversity.has_diverged:
+        if ends == (0.0, math.inf):
+            why = diversity.undefined_reason or "the estimates scatter too much"
+            return None, f"the noise scale is not known, as {why}: no change"
         range_ = f"between {low:.0f} and {high:.0f}" if high < math.inf else f"at least {low:.0f}"
         return None, f"the wanted size is {range_} with 95 % confidence: no change"
     if diversity.is_defined and high < math.inf:
