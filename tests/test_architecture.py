@@ -11,16 +11,17 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors", "checks"}
 CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
-LIBRARY = BASE | CORE | {"student", "controller", "resolve", "recording", "record_line", "measuring"}
+LIBRARY = BASE | CORE | {"student", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
 LIBRARY |= {"advice", "integrations"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
     "student": set(),
+    "metric": BASE,
     "ranks": BASE,
     "measurement": BASE | {"student"},
     "record_line": {"records"},
-    "records": BASE | {"record_line"},
+    "records": BASE | {"record_line", "metric"},
     "policies": BASE | {"measurement"},
     "norms": BASE | {"measurement", "ranks"},
     "estimators": BASE | {"norms", "measurement", "ranks"},
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "cli": LIBRARY | {"report", "lab.training", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},
 }
 WITHOUT_TORCH = {"errors", "checks", "student", "measurement", "policies", "report"}
-WITHOUT_TORCH |= {"records", "record_line", "recording"}
+WITHOUT_TORCH |= {"metric", "records", "record_line", "recording"}
 
 
 def part_of(names: Sequence[str]) -> str:

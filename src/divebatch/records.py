@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -11,56 +11,11 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from divebatch.errors import ArgumentError, RecordError
+from divebatch.metric import Metric as Metric
 from divebatch.record_line import line
 
 TOO_LARGE = 10**300
 """No float holds a whole number from about here on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """The number that a run is judged by.
-
-    Args:
-        name: A field of `EpochRecord`: "val_accuracy" (from 0 to 1) or "val_loss".
-        better: Whether a "higher" or a "lower" value is the better one.
-    """
-
-    name: Literal["val_accuracy", "val_loss"] = "val_accuracy"
-    better: Literal["higher", "lower"] = "higher"
-
-    def __post_init__(self) -> None:
-        for key, known in (("name", ("val_accuracy", "val_loss")), ("better", ("higher", "lower"))):
-            if getattr(self, key) not in known:
-                raise ArgumentError(f"a metric's {key} must be one of {', '.join(known)}, got {getattr(self, key)!r}")
-
-    @property
-    def is_accuracy(self) -> bool:
-        """Whether it is a share from 0 to 1, which is shown in percent."""
-        return self.name == "val_accuracy"
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether a run tries to raise it."""
-        return self.better == "higher"
-
-    def of(self, record: "EpochRecord") -> float | None:
-        """The record's value; None where it has none or none that is finite."""
-        value: float | None = getattr(record, self.name)
-        return value if value is not None and math.isfinite(value) else None
-
-    def text(self, value: float) -> str:
-        """A value with its unit, for instance `92.83 %` of accuracy, or a loss of `1.0826`."""
-        return f"{100 * value:.2f} %" if self.is_accuracy else f"{value:.5g}"
-
-    def best(self, values: Iterable[float]) -> float | None:
-        """The best of some values; None where there are none."""
-        return (max if self.higher_is_better else min)(values, default=None)
-
-    @property
-    def worst(self) -> float:
-        """What a run that diverged is worth: an accuracy of 0, an infinite loss."""
-        return 0.0 if self.higher_is_better else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +110,8 @@ class EpochRecord:
         samples: Samples seen since the start of training.
         train_loss: The epoch's mean training loss.
         val_loss: The mean loss over held-out data after the epoch.
-        val_accuracy: The part of held-out samples that are classified rightly, 0 to 1.
+        val_accuracy: The part of held-out samples that are classified rightly, 0 to 1; None without classes.
+        bits_per_byte: The bits that the model needs for a byte of held-out text.
         diversity: What the estimator measured in the epoch; since the last of `changes` where there are some.
         diversity_low: The lower end of its 95 % interval, where the estimator has one.
         diversity_high: The upper end; None beside a lower end: there is none.
@@ -189,6 +145,7 @@ class EpochRecord:
     train_loss: float | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
+    bits_per_byte: float | None = None
     diversity: float | None = None
     diversity_low: float | None = None
     diversity_high: float | None = None

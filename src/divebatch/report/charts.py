@@ -106,6 +106,7 @@ QUANTITIES = {
         "Validation accuracy (%)", (("val_accuracy", ""),), factor=100.0, bounds=(0.0, 100.0), may_be_log=False
     ),
     "loss": Quantity("Validation loss", (("val_loss", ""),)),
+    "bits": Quantity("Validation bits per byte", (("bits_per_byte", ""),)),
     "trainloss": Quantity("Training loss", (("train_loss", ""),)),
     "batchsize": Quantity(
         "Batch size (samples)",

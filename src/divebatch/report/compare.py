@@ -155,7 +155,7 @@ def _best(run: RecordedRun, metric: Metric) -> float:
 
 
 def _values(which: str, values: Sequence[tuple[float, float]], metric: Metric, names: tuple[str, str]) -> Answer:
-    measure = f"{which} {'accuracy' if metric.is_accuracy else 'loss'}"
+    measure = f"{which} {metric.word}"
     counts = [sum(math.isfinite(each[place]) for each in values) for place in (0, 1)]
     if min(counts) < len(values):
         return Answer(measure, None, _no_average("has one", names, counts, len(values)))

@@ -80,7 +80,7 @@ def batch_size_range(first: float | None, last: float | None, between: str) -> s
 
 def metric_name(metric: Metric) -> str:
     """The metric in words."""
-    return "validation accuracy" if metric.is_accuracy else "validation loss"
+    return f"validation {metric.word}"
 
 
 # What each method reached
@@ -103,10 +103,10 @@ def result_table(analysis: Analysis) -> Table:
     """
     experiment, metric = analysis.experiment, analysis.metric
     epochs = stage_epochs(experiment.length)
-    other = Metric("val_loss", "lower") if metric.is_accuracy else Metric()
+    other = Metric() if metric.name == "val_loss" else Metric("val_loss", "lower")
     columns = ["method", "trials"]
     columns += [f"{25 * quarter} % ({epoch})" for quarter, epoch in zip(QUARTERS, epochs, strict=True)]
-    columns += ["final val loss" if metric.is_accuracy else "final val accuracy (%)"]
+    columns += [f"final val {other.word}{' (%)' * other.is_accuracy}"]
     columns += ["to own target", "to common target"]
     rows = [
         [
@@ -144,7 +144,7 @@ def _result_notes(analysis: Analysis) -> Iterator[str]:
         yield "No run has a validation loss or accuracy."
         yield from _trial_notes(analysis)
         return
-    what = "accuracy" if analysis.metric.is_accuracy else "loss"
+    what = analysis.metric.word
     verb = "is at least the target" if analysis.metric.higher_is_better else "is at most the target"
     yield "Trials: finished of those there are. Accuracies and losses: means over trials ± standard error."
     yield f"Columns in percent: the {what} after that part of the epochs; in parentheses the epoch."
@@ -168,7 +168,7 @@ def _margin(metric: Metric) -> str:
 
 def _target_note(analysis: Analysis) -> str:
     target, metric = analysis.target, analysis.metric
-    what = "accuracy" if metric.is_accuracy else "loss"
+    what = metric.word
     if target is None:
         return f"No common target: no method that has learned something has a final {what} yet."
     value = metric.text(target.value)

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from divebatch.data.batch_plan import BatchPlan
 from divebatch.lab.experiments import Experiment, Run, execute, parse_experiment
 from divebatch.lab.experiments.datasets.synthetic import Synthetic
-from divebatch.lab.experiments.models import MODELS
+from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.models.resnet import ResNet, group_norm, small_stem
 from divebatch.lab.training.distributed import spread
 from divebatch.lab.training.launch import process_group
@@ -117,10 +116,8 @@ class InDouble(nn.Module):
 
 
 @dataclass(frozen=True)
-class TinyResNet:
+class TinyResNet(ModelSettings):
     """Eight and sixteen channels, GroupNorm, one block a stage."""
-
-    loss_fn = staticmethod(cross_entropy)
 
     def build(self, num_features: int, num_classes: int) -> nn.Module:
         return InDouble(ResNet(small_stem(8, group_norm), (8, 16), 1, num_classes, group_norm))

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.errors import CheckpointError, DivergedError, RecordError, StoppedError
 from divebatch.lab.experiments import Run, execute, get_experiment, pool, runner
-from divebatch.lab.experiments.models import MODELS
+from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.schema import Experiment, Method, Part
 from divebatch.lab.training import StopRequest, load_checkpoint
 from divebatch.lab.training.checkpoint import previous
@@ -88,12 +87,8 @@ def test_stopped_after_any_step_it_resumes_to_the_same_bits(tmp_path, checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class DroppingNet:
+class DroppingNet(ModelSettings):
     """Convolutions, BatchNorm and dropout: buffers and random numbers that a resume must bring back."""
-
-    @property
-    def loss_fn(self) -> Any:
-        return cross_entropy
 
     def build(self, num_features: int, num_classes: int) -> nn.Module:
         conv = nn.Conv2d(3, 4, 5, stride=4, bias=False)

@@ -10,6 +10,7 @@ from divebatch.lab.experiments.assembly import make_trainer
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schema import FOLDER
 from divebatch.policies import POLICIES
+from divebatch.records import Metric
 
 
 def table() -> dict:
@@ -120,8 +121,18 @@ def change(path: str, value: object) -> dict:
         ("methods/oracle/shadows", {"a": {"kind": "cabs"}}, r"\[methods.oracle\] shadows.a: .*max_batch_size"),
         ("methods", None, r"needs at least one \[methods.NAME\]"),
         ("data", 3, r"\[data\]: must be a table, got 3"),
+        ("task", {"kind": "sorting"}, r"\[task\]: kind must be one of classification, next-token, got 'sorting'"),
         ("metric", "val_loss", r"\[metric\]: must be a table, got 'val_loss'"),
-        ("metric", {"name": "speed"}, r"\[metric\]: name must be one of val_accuracy, val_loss, got 'speed'"),
+        (
+            "metric",
+            {"name": "speed"},
+            r"\[metric\]: name must be one of val_accuracy, .*bits_per_byte, got 'speed'",
+        ),
+        (
+            "metric",
+            {"name": "bits_per_byte"},
+            r"\[metric\] name must be one of val_accuracy, val_loss for the task 'classification', got 'bits_per_byte'",
+        ),
         ("report/baselines", [1], r"\[report\]: baselines, .* must be lists of method names, got \[1\]"),
         ("report/order", "sgd-small", r"\[report\]: order must be list"),
         ("report/colour", "red", r"\[report\]: unknown key 'colour'; known: baselines, order"),
@@ -166,3 +177,11 @@ def test_auto_needs_nothing_else(tmp_path):
     experiment = parse_experiment(values, "file.toml")
     state = make_trainer(Run(experiment, "sgd-small", 0, tmp_path)).control.state_dict()
     assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", "linear")
+
+
+def test_a_task_brings_its_metric_and_a_file_may_name_another():
+    assert parse_experiment(change("name", "x"), "file.toml").metric == Metric("val_accuracy", "higher")
+    table = change("task", {"kind": "next-token"})
+    assert parse_experiment(table, "file.toml").metric == Metric("bits_per_byte", "lower")
+    table["metric"] = {"name": "val_loss", "better": "lower"}
+    assert parse_experiment(table, "file.toml").metric == Metric("val_loss", "lower")

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 from divebatch import AdaBatch, AdaptiveLoader, Controller, DiveBatch, Fixed
 from divebatch.errors import CheckpointError, DivergedError
 from divebatch.estimators import make_estimator
+from divebatch.lab.experiments.tasks import TASKS
 from divebatch.lab.training import Clock, DeviceOptions, Trainer
 from divebatch.policies import GradientDamp, SampleSchedule
 
@@ -113,7 +114,7 @@ def build(case: Case, *, lr: float = 0.5) -> Trainer:
         optimizer=optimizer,
         schedulers=schedulers,
         control=control,
-        loss_fn=binary_cross_entropy_with_logits,
+        task=TASKS["classification"](),
         validation=[(features[NUM_SAMPLES:], labels[NUM_SAMPLES:])],
         clock=Clock(CPU),
         options=case.options,

@@ -18,6 +18,7 @@ from divebatch.lab.experiments.optimizers import OPTIMIZERS
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES, warm_up
 from divebatch.lab.experiments.schema import Experiment, Method, Part, build_estimator, build_settings
+from divebatch.lab.experiments.tasks import TASKS, Task
 from divebatch.lab.training import Clock, LossFn, Trainer
 from divebatch.lab.training.device_options import device_settings
 from divebatch.lab.training.distributed import spread
@@ -37,9 +38,9 @@ def make_trainer(run: Run) -> Trainer:
     with device_settings(experiment.training.precision, device):  # code is compiled for the settings it will meet
         split = _load_data(run)
         loader = split.loader(method.batch_size, seed=run.seed)
-    settings: ModelSettings = _settings(MODELS, experiment.model, "model")
+    task: Task = _settings(TASKS, experiment.task, "task")
     ranks = Ranks.here()
-    parallel = spread(_build_model(run, settings, split), ranks, sharding=run.sharding)
+    parallel = spread(_build_model(run, split), ranks, sharding=run.sharding)
     model = parallel.model
     is_fused = device.type == "cuda" and not parallel.is_sharded
     optimizer: Optimizer = _settings(OPTIMIZERS, experiment.optimizer, "optimizer").build(
@@ -48,14 +49,14 @@ def make_trainer(run: Run) -> Trainer:
     schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
     warming = warm_up(optimizer, method.warmup_epochs * len(loader))
     schedulers = [each for each in (schedule, warming) if each is not None]
-    control = _make_controller(run, parallel.module, optimizer, loader, settings.loss_fn, schedulers)
+    control = _make_controller(run, parallel.module, optimizer, loader, task.loss_fn, schedulers)
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
         schedulers=[schedule] if schedule is not None else [],
         warm_up=warming,
         control=control,
-        loss_fn=settings.loss_fn,
+        task=task,
         validation=split.validation,
         clock=Clock(device),
         options=experiment.training,
@@ -86,7 +87,13 @@ def _make_controller(
     )
 
 
-REGISTRIES = ((DATASETS, "data"), (MODELS, "model"), (OPTIMIZERS, "optimizer"), (SCHEDULES, "schedule"))
+REGISTRIES = (
+    (TASKS, "task"),
+    (DATASETS, "data"),
+    (MODELS, "model"),
+    (OPTIMIZERS, "optimizer"),
+    (SCHEDULES, "schedule"),
+)
 
 
 def check_parts(experiment: Experiment) -> None:
@@ -100,7 +107,7 @@ def check_parts(experiment: Experiment) -> None:
 
 def place_for(run: Run) -> DataPlace:
     """Where a run's data is read from, and how its batches must be."""
-    device = torch.device(run.device)
+    device, model = torch.device(run.device), _settings(MODELS, run.experiment.model, "model")
     return DataPlace(
         device,
         folder=run.data_dir,
@@ -108,6 +115,7 @@ def place_for(run: Run) -> DataPlace:
         on_device=run.on_device,
         num_workers=run.num_workers,
         compile=run.experiment.training.compile and device.type == "cuda",
+        sequence_length=model.sequence_length,
     )
 
 
@@ -117,7 +125,8 @@ def _load_data(run: Run) -> DataSplit:
     return split
 
 
-def _build_model(run: Run, settings: ModelSettings, split: DataSplit) -> nn.Module:
+def _build_model(run: Run, split: DataSplit) -> nn.Module:
+    settings: ModelSettings = _settings(MODELS, run.experiment.model, "model")
     torch.manual_seed(mixed_seed(run.seed, *MODEL))
     model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
     memory_format = torch.channels_last if run.experiment.training.channels_last else torch.contiguous_format

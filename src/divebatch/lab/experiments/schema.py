@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -14,6 +14,7 @@ from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.experiments.schedules import SCHEDULES
+from divebatch.lab.experiments.tasks import TASKS
 from divebatch.lab.training import DeviceOptions
 from divebatch.lr import CouplingName
 from divebatch.policies import POLICIES, make_policy
@@ -102,9 +103,11 @@ class Experiment:
     schedule: Part
     optimizer: Part
     methods: Mapping[str, Method]
+    task: Part = field(default_factory=lambda: Part(kind="classification"))
+    """What the model is trained for."""
     training: DeviceOptions = field(default_factory=DeviceOptions)
     metric: Metric = field(default_factory=Metric)
-    """What its runs are judged by."""
+    """What its runs are judged by; the task's own where the file names none."""
     report: ReportSettings = field(default_factory=ReportSettings)
     held_out: float = 0.0
     """Fraction of the training samples to validate on, which the seed chooses; 0 for the test samples."""
@@ -168,6 +171,9 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     for key in ("data", "model", "schedule"):
         values[key] = _part(values.get(key), f"{where}: [{key}]")
     values["optimizer"] = _part({"kind": "sgd", **_table(values.get("optimizer", {}), f"{where}: [optimizer]")}, where)
+    task = {"kind": "classification", **_table(values.get("task", {}), f"{where}: [task]")}
+    values["task"] = _part(task, f"{where}: [task]", known=tuple(TASKS))
+    values.setdefault("metric", asdict(TASKS[values["task"].kind].metrics[0]))
     values["training"] = _build(DeviceOptions, values.get("training", {}), f"{where}: [training]")
     for key, cls in (("metric", Metric), ("report", ReportSettings)):
         values[key] = _build(cls, _table(values.get(key, {}), f"{where}: [{key}]"), f"{where}: [{key}]")
@@ -176,12 +182,23 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
     values["methods"] = {name: _method(entry, f"{where}: [methods.{name}]") for name, entry in methods.items()}
     experiment = _build(Experiment, values, where)
+    _require_metric(experiment, where)
     for key in ("trials", "epochs"):
         require_count(f"{where}: {key}", getattr(experiment, key))
     for name in (experiment.name, *experiment.methods):  # they become folders
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ArgumentError(f"{where}: a name must be letters, digits, '_', '-' and '.', got {name!r}")
     return experiment
+
+
+def _require_metric(experiment: Experiment, where: str) -> None:
+    """Raise for a metric that the task's evaluation does not give: every value of it would be missing."""
+    known = [metric.name for metric in TASKS[experiment.task.kind].metrics]
+    if experiment.metric.name not in known:
+        raise ArgumentError(
+            f"{where}: [metric] name must be one of {', '.join(known)} for the task {experiment.task.kind!r}, "
+            f"got {experiment.metric.name!r}"
+        )
 
 
 def _method(table: Any, where: str) -> Method:

@@ -77,7 +77,7 @@ class BranchTrainer:
         """Loss on the validation data at the weights as they are."""
         trainer = self.trainer
         with device_settings(trainer.options.precision, trainer.clock.device):
-            seen = evaluate(trainer.model, trainer.validation, trainer.loss_fn, precision=trainer.options.precision)
+            seen = evaluate(trainer.model, trainer.validation, trainer.task, precision=trainer.options.precision)
         return seen.loss
 
     def first_epoch(self, repeat: int) -> int:

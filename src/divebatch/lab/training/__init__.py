@@ -4,10 +4,11 @@ from divebatch.data.micro_batches import micro_batches
 from divebatch.lab.training.checkpoint import load_checkpoint, save_checkpoint
 from divebatch.lab.training.clock import Clock
 from divebatch.lab.training.device_options import DeviceOptions
-from divebatch.lab.training.evaluation import Evaluation, evaluate
+from divebatch.lab.training.evaluation import evaluate
 from divebatch.lab.training.forward import LossFn
 from divebatch.lab.training.step import Tally, TrainStep, train_epoch
 from divebatch.lab.training.stop_signals import StopRequest
+from divebatch.lab.training.task import Evaluation, Task
 from divebatch.lab.training.trainer import Trainer
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LossFn",
     "StopRequest",
     "Tally",
+    "Task",
     "TrainStep",
     "Trainer",
     "evaluate",

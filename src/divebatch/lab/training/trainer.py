@@ -19,6 +19,7 @@ from divebatch.lab.training.distributed import Parallel, largest
 from divebatch.lab.training.evaluation import evaluate
 from divebatch.lab.training.forward import LossFn
 from divebatch.lab.training.step import Tally, TrainStep, train_epoch
+from divebatch.lab.training.task import Task
 from divebatch.norms import gradient_diversity
 from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
 from divebatch.ranks import Ranks
@@ -41,7 +42,8 @@ class Trainer:
     schedulers: Sequence[LRScheduler]
     """Stepped after each epoch."""
     control: Controller
-    loss_fn: LossFn
+    task: Task
+    """Its loss is trained on, and it judges the validation data."""
     validation: Iterable[Any]
     clock: Clock
     warm_up: LRScheduler | None = None
@@ -65,6 +67,11 @@ class Trainer:
         )
 
     @property
+    def loss_fn(self) -> LossFn:
+        """The task's mean loss of a batch."""
+        return self.task.loss_fn
+
+    @property
     def ranks(self) -> Ranks:
         """The ranks that train this model together."""
         return self.parallel.ranks
@@ -83,7 +90,7 @@ class Trainer:
             with self.clock.lap("evaluate"):
                 self.parallel.average_buffers()
                 seen = evaluate(
-                    self.model, self.validation, self.loss_fn, precision=self.options.precision, ranks=self.ranks
+                    self.model, self.validation, self.task, precision=self.options.precision, ranks=self.ranks
                 )
             exact = self._exact_diversity() if self.log_exact else None
         return replace(
@@ -91,6 +98,7 @@ class Trainer:
             train_loss=train_loss,
             val_loss=seen.loss,
             val_accuracy=seen.accuracy,
+            bits_per_byte=seen.bits_per_byte,
             exact_diversity=exact,
             micro_batch_size=self.options.micro_batch_size,
             recompiles=self.step.num_compiled,

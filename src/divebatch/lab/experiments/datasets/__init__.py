@@ -3,6 +3,7 @@
 from divebatch.lab.experiments.datasets.cifar import Cifar10, Cifar100
 from divebatch.lab.experiments.datasets.dataset import DataPlace, DatasetSettings, DataSplit
 from divebatch.lab.experiments.datasets.synthetic import Synthetic
+from divebatch.lab.experiments.datasets.text import Text
 from divebatch.lab.experiments.datasets.tiny_imagenet import TinyImageNet
 
 DATASETS: dict[str, type[DatasetSettings]] = {
@@ -10,6 +11,7 @@ DATASETS: dict[str, type[DatasetSettings]] = {
     "cifar10": Cifar10,
     "cifar100": Cifar100,
     "tiny-imagenet": TinyImageNet,
+    "text": Text,
 }
 
 __all__ = ["DATASETS", "DataPlace", "DataSplit", "DatasetSettings"]

@@ -1,7 +1,7 @@
 """What a dataset is: settings that read samples, and samples that become a split to train with."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -20,7 +20,7 @@ class DataPlace:
 
     device: torch.device
     folder: Path | None = None
-    """Holds cifar-10-batches-py, cifar-100-python, tiny-imagenet-200; None for data that is drawn."""
+    """Holds cifar-10-batches-py, cifar-100-python, tiny-imagenet-200, text; None for data that is drawn."""
     channels_last: bool = False
     """Memory format of image batches."""
     on_device: bool = True
@@ -29,6 +29,8 @@ class DataPlace:
     """Processes of that DataLoader."""
     compile: bool = False
     """Whether what is done to images on the device goes through the compiler."""
+    sequence_length: int | None = None
+    """The longest sequence that the model takes; None for one that takes no sequences."""
 
 
 class MakeLoader(Protocol):
@@ -47,9 +49,9 @@ class DataSplit:
     validation: Iterable[Any]
     """(inputs, targets) on the device, of several ranks each its own; can be iterated again and again."""
     num_features: int = 0
-    """Length of a flat sample; 0 for images."""
+    """Length of a flat sample; 0 for images and sequences."""
     num_classes: int = 1
-    """1 for a single logit."""
+    """Classes, or tokens; 1 for a single logit."""
 
 
 class Samples(Protocol):
@@ -126,6 +128,19 @@ def require_fraction(name: str, value: float) -> None:
     """Raise unless both parts of a split get something."""
     if not 0 < value < 1:
         raise ArgumentError(f"{name} must lie between 0 and 1, got {name}={value}")
+
+
+class FixedOrder:
+    """The batches of a loader in fixed order, as often as they are asked for, each prepared when its turn comes."""
+
+    def __init__(self, loader: AdaptiveLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader.full_pass()
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
 
 # On disk, with errors that say where to get it

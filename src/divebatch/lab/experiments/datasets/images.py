@@ -1,6 +1,6 @@
 """Image data in batches: stored on the device or fetched from the host, augmented on the device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.lab.experiments.datasets.augment import Transform, with_margin
-from divebatch.lab.experiments.datasets.dataset import DataPlace, DataSplit, Samples
+from divebatch.lab.experiments.datasets.dataset import DataPlace, DataSplit, FixedOrder, Samples
 from divebatch.lab.training.forward import MOST_VARIANTS
 
 AUGMENTATION = 4
@@ -234,19 +234,6 @@ class ImageLoader(AdaptiveLoader):
         # For all samples at once: what happens to one must not depend on the batch it comes in.
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, AUGMENTATION))
         return torch.rand(len(self.dataset), self._augment.num_uniforms, generator=generator)
-
-
-class FixedOrder:
-    """The batches of a loader in fixed order, as often as they are asked for, each prepared when its turn comes."""
-
-    def __init__(self, loader: AdaptiveLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.loader.full_pass()
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
 
 def image_split(

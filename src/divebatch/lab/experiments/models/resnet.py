@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, relu
+from torch.nn.functional import relu
 
 from divebatch.checks import require_choice
+from divebatch.lab.experiments.models.model import ModelSettings
 
 Norm = Callable[[int], nn.Module]
 
@@ -90,11 +91,10 @@ NORMS: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": group_norm}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageModel:
+class ImageModel(ModelSettings):
     """A network of `network`'s kind. `norm` is "batch", as in the paper, or "group" (no statistics over the batch)."""
 
     network: ClassVar[Callable[..., nn.Module]]
-    loss_fn = staticmethod(cross_entropy)
     norm: str = "batch"
 
     def __post_init__(self) -> None:

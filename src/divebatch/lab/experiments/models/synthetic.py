@@ -3,26 +3,23 @@
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from divebatch.checks import require_count
+from divebatch.lab.experiments.models.model import ModelSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogisticRegression:
+class LogisticRegression(ModelSettings):
     """One logit, weight and bias: 513 parameters for 512 features."""
-
-    loss_fn = staticmethod(binary_cross_entropy_with_logits)
 
     def build(self, num_features: int, num_classes: int) -> nn.Module:
         return nn.Linear(num_features, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
+class Mlp(ModelSettings):
     """Two layers with ReLU. Width 1 has the parameter count the paper states (515 for 512 features)."""
 
-    loss_fn = staticmethod(binary_cross_entropy_with_logits)
     hidden_width: int = 1
 
     def __post_init__(self) -> None:
