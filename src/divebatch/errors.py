@@ -1,5 +1,7 @@
 """Every error this package raises on purpose derives from `DivebatchError`."""
 
+NO_RULES_NEEDED = "In a controller, pass estimator='moments' or 'split', which need no norm rules"
+
 
 class DivebatchError(Exception):
     """Base of all errors raised on purpose; its leaves are also the built-in error a reader expects."""
@@ -10,7 +12,23 @@ class ArgumentError(DivebatchError, ValueError):
 
 
 class CoverageError(DivebatchError, TypeError):
-    """A trainable parameter whose per-sample gradients nobody would count."""
+    """A trainable parameter whose per-sample gradients nobody would count.
+
+    Its message names the way out that always works first: an estimator that needs no norm rules.
+
+    Args:
+        what: what cannot be measured, and why.
+        way: what else helps, as an order to the reader; nothing if empty.
+    """
+
+    def __init__(self, what: str, way: str = "") -> None:
+        ways = f"{NO_RULES_NEEDED}; or {way}" if way else NO_RULES_NEEDED
+        super().__init__(f"{what}. {ways}")
+        self.what, self.way = what, way
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        """From a worker process to its parent: built again from what it was built from."""
+        return type(self), (self.what, self.way)
 
 
 class UsageError(DivebatchError, RuntimeError):

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from divebatch.errors import UsageError
+from divebatch.errors import CoverageError, UsageError
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.registry import CoveredLayer
 from divebatch.norms.sample_gradients import Form, joined, total
 from divebatch.norms.sketch import Estimate
+
+Gradient = tuple[nn.Parameter, Form]
+"""A parameter with the gradients that one call brings it."""
 
 
 class Call:
@@ -23,11 +26,13 @@ class Call:
     autograd frees. In a retained graph autograd holds them itself, for another pass.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "_is_held", "_module", "_was_training")
+    __slots__ = ("__weakref__", "_inputs", "_is_held", "_module", "_was_training", "frozen")
 
-    def __init__(self, inputs: Any, module: nn.Module) -> None:
+    def __init__(self, inputs: Any, layer: CoveredLayer) -> None:
         self._inputs, self._is_held = inputs, True
-        self._module, self._was_training = module, module.training
+        self._module, self._was_training = layer.module, layer.module.training
+        self.frozen = layer.frozen
+        """Ids of the parameters that the call took for constants, whatever they are in the backward pass."""
 
     def take(self) -> Any:
         """The inputs, cut off from the graph."""
@@ -97,28 +102,41 @@ class Backward:
 
     mode: str = "exact"
     num_samples: int = 0
+    is_ordinary: bool = False
+    """Whether it is known to bring every parameter on its way a gradient, as `backward()` does."""
     layers: list[CoveredLayer] = field(default_factory=list)
     """Layers that the pass has reached."""
     weight: LossWeight | None = None
     """The weight its loss was multiplied by, known when it has ended."""
     _estimates: list[Estimate] = field(default_factory=list)
     """One a parameter, added up at the end and at once: on a GPU each addition by itself would be a launch."""
-    _waiting: dict[Family, list[tuple[nn.Parameter, Form]]] = field(default_factory=dict)
+    _waiting: dict[Family, list[Gradient]] = field(default_factory=dict)
+    _counted: set[Family] = field(default_factory=set)
 
-    def add(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> None:
-        """One call was reached; its family is counted as soon as no other call of it can follow."""
+    def add(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor) -> list[Gradient]:
+        """One call was reached; its family is counted as soon as no other call of it can follow.
+
+        Returns the gradients that the call brings, one a parameter: none if all were frozen.
+        """
         gradients = layer.gradients(call.take(), dy)
-        self._check_batch(layer, gradients[0][1].num_samples if gradients else len(dy))
-        self.layers.append(layer)
+        if call.frozen:
+            gradients = [(parameter, form) for parameter, form in gradients if id(parameter) not in call.frozen]
         runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too
         family.open_calls.discard(call)
+        if not gradients:
+            return []
+        self._check_batch(layer, gradients[0][1].num_samples)
+        self._check_order(family, layer)
+        self.layers.append(layer)
         is_last = not family.open_calls and not runs_again
         if is_last and family not in self._waiting:  # the usual case: one layer, called once
             self._estimates += measured([form for _, form in gradients], self.mode)
-            return
+            self._counted.add(family)
+            return gradients
         self._waiting.setdefault(family, []).extend(gradients)
         if is_last:
             self._count(family)
+        return gradients
 
     def count_rest(self) -> None:
         """Count the families that still wait for calls: none will come."""
@@ -131,10 +149,15 @@ class Backward:
         self.weight = inner.weight  # a loss within a checkpoint has its weight there
         self.layers += inner.layers
         self._estimates += inner._estimates
+        for family in inner._counted:
+            self._check_order(family, family.layers[0])
+        self._counted |= inner._counted
 
     @property
     def sq_norms(self) -> Tensor:
         """(B,): squared norms so far, in the scale of the loss that was differentiated."""
+        if not self._estimates:
+            return torch.zeros(0)
         # One kernel for all layers instead of one addition each.
         return torch.stack([each.sq_norms for each in self._estimates]).sum(0)
 
@@ -152,6 +175,16 @@ class Backward:
             is_one = len(forms) == 1
             # Calls and layers that share a weight add up before they are squared, which a sketch of each cannot do.
             self._estimates += measured(forms, self.mode) if is_one else [Estimate(total(forms), None)]
+        self._counted.add(family)
+
+    def _check_order(self, family: Family, layer: CoveredLayer) -> None:
+        """A checkpoint that runs a pass within the pass shows its calls only then: too late for what was squared."""
+        if family in self._counted:
+            raise CoverageError(
+                f"layer '{layer.name}' is used in several checkpoints, or in one and outside of it: with "
+                f"use_reentrant=True its gradients cannot be added before they are squared",
+                "pass use_reentrant=False to torch.utils.checkpoint",
+            )
 
     def _check_batch(self, layer: CoveredLayer, num_samples: int) -> None:
         if self.num_samples not in (0, num_samples):

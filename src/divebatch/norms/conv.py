@@ -148,15 +148,22 @@ class Patches:
         """All samples' weight gradients as those of one convolution with a group for each."""
         padding, right = self._reached(samples)
         left, right = same_dtype(self.left[samples], right)
-        num_samples = len(left)
-        _, gradient, _ = torch.ops.aten.convolution_backward(
-            left.reshape(1, -1, *left.shape[2:]),
-            right.reshape(1, -1, *right.shape[2:]),
-            left.new_empty(()).expand(num_samples * self.shape[0], *self.shape[1:]),
-            None, self.stride, padding, self.dilation, False, [0] * len(padding), num_samples * self.groups,
-            [False, True, False],
-        )  # fmt: skip
-        return sq_norms_of_rows(gradient.reshape(num_samples, -1))
+        as_one = [each.reshape(1, -1, *each.shape[2:]) for each in (left, right)]
+        return sq_norms_of_rows(self._weight_gradient(as_one[0], as_one[1], padding, len(left)).reshape(len(left), -1))
+
+    def summed(self) -> Tensor:
+        """(*weight shape): that of the convolution itself."""
+        padding, right = self._reached(slice(None))
+        return self._weight_gradient(*same_dtype(self.left, right), padding, 1)
+
+    def _weight_gradient(self, left: Tensor, right: Tensor, padding: Sequence[int], copies: int) -> Tensor:
+        """By torch's own kernel, of a convolution that has all groups `copies` times."""
+        weight = left.new_empty(()).expand(copies * self.shape[0], *self.shape[1:])
+        geometry = (self.stride, padding, self.dilation, False, [0] * len(padding), copies * self.groups)
+        gradient: Tensor = torch.ops.aten.convolution_backward(
+            left, right, weight, None, *geometry, [False, True, False]
+        )[1]
+        return gradient
 
     def _reached(self, samples: slice) -> tuple[Sequence[int], Tensor]:
         """Zeros that a convolution puts on both ends, and its input; where it cannot, none and the padded input."""

@@ -1,6 +1,6 @@
 """Gradient diversity: the norm meter and the sum of gradients side by side, over any number of backward passes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.measurement import Diversity
 from divebatch.norms.accumulators import addend, are_finite, check_shapes, kept, trainable
-from divebatch.norms.compilation import WAY_OUT, uncompiled
+from divebatch.norms.adding_up import not_called
+from divebatch.norms.compilation import uncompiled
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.meter import CountedPass, NormMeter, pausing_meters
 from divebatch.norms.rank_weighting import without_weighing
-from divebatch.norms.registry import CoveredLayer
 from divebatch.norms.sharded import ShardSums, is_sharded
 from divebatch.norms.sketch import sum_dtype
 from divebatch.ranks import Ranks, RankShard, inside_ddp
@@ -138,7 +138,6 @@ class DiversityMeter:
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in plain.items()}
         self._pending = {}
         self._unit = None
-        self._coverage_is_checked = False
         self._drop_shards()
         if len(plain) < len(self._parameters):
             self._shards, self._reached = ShardSums(self._parameters, self.norms._loss_scale.of_mean_over_ranks), set()
@@ -220,9 +219,6 @@ class DiversityMeter:
 
     def _take(self, done: CountedPass) -> None:
         """A backward pass has ended: its gradients go into the sum."""
-        if not self._coverage_is_checked:
-            self._coverage_is_checked = True
-            self._require_called(done.layers)
         if self._shards is not None:
             self._reached |= {id(layer.module) for layer in done.layers}
         received = self._received()
@@ -276,17 +272,15 @@ class DiversityMeter:
             self._count_in(torch.ones_like(self._unit))
 
     def _check_coverage(self, task: int) -> None:
-        if task in self._pending:
-            self._require_called(self.norms._layers_reached(task))
-
-    def _require_called(self, layers: Sequence[CoveredLayer]) -> None:
         """A weight used past its layer's forward would be missing in the norms."""
-        counted = {id(p) for layer in layers for p in layer.parameters}
+        if task not in self._pending:
+            return
+        counted = {id(p) for layer in self.norms._layers_reached(task) for p in layer.parameters}
         received = {name for part in self._pending.values() for name in part}
         missed = [name for name, p in self._parameters.items() if name in received and id(p) not in counted]
         if missed:
             self._pending = {}
-            raise _not_called(missed)
+            raise not_called(missed)
 
     def _require_reached(self) -> None:
         """Check the same for shards, whose gradients may come after the pass, when the sums are read."""
@@ -295,7 +289,7 @@ class DiversityMeter:
         counted = {id(p) for layer in self.norms._layers if id(layer.module) in self._reached for p in layer.parameters}
         missed = [name for name in sorted(self._shards.received) if id(self._parameters[name]) not in counted]
         if missed:
-            raise _not_called(missed)
+            raise not_called(missed)
 
     def _require_can_be_sharded(self) -> None:
         refused = [key for key in ("compiled", "grad_scaler") if self._settings[key]]
@@ -306,13 +300,6 @@ class DiversityMeter:
             refused.append("a meter without a loader")
         if refused or again:
             raise CoverageError(f"parameters sharded by FSDP2 cannot be measured with: {', '.join(refused + again)}")
-
-
-def _not_called(missed: list[str]) -> CoverageError:
-    return CoverageError(
-        f"parameters {missed} received gradients although their layer was not called: call the layer itself, not a "
-        f"function on its weight. If the model is under torch.compile, {WAY_OUT}"
-    )
 
 
 def gradient_diversity(

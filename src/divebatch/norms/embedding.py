@@ -66,6 +66,11 @@ class Rows:
         place = (self.samples[chosen] - first, self.rows[chosen])
         return table.index_put_(place, self.values[chosen], accumulate=True)
 
+    def summed(self) -> Tensor:
+        """(rows, width)."""
+        values = self.values.to(sum_dtype(self.values.dtype))
+        return values.new_zeros(self.num_rows, values.shape[1]).index_add_(0, self.rows, values)
+
 
 def _over_equal(values_BTW: Tensor, rows_BT: Tensor) -> Tensor:
     """(B,): the values' products, added up over the pairs with equal rows."""

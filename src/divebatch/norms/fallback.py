@@ -28,7 +28,7 @@ def by_vmap(layer: nn.Module, inputs: dict[str, Any], dy: Tensor) -> Mapping[str
         call = inspect.BoundArguments(signature, arguments)
         output = functional_call(bare, {f"layer.{name}": p for name, p in trained.items()}, call.args, call.kwargs)
         if not isinstance(output, Tensor):
-            raise CoverageError(f"{type(layer).__name__} has several outputs: no fallback can measure it")
+            raise CoverageError(f"{type(layer).__name__} has several outputs, which fallback='vmap' cannot measure")
         return (output * sample_dy[None]).sum()
 
     chunk = chunk_size(dy, 2 * sum(p.numel() for p in parameters.values()))

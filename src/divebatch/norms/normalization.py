@@ -31,7 +31,8 @@ def layer_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.RMSNorm)
 def rms_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Like LayerNorm, without mean and bias."""
-    eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
+    # The type that torch computes with, and not that of x: nearly 1e5 times larger in bfloat16.
+    eps = torch.finfo(sum_dtype(x.dtype)).eps if layer.eps is None else layer.eps
     return _over_last_dims(layer, rms_norm(_at_least_float32(x), layer.normalized_shape, eps=eps), dy)
 
 

@@ -104,7 +104,8 @@ def recurrent(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
     if layer.dropout > 0 and layer.training and layer.num_layers > 1:
         raise CoverageError(
             f"{type(layer).__name__}(dropout={layer.dropout}) cannot be measured in train mode: what it drops is not "
-            f"known outside of it. Use layers of num_layers=1 with nn.Dropout between them"
+            f"known outside of it",
+            "use layers of num_layers=1 with nn.Dropout between them",
         )
     given, hx = run.arguments["input"], run.arguments.get("hx")
     x, is_open = _batch_first(layer, given)

@@ -47,6 +47,9 @@ class Entry:
 
 RULES: dict[type[nn.Module], Entry] = {}
 
+MODEL = "(model)"
+"""The name of a layer that is the whole model."""
+
 
 def rule_for(
     kind: type[nn.Module],
@@ -140,6 +143,12 @@ class CoveredLayer:
         """The parameters that the rule answers for."""
         return list(self.module.parameters(recurse=self.entry.reruns))
 
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Ids of those that are not trained now; quick, as it is asked with every call."""
+        own = self.module.parameters() if self.entry.reruns else self.module._parameters.values()
+        return frozenset(id(p) for p in own if p is not None and not p.requires_grad)
+
     def gradients(self, x: Any, dy: Tensor) -> list[tuple[nn.Parameter, Form]]:
         """One call's gradients with the parameter of each, which several layers may have in common."""
         stated = self.entry.rule(self.module, x, dy)
@@ -169,6 +178,10 @@ class CoveredLayer:
             )
         return Explicit(gradient)
 
+    def name_of(self, parameter: str) -> str:
+        """The model's name of the layer's parameter."""
+        return parameter if self.name == MODEL else f"{self.name}.{parameter}"
+
     @property
     def _place(self) -> str:
         return f"'{self.name}' ({type(self.module).__name__})"
@@ -183,12 +196,12 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
     for name, module, entry in _with_entries(model, fallback):
         own = [key for key, p in module.named_parameters(recurse=_reruns(entry)) if p.requires_grad]
         if own and entry is not None:
-            covered.append(CoveredLayer(name or "(model)", module, entry))
+            covered.append(CoveredLayer(name or MODEL, module, entry))
         place = f"{name}." if name else ""
         missed = [key for key in own if entry is None or not entry.states(module, key)]
         uncovered += [f"'{place}{key}' of {type(module).__name__}{_why(module)}" for key in missed]
     if uncovered:
-        raise CoverageError(_message(uncovered, fallback))
+        raise _uncovered(uncovered, fallback)
     return covered
 
 
@@ -215,19 +228,23 @@ def _require_batch_first(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
         if isinstance(module, kinds) and not module.self_attn.batch_first:
-            raise CoverageError(f"'{name or '(model)'}' ({type(module).__name__}) must be made with batch_first=True")
+            raise CoverageError(
+                f"'{name or MODEL}' ({type(module).__name__}) has the time first, where steps look like samples",
+                "make it with batch_first=True",
+            )
 
 
 def _why(module: nn.Module) -> str:
     return " (which its rule does not state)" if original_type(module) in RULES else ""
 
 
-def _message(uncovered: list[str], fallback: Entry | None) -> str:
+def _uncovered(uncovered: list[str], fallback: Entry | None) -> CoverageError:
     known = ", ".join(sorted(kind.__name__ for kind in RULES))
     way = "replace the layer (the fallback cannot run it)"
     if fallback is None:
         way = "pass fallback='vmap' (in a controller: estimator=Trajectory(fallback='vmap'))"
-    return (
-        f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}. Register one with "
-        f"@divebatch.rule_for(LayerType, parameters=(...)), {way}, or freeze the parameter (requires_grad_(False))."
+    return CoverageError(
+        f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}",
+        f"{way}, register a rule with @divebatch.rule_for(LayerType, parameters=(...)), or freeze the parameter "
+        f"(requires_grad_(False))",
     )

@@ -49,6 +49,10 @@ class Form(Protocol):
         """(b, *parameter shape): the gradients themselves of some samples."""
         ...
 
+    def summed(self) -> Tensor:
+        """The sum over all samples, with as many entries as the parameter: the gradient of the batch."""
+        ...
+
     @property
     def num_samples(self) -> int:
         """B."""
@@ -79,6 +83,10 @@ class Explicit:
     def explicit(self, samples: slice) -> Tensor:
         """A slice of what is there."""
         return self.gradients[samples]
+
+    def summed(self) -> Tensor:
+        """In a type that sums are kept in."""
+        return self.gradients.sum(0, dtype=sum_dtype(self.gradients.dtype))
 
     @property
     def num_samples(self) -> int:
@@ -123,6 +131,11 @@ class Outer:
         left, right = same_dtype(positions(self.left[samples]), positions(self.right[samples]))
         return left.mT @ right
 
+    def summed(self) -> Tensor:
+        """(O, I): one product, as for the weight itself."""
+        left, right = same_dtype(self.left, self.right)
+        return left.flatten(0, -2).mT @ right.flatten(0, -2)
+
     @property
     def num_samples(self) -> int:
         """B."""
@@ -147,6 +160,10 @@ class RowSums:
     def explicit(self, samples: slice) -> Tensor:
         """(b, O)."""
         return positions(self.left[samples]).sum(1)
+
+    def summed(self) -> Tensor:
+        """(O,)."""
+        return self.left.flatten(0, -2).sum(0, dtype=sum_dtype(self.left.dtype))
 
     @property
     def num_samples(self) -> int:
@@ -186,6 +203,10 @@ class Stacked:
     def explicit(self, samples: slice) -> Tensor:
         """(b, rows, ...)."""
         return torch.cat([block.explicit(samples) for block in self.blocks], 1)
+
+    def summed(self) -> Tensor:
+        """(rows, ...)."""
+        return torch.cat([block.summed() for block in self.blocks])
 
     @property
     def num_samples(self) -> int:
