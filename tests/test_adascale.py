@@ -141,9 +141,12 @@ def test_a_base_batch_that_cannot_be_is_refused(base: Any):
 def test_the_sum_of_gains_counts_steps_at_the_base_batch():
     run = Training(Fixed(), base_batch_size=2, estimator=Says((1.0, 0.0), (2.0, 1.0)))
     sums = [run.control.effective_steps]
-    for _ in range(3):
-        run.epoch() if run.control.epoch < 2 else list(run.loader)
+    for _ in range(2):
+        run.epoch()
         sums.append(run.control.effective_steps)
+    for _ in run.loader:
+        run.optimizer.step()
+    sums.append(run.control.effective_steps)
     assert sums == pytest.approx([0, 5, 5 + 5 * 4, 5 + 20 + 5 * 1.6])
 
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors", "checks"}
 CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
 LIBRARY = BASE | CORE | {"student", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
-LIBRARY |= {"advice", "integrations"}
+LIBRARY |= {"step_count", "advice", "integrations"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
@@ -30,8 +30,9 @@ MAY_IMPORT = {
     "resolve": BASE | CORE,
     "recording": BASE | {"measurement", "records"},
     "measuring": BASE | {"estimators", "measurement", "policies"},
-    "controller": BASE | CORE | {"resolve", "recording", "measuring"},
-    "integrations": BASE | CORE | {"controller", "resolve"},
+    "step_count": BASE | {"measurement", "policies"},
+    "controller": BASE | CORE | {"resolve", "recording", "measuring", "step_count"},
+    "integrations": BASE | CORE | {"controller", "resolve", "step_count"},
     "advice": BASE | CORE,
     "lab.training": LIBRARY,
     "lab.loggers": BASE | {"records"},

@@ -32,6 +32,7 @@ from divebatch.resolve import (
     resolve_coupling,
     resolve_estimator,
 )
+from divebatch.step_count import StepCount, in_multiples
 
 STATE_VERSION = 1
 
@@ -59,9 +60,12 @@ class Controller:
         base_batch_size: The batch size that your learning rate was chosen for; None for the loader's first.
         loss_reduction: How your loss is reduced over a batch, "mean" or "sum".
         shadows: Policies by name that only watch: each epoch's record has the size that each would have chosen.
-        every_steps: Decide also within epochs, after each so many batches of one; the rest of the epoch follows at
-            once. Your loop stays as it is: the loader asks when the loop comes for its next batch. None for the ends of
-            epochs alone.
+        every_steps: Decide also within epochs, after each so many optimizer steps of one; the rest of the epoch
+            follows at once. Your loop stays as it is: the loader asks when the loop comes for its next batch. None for
+            the ends of epochs alone.
+        batches_per_step: How many of the loader's batches one optimizer step takes, for a loop that adds up their
+            gradients. None to have it counted, from the first step on. All sizes that policies see and choose, and
+            those of records, are those of a step: the loader's `batch_size` is a step's over this, rounded down.
         measure_always: Measure every epoch for the record, also those that no policy asks for.
         rank_weighting: Who weighs the gradients of ranks that hold unequal numbers of samples: "model" for the
             controller, which multiplies what enters the model backwards by `loader.rank_shard.loss_weight`; "loss" for
@@ -82,6 +86,7 @@ class Controller:
         loss_reduction: LossReduction = "mean",
         shadows: Mapping[str, Policy] | None = None,
         every_steps: int | None = None,
+        batches_per_step: int | None = None,
         measure_always: bool = False,
         rank_weighting: Literal["model", "loss"] = "model",
     ) -> None:
@@ -101,6 +106,7 @@ class Controller:
             lr_coupling=coupling,
             loss_reduction=loss_reduction,
             every_steps=every_steps,
+            batches_per_step=batches_per_step,
             base_batch_size=base_batch_size,
             measure_always=measure_always,
             rank_weighting=rank_weighting,
@@ -110,6 +116,7 @@ class Controller:
         if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
+        self._steps = StepCount(loader, told=batches_per_step, on_change=self._begin_at_other_size)
         self._needs = frozenset[str]().union(*(each.needs for each in self._policies))
         self._rate_needs_noise = coupling in BY_NOISE
         self.epoch = loader.epoch
@@ -130,13 +137,14 @@ class Controller:
             optimizer,
             schedulers,
             kind=coupling,
-            first_batch_size=loader.batch_size,
+            first_batch_size=self._steps.batch_size,
             base_batch_size=base_batch_size,
         )
         self._is_under_way, self._is_closed = False, False
         self._lr = self._coupling.rates()[0]
         self._changes: list[Change] = []
         self._history = History()
+        self._steps.watch(optimizer)
         # The loader says when an epoch begins, so that the user's loop needs no call for it.
         self._stop_listening = loader._listen(self._before_batch, controls=True)
 
@@ -147,18 +155,21 @@ class Controller:
         or of all.
         """
         finished = self._finished_pass()
+        self._steps.settle(finished.batch_size)
+        self._steps.complete(finished.batches, every_steps=self._every_steps)
         loss = self._loss_of_all_ranks(loss, finished)
         needing = [policy for policy in self._policies if "loss" in policy.needs]
         if loss is None and needing:
             raise UsageError(f"{needing[0]} needs the epoch's mean training loss: control.step(loss=...)")
         seen = self._measurement(finished, self._measuring.end_of_epoch(), lr=self._lr, loss=loss)
         seen, decision = self._agreed(replace(seen, history=self._timed(finished).with_epoch(seen)))
-        shadows = {name: self._within_limits(p.next(seen), seen).batch_size for name, p in self._shadows.items()}
-        self.loader.batch_size = decision.batch_size
+        shadows = {name: self._decided(policy, seen).batch_size for name, policy in self._shadows.items()}
+        self.loader.batch_size = decision.batch_size // self._steps.unit
         self._follow(decision, seen)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._measuring.forget()
+        self._steps.end_epoch()
         self._is_under_way = False
         self.epoch += 1
         record = epoch_record(
@@ -170,6 +181,7 @@ class Controller:
             shadows=shadows or None,
             changes=self._changes or None,
             measured=self._measuring.was_at_work if self._measuring.estimator is not None else None,
+            micro_batch_size=finished.batch_size if self._steps.unit > 1 else None,
         )
         self._changes = []
         return record
@@ -180,14 +192,14 @@ class Controller:
 
         With any other coupling each step counts as one.
         """
-        return self._coupling.gains.at(self.loader.batches_delivered)
+        return self._coupling.gains.at(self._steps.made)
 
     def take_scheduler_steps(self) -> int:
         """Return how often to step, now, a scheduler that is stepped with every batch, to go by `effective_steps`.
 
         Each call takes what has come together since the last one, so a second call returns 0.
         """
-        return self._coupling.gains.due(self.loader.batches_delivered)
+        return self._coupling.gains.due(self._steps.made)
 
     def plan(self) -> BatchPlan:
         """How the batch delivered last must go through the model. Ask once a batch, before its first forward pass."""
@@ -211,6 +223,7 @@ class Controller:
     def close(self) -> None:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
         self._is_closed = True
+        self._steps.close()
         self._coupling.close()
         self._stop_listening()
         if self._stop_weighing is not None:
@@ -229,25 +242,29 @@ class Controller:
         """The loop has come for its next batch: the steps on those before are made."""
         if current.batches == 0 or not self._is_under_way:
             self._begin_epoch()
-        # A resumed epoch comes here first: its state was saved before the decision that was due.
-        elif self._every_steps is not None and current.batches % self._every_steps == 0:
+        # Between two steps, and not among the batches of one. A resumed epoch comes here first: its state was saved
+        # before the decision that was due.
+        elif self._steps.came_after_step() and self._every_steps and self._steps.is_due(self._every_steps):
             self._decide_within_epoch(current)
 
     def _begin_epoch(self) -> None:
         """Only here are hooks put on the model. What was seen of a pass that was broken off does not count."""
         self._lr, self._changes = self._coupling.rates()[0], []
         self._is_under_way = True
-        self._measuring.begin_epoch(self.epoch + 1, self.loader.batch_size)
+        self._steps.begin_epoch()
+        self._measuring.begin_epoch(self.epoch + 1, self._steps.batch_size)
 
     def _decide_within_epoch(self, current: EpochProgress) -> None:
         """What is decided here is in force for the rest of the epoch."""
+        self._steps.settle(current.batch_size)
         lr = self._coupling.rates()[0]
         seen = self._measurement(current, self._measuring.window(), lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
-        self.loader.resize_now(decision.batch_size)
+        self.loader.resize_now(decision.batch_size // self._steps.unit)
+        self._steps.end_window()
         self._follow(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._measuring.start_if_due(self.epoch + 1, self.loader.batch_size)
+        self._measuring.start_if_due(self.epoch + 1, self._steps.batch_size)
         next_lr = self._coupling.rates()[0]
         if decision.batch_size != seen.batch_size or not math.isclose(next_lr, lr):
             self._lr = next_lr
@@ -271,10 +288,10 @@ class Controller:
         assert dataset_size is not None  # known once an epoch has ended, and within one where it can be resized
         return Measurement(
             epoch=done.epoch + 1,
-            batch_size=done.batch_size,
+            batch_size=done.batch_size * self._steps.unit,
             dataset_size=dataset_size,
             first_batch_size=self._coupling.first_batch_size,
-            step=self.loader.batches_delivered,
+            step=self._steps.made,
             samples=self.loader.samples_delivered,
             # A window or an epoch that dropped its rest holds fewer samples: n * diversity means the same of both.
             diversity=None if diversity is None else diversity.of(dataset_size),
@@ -286,27 +303,31 @@ class Controller:
 
     def _agreed(self, seen: Measurement) -> tuple[Measurement, Decision]:
         """Rank 0's view and decision. Rounding and clocks differ between ranks, decisions must not."""
+        self.policy.check_start(seen.first_batch_size)  # which the first steps may have shown to be larger
         # Ranks that decided differently would wait for each other for ever.
-        agreed: tuple[Measurement, Decision] = self.ranks.from_first(
-            (seen, self._within_limits(self.policy.next(seen), seen))
-        )
+        agreed: tuple[Measurement, Decision] = self.ranks.from_first((seen, self._decided(self.policy, seen)))
         return agreed
 
     def _timed(self, finished: EpochProgress) -> History:
         speed = finished.samples_per_second
         if speed is None or "throughputs" not in self._needs:
             return self._history
-        return self._history.with_throughput(finished.batch_size, speed)
+        return self._history.with_throughput(finished.batch_size * self._steps.unit, speed)
 
     def _loss_of_all_ranks(self, loss: float | None, finished: EpochProgress) -> float | None:
         if self.ranks.is_alone:
             return loss
         return self.ranks.mean(loss, finished.local_samples if loss is not None else 0)
 
-    def _within_limits(self, decision: Decision, seen: Measurement) -> Decision:
+    def _decided(self, policy: Policy, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch or fewer than there are ranks, and no learning rate follows one."""
-        # Otherwise the learning rate would follow a batch size that does not exist.
-        return decision.at_most(seen.dataset_size).at_least(self.ranks.size)
+        limits = {"at_most": seen.dataset_size, "at_least": self.ranks.size}
+        return in_multiples(policy, seen, self._steps.unit, **limits)
+
+    def _begin_at_other_size(self) -> None:
+        """What a step holds turned out in the first epoch: training began with that."""
+        self._coupling.begin_at(self._steps.batch_size)
+        self._lr = self._coupling.rates()[0]
 
     def _follow(self, decision: Decision, seen: Measurement) -> None:
         """Put the learning rate where the decision, and for some couplings the noise, wants it."""
@@ -331,6 +352,7 @@ class Controller:
             "lr": self._lr,
             "loader": self.loader.state_dict(),
             "measuring": self._measuring.state_dict(),
+            "steps": self._steps.state_dict(),
             "coupling": self._coupling.state_dict(),
             "history": asdict(self._history),
             "changes": [list(change) for change in self._changes],
@@ -351,6 +373,7 @@ class Controller:
         self._coupling.check_state(state["coupling"])
         self.loader.load_state_dict(state["loader"])
         self._coupling.load_state_dict(state["coupling"])
+        self._steps.load_state_dict(state["steps"])
         self.epoch, self._history = state["epoch"], History.from_dict(state["history"])
         self._lr, self._changes = state["lr"], [Change(*change) for change in state["changes"]]
         self._is_under_way = state["loader"]["pass"] is not None
@@ -358,5 +381,5 @@ class Controller:
             state["measuring"],
             is_under_way=self._is_under_way,
             epoch=self.epoch + 1,
-            batch_size=self.loader.batch_size,
+            batch_size=self._steps.batch_size,
         )

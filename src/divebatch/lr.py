@@ -78,7 +78,7 @@ class LrCoupling:
         _require_all_schedulers(optimizer, schedulers)
         self._schedulers = schedulers
         self.optimizer, self.kind, self.first_batch_size = optimizer, kind, first_batch_size
-        self.base_batch_size = base_batch_size or first_batch_size
+        self.base_batch_size, self._has_base = base_batch_size or first_batch_size, base_batch_size is not None
         self._noise_scale: float | None = None
         self.gains = GainSum(self._gain(first_batch_size))
         """The sum of the gains of the steps so far."""
@@ -118,6 +118,19 @@ class LrCoupling:
         self.gains.change(self._gain(batch_size), step)
         self._batch_factor = self._batch_factor_at(batch_size)
         self._decided_factor *= lr_factor
+        self._write(self.factor)
+
+    def begin_at(self, batch_size: int) -> None:
+        """Take `batch_size` for the size that training began with: it turned out to be another before any change.
+
+        The rate that was found at the beginning belongs to it, unless a base was given.
+        """
+        if not self._has_base:
+            self.base_batch_size = batch_size
+        self.first_batch_size = batch_size
+        self.gains = GainSum(self._gain(batch_size))
+        self._notice_foreign_changes()
+        self._batch_factor = self._batch_factor_at(batch_size)
         self._write(self.factor)
 
     def _batch_factor_at(self, batch_size: int) -> float:

@@ -252,11 +252,11 @@ class Measurement:
 
     Args:
         epoch: Finished epochs, so 1 at the first decision; for a decision within an epoch, that epoch's number.
-        batch_size: The batch size that was in force, in samples.
+        batch_size: The batch size that was in force: samples of an optimizer step.
         dataset_size: Samples in one epoch: the paper's n.
         first_batch_size: The batch size that training started with; `batch_size` where it is not given.
         largest_batch_size: The largest batch that can be had, in samples; `dataset_size` where it is not given.
-        step: Batches delivered so far, one an optimizer step.
+        step: Optimizer steps so far.
         samples: Samples seen so far.
         diversity: What the estimator measured; None where nothing asked for it.
         lr: The learning rate in force, of the first parameter group.

@@ -20,12 +20,10 @@ from divebatch import (
     Auto,
     DiveBatch,
     Fixed,
-    Measurement,
     Policy,
     gradient_diversity,
 )
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.integrations.accumulation_policies import OverPasses
 from integrations.plain_loop import (
     GROWS_AND_SHRINKS,
     Course,
@@ -178,12 +176,11 @@ def test_with_accumulation_the_policy_sets_the_optimizers_batch():
     assert run.trainer.global_step == 4 + 2 + 6
 
 
-def test_a_policy_over_passes_sees_whole_batches():
-    over = OverPasses(AdaBatch(20, every_epochs=1), 4)
-    seen = Measurement(epoch=1, batch_size=3, dataset_size=48, first_batch_size=3)
-    assert over.next(seen).batch_size == 5  # 12, doubled, capped at 20, in four passes
+def test_with_accumulation_the_cap_is_that_of_the_optimizers_batch():
+    run = Run(AdaBatch(20, every_epochs=1), batch_size=3, accumulate_grad_batches=4, epochs=2).fit()
+    assert [r.batch_size for r in run.callback.records] == [12, 20]  # doubled, capped, in four passes
     with pytest.raises(ArgumentError, match="24"):
-        over.check_start(6)
+        Run(AdaBatch(20, every_epochs=1), batch_size=6, accumulate_grad_batches=4, epochs=1).fit()
 
 
 # Checkpoints

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from divebatch.checks import require_count
-from divebatch.data.epoch_progress import EpochProgress, not_finished
+from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.from_dataloader import Parts, parts_of
 from divebatch.data.listeners import Listener, Listeners
 from divebatch.data.order import Order, Sequential, Shuffled, checked_seed, drawn_seed, size_of
+from divebatch.data.passes import Passes
 from divebatch.data.rank_shards import local_batches, rank_shard_of, require_shareable, size_without_stand_ins
 from divebatch.data.sampler import checked_batch_size, num_batches
 from divebatch.data.source import length_of_stream, make_source
@@ -125,16 +126,14 @@ class AdaptiveLoader:
         self._is_seed_drawn = seed is None
         self._reseed(drawn_seed(parts.generator) if seed is None else checked_seed(seed))
         self._source = make_source(parts.dataset, drop_last=parts.drop_last, settings=parts.settings)
-        self._stream_size = length_of_stream(parts.dataset) if parts.order is None else None
+        self._passes = Passes()
+        self._stream_size: int | None = None
+        """Samples of an epoch of a stream, where a state told it."""
         self._ranks: Ranks | None = None
         self.batch_size = parts.batch_size
         if process_group is not None:
             self._join(Ranks.alone() if process_group == "alone" else Ranks.here(process_group))
         self.rank_shard, self.local_samples_delivered = RankShard(0, 0), 0
-        self._epoch, self._batches_before, self._samples_before = 0, 0, 0
-        self._current: EpochProgress | None = None
-        self._finished: EpochProgress | None = None
-        self._is_resumed = False
         self._listeners = Listeners()
 
     # What a user reads and sets
@@ -164,7 +163,7 @@ class AdaptiveLoader:
                 "the batch size of a stream cannot change within an epoch: what its workers hold cannot be cut anew"
             )
         self.batch_size = batch_size
-        if (current := self._under_way()) is not None:
+        if (current := self._passes.under_way) is not None:
             current.resize(self.batch_size)
 
     @property
@@ -175,22 +174,30 @@ class AdaptiveLoader:
     @property
     def dataset_size(self) -> int | None:
         """Samples in one epoch; None for a stream of unknown length before its first epoch is over."""
-        return self._stream_size if self._order is None else len(self._order)
+        if self._order is not None:
+            return len(self._order)
+        ended = self._passes.finished
+        return length_of_stream(self.dataset) or (self._stream_size if ended is None else ended.samples)
 
     @property
     def epoch(self) -> int:
         """Complete passes so far."""
-        return self._epoch
+        return self._passes.epoch
 
     @property
     def batches_delivered(self) -> int:
         """Batches of all epochs, the one under way included."""
-        return self._batches_before + (self._current.batches if self._current else 0)
+        return self._passes.batches
 
     @property
     def samples_delivered(self) -> int:
         """Samples of all epochs, the one under way included."""
-        return self._samples_before + (self._current.samples if self._current else 0)
+        return self._passes.samples
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no batch is left of the pass under way, or none is under way."""
+        return self._passes.is_at_end
 
     @property
     def ranks(self) -> Ranks:
@@ -211,40 +218,36 @@ class AdaptiveLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (from 0) the next one, from its beginning."""
-        self._epoch, self._current, self._is_resumed = epoch, None, False
+        self._passes.jump(epoch)
 
     def __len__(self) -> int:
         """Batches in the pass under way, else in the next one."""
-        current = self._under_way()
+        current = self._passes.under_way
         if current is not None and current.num_batches is not None:
             return current.num_batches
         if self.dataset_size is None:
             raise TypeError("the length of this stream is not known")
         return num_batches(self.dataset_size, self.delivery_size or self.batch_size, drop_last=self.drop_last)
 
-    def _under_way(self) -> EpochProgress | None:
-        current = self._current
-        return current if current is not None and (current.is_open or self._is_resumed) else None
-
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:
-        if self._current is not None and not self._is_resumed and self._current.is_used_up:
-            self._close(self._current)
-        if not self._is_resumed or self._current is None:
-            self._current = self._new_pass()
-        elif self._current.batch_size < self.ranks.size:  # begun by fewer ranks than there are now
-            self._current.resize(self.ranks.size)
-        self._is_resumed = False
-        return self._run(self._current)
+        passes = self._passes
+        passes.close_if_used_up()
+        if not passes.is_resumed or passes.current is None:
+            passes.current = self._new_pass()
+        elif passes.current.batch_size < self.ranks.size:  # begun by fewer ranks than there are now
+            passes.current.resize(self.ranks.size)
+        passes.is_resumed = False
+        return self._run(passes.current)
 
     def _new_pass(self) -> EpochProgress:
         ranks = self.ranks  # first: joining them may change seed and batch size
-        order = None if self._order is None else self._order.draw(self._epoch)
+        order = None if self._order is None else self._order.draw(self.epoch)
         return self._progress(self.batch_size, self._agreed(order, ranks))
 
     def _progress(self, batch_size: int, order: Any, *, batches: int = 0, samples: int = 0) -> EpochProgress:
-        progress = EpochProgress(self._epoch, batch_size, order, self.drop_last, self.delivery_size)
+        progress = EpochProgress(self.epoch, batch_size, order, self.drop_last, self.delivery_size)
         progress.batches, progress.samples = batches, samples
         progress.resize(batch_size)
         size = length_of_stream(self.dataset) if order is None else None
@@ -262,7 +265,7 @@ class AdaptiveLoader:
         size, batches = current.batch_size, self._rest(current)
         try:
             while (counted := next(batches, None)) is not None:
-                if current is not self._current:
+                if current is not self._passes.current:
                     raise UsageError(
                         "another pass over this loader began while this one ran: to look at the data in between use "
                         "loader.full_pass() or a loader of its own"
@@ -273,12 +276,12 @@ class AdaptiveLoader:
                     size, batches = current.batch_size, self._rest(current)
         finally:
             current.is_open = False
-        if current is self._current:
-            self._close(current)
+        if current is self._passes.current:
+            self._passes.close(current)
 
     def _tell(self, current: EpochProgress) -> None:
         """The loop has come for a batch, so the step on the last one is made; after the very last nobody is told."""
-        if current is self._current and not current.is_used_up:
+        if current is self._passes.current and not current.is_used_up:
             self._listeners.tell(current)
 
     def _rest(self, current: EpochProgress) -> Iterator[tuple[int, Any]]:
@@ -298,20 +301,6 @@ class AdaptiveLoader:
         current.count(self.rank_shard)
         return batch if self.transform is None else self.transform(batch)
 
-    def _close(self, current: EpochProgress) -> None:
-        """The pass is over: its counts become final."""
-        if current.batches == 0:
-            raise ArgumentError(
-                f"epoch {current.epoch + 1} had no batch of {current.batch_size} samples: "
-                f"the stream is empty, or shorter than one batch with drop_last=True"
-            )
-        current.end()
-        self._batches_before += current.batches
-        self._samples_before += current.samples
-        if self._order is None:
-            self._stream_size = length_of_stream(self.dataset) or current.samples
-        self._epoch, self._current, self._finished = current.epoch + 1, None, current
-
     def full_pass(self) -> Iterator[Any]:
         """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights.
 
@@ -320,7 +309,7 @@ class AdaptiveLoader:
         """
         settings = {**self._settings, "persistent_workers": False}
         source = make_source(self.dataset, drop_last=False, settings=settings)
-        ranks, seed, size = self.ranks, (self.seed, self._epoch), self.delivery_size or self.batch_size
+        ranks, seed, size = self.ranks, (self.seed, self.epoch), self.delivery_size or self.batch_size
         order = None if self._order is None else self._agreed(self._order.fixed(), ranks)
         if order is not None:
             size = size_without_stand_ins(len(order), size, ranks)
@@ -334,31 +323,22 @@ class AdaptiveLoader:
         return self._listeners.add(listener, controls=controls)
 
     def _has_finished_pass(self, *, since: int) -> bool:
-        return self._finished is not None and self._finished.epoch >= since
+        return self._passes.has_finished(since=since)
 
     def _finished_pass(self, *, since: int) -> EpochProgress:
-        """The last pass that has ended, if its epoch is `since` (from 0) or later; else an error says how far it is."""
-        if self._current is not None and self._current.is_used_up:
-            self._close(self._current)
-        if self._finished is None or self._finished.epoch < since:
-            raise not_finished(self._current)
-        return self._finished
+        return self._passes.finished_since(since)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, counting batches delivered and not merely prefetched."""
-        current = self._current
         with_order = self._order is not None and not self._order.is_reproducible
         return {
             "version": STATE_VERSION,
             **self._way_of_cutting(),
             "seed": self.seed,
             "batch_size": self.batch_size,
-            "epoch": self._epoch,
-            "batches_before": self._batches_before,
-            "samples_before": self._samples_before,
-            "pass": current.state_dict(with_order=with_order) if current is not None and current.batches else None,
+            **self._passes.state_dict(with_order=with_order),
         }
 
     def _way_of_cutting(self) -> dict[str, Any]:
@@ -381,19 +361,18 @@ class AdaptiveLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where the saved loader stood: the next pass yields exactly what it had not delivered."""
         self._check_state(state)
-        self._epoch, self._is_seed_drawn = state["epoch"], False
+        self._passes.load_counts(state)
+        self._is_seed_drawn = False
         self._reseed(state["seed"])
         if self._order is None:
-            self._stream_size = length_of_stream(self.dataset) or state["dataset_size"]
+            self._stream_size = state["dataset_size"]
         self.batch_size = state["batch_size"]
-        self._batches_before, self._samples_before = state["batches_before"], state["samples_before"]
-        self._finished, self._is_resumed = None, state["pass"] is not None
-        self._current = self._restored_pass(state["pass"]) if state["pass"] else None
+        self._passes.current = self._restored_pass(state["pass"]) if state["pass"] else None
 
     def _restored_pass(self, state: dict[str, Any]) -> EpochProgress:
         order = state["order"]
         if self._order is not None and order is None:
-            order = self._order.draw(self._epoch)
+            order = self._order.draw(self.epoch)
         elif self._order is not None:
             self._order.remember(order)
         return self._progress(state["batch_size"], order, batches=state["batches"], samples=state["samples"])

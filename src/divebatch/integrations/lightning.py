@@ -14,7 +14,7 @@ from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
-from divebatch.integrations.accumulation_policies import OverPasses, refuse_loss
+from divebatch.integrations.accumulation_policies import refuse_loss
 from divebatch.integrations.versions import Requirement
 from divebatch.lr import CouplingName
 from divebatch.norms.loss_scale import LossReduction, LossWeight
@@ -99,11 +99,12 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
             pl_module,
             trainer.optimizers[0],
             self.loader,
-            self.policy if self._num_passes == 1 else OverPasses(self.policy, self._num_passes),
+            self.policy,
             estimator=resolve_estimator(
                 self.policy, self._estimator, grad_scaler=getattr(trainer.precision_plugin, "scaler", None)
             ),
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+            batches_per_step=self._num_passes,
             **self._settings,
         )
         self._is_fitting, self._is_resumed = True, False
@@ -144,6 +145,7 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         """Measure, decide, apply. Lightning steps epoch schedulers before and saves checkpoints after this."""
         if self.control is None or trainer.fast_dev_run or not trainer.is_last_batch:
             return  # stopped in the middle of an epoch: by max_steps, max_time, early stopping
+        self._check_unchanged(trainer)  # by callbacks that came after this one
         record = self._of_optimizer_steps(self.control.step(), trainer.global_step)
         self.records.append(record)
         values = {"batch_size": record.batch_size, "diversity": record.diversity}
@@ -180,14 +182,7 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
             self._to_load, self._is_resumed = {}, True
 
     def _of_optimizer_steps(self, record: EpochRecord, steps: int) -> EpochRecord:
-        following = record.next_batch_size
-        return replace(
-            record,
-            steps=steps,
-            batch_size=record.batch_size * self._num_passes,
-            next_batch_size=None if following is None else following * self._num_passes,
-            micro_batch_size=record.batch_size,
-        )
+        return replace(record, steps=steps, micro_batch_size=record.batch_size // self._num_passes)
 
 
 def _check_epochs(trainer: Any) -> None:

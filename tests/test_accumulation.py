@@ -1,0 +1,325 @@
+"""Loops that add up the gradients of several batches: what each step really held, counted by the loop itself."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.policies import NoiseScale, Policy
+from reference.per_sample import dataset, mean_loss, mlp
+
+DATA = dataset(48)
+
+
+@dataclass(frozen=True)
+class Sizes(Policy):
+    """Chooses one size after the other, and keeps what it saw."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    decides_within_epochs: ClassVar[bool] = True
+    sizes: tuple[int, ...]
+    seen: list[Measurement] = field(default_factory=list, compare=False)
+
+    def next(self, seen: Measurement) -> Decision:
+        self.seen.append(seen)
+        return Decision(batch_size=self.sizes[min(len(self.seen), len(self.sizes)) - 1])
+
+
+@dataclass(frozen=True)
+class ByStep(Policy):
+    """The size that its table has for the step."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    decides_within_epochs: ClassVar[bool] = True
+    sizes: tuple[tuple[int, int], ...]
+
+    def next(self, seen: Measurement) -> Decision:
+        return Decision(batch_size=dict(self.sizes).get(seen.step, seen.batch_size))
+
+
+class Loop:
+    """Steps once in `k` batches. `ending` says what becomes of an epoch's last batches where they are fewer."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        k: int = 4,
+        *,
+        ending: str = "step",
+        batch_size: int = 3,
+        data: Any = DATA,
+        **settings: Any,
+    ):
+        self.k, self.ending = k, ending
+        self.model = mlp()
+        self.optimizer = SGD(self.model.parameters(), 0.01)
+        self.loader = AdaptiveLoader(data, batch_size, seed=0, **settings.pop("loader", {}))
+        self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
+        self.held: list[int] = []
+        """Samples of each step, all epochs."""
+        self.rates: list[float] = []
+        self._since, self._batches = 0, 0
+
+    def train(self) -> Iterator[int]:
+        if self.ending != "carry":
+            self._since, self._batches = 0, 0
+            self.optimizer.zero_grad()
+        for x, y in self.loader:
+            (mean_loss(self.model(x), y) / self.k).backward()
+            self._since, self._batches = self._since + len(x), self._batches + 1
+            if self._batches % self.k == 0:
+                self.step()
+            yield self._batches
+        if self.ending == "step" and self._since:
+            self.step()
+
+    def step(self) -> None:
+        self.held.append(self._since)
+        self._since = 0
+        self.optimizer.step()
+        self.rates.append(self.optimizer.param_groups[0]["lr"])  # the one that the step has used
+        self.optimizer.zero_grad()
+
+    def epoch(self) -> EpochRecord:
+        for _ in self.train():
+            pass
+        return self.control.step()
+
+
+@pytest.mark.parametrize("ending", ["step", "drop", "carry"])
+@pytest.mark.parametrize("num_samples", [48, 47])
+def test_sizes_rates_and_records_are_those_of_what_a_step_holds(ending: str, num_samples: int):
+    loop = Loop(Sizes((24, 8, 10, 48)), ending=ending, data=dataset(num_samples), lr_coupling="linear")
+    records = [loop.epoch() for _ in range(4)]
+    most = 48 if num_samples == 48 else 44  # a multiple of 4 within the data
+    assert [record.batch_size for record in records] == [12, 24, 8, 8]
+    assert [record.next_batch_size for record in records] == [24, 8, 8, most]
+    assert [record.micro_batch_size for record in records] == [3, 6, 2, 2]
+    assert [m.batch_size for m in loop.control.policy.seen] == [12, 24, 8, 8]
+    assert {m.first_batch_size for m in loop.control.policy.seen} == {12}
+    steps = 0
+    for record in records:
+        mine = range(steps, record.steps)
+        full = [loop.held[step] for step in mine if loop.held[step] % record.batch_size == 0]
+        assert set(full) == {record.batch_size}  # most steps hold what the record says, the rest a part
+        assert all(loop.held[step] <= record.batch_size or ending == "carry" for step in mine)
+        assert [loop.rates[step] for step in mine] == pytest.approx([0.01 * record.batch_size / 12] * len(mine))
+        steps = record.steps
+    assert steps == len(loop.held)
+
+
+def test_the_rate_is_right_from_the_first_step_where_a_base_was_given():
+    loop = Loop(Fixed(), lr_coupling="linear", base_batch_size=24)
+    record = loop.epoch()
+    assert loop.rates == pytest.approx([0.01 * 12 / 24] * 4)
+    assert (record.lr, record.batch_size) == (pytest.approx(0.005), 12)
+
+
+@pytest.mark.parametrize("estimator", ["split", "moments", "per-sample", "ranks", "trajectory"])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_every_estimator_says_the_same_of_a_divided_and_an_undivided_loss(estimator: str, scale: float):
+    def noise(factor: float) -> float:
+        loop = Loop(NoiseScale(48) if estimator != "trajectory" else DiveBatch(1e-9, 48), estimator=estimator)
+        loop.optimizer.param_groups[0]["lr"] = 0.0
+        for number, (x, y) in enumerate(loop.loader, 1):
+            (mean_loss(loop.model(x), y) * factor).backward()
+            if number % 4 == 0:
+                loop.step()
+        record = loop.control.step()
+        assert record.batch_size == 12
+        return record.diversity_low if record.diversity is None else record.diversity
+
+    assert noise(scale) == pytest.approx(noise(2.0), rel=1e-6)
+
+
+def test_decisions_within_an_epoch_fall_between_steps_and_count_them():
+    policy = Sizes((8, 8, 16))
+    loop = Loop(policy, every_steps=2, lr_coupling="linear")
+    for batches in loop.train():
+        if batches % 4:
+            before = loop.loader.batch_size
+        else:
+            assert loop.loader.batch_size == before  # decided when the loop comes for the next batch, a step's first
+    record = loop.control.step()
+    assert loop.held == [12, 12, 8, 8, 8]
+    assert [(m.step, m.samples, m.batch_size) for m in policy.seen] == [(2, 24, 12), (4, 40, 8), (5, 48, 8)]
+    assert [tuple(change)[:2] for change in record.changes] == [(2, 8)]
+    assert loop.rates == pytest.approx([0.01 * held / 12 for held in loop.held])
+
+
+def test_a_loop_that_changes_how_much_it_adds_up_is_followed():
+    policy = Sizes((12, 24, 24))
+    loop = Loop(policy, lr_coupling="linear")
+    loop.epoch()
+    loop.k = 8
+    second, third = loop.epoch(), loop.epoch()
+    assert [m.batch_size for m in policy.seen] == [12, 24, 24]
+    assert (second.batch_size, second.next_batch_size, third.batch_size) == (24, 24, 24)
+    assert loop.rates[4:] == pytest.approx([0.01, 0.01, 0.02, 0.02])
+    assert loop.held == [12] * 4 + [24] * 4
+
+
+class Skips:
+    """A GradScaler's way: some steps are left out, their gradients dropped."""
+
+    def __init__(self, *skipped: int) -> None:
+        self.skipped, self.calls = skipped, 0
+
+    def step(self, optimizer: SGD) -> bool:
+        self.calls += 1
+        if self.calls in self.skipped:
+            return False
+        optimizer.step()
+        return True
+
+
+@pytest.mark.parametrize("skipped", [(1, 2), (3,), (8, 16), (16,)])
+def test_a_step_that_is_skipped_is_no_accumulation(skipped: tuple[int, ...]):
+    policy, made, scaler = Sizes((3,)), 0, Skips(*skipped)
+    loop = Loop(policy, 1)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        mean_loss(loop.model(x), y).backward()
+        made += scaler.step(loop.optimizer)
+    record = loop.control.step()
+    assert (record.batch_size, record.steps, policy.seen[0].first_batch_size) == (3, made, 3)
+    assert record.micro_batch_size is None
+
+
+def prefetched(loader: Any, ahead: int) -> Iterator[Any]:
+    """A loop's own prefetching: so many batches are taken before the first is used."""
+    waiting: list[Any] = []
+    for batch in loader:
+        waiting.append(batch)
+        if len(waiting) > ahead:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("k", [1, 4])
+def test_prefetching_is_no_accumulation(ahead: int, k: int):
+    loop = Loop(Sizes((6 * k, 6 * k)), k)
+    records = []
+    for _ in range(2):
+        for number, (x, y) in enumerate(prefetched(loop.loader, ahead), 1):
+            (mean_loss(loop.model(x), y) / k).backward()
+            loop._since += len(x)
+            if number % k == 0:
+                loop.step()
+        records.append(loop.control.step())
+    assert [record.batch_size for record in records] == [3 * k, 6 * k]
+    assert set(loop.held[: records[0].steps]) == {3 * k}
+    assert records[0].steps == 16 // k
+
+
+def test_several_steps_on_a_batch_are_an_error_with_both_ways_out():
+    loop = Loop(Fixed(), 1, batch_size=8)
+    for x, y in loop.loader:
+        for part in (slice(0, 4), slice(4, 8)):
+            loop.optimizer.zero_grad()
+            mean_loss(loop.model(x[part]), y[part]).backward()
+            loop.optimizer.step()
+    with pytest.raises(UsageError, match=r"stepped 10 times on 5 batches .*batch_size=.*batches_per_step=1"):
+        loop.control.step()
+
+
+def test_a_loop_may_step_twice_on_the_same_batch_where_it_says_so():
+    loop = Loop(Fixed(), 1, batch_size=8, batches_per_step=1)
+    for x, y in loop.loader:
+        for _ in range(2):
+            loop.optimizer.zero_grad()
+            mean_loss(loop.model(x), y).backward()
+            loop.optimizer.step()
+    record = loop.control.step()
+    assert (record.batch_size, record.steps) == (8, 12)
+
+
+@pytest.mark.parametrize(("told", "k"), [(2, 4), (4, 2), (1, 3)])
+def test_what_was_told_and_is_not_so_is_an_error(told: int, k: int):
+    loop = Loop(Fixed(), k, batch_size=1, batches_per_step=told)
+    with pytest.raises(UsageError, match=rf"{told} of the loader's batches .*steps once in {k}"):
+        loop.epoch()
+
+
+def test_a_loader_that_delivers_parts_of_a_step_is_not_counted_twice():
+    policy = Sizes((24, 24))
+    loop = Loop(policy, batch_size=12, loader={"delivery_size": 3}, lr_coupling="linear")
+    first = loop.epoch()
+    loop.k = 8
+    second = loop.epoch()
+    assert [m.batch_size for m in policy.seen] == [12, 24]
+    assert [(r.batch_size, r.next_batch_size, r.steps) for r in (first, second)] == [(12, 24, 4), (24, 24, 6)]
+    assert loop.held == [12] * 4 + [24] * 2
+    assert loop.rates == pytest.approx([0.01] * 4 + [0.02] * 2)
+
+
+def test_a_loop_that_does_not_add_up_what_the_loader_delivers_in_parts_is_told():
+    loop = Loop(Fixed(), 1, batch_size=12, loader={"delivery_size": 3})
+    with pytest.raises(UsageError, match=r"4 of the loader's batches .* delivery_size"):
+        loop.epoch()
+
+
+def test_two_ways_to_say_it_are_one_too_many():
+    with pytest.raises(ArgumentError, match="delivery_size=3"):
+        Loop(Fixed(), batch_size=12, loader={"delivery_size": 3}, batches_per_step=4)
+    with pytest.raises(ArgumentError, match="batches_per_step"):
+        Loop(Fixed(), batches_per_step=0)
+
+
+def test_a_step_above_the_cap_is_refused_as_a_first_batch_is():
+    loop = Loop(AdaBatch(10, every_epochs=1), 4)
+    with pytest.raises(ArgumentError, match="12"):
+        loop.epoch()
+
+
+def test_steps_that_no_hook_sees_are_as_many_as_batches():
+    loop = Loop(Fixed(), 1)
+    list(loop.loader)
+    assert loop.control.step().steps == 16
+
+
+def test_every_steps_without_a_step_is_an_error():
+    loop = Loop(Sizes((3,)), 1, every_steps=2)
+    list(loop.loader)
+    with pytest.raises(UsageError, match="every_steps=2 counts steps of the optimizer"):
+        loop.control.step()
+
+
+def test_steps_outside_an_epoch_do_not_count():
+    loop = Loop(Fixed(), 1)
+    loop.optimizer.step()  # as some do, before a scheduler's first
+    assert loop.epoch().steps == 16
+    loop.optimizer.step()
+    assert loop.epoch().steps == 32
+
+
+@pytest.mark.parametrize("stop", range(1, 16))
+@pytest.mark.parametrize("every_steps", [None, 2])
+def test_a_state_taken_after_any_batch_goes_on(stop: int, every_steps: int | None):
+    def make() -> Loop:
+        return Loop(ByStep(((2, 8), (4, 8), (5, 16))), ending="drop", every_steps=every_steps, lr_coupling="linear")
+
+    whole, begun, resumed = make(), make(), make()
+    expected = [whole.epoch(), whole.epoch()]
+    for batches in begun.train():
+        if batches == stop:
+            break
+    file = io.BytesIO()
+    torch.save(begun.control.state_dict(), file)
+    file.seek(0)
+    resumed.control.load_state_dict(torch.load(file))
+    resumed._batches = stop % 4  # this loop's own count, which it keeps in its checkpoint
+    resumed.ending = "carry"
+    records = [resumed.epoch()]
+    resumed.ending = "drop"
+    records.append(resumed.epoch())
+    for mine, theirs in zip(records, expected, strict=True):
+        assert (mine.batch_size, mine.next_batch_size) == (theirs.batch_size, theirs.next_batch_size)
+        assert (mine.steps, mine.lr) == (theirs.steps, pytest.approx(theirs.lr))
