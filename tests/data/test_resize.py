@@ -212,17 +212,3 @@ def test_a_resumed_pass_may_be_recut_before_its_first_batch():
     resumed.resize_now(10)
     assert len(resumed) == 3
     assert [len(numbers(batch)) for batch in resumed] == [10, 9]
-
-
-def test_a_state_from_before_sizes_could_change_within_an_epoch_loads():
-    """Its position was counted in batches of one size, which is the same place in samples."""
-    state = {
-        **{"version": 1, "dataset_size": N, "drop_last": False, "order": "Shuffled", "num_workers": None},
-        **{"seed": 5, "batch_size": 9, "epoch": 1, "batches_before": 6, "samples_before": N},
-        "pass": {"batch_size": 4, "batches": 2, "samples": 8, "order": None},
-    }
-    loader = MAKE["map"](3)
-    loader.load_state_dict(state)
-    assert len(loader) == 6
-    assert epoch_of_rest(loader, {}) == [part.tolist() for part in Shuffled(N, 5).draw(1)[8:].split(4)]
-    assert [len(numbers(batch)) for batch in loader] == [9, 9, 5]

@@ -11,7 +11,7 @@ from divebatch.checks import require_count
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.from_dataloader import Parts, parts_of
 from divebatch.data.listeners import Listener, Listeners
-from divebatch.data.order import Order, Sequential, Shuffled, checked_seed, drawn_seed, size_of
+from divebatch.data.order import Order, Sequential, Shuffled, checked_seed, drawn_seed, restore, size_of, state_of
 from divebatch.data.passes import Passes
 from divebatch.data.rank_shards import local_batches, rank_shard_of, require_shareable, size_without_stand_ins
 from divebatch.data.sampler import checked_batch_size, num_batches
@@ -46,8 +46,9 @@ class AdaptiveLoader:
         dataset: a map-style dataset, or an IterableDataset, which keeps its own order.
         batch_size: samples per batch.
         shuffle: whether each epoch has a new random order. An IterableDataset is never shuffled.
-        seed: decides on the orders and on what worker processes draw. None: one is drawn from torch's default
-            generator, so `torch.manual_seed` decides; ranks take rank 0's. `loader.seed` and the state tell it.
+        seed: decides on the orders and on what worker processes draw. None: one is drawn from `generator`, where you
+            pass one, else from torch's default one, so `torch.manual_seed` decides; ranks take rank 0's. `loader.seed`
+            and the state tell it.
         drop_last: whether to leave out a last batch that is shorter.
         transform: called in this process with each batch as it is delivered; its result takes the batch's place.
         delivery_size: samples per delivered batch where that is not `batch_size`: for a loop that sums several of them
@@ -85,7 +86,8 @@ class AdaptiveLoader:
         order: Order | None = None
         if not isinstance(dataset, IterableDataset):
             order = Shuffled(size_of(dataset)) if shuffle else Sequential(size_of(dataset))
-        parts = Parts(dataset, batch_size, order, drop_last, dataloader_kwargs)
+        own = dataloader_kwargs.get("generator")
+        parts = Parts(dataset, batch_size, order, drop_last, dataloader_kwargs, own)
         self._setup(parts, seed, transform, delivery_size, process_group)
 
     @classmethod
@@ -286,9 +288,11 @@ class AdaptiveLoader:
 
     def _rest(self, current: EpochProgress) -> Iterator[tuple[int, Any]]:
         """What is still to be delivered here, cut with the size in force, each batch with its number of samples."""
-        seed, size, left = (self.seed, current.epoch), current.cut_size, current.left
-        if left is None:
-            return self._source.batches(None, size, start=current.batches, seed=seed)
+        size, left = current.cut_size, current.left
+        if left is None:  # from its beginning, so that it repeats itself
+            return self._source.batches(None, size, start=current.batches, seed=(self.seed, current.epoch))
+        # Workers that begin within an epoch must not draw again what those before them drew.
+        seed = (self.seed, current.epoch, current.samples)
         if not len(left):
             return iter(())
         return local_batches(self._source, left, size, self.ranks, drop_last=self.drop_last, seed=seed)
@@ -309,7 +313,7 @@ class AdaptiveLoader:
         """
         settings = {**self._settings, "persistent_workers": False}
         source = make_source(self.dataset, drop_last=False, settings=settings)
-        ranks, seed, size = self.ranks, (self.seed, self.epoch), self.delivery_size or self.batch_size
+        ranks, seed, size = self.ranks, (self.seed, self.epoch, 0), self.delivery_size or self.batch_size
         order = None if self._order is None else self._agreed(self._order.fixed(), ranks)
         if order is not None:
             size = size_without_stand_ins(len(order), size, ranks)
@@ -337,9 +341,17 @@ class AdaptiveLoader:
             "version": STATE_VERSION,
             **self._way_of_cutting(),
             "seed": self.seed,
+            "sampler": self._state_of_order(),
+            "generator": state_of(self._settings.get("generator")),
             "batch_size": self.batch_size,
             **self._passes.state_dict(with_order=with_order),
         }
+
+    def _state_of_order(self) -> dict[str, Any]:
+        current = self._passes.current
+        # The order of a pass that has delivered nothing is not saved: a resume draws it again.
+        is_untouched = current is not None and current.batches == 0
+        return {} if self._order is None else self._order.state_dict(without_last=is_untouched)
 
     def _way_of_cutting(self) -> dict[str, Any]:
         """What must be equal for a resume: it decides which samples the rest of an epoch holds."""
@@ -364,6 +376,9 @@ class AdaptiveLoader:
         self._passes.load_counts(state)
         self._is_seed_drawn = False
         self._reseed(state["seed"])
+        restore(self._settings.get("generator"), state["generator"])
+        if self._order is not None:
+            self._order.load_state_dict(state["sampler"])
         if self._order is None:
             self._stream_size = state["dataset_size"]
         self.batch_size = state["batch_size"]

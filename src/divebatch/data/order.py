@@ -1,7 +1,10 @@
 """In which order an epoch visits the samples."""
 
+import random
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -33,6 +36,27 @@ def mixed_seed(seed: int, *purpose: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=purpose).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def state_of(generator: Any) -> str | None:
+    """The state of a torch generator, as hexadecimal digits; None where there is none."""
+    return generator.get_state().numpy().tobytes().hex() if isinstance(generator, torch.Generator) else None
+
+
+def restore(generator: Any, state: str | None) -> None:
+    """Set a generator to a saved state, where there are both."""
+    if state is not None and isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+
+
+@contextmanager
+def global_states_kept() -> Iterator[None]:
+    """Leave the random states of torch, numpy and Python as they are found."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+
+
 class Order(ABC):
     """Draws the sample indices of an epoch."""
 
@@ -59,6 +83,14 @@ class Order(ABC):
 
     def remember(self, order: Any) -> None:
         """Take a saved order for the one that was drawn last."""
+        return
+
+    def state_dict(self, *, without_last: bool = False) -> dict[str, Any]:
+        """What later drawings depend on, beside the epoch; `without_last` as if the last one had not been made."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Draw from now on what the saved order would have drawn."""
         return
 
 
@@ -97,6 +129,8 @@ class FromSampler(Order):
             raise ArgumentError(f"the dataset is empty: sampler {type(sampler).__name__} has no samples")
         self.sampler: Any = sampler
         self._last_drawn: list[Any] | None = None
+        self._num_drawn = 0
+        self._before = self._state()
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -105,7 +139,9 @@ class FromSampler(Order):
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         # A user's sampler cannot be asked twice for the same epoch, so its order is kept and saved.
+        self._before = self._state()
         self._last_drawn = list(self.sampler)
+        self._num_drawn += 1
         return self._last_drawn
 
     def fixed(self) -> list[Any]:
@@ -114,6 +150,34 @@ class FromSampler(Order):
 
     def remember(self, order: Any) -> None:
         self._last_drawn = order
+
+    def state_dict(self, *, without_last: bool = False) -> dict[str, Any]:
+        """The state of the sampler's own generator; of a sampler that hides it, how often it has drawn."""
+        return self._before if without_last else self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {"num_drawn": self._num_drawn, "generator": state_of(getattr(self.sampler, "generator", None))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["generator"] is not None:
+            restore(self.sampler.generator, state["generator"])
+        # One that is told the epoch, or draws from torch's default generator, needs nothing of us.
+        elif not hasattr(self.sampler, "set_epoch") and not hasattr(self.sampler, "generator"):
+            self._catch_up(state["num_drawn"])
+        self._num_drawn = state["num_drawn"]
+
+    def _catch_up(self, num_drawn: int) -> None:
+        """Draw and discard, so that a sampler with a hidden random state is where the saved one was."""
+        if self._num_drawn > num_drawn:
+            warnings.warn(
+                f"sampler {type(self.sampler).__name__} has drawn {self._num_drawn} orders, and the state that is "
+                f"loaded comes from one that had drawn {num_drawn}: its next orders are others than those of the saved "
+                f"run. Load the state into a loader with a new sampler, or give the sampler a generator or set_epoch",
+                stacklevel=4,
+            )
+        with global_states_kept():
+            for _ in range(num_drawn - self._num_drawn):
+                list(self.sampler)
 
 
 def size_of(dataset: Any) -> int:

@@ -46,15 +46,14 @@ def local_batches(
     ranks: Ranks,
     *,
     drop_last: bool,
-    seed: tuple[int, int],
+    seed: tuple[int, ...],
 ) -> Iterator[tuple[int, Any]]:
     """This rank's batches of an epoch, each with its number of samples here."""
     if ranks.is_alone:
         return source.batches(order, batch_size, start=0, seed=seed)
     mine = local_order(order, batch_size, ranks, drop_last=drop_last)
     # Workers of different ranks must not draw alike; rank 0 draws what a single process would.
-    own_seed = (*seed, ranks.rank) if ranks.rank else seed
-    return source.batches(mine, rank_shard_of(batch_size, ranks).mine, start=0, seed=own_seed)
+    return source.batches(mine, rank_shard_of(batch_size, ranks).mine, start=0, seed=(*seed, ranks.rank))
 
 
 def size_without_stand_ins(num_samples: int, batch_size: int, ranks: Ranks) -> int:

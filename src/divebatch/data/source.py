@@ -23,7 +23,7 @@ class BatchSource(Protocol):
     ) -> Iterator[tuple[int, Any]]:
         """Batches from number `start` on, each with its number of samples. `order` is None for streams only.
 
-        `seed` is (seed, epoch), on later ranks with the rank, from which worker processes get theirs.
+        `seed` is (seed, epoch, samples delivered before, rank), from which worker processes get theirs.
         """
         ...
 
@@ -160,6 +160,8 @@ def _is_plain(dataset: TensorDataset, settings: dict[str, Any]) -> bool:
     return default and one_device and not settings.get("num_workers") and not settings.get("pin_memory")
 
 
-def _worker_seed(seed: int, epoch: int, *rank: int) -> int:
-    """Apart from the seed of the epoch's order."""
-    return mixed_seed(seed, epoch, 1, *rank)
+def _worker_seed(seed: int, epoch: int, samples: int = 0, rank: int = 0) -> int:
+    """Apart from the seed of the epoch's order. Workers that begin within an epoch must not draw what others drew."""
+    if samples:
+        return mixed_seed(seed, epoch, 1, rank, samples)
+    return mixed_seed(seed, epoch, 1, rank) if rank else mixed_seed(seed, epoch, 1)
