@@ -88,15 +88,13 @@ def test_no_file_is_over_400_lines() -> None:
 def test_the_core_needs_torch_and_numpy_alone() -> None:
     blocked = ["typer", "rich", "matplotlib", "PIL"]
     blocked += ["lightning", "pytorch_lightning", "transformers", "accelerate"]
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import divebatch; print(divebatch.__version__)"
-    )
+    program = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from divebatch import *; print(Controller)"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip()
 
 
 def test_the_library_loads_nothing_of_the_laboratory() -> None:
-    program = "import sys, divebatch; print(*(name for name in sys.modules if name.startswith('divebatch.')))"
+    program = "import sys; from divebatch import *; print(*(name for name in sys.modules if 'divebatch.' in name))"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[1] for name in answer.stdout.split()}
     assert loaded
@@ -105,7 +103,7 @@ def test_the_library_loads_nothing_of_the_laboratory() -> None:
 
 def test_the_library_does_not_load_the_compiler() -> None:
     """It takes a second, and only compiled models need it."""
-    program = "import sys, divebatch; print(*(name for name in sys.modules if name.startswith('torch.')))"
+    program = "import sys; from divebatch import *; print(*(name for name in sys.modules if 'torch.' in name))"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = answer.stdout.split()
     assert "torch.nn" in loaded
@@ -119,6 +117,19 @@ def test_the_command_line_names_the_extra_it_lacks() -> None:
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert answer.returncode == 1
     assert "pip install 'divebatch[cli]'" in answer.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["search", "--help"], ["--version"]])
+def test_help_does_not_wait_for_torch(words: list[str]) -> None:
+    program = (
+        "import sys; from divebatch.__main__ import main\n"
+        "try: main()\n"
+        "finally: print(*(name for name in sys.modules), file=sys.stderr)"
+    )
+    answer = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in answer.stderr.split()}
+    assert "divebatch" in loaded
+    assert not loaded & {"torch", "matplotlib", "optuna", "PIL"}
 
 
 def test_at_most_24_public_names_and_all_exist() -> None:

@@ -1,15 +1,19 @@
 """Train PyTorch models with the batch size their gradients ask for."""
 
-from divebatch.advice import Advice, advise
-from divebatch.controller import Controller
-from divebatch.data import AdaptiveBatchSampler, AdaptiveLoader
-from divebatch.data.micro_batches import micro_batches
-from divebatch.errors import DivebatchError
-from divebatch.estimators import Oracle, Trajectory
-from divebatch.measurement import Decision, Diversity, Measurement
-from divebatch.norms import NormMeter, gradient_diversity, rule_for
-from divebatch.policies import AdaBatch, Auto, DiveBatch, Fixed, Policy
-from divebatch.records import EpochRecord
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from divebatch.advice import Advice, advise
+    from divebatch.controller import Controller
+    from divebatch.data import AdaptiveBatchSampler, AdaptiveLoader
+    from divebatch.data.micro_batches import micro_batches
+    from divebatch.errors import DivebatchError
+    from divebatch.estimators import Oracle, Trajectory
+    from divebatch.measurement import Decision, Diversity, Measurement
+    from divebatch.norms import NormMeter, gradient_diversity, rule_for
+    from divebatch.policies import AdaBatch, Auto, DiveBatch, Fixed, Policy
+    from divebatch.records import EpochRecord
 
 __version__ = "0.1.0"
 
@@ -36,3 +40,29 @@ __all__ = [
     "EpochRecord",
     "DivebatchError",
 ]
+
+_HOMES = {
+    "advice": ("Advice", "advise"),
+    "controller": ("Controller",),
+    "data": ("AdaptiveBatchSampler", "AdaptiveLoader"),
+    "data.micro_batches": ("micro_batches",),
+    "errors": ("DivebatchError",),
+    "estimators": ("Oracle", "Trajectory"),
+    "measurement": ("Decision", "Diversity", "Measurement"),
+    "norms": ("NormMeter", "gradient_diversity", "rule_for"),
+    "policies": ("AdaBatch", "Auto", "DiveBatch", "Fixed", "Policy"),
+    "records": ("EpochRecord",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the command's help must not wait for torch."""
+    for module, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

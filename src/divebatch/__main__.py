@@ -5,20 +5,26 @@ import sys
 
 from divebatch.errors import MissingExtraError
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells know it."""
+
 
 def main() -> None:
     """Start the command line, or say which extra it needs."""
     try:
-        from divebatch.cli import app
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
-            raise
-        raise SystemExit(str(MissingExtraError(error.name, "cli"))) from None
-    try:
+        try:
+            from divebatch.cli import app
+        except ModuleNotFoundError as error:
+            if error.name not in ("typer", "rich"):
+                raise
+            raise SystemExit(str(MissingExtraError(error.name, "cli"))) from None
         app()
     except SystemExit as end:
         _leave_at_once(end)
         raise
+    except KeyboardInterrupt:  # while modules were imported, or a command without an end of its own
+        print("divebatch: interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _leave_at_once(end: SystemExit) -> None:

@@ -63,6 +63,10 @@ class RankError(DivebatchError, RuntimeError):
     """What went wrong on one rank of several, which ends the work of all."""
 
 
+class WorkerError(DivebatchError, RuntimeError):
+    """A process that worked on a run and is gone."""
+
+
 class UndefinedDiversityError(DivebatchError, ValueError):
     """A gradient diversity that cannot be formed: zero sum, NaN or infinite gradients."""
 

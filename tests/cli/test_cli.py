@@ -41,7 +41,7 @@ def test_list_shows_every_experiment_and_method():
     [
         (["run", "cifar-11"], "unknown experiment 'cifar-11'; known: cifar10, cifar100, policies-cifar10, "),
         ([*RUN, "--methods", "sgd-tiny"], "has no method 'sgd-tiny'; known: sgd-small, sgd-large, divebatch, oracle"),
-        ([*RUN, "--device", "tpu"], "unknown device 'tpu'; known: cpu, cuda"),
+        ([*RUN, "--device", "tpu"], "unknown device 'tpu'; known: cpu, cuda, cuda:N, mps, auto"),
         ([*RUN, "--trials", "0"], "--trials"),
         ([*RUN, "--colour", "red"], "--colour"),
         (["report", "/no/such/folder"], "'/no/such/folder' is not a folder"),
@@ -136,7 +136,7 @@ def test_ctrl_c_leaves_runs_that_resume(tmp_path, monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("divebatch.cli.run.execute_all", interrupt)
+    monkeypatch.setattr("divebatch.cli.work.run.execute_all", interrupt)
     answer = call(*RUN, "--out", str(tmp_path))
     assert answer.exit_code == 1
     assert "with --resume continues" in answer.output

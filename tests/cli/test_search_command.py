@@ -88,7 +88,7 @@ def test_a_stopped_search_says_how_to_go_on(experiment, tmp_path, monkeypatch):
     def stop(*_, **__):
         raise StoppedError("stopped after 2 epochs")
 
-    monkeypatch.setattr("divebatch.cli.search.work", stop)
+    monkeypatch.setattr("divebatch.cli.work.search.work", stop)
     monkeypatch.setattr("sys.argv", ["divebatch", "search", "tiny.toml"])
     answer = call(experiment, "--out", tmp_path)
     assert answer.exit_code == 1

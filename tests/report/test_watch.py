@@ -112,7 +112,7 @@ def test_a_terminal_shows_runs_live_until_ctrl_c(tmp_path, monkeypatch):
     write_three(tmp_path)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=150, height=40)
-    monkeypatch.setattr("divebatch.cli.watch.Console", lambda: console)
+    monkeypatch.setattr("divebatch.cli.watch.make_console", lambda: console)
     looks: list[float] = []
 
     def wait(seconds: float) -> None:
@@ -133,7 +133,7 @@ def test_more_runs_than_lines_are_counted(tmp_path, monkeypatch):
     for seed in range(12):
         write_run(tmp_path, "e", "m", seed, ROWS, config={"epochs": 10})
     console = Console(file=io.StringIO(), force_terminal=True, width=150, height=10)
-    monkeypatch.setattr("divebatch.cli.watch.Console", lambda: console)
+    monkeypatch.setattr("divebatch.cli.watch.make_console", lambda: console)
 
     def leave(_: float) -> None:
         raise KeyboardInterrupt

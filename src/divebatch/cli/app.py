@@ -1,7 +1,10 @@
 """The application: its commands, and how errors leave it (0 done, 1 failed, 2 wrong use)."""
 
+from typing import Annotated
+
 import typer
 
+from divebatch import __version__
 from divebatch.cli.advise import advise
 from divebatch.cli.compare import compare
 from divebatch.cli.list import list_experiments
@@ -11,13 +14,24 @@ from divebatch.cli.run import run
 from divebatch.cli.search import search
 from divebatch.cli.watch import watch
 
-app = typer.Typer(
-    name="divebatch",
-    help="Train PyTorch models with the batch size their gradients ask for.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="divebatch", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"divebatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def divebatch(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """Train PyTorch models with the batch size their gradients ask for."""
+
+
 app.command("list")(list_experiments)
 app.command("run")(run)
 app.command("report")(report)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import typer
 
 from divebatch.errors import DivebatchError
-from divebatch.lab.training.launch import speaks_first
 
 FAILED = 1
 WRONG_USE = 2
@@ -43,7 +42,7 @@ def in_options(message: str) -> str:
 
 def leave(message: str, code: int) -> typer.Exit:
     """Print `message` to stderr, once for all ranks of a job; raise what comes back."""
-    if speaks_first():
+    if _speaks_first():
         typer.echo(f"divebatch: {in_options(message)}", err=True)
     return typer.Exit(code)
 
@@ -63,8 +62,21 @@ def command_again(*more: str) -> str:
     return shlex.join([*_program(), *words, *(word for word in more if word not in words)])
 
 
+def _speaks_first() -> bool:
+    """Whether no other rank has said yet why the job ends."""
+    if _is_alone():
+        return True
+    from divebatch.lab.training.launch import speaks_first  # torch takes seconds, which one process need not wait
+
+    return speaks_first()
+
+
+def _is_alone() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def _program() -> list[str]:
     """How this was started: by itself, or by torchrun on each of its processes."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if _is_alone():
         return ["divebatch"]
     return ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), "-m", "divebatch"]

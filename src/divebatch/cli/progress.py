@@ -2,16 +2,18 @@
 
 import json
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from divebatch.errors import ArgumentError
-from divebatch.lab.experiments import Run
 from divebatch.record_line import seen_in_words
 from divebatch.records import EpochRecord
 from divebatch.report.watch import rate_between, time_left
+
+if TYPE_CHECKING:
+    from divebatch.lab.experiments import Run
 
 
 def duration(seconds: float | None) -> str:
@@ -49,6 +51,9 @@ class Display:
     def on_epoch(self, index: int, record: EpochRecord) -> None:
         """Run number `index` has finished an epoch."""
 
+    def on_resume(self, index: int, record: EpochRecord) -> None:
+        """Run number `index` goes on after an epoch that it had finished before."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -63,7 +68,7 @@ def mode_of(*, quiet: bool, json: bool) -> str:
     return "quiet" if quiet else "json" if json else "show"
 
 
-def make_display(runs: Sequence[Run], mode: str = "show") -> Display:
+def make_display(runs: Sequence["Run"], mode: str = "show") -> Display:
     """Bars where somebody watches, lines where a file does; JSON or nothing where that was asked for."""
     if mode == "quiet":
         return Display()
@@ -73,7 +78,7 @@ def make_display(runs: Sequence[Run], mode: str = "show") -> Display:
     return ProgressBars(runs, console) if console.is_terminal else Lines(runs)
 
 
-def name_of(run: Run) -> str:
+def name_of(run: "Run") -> str:
     """`divebatch seed 3`."""
     return f"{run.method_name} seed {run.seed}"
 
@@ -93,7 +98,7 @@ def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
 class JsonLines(Display):
     """The epoch's record with its run's names, one object a line: for programs."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence["Run"]) -> None:
         self._runs = runs
 
     def on_epoch(self, index: int, record: EpochRecord) -> None:
@@ -105,7 +110,7 @@ class JsonLines(Display):
 class ProgressBars(Display):
     """A bar for all epochs of all runs, and one for each run under way."""
 
-    def __init__(self, runs: Sequence[Run], console: Console) -> None:
+    def __init__(self, runs: Sequence["Run"], console: Console) -> None:
         self._runs = runs
         columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"))
         self._progress = Progress(TextColumn("{task.description}"), *columns, console=console)
@@ -117,15 +122,26 @@ class ProgressBars(Display):
     def on_epoch(self, index: int, record: EpochRecord) -> None:
         """Move both bars; a finished run's bar goes away."""
         run = self._runs[index]
-        if index not in self._tasks:
-            self._tasks[index] = self._progress.add_task(name_of(run), total=run.experiment.epochs, numbers="")
         numbers = describe(record, self._before.get(index))
-        self._before[index] = record
-        self._progress.update(self._tasks[index], completed=record.epoch, numbers=numbers)
-        self._progress.advance(self._all)
+        self._move(index, record, numbers)
         if record.epoch == run.experiment.epochs:
             self._progress.remove_task(self._tasks[index])
             self._progress.console.print(f"{name_of(run)}: {numbers}", highlight=False, markup=False)
+
+    def on_resume(self, index: int, record: EpochRecord) -> None:
+        """Both bars begin where the run had got to."""
+        if record.epoch < self._runs[index].experiment.epochs:
+            self._move(index, record, "")
+        else:
+            self._progress.advance(self._all, record.epoch)
+
+    def _move(self, index: int, record: EpochRecord, numbers: str) -> None:
+        run, before = self._runs[index], self._before.get(index)
+        if index not in self._tasks:
+            self._tasks[index] = self._progress.add_task(name_of(run), total=run.experiment.epochs, numbers="")
+        self._progress.update(self._tasks[index], completed=record.epoch, numbers=numbers)
+        self._progress.advance(self._all, record.epoch - (before.epoch if before else 0))
+        self._before[index] = record
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -138,7 +154,7 @@ class ProgressBars(Display):
 class Lines(Display):
     """Four lines a run, without any escape codes."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence["Run"]) -> None:
         self._runs = runs
         self._before: dict[int, EpochRecord] = {}
 
@@ -150,4 +166,11 @@ class Lines(Display):
             left = duration(time_left(record, epochs)) if record.epoch < epochs else ""
             numbers = describe(record, self._before.get(index)) + (f"  {left} left" if left else "")
             print(f"{name_of(run)}: epoch {record.epoch}/{epochs}  {numbers}", flush=True)
+        self._before[index] = record
+
+    def on_resume(self, index: int, record: EpochRecord) -> None:
+        """One line: what was printed before is not printed again."""
+        run = self._runs[index]
+        is_complete = record.epoch >= run.experiment.epochs
+        print(f"{name_of(run)}: {'was complete' if is_complete else f'goes on after epoch {record.epoch}'}", flush=True)
         self._before[index] = record

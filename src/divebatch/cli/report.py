@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from divebatch.cli.console import make_console
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
 from divebatch.report import Report, Table, write_report
 
@@ -32,7 +32,7 @@ def report(
 
 
 def _print_results(written: Report) -> None:
-    console = Console()
+    console = make_console()
     for answer in written.answers:
         console.print(escape(answer), style="bold", highlight=False)
     for details in written.details:

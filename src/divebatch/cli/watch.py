@@ -10,12 +10,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from divebatch.cli.console import make_console
 from divebatch.cli.exits import WRONG_USE, leave
 from divebatch.cli.progress import duration, rate
 from divebatch.report.watch import Standing, Watch
 
 COLUMNS = ("run", "state", "epoch", "batch", "lr", "diversity", "samples/s", "left", "val loss", "acc %", "best")
-FILE_WIDTH = 200
 COLOURS = {"running": "green", "stopped": "yellow", "finished": ""}
 
 
@@ -27,10 +27,8 @@ def watch(
     """Show running and finished runs, live, until Ctrl-C. Reads records only; into a file it shows them once."""
     if not folder.is_dir():
         raise leave(f"'{folder}' is not a folder", WRONG_USE)
-    watched, console = Watch(folder), Console()
+    watched, console = Watch(folder), make_console()
     if once or not console.is_terminal:
-        if not console.is_terminal:
-            console = Console(width=FILE_WIDTH)  # where lines may be long, none is broken
         console.print(_view(watched, limit=None))
         return
     try:

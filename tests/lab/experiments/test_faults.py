@@ -1,7 +1,5 @@
 """Runs that stop or diverge: what is on disk afterwards, and what a resume makes of it."""
 
-import multiprocessing
-import queue
 import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.errors import CheckpointError, DivergedError, RecordError, StoppedError
-from divebatch.lab.experiments import Run, execute, get_experiment, pool, runner
+from divebatch.lab.experiments import Run, execute, get_experiment, run_workers, runner
 from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.schema import Experiment, Method, Part
 from divebatch.lab.training import StopRequest, load_checkpoint
@@ -271,7 +269,7 @@ def test_divergence_leaves_a_good_checkpoint_and_good_records(tmp_path, request,
 def test_divergence_before_any_checkpoint_says_so_and_exits_with_1(tmp_path, monkeypatch):
     experiment = replace(diverging(48), schedule=Part(kind="constant"))
     experiment = with_method(experiment, batch_size=48, lr=1e38, policy=Part(kind="fixed"))
-    monkeypatch.setattr("divebatch.cli.run.get_experiment", lambda _: experiment)
+    monkeypatch.setattr("divebatch.cli.work.run.get_experiment", lambda _: experiment)
     answer = CliRunner().invoke(app, ["run", "it", "--jobs", "1", "--trials", "1", "--out", str(tmp_path)])
     assert answer.exit_code == 1
     assert "seed 0: the " in answer.output
@@ -281,24 +279,20 @@ def test_divergence_before_any_checkpoint_says_so_and_exits_with_1(tmp_path, mon
 # Several runs
 
 
-def test_quick_epochs_do_not_drown_out_a_wish_to_stop(monkeypatch):
-    """Workers that always have something to say: the parent must still find the time to tell them."""
+def test_quick_epochs_do_not_drown_out_a_wish_to_stop(tmp_path, monkeypatch):
+    """A worker that always has something to say: the parent must still find the time to tell it."""
     told: list[str] = []
     heard: list[int] = []
 
-    class Worker:
+    class Line:
+        def send(self, _: Any) -> None: ...
+        def close(self) -> None: ...
+        def recv(self) -> tuple[str, Any]:
+            return ("end", StoppedError("asked to")) if told else ("epoch", None)
+
+    class Process:
         def terminate(self) -> None:
             told.append("stop")
-
-    class Events:
-        def get(self, timeout: float) -> tuple[int, Any]:
-            if told:
-                raise queue.Empty
-            return len(heard), None
-
-    class Done:
-        def done(self) -> bool:
-            return bool(told)
 
     def on_epoch(index: int, _: Any) -> None:
         heard.append(index)
@@ -306,6 +300,9 @@ def test_quick_epochs_do_not_drown_out_a_wish_to_stop(monkeypatch):
         assert len(heard) < 100, "not told"
 
     stop = StopRequest()
-    monkeypatch.setattr(multiprocessing, "active_children", lambda: [Worker(), Worker()])
-    pool._relay([Done()], Events(), on_epoch, stop)  # type: ignore[list-item]
-    assert told == ["stop", "stop"]
+    monkeypatch.setattr(run_workers, "_hired", lambda _: run_workers._Worker(Process(), Line()))
+    monkeypatch.setattr(run_workers, "wait", lambda lines, timeout: lines)
+    runs = [Run(small(), "divebatch", seed, tmp_path) for seed in (0, 1)]
+    errors = run_workers.in_processes(runs, 1, False, on_epoch, on_epoch, stop)
+    assert told == ["stop"]
+    assert {index: type(error) for index, error in errors.items()} == {0: StoppedError, 1: StoppedError}

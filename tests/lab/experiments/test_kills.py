@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from divebatch.cli import app
-from divebatch.lab.experiments import Run, execute, get_experiment, pool, runner
+from divebatch.lab.experiments import Run, execute, get_experiment, run_workers, runner
 from divebatch.lab.training import load_checkpoint
 from lab.experiments.compare_runs import CPU, assert_same_end, records
 
@@ -31,15 +31,15 @@ def command_line(words: list[str], log: Path, nap: float) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     rest_after_steps(nap)
-    pool._start_worker = partial(start_worker, pool._start_worker, log)  # type: ignore[assignment]
+    run_workers._start = partial(start_worker, run_workers._start, log)  # type: ignore[assignment]
     forks = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _: forks  # type: ignore[assignment, misc] # spawned workers import torch anew
     app(words)
 
 
-def start_worker(start: Callable[..., None], log: Path, events: Any, threads: int) -> None:
+def start_worker(start: Callable[..., None], log: Path, threads: int) -> None:
     """What a worker of that process does first."""
-    start(events, threads)
+    start(threads)
     torch.set_num_threads(1)
     with log.open("a") as output:
         output.write(f"worker {os.getpid()}\n")
@@ -208,3 +208,51 @@ def test_two_jobs_stop_together_and_die_together(tmp_path, born):
         execute(run, resume=True)
         execute(undisturbed)
         assert_same_end(run, undisturbed)
+
+
+# Workers that die
+
+
+def worker_of(log: Path, number: int) -> int:
+    return int(log.read_text().split("worker ")[1 + number].split()[0])
+
+
+def test_a_worker_that_is_killed_takes_its_own_run_with_it_alone(tmp_path, born):
+    """One at work and, later, one that waits: the command ends, says which run failed, and a resume mends it."""
+    words = ["--methods", "sgd-small", "--trials", "4", "--jobs", "2"]
+    life = born(*words, nap=0.01)
+    life.wait_for(lambda: life.log.read_text().count("worker ") == 2)
+    life.wait_for(lambda: (tmp_path / "broken/synthetic-nonconvex/sgd-small/seed-0.ckpt").exists())
+    os.kill(worker_of(life.log, 0), signal.SIGKILL)
+    assert life.end() == 1, life.log.read_text()
+    said = life.log.read_text()
+    assert said.count("its process was killed by SIGKILL") == 1
+    assert "sgd-small seed 0: its process was killed by SIGKILL" in said
+    assert "--resume" in said
+    assert "Traceback" not in said
+    runs = [Run(get_experiment("synthetic-nonconvex").scaled(8), "sgd-small", k, tmp_path / "broken") for k in range(4)]
+    assert [len(records(run)) for run in runs[1:]] == [8, 8, 8]
+    again = born(*words, "--resume")
+    assert again.end() == 0, again.log.read_text()
+    undisturbed = replace(runs[0], folder=tmp_path / "whole")
+    execute(undisturbed)
+    assert_same_end(runs[0], undisturbed)
+
+
+def test_a_waiting_worker_that_is_killed_hangs_nothing(tmp_path, born):
+    """Three runs for two workers: one waits for the end of the other's second run, and is killed."""
+    words = ["--methods", "sgd-small", "--trials", "3", "--jobs", "2"]
+    life = born(*words, nap=0.005)
+    life.wait_for(lambda: life.log.read_text().count("worker ") == 2)
+    life.wait_for(lambda: life.log.read_text().count("epoch 8/8") == 2)
+    third = tmp_path / "broken/synthetic-nonconvex/sgd-small/seed-2.jsonl"
+    life.wait_for(third.exists)
+    holders = [worker_of(life.log, 0), worker_of(life.log, 1)]
+    idle = next(pid for pid in holders if str(third) not in open_files(pid))
+    os.kill(idle, signal.SIGKILL)
+    assert life.end() == 0, life.log.read_text()
+    assert len(third.read_text().splitlines()) == 9
+
+
+def open_files(pid: int) -> list[str]:
+    return [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]

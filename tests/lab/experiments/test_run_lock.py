@@ -16,7 +16,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-import divebatch.cli.run as command
+import divebatch.cli.work.run as command
 from divebatch.cli import app
 from divebatch.errors import RecordError
 from divebatch.lab.experiments import Failure, Run, get_experiment, locked_runs, runner

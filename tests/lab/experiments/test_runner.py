@@ -120,10 +120,11 @@ def test_resume_starts_what_is_not_there_and_leaves_what_is_done(tmp_path):
     run = Run(small(), "divebatch", 0, tmp_path)
     execute(run, resume=True)
     before = run.records_path.read_text()
-    seen = []
-    execute(run, resume=True, on_epoch=seen.append)
+    trained, there = [], []
+    execute(run, resume=True, on_epoch=trained.append, on_resume=there.append)
     assert run.records_path.read_text() == before
-    assert [record.epoch for record in seen] == [1, 2, 3, 4]
+    assert not trained
+    assert [record.epoch for record in there] == [4]
 
 
 def test_a_file_cut_within_its_first_line_starts_again(tmp_path):

@@ -22,16 +22,22 @@ from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord, RecordWriter
 
 
+def _say_nothing(_: EpochRecord) -> None:
+    """Nobody listens."""
+
+
 def execute(
     run: Run,
     *,
     resume: bool = False,
-    on_epoch: Callable[[EpochRecord], None] | None = None,
+    on_epoch: Callable[[EpochRecord], None] = _say_nothing,
+    on_resume: Callable[[EpochRecord], None] = _say_nothing,
     stop: StopRequest | None = None,
 ) -> None:
     """Train to the end, a record after every epoch and checkpoints as the run says.
 
-    What was killed is resumed from its last checkpoint. Asked to stop (by a signal, or by `stop`, which then listens
+    `on_epoch` gets each epoch that is trained here, `on_resume` the last one that was there before, if any. What was
+    killed is resumed from its last checkpoint. Asked to stop (by a signal, or by `stop`, which then listens
     for them), it finishes the step under way, saves, and raises `StoppedError`. Under an initialised process group
     all ranks call it; rank 0 alone writes records.
     """
@@ -39,12 +45,11 @@ def execute(
         raise StoppedError(f"stopped before {run.records_path} was begun")
     ranks = Ranks.here()
     progress = read_progress(run, resume=resume, ranks=ranks)
-    report = on_epoch or (lambda record: None)
-    for record in progress.epochs:
-        report(record)
+    if progress.epochs:
+        on_resume(progress.epochs[-1])
     if len(progress.epochs) < run.experiment.epochs:
         with nullcontext(stop) if stop is not None else make_stop(ranks) as listening:
-            _continue(run, progress, report, listening)
+            _continue(run, progress, on_epoch, listening)
         gc.collect()  # a trainer is full of cycles; the next run's peak of memory must not hold this one's tensors
 
 

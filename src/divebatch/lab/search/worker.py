@@ -117,7 +117,7 @@ def _final_value(run: Run, stop: StopRequest, heartbeat: "Heartbeat") -> float:
         last[:] = [record]
         heartbeat.require_trust()
 
-    execute(run, resume=True, on_epoch=keep, stop=stop)  # what a dead process left is continued
+    execute(run, resume=True, on_epoch=keep, on_resume=keep, stop=stop)  # what a dead process left is continued
     value = run.experiment.metric.of(last[0])
     if value is None or last[0].val_loss is None:
         raise DivergedError("its last validation loss is not finite")
