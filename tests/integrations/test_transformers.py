@@ -105,6 +105,32 @@ def test_the_course_is_the_plain_loops(tmp_path):
     assert num_hooks(run.model) == 0
 
 
+def test_args_are_as_they_were_and_a_second_training_begins_at_the_first_size(tmp_path):
+    run = trainer(Course(GROWS_AND_SHRINKS), tmp_path, lr_coupling="linear")
+    before = dict(vars(run.args))
+    courses = []
+    for _ in range(2):
+        run.train()
+        assert {key: value for key, value in vars(run.args).items() if value != before[key]} == {}
+        courses.append([(r.epoch, r.batch_size, r.lr, r.steps, r.samples) for r in run.records])
+    assert courses[0] == courses[1]
+    assert len({size for _, size, *_ in courses[0]}) > 2
+    assert len(run.model.seen) == 10 * 48
+
+
+def test_args_are_as_they_were_after_an_error(tmp_path):
+    class Breaks(Regression):
+        def forward(self, number: Tensor, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            if len(self.seen) > 100:
+                raise ZeroDivisionError
+            return super().forward(number, x, labels)
+
+    run = trainer(Course(GROWS_AND_SHRINKS), tmp_path, model=Breaks())
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    assert run.args.gradient_accumulation_steps == 3
+
+
 def test_every_sample_comes_once_an_epoch_on_a_written_course(tmp_path):
     run = trainer(Course(GROWS_AND_SHRINKS), tmp_path)
     run.train()

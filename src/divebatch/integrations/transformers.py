@@ -4,6 +4,7 @@ The Trainer fixes its loader, its steps per epoch and its schedule before the fi
 moves is `gradient_accumulation_steps`: a backward pass always takes `per_device_train_batch_size` samples.
 """
 
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,11 +95,25 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         self.add_callback(self._follow)
 
     def train(self, *positional: Any, **named: Any) -> Any:
-        """As always; afterwards, and after an error, no hook is left on the model."""
+        """As always; afterwards, and after an error, no hook is left on the model and `args` are as they were.
+
+        A second call trains anew from the first batch size, with the optimizer as it is, and `records` are its own.
+        """
+        self._forget_last_training()
         try:
             return super().train(*positional, **named)
         finally:
             self._follow.leave()
+            self.args.gradient_accumulation_steps = self._first_passes
+
+    def _forget_last_training(self) -> None:
+        """Let go of the scheduler before: the Trainer makes another, and two would drive one optimizer."""
+        if self.batch_control is None:
+            return
+        self.batch_control, self.records = None, []
+        if self._created_lr_scheduler:
+            self.lr_scheduler = self.callback_handler.lr_scheduler = None
+        gc.collect()  # a scheduler is part of a cycle
 
     # What the Trainer asks for before it starts
 

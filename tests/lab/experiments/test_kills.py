@@ -18,6 +18,7 @@ from divebatch.cli import app
 from divebatch.lab.experiments import Run, execute, get_experiment, run_workers, runner
 from divebatch.lab.training import load_checkpoint
 from lab.experiments.compare_runs import CPU, assert_same_end, records
+from lab.experiments.dataset_tests.image_files import write_cifar10
 
 PATIENCE = 60.0
 """Seconds until a wait for another process is given up."""
@@ -35,6 +36,12 @@ def command_line(words: list[str], log: Path, nap: float) -> None:
     forks = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _: forks  # type: ignore[assignment, misc] # spawned workers import torch anew
     app(words)
+
+
+def command_line_of_a_group(words: list[str], log: Path, nap: float) -> None:
+    """The same in a process group of its own, as a shell or a job manager makes one."""
+    os.setpgrp()
+    command_line(words, log, nap)
 
 
 def start_worker(start: Callable[..., None], log: Path, threads: int) -> None:
@@ -175,6 +182,29 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(born, whole):
     again = born("--resume")
     assert again.end() == 0, again.log.read_text()
     assert_same_end(again.run, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_job_saves_although_others_load_its_data(tmp_path, forks, number):
+    """As Slurm sends it: the processes that load images get it too, and must not take the run with them."""
+    write_cifar10(tmp_path / "data", per_file=8)
+    words = ["run", "cifar10", "--model", "resnet20", "--methods", "sgd-small", "--epochs", "50", "--trials", "1"]
+    words += ["--data-dir", str(tmp_path / "data"), "--data-on-host", "--workers", "2", "--out", str(tmp_path)]
+    run = Run(get_experiment("cifar10"), "sgd-small", 0, tmp_path)
+    log = tmp_path / "log"
+    log.touch()
+    process = forks.Process(target=command_line_of_a_group, args=(words, log, 0.2))
+    process.start()
+    life = Life(run, process, log)
+    try:
+        life.wait_for(lambda: run.records_path.exists() and len(records(run)) > 0)
+        os.killpg(process.pid, number)
+        assert life.end() == 1, log.read_text()
+    finally:
+        process.kill()
+    assert "stopped after" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert load_checkpoint(run.checkpoint_path, device=CPU)["control"]["epoch"] >= 1
 
 
 def is_alive(pid: int) -> bool:

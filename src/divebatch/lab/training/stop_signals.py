@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C as a request to stop after the step under way."""
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -11,6 +12,24 @@ import torch.distributed as dist
 from divebatch.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def leave_to_parent(_: int = 0) -> None:
+    """In a process that loads data: take no signal but the parent's own SIGTERM, which comes when it has saved.
+
+    A job manager sends SIGTERM, and a terminal Ctrl-C, to every process of a job.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        # Blocked and waited for: a handler would not be told who has sent it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 class StopRequest:

@@ -15,6 +15,7 @@ from divebatch.data.source import Numbers
 from divebatch.lab.experiments.datasets.augment import Transform, with_margin
 from divebatch.lab.experiments.datasets.dataset import DataPlace, DataSplit, FixedOrder, Samples
 from divebatch.lab.training.forward import MOST_VARIANTS
+from divebatch.lab.training.stop_signals import leave_to_parent
 
 AUGMENTATION = 4
 """The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
@@ -159,6 +160,7 @@ class HostStore:
             "persistent_workers": place.num_workers > 0,
             "pin_memory": place.device.type == "cuda",
             "collate_fn": _as_it_is,
+            "worker_init_fn": leave_to_parent,
         }
 
     def fetch(self, batch: Any) -> Fetched:
