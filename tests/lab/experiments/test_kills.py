@@ -272,14 +272,17 @@ def test_a_worker_that_is_killed_takes_its_own_run_with_it_alone(tmp_path, born)
 def test_a_waiting_worker_that_is_killed_hangs_nothing(tmp_path, born):
     """Three runs for two workers: one waits for the end of the other's second run, and is killed."""
     words = ["--methods", "sgd-small", "--trials", "3", "--jobs", "2"]
-    life = born(*words, nap=0.005)
+    life = born(*words, nap=0.01)
     life.wait_for(lambda: life.log.read_text().count("worker ") == 2)
-    life.wait_for(lambda: life.log.read_text().count("epoch 8/8") == 2)
     third = tmp_path / "broken/synthetic-nonconvex/sgd-small/seed-2.jsonl"
-    life.wait_for(third.exists)
-    holders = [worker_of(life.log, 0), worker_of(life.log, 1)]
-    idle = next(pid for pid in holders if str(third) not in open_files(pid))
-    os.kill(idle, signal.SIGKILL)
+    workers = [worker_of(life.log, 0), worker_of(life.log, 1)]
+
+    def waiting() -> list[int]:
+        return [pid for pid in workers if not any(name.endswith(".jsonl") for name in open_files(pid))]
+
+    life.wait_for(lambda: third.exists() and len(waiting()) == 1)
+    time.sleep(0.2)  # until it has said so
+    os.kill(waiting()[0], signal.SIGKILL)
     assert life.end() == 0, life.log.read_text()
     assert len(third.read_text().splitlines()) == 9
 
