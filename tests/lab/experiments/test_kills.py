@@ -281,7 +281,7 @@ def test_a_waiting_worker_that_is_killed_hangs_nothing(tmp_path, born):
         return [pid for pid in workers if not any(name.endswith(".jsonl") for name in open_files(pid))]
 
     life.wait_for(lambda: third.exists() and len(waiting()) == 1)
-    time.sleep(0.2)  # until it has said so
+    time.sleep(1.0)  # until it has tidied up and said so
     os.kill(waiting()[0], signal.SIGKILL)
     assert life.end() == 0, life.log.read_text()
     assert len(third.read_text().splitlines()) == 9
