@@ -10,7 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors", "checks"}
-CORE = {"ranks", "measurement", "records", "policies", "norms", "estimators", "data", "lr"}
+RATES = {"lr", "hand_set", "schedule_steps", "schedulers_found", "adopted_scheduler", "rates"}
+CORE = RATES | {"ranks", "measurement", "records", "policies", "norms", "estimators", "data"}
 LIBRARY = BASE | CORE | {"student", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
 LIBRARY |= {"step_count", "advice", "integrations"}
 MAY_IMPORT = {
@@ -26,7 +27,12 @@ MAY_IMPORT = {
     "norms": BASE | {"measurement", "ranks"},
     "estimators": BASE | {"norms", "measurement", "ranks"},
     "data": BASE | {"ranks", "norms"},
-    "lr": BASE | {"measurement"},
+    "hand_set": BASE,
+    "lr": BASE | {"measurement", "hand_set"},
+    "schedule_steps": BASE | {"data"},
+    "schedulers_found": BASE,
+    "adopted_scheduler": BASE | {"schedule_steps"},
+    "rates": BASE | RATES | {"data", "measurement"},
     "resolve": BASE | CORE,
     "recording": BASE | {"measurement", "records"},
     "measuring": BASE | {"estimators", "measurement", "policies"},

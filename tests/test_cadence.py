@@ -1,6 +1,7 @@
 """Decisions every so many steps: the course, the windows, the records, and every state on the way."""
 
 import io
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -130,7 +131,9 @@ def test_the_rate_follows_at_once_whatever_the_scheduler(per_batch: bool):
         for _ in run.batches():
             assert run.lr == pytest.approx(twin.optimizer.param_groups[0]["lr"] * factors[run.loader.batch_size])
             if per_batch:
-                run.scheduler.step(), twin.step()
+                run.scheduler.step()
+                while twin.last_epoch < math.ceil(run.loader.samples_delivered / 4):
+                    twin.step()
         if not per_batch:
             run.scheduler.step(), twin.step()
         run.control.step()

@@ -117,7 +117,7 @@ def test_the_schedulers_own_step_comes_before_and_shows_in_the_next_rate():
 
 def test_a_scheduler_stepped_per_batch_keeps_its_course():
     def one_cycle(optimizer: SGD) -> OneCycleLR:
-        return OneCycleLR(optimizer, max_lr=0.02, total_steps=30, cycle_momentum=False)
+        return OneCycleLR(optimizer, max_lr=0.02, total_steps=41, cycle_momentum=False)
 
     run = Training(AdaBatch(16, every_epochs=1, lr_decay=0.5), lr_coupling="linear", scheduler=one_cycle)
     twin = one_cycle(SGD([torch.ones(1)], 0.01))
@@ -126,7 +126,8 @@ def test_a_scheduler_stepped_per_batch_keeps_its_course():
     for _ in range(4):
         for _ in run.batches():
             run.scheduler.step()
-            twin.step()
+            while twin.last_epoch < run.loader.samples_delivered / 4:
+                twin.step()
             factors.append(run.lr / twin.optimizer.param_groups[0]["lr"])
         run.control.step()
     assert factors == pytest.approx([1.0] * 10 + [2 * 0.5] * 5 + [4 * 0.5**2] * 3 + [4 * 0.5**2] * 3)

@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from divebatch import AdaptiveLoader
 from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.lr import LrCoupling
+from divebatch.rates import Rates
 
 FIRST = 32
 # After which scheduler step: batch size and lr_factor of the decision.
@@ -74,6 +75,16 @@ def two_groups(*, optimizer: type[Optimizer] = SGD, tensors: bool = False) -> Op
     return optimizer(groups, **settings)
 
 
+def coupled(optimizer: Optimizer, schedulers: Any, *, kind: str, batch_size: int = FIRST) -> Rates:
+    return Rates(
+        [optimizer],
+        schedulers,
+        kinds=[kind],
+        loader=AdaptiveLoader(range(1024), batch_size),
+        first_batch_size=batch_size,
+    )
+
+
 class Run:
     """An optimizer with its scheduler, and the coupling where it has one."""
 
@@ -82,7 +93,7 @@ class Run:
         self.scheduler = SCHEDULERS[case](self.optimizer) if case in SCHEDULERS else None
         schedulers = [] if self.scheduler is None else [self.scheduler]
         if kind is not None:
-            self.coupling = LrCoupling(self.optimizer, schedulers, kind=kind, first_batch_size=FIRST)
+            self.coupling = coupled(self.optimizer, schedulers, kind=kind)
 
     def advance(self, step: int) -> None:
         self.optimizer.step()
@@ -187,7 +198,7 @@ def test_a_scheduler_that_fails_leaves_the_rates_in_force():
 def test_two_schedulers_of_one_optimizer():
     run, twin = Run("none"), Run("none")
     pairs = [(halving(r.optimizer), lr_scheduler.ExponentialLR(r.optimizer, 0.9)) for r in (run, twin)]
-    coupling = LrCoupling(run.optimizer, pairs[0], kind="linear", first_batch_size=FIRST)
+    coupling = coupled(run.optimizer, pairs[0], kind="linear")
     coupling.follow(3 * FIRST)
     for _ in range(6):
         for r, pair in zip((run, twin), pairs, strict=True):
@@ -195,38 +206,6 @@ def test_two_schedulers_of_one_optimizer():
             for scheduler in pair:
                 scheduler.step()
         assert run.rates == times(twin.rates, 3.0)
-
-
-# Set by hand
-
-
-def test_a_rate_set_by_hand_is_in_force_and_follows_the_batch_size():
-    run = Run("step", kind="linear")
-    run.coupling.follow(2 * FIRST)
-    run.optimizer.param_groups[0]["lr"] = 0.3
-    run.coupling.follow(2 * FIRST)
-    assert run.rates == pytest.approx([0.3, 0.04])
-    run.coupling.follow(4 * FIRST)
-    assert run.rates == pytest.approx([0.6, 0.08])
-
-
-def test_a_scheduler_goes_on_from_a_rate_set_by_hand():
-    run = Run("step", kind="linear")
-    run.coupling.follow(2 * FIRST)
-    run.optimizer.param_groups[0]["lr"] = 0.3
-    for step in range(4):
-        run.advance(step)
-    assert run.rates == pytest.approx([0.15, 0.02])
-
-
-def test_a_parameter_group_added_later_keeps_the_rate_it_was_given():
-    run = Run("none", kind="linear")
-    run.coupling.follow(2 * FIRST)
-    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
-    run.coupling.follow(2 * FIRST)
-    assert run.rates == pytest.approx([0.2, 0.04, 0.5])
-    run.coupling.follow(4 * FIRST)
-    assert run.rates == pytest.approx([0.4, 0.08, 1.0])
 
 
 # State
@@ -259,7 +238,7 @@ def test_a_state_of_another_run_is_refused(message: str):
     run = Run("none", kind="linear")
     run.coupling.follow(2 * FIRST)
     make_optimizer, kind = OTHER_RUNS[message]
-    coupling = LrCoupling(make_optimizer(), [], kind=kind, first_batch_size=8)
+    coupling = coupled(make_optimizer(), [], kind=kind, batch_size=8)
     before = coupling.state_dict()
     with pytest.raises(CheckpointError, match=message):
         coupling.load_state_dict(run.coupling.state_dict())
@@ -274,28 +253,28 @@ def test_a_scheduler_that_was_not_passed_gets_an_error(case: str):
     run = Run(case)
     name = type(run.scheduler).__name__
     with pytest.raises(ArgumentError, match=f"has a scheduler that was not passed: .*{name}.*Pass scheduler="):
-        LrCoupling(run.optimizer, [], kind="linear", first_batch_size=FIRST)
+        coupled(run.optimizer, [], kind="linear")
 
 
 def test_one_of_two_schedulers_not_passed_gets_an_error():
     optimizer = two_groups()
     passed, missing = halving(optimizer), plateau(optimizer)
     with pytest.raises(ArgumentError, match=f"not passed: {type(missing).__name__}\\."):
-        LrCoupling(optimizer, [passed], kind="none", first_batch_size=FIRST)
+        coupled(optimizer, [passed], kind="none")
 
 
 @EVERY_SCHEDULER
 def test_a_scheduler_that_is_gone_is_not_missed(case: str):
     run = Run(case)
     run.scheduler = None
-    LrCoupling(run.optimizer, [], kind="linear", first_batch_size=FIRST)
+    coupled(run.optimizer, [], kind="linear")
 
 
 @EVERY_SCHEDULER
 def test_a_scheduler_of_another_optimizer_gets_an_error(case: str):
     other = Run(case)
     with pytest.raises(ArgumentError, match=f"{type(other.scheduler).__name__} does not drive the optimizer"):
-        LrCoupling(two_groups(), [other.scheduler], kind="linear", first_batch_size=FIRST)
+        coupled(two_groups(), [other.scheduler], kind="linear")
 
 
 def test_an_unknown_coupling_gets_an_error_that_lists_the_known_ones():

@@ -24,7 +24,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Moments, PerSample, Split
 from divebatch.lr import coupling_for
 from divebatch.policies import POLICIES, InnerProductTest, NoiseScale, Seesaw, SmithSchedule
-from divebatch.resolve import resolve_coupling, resolve_estimator
+from divebatch.resolve import resolve_couplings, resolve_estimator
 from reference.per_sample import dataset, mean_loss, mlp
 
 LINEAR = ("SGD", "ASGD")
@@ -47,27 +47,27 @@ class NoTorchOptimizer(Optimizer):
 def test_the_coupling_of_auto_follows_the_optimizer(name: str):
     expected = "linear" if name in LINEAR else "sqrt"
     assert coupling_for(optimizer(name)) == expected
-    assert resolve_coupling(Auto(64), None, optimizer(name)) == expected
+    assert resolve_couplings(Auto(64), None, [optimizer(name)]) == [expected]
 
 
 def test_an_optimizer_that_is_not_known_needs_a_word():
     unknown = NoTorchOptimizer(mlp().parameters())
     with pytest.raises(ArgumentError, match=r"NoTorchOptimizer .* pass Auto\(\.\.\., lr_coupling='sqrt'\) if"):
-        resolve_coupling(Auto(64), None, unknown)
-    assert resolve_coupling(Auto(64, lr_coupling="sqrt"), None, unknown) == "sqrt"
-    assert resolve_coupling(Fixed(), None, unknown) == "none"
+        resolve_couplings(Auto(64), None, [unknown])
+    assert resolve_couplings(Auto(64, lr_coupling="sqrt"), None, [unknown]) == ["sqrt"]
+    assert resolve_couplings(Fixed(), None, [unknown]) == ["none"]
 
 
 def test_a_coupling_is_the_policys_own_else_none():
     sgd = optimizer("SGD")
-    assert [resolve_coupling(policy(64), None, sgd) for policy in (SmithSchedule, Seesaw, NoiseScale)] == [
-        "linear",
-        "sqrt",
-        "none",
+    assert [resolve_couplings(policy(64), None, [sgd]) for policy in (SmithSchedule, Seesaw, NoiseScale)] == [
+        ["linear"],
+        ["sqrt"],
+        ["none"],
     ]
-    assert resolve_coupling(NoiseScale(64), "adascale", sgd) == "adascale"
+    assert resolve_couplings(NoiseScale(64), "adascale", [sgd]) == ["adascale"]
     with pytest.raises(ArgumentError, match="unknown lr_coupling 'cubic'; known: none, linear"):
-        resolve_coupling(NoiseScale(64), "cubic", sgd)
+        resolve_couplings(NoiseScale(64), "cubic", [sgd])
 
 
 def test_only_the_papers_rule_gets_the_papers_estimate():

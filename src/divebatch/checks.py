@@ -1,6 +1,7 @@
-"""Argument checks that every part shares. Each raises an `ArgumentError` that names the argument and its value."""
+"""Checks and the warning that all parts share. Each check raises an `ArgumentError` naming argument and value."""
 
 import sys
+import warnings
 from typing import Any
 
 from divebatch.errors import ArgumentError
@@ -23,3 +24,26 @@ def require_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
     """Raise unless `value` is one of `known`."""
     if value not in known:
         raise ArgumentError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")
+
+
+_NOT_THE_USERS = frozenset({"divebatch", "torch", "contextlib"})
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line of the user's that is under way, however deep below it this is called."""
+    level = 1
+    while (frame := _frame(level)) is not None and _package_of(frame) in _NOT_THE_USERS:
+        level += 1
+    warnings.warn(text, stacklevel=level + 1)
+
+
+def _frame(level: int) -> Any:
+    """The frame `level` above the caller's; None above the outermost."""
+    try:
+        return sys._getframe(level + 1)
+    except ValueError:
+        return None
+
+
+def _package_of(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -15,7 +15,8 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene
-from divebatch.lr import BY_NOISE, CouplingName, LrCoupling
+from divebatch.hand_set import Reading
+from divebatch.lr import BY_NOISE, CouplingName
 from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.measuring import Measuring
 from divebatch.norms.loss_scale import LossReduction
@@ -23,15 +24,19 @@ from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_same_settings, settings_of
 from divebatch.ranks import inside_ddp
+from divebatch.rates import Rates
 from divebatch.recording import epoch_record
 from divebatch.records import Change, EpochRecord
 from divebatch.resolve import (
+    as_list,
     require_parts,
     require_same_setup,
     require_step_cadence,
-    resolve_coupling,
+    resolve_couplings,
     resolve_estimator,
+    training,
 )
+from divebatch.schedule_steps import ScheduleIn
 from divebatch.step_count import StepCount, in_multiples
 
 STATE_VERSION = 1
@@ -49,14 +54,19 @@ class Controller:
 
     Args:
         model: The model that is trained: yours, the DDP wrapper around it, or sharded by FSDP2.
-        optimizer: The torch optimizer that trains it.
+        optimizer: The torch optimizer that trains it, or a list of all whose rates shall follow.
         loader: The `AdaptiveLoader` whose batch size is set.
         policy: The rule that sets it, such as `Auto(max_batch_size=4096)`.
         estimator: What measures the gradients: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or
             an object such as `Oracle(loss_fn)`. None for the policy's own.
         lr_coupling: How the learning rate follows the batch size: "none", "linear" or "adascale" (SGD), "sqrt" or
-            "adascale-sqrt" (Adam-like optimizers). None for the policy's own, "none" where it has none.
+            "adascale-sqrt" (Adam-like optimizers), or a list with one for each optimizer. None for the policy's own,
+            "none" where it has none.
         scheduler: The scheduler that drives the optimizer, or a list of all that do.
+        schedule_in: What a call of `scheduler.step` stands for: "steps" of the first batch size, which samples then
+            count; "epochs" or just "calls", where each is one step of the schedule. None to tell by when calls come.
+        hand_set_lr: What a rate means that your loop writes into a parameter group: the schedule's "own", which the
+            batch size's factor multiplies, or the one "in force". None to tell by how it goes on.
         base_batch_size: The batch size that your learning rate was chosen for; None for the loader's first.
         loss_reduction: How your loss is reduced over a batch, "mean" or "sum".
         shadows: Policies by name that only watch: each epoch's record has the size that each would have chosen.
@@ -75,13 +85,15 @@ class Controller:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         loader: AdaptiveLoader,
         policy: Policy,
         *,
         estimator: str | Estimator | None = None,
-        lr_coupling: CouplingName | None = None,
+        lr_coupling: CouplingName | Sequence[CouplingName] | None = None,
         scheduler: Any = None,
+        schedule_in: ScheduleIn | None = None,
+        hand_set_lr: Reading | None = None,
         base_batch_size: int | None = None,
         loss_reduction: LossReduction = "mean",
         shadows: Mapping[str, Policy] | None = None,
@@ -91,19 +103,22 @@ class Controller:
         rank_weighting: Literal["model", "loss"] = "model",
     ) -> None:
         self._shadows = dict(shadows or {})
-        require_parts(model, optimizer, loader, policy, estimator, self._shadows)
+        optimizers = as_list(optimizer)
+        require_parts(model, optimizers, loader, policy, estimator, self._shadows)
         loader._listeners.require_no_controller()
         require_choice("rank_weighting", rank_weighting, ("model", "loss"))
-        coupling = resolve_coupling(policy, lr_coupling, optimizer)
+        require_choice("schedule_in", schedule_in, (None, "epochs", "steps", "calls"))
+        require_choice("hand_set_lr", hand_set_lr, (None, "own", "in force"))
+        couplings = resolve_couplings(policy, lr_coupling, optimizers)
         chosen = resolve_estimator(policy, estimator, shadows=self._shadows)
         self.ranks = loader.ranks
         require_same_setup(
-            optimizer,
+            optimizers,
             loader,
             policy=repr(policy),
             shadows=repr(self._shadows),
             estimator=type(chosen).__name__,
-            lr_coupling=coupling,
+            lr_coupling=couplings,
             loss_reduction=loss_reduction,
             every_steps=every_steps,
             batches_per_step=batches_per_step,
@@ -116,15 +131,17 @@ class Controller:
         if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
             loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
         self.policy, self.loader = policy, loader
-        self._steps = StepCount(loader, told=batches_per_step, on_change=self._begin_at_other_size)
+        self._steps = StepCount(
+            loader, told=batches_per_step, on_change=lambda: self._rates.begin_at(self._steps.batch_size)
+        )
         self._needs = frozenset[str]().union(*(each.needs for each in self._policies))
-        self._rate_needs_noise = coupling in BY_NOISE
         self.epoch = loader.epoch
+        first, *others = training(model, optimizers)
         self._measuring = Measuring(
             chosen,
-            Scene(inside_ddp(model), loader, optimizer, loss_reduction=loss_reduction),
+            Scene(inside_ddp(model), loader, first, other_optimizers=tuple(others), loss_reduction=loss_reduction),
             self._policies,
-            always=measure_always or self._rate_needs_noise,
+            always=measure_always or not BY_NOISE.isdisjoint(couplings),
         )
         self._stop_weighing: Callable[[], None] | None = None
         if rank_weighting == "model" and not loader.ranks.is_alone:
@@ -132,19 +149,20 @@ class Controller:
         self._every_steps = every_steps
         if every_steps is not None:
             require_step_cadence(every_steps, policy, loader, self._measuring.estimator)
-        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
-        self._coupling = LrCoupling(
-            optimizer,
-            schedulers,
-            kind=coupling,
+        self._steps.watch(first)  # before the rates look: what a step holds is known when they do
+        self._rates = Rates(
+            optimizers,
+            as_list(scheduler),
+            kinds=couplings,
+            loader=loader,
             first_batch_size=self._steps.batch_size,
             base_batch_size=base_batch_size,
+            schedule_in=schedule_in,
+            hand_set_lr=hand_set_lr,
         )
         self._is_under_way, self._is_closed = False, False
-        self._lr = self._coupling.rates()[0]
         self._changes: list[Change] = []
         self._history = History()
-        self._steps.watch(optimizer)
         # The loader says when an epoch begins, so that the user's loop needs no call for it.
         self._stop_listening = loader._listen(self._before_batch, controls=True)
 
@@ -157,15 +175,16 @@ class Controller:
         finished = self._finished_pass()
         self._steps.settle(finished.batch_size)
         self._steps.complete(finished.batches, every_steps=self._every_steps)
+        self._rates.end_epoch()
         loss = self._loss_of_all_ranks(loss, finished)
         needing = [policy for policy in self._policies if "loss" in policy.needs]
         if loss is None and needing:
             raise UsageError(f"{needing[0]} needs the epoch's mean training loss: control.step(loss=...)")
-        seen = self._measurement(finished, self._measuring.end_of_epoch(), lr=self._lr, loss=loss)
+        seen = self._measurement(finished, self._measuring.end_of_epoch(), lr=self._rates.epoch_lr, loss=loss)
         seen, decision = self._agreed(replace(seen, history=self._timed(finished).with_epoch(seen)))
         shadows = {name: self._decided(policy, seen).batch_size for name, policy in self._shadows.items()}
         self.loader.batch_size = decision.batch_size // self._steps.unit
-        self._follow(decision, seen)
+        self._rates.follow_decision(decision, seen)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._measuring.forget()
@@ -176,8 +195,8 @@ class Controller:
             seen,
             decision,
             at_fixed_weights=self._measuring.at_fixed_weights,
-            lr=self._lr,
-            next_lr=self._coupling.rates()[0],
+            lr=self._rates.epoch_lr,
+            next_lr=self._rates.lr,
             shadows=shadows or None,
             changes=self._changes or None,
             measured=self._measuring.was_at_work if self._measuring.estimator is not None else None,
@@ -192,14 +211,14 @@ class Controller:
 
         With any other coupling each step counts as one.
         """
-        return self._coupling.gains.at(self._steps.made)
+        return self._rates.gains.at(self._steps.made)
 
     def take_scheduler_steps(self) -> int:
         """Return how often to step, now, a scheduler that is stepped with every batch, to go by `effective_steps`.
 
         Each call takes what has come together since the last one, so a second call returns 0.
         """
-        return self._coupling.gains.due(self._steps.made)
+        return self._rates.take_scheduler_steps(self._steps.made)
 
     def plan(self) -> BatchPlan:
         """How the batch delivered last must go through the model. Ask once a batch, before its first forward pass."""
@@ -224,7 +243,7 @@ class Controller:
         """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
         self._is_closed = True
         self._steps.close()
-        self._coupling.close()
+        self._rates.close()
         self._stop_listening()
         if self._stop_weighing is not None:
             self._stop_weighing()
@@ -240,6 +259,9 @@ class Controller:
 
     def _before_batch(self, current: EpochProgress) -> None:
         """The loop has come for its next batch: the steps on those before are made."""
+        size = current.batch_size * self._steps.unit
+        if self._rates.catch_up(size, self._steps.made):  # it was set by hand
+            self._note_change(size)
         if current.batches == 0 or not self._is_under_way:
             self._begin_epoch()
         # Between two steps, and not among the batches of one. A resumed epoch comes here first: its state was saved
@@ -249,26 +271,28 @@ class Controller:
 
     def _begin_epoch(self) -> None:
         """Only here are hooks put on the model. What was seen of a pass that was broken off does not count."""
-        self._lr, self._changes = self._coupling.rates()[0], []
-        self._is_under_way = True
+        self._changes, self._is_under_way = [], True
+        self._rates.mark()
         self._steps.begin_epoch()
         self._measuring.begin_epoch(self.epoch + 1, self._steps.batch_size)
 
     def _decide_within_epoch(self, current: EpochProgress) -> None:
         """What is decided here is in force for the rest of the epoch."""
         self._steps.settle(current.batch_size)
-        lr = self._coupling.rates()[0]
+        lr = self._rates.lr
         seen = self._measurement(current, self._measuring.window(), lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
         self.loader.resize_now(decision.batch_size // self._steps.unit)
         self._steps.end_window()
-        self._follow(decision, seen)
+        self._rates.follow_decision(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._measuring.start_if_due(self.epoch + 1, self._steps.batch_size)
-        next_lr = self._coupling.rates()[0]
-        if decision.batch_size != seen.batch_size or not math.isclose(next_lr, lr):
-            self._lr = next_lr
-            self._changes.append(Change(seen.step, decision.batch_size, next_lr))
+        if decision.batch_size != seen.batch_size or not math.isclose(self._rates.lr, lr):
+            self._note_change(decision.batch_size)
+
+    def _note_change(self, batch_size: int) -> None:
+        self._rates.mark()
+        self._changes.append(Change(self._steps.made, batch_size, self._rates.lr))
 
     def _finished_pass(self) -> EpochProgress:
         if self._is_closed:
@@ -290,14 +314,14 @@ class Controller:
             epoch=done.epoch + 1,
             batch_size=done.batch_size * self._steps.unit,
             dataset_size=dataset_size,
-            first_batch_size=self._coupling.first_batch_size,
+            first_batch_size=self._rates.first_batch_size,
             step=self._steps.made,
             samples=self.loader.samples_delivered,
             # A window or an epoch that dropped its rest holds fewer samples: n * diversity means the same of both.
             diversity=None if diversity is None else diversity.of(dataset_size),
             lr=lr,
-            lr_schedule_ratio=self._coupling.schedule_ratio(),
-            lr_coupling=self._coupling.kind,
+            lr_schedule_ratio=self._rates.schedule_ratio(),
+            lr_coupling=self._rates.kind,
             loss=loss,
         )
 
@@ -324,17 +348,6 @@ class Controller:
         limits = {"at_most": seen.dataset_size, "at_least": self.ranks.size}
         return in_multiples(policy, seen, self._steps.unit, **limits)
 
-    def _begin_at_other_size(self) -> None:
-        """What a step holds turned out in the first epoch: training began with that."""
-        self._coupling.begin_at(self._steps.batch_size)
-        self._lr = self._coupling.rates()[0]
-
-    def _follow(self, decision: Decision, seen: Measurement) -> None:
-        """Put the learning rate where the decision, and for some couplings the noise, wants it."""
-        noise_scale = seen.diversity.noise_scale if self._rate_needs_noise and seen.diversity is not None else math.nan
-        known = None if math.isnan(noise_scale) else noise_scale
-        self._coupling.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
-
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,11 +362,10 @@ class Controller:
             "version": STATE_VERSION,
             "settings": self._settings(),
             "epoch": self.epoch,
-            "lr": self._lr,
             "loader": self.loader.state_dict(),
             "measuring": self._measuring.state_dict(),
             "steps": self._steps.state_dict(),
-            "coupling": self._coupling.state_dict(),
+            "rates": self._rates.state_dict(),
             "history": asdict(self._history),
             "changes": [list(change) for change in self._changes],
         }
@@ -370,12 +382,12 @@ class Controller:
         # All checks come before the first change, so that a state that does not fit leaves everything as it was.
         self._measuring.check_state(state["measuring"])
         self.loader._check_state(state["loader"])
-        self._coupling.check_state(state["coupling"])
+        self._rates.check_state(state["rates"])
         self.loader.load_state_dict(state["loader"])
-        self._coupling.load_state_dict(state["coupling"])
+        self._rates.load_state_dict(state["rates"])
         self._steps.load_state_dict(state["steps"])
         self.epoch, self._history = state["epoch"], History.from_dict(state["history"])
-        self._lr, self._changes = state["lr"], [Change(*change) for change in state["changes"]]
+        self._changes = [Change(*change) for change in state["changes"]]
         self._is_under_way = state["loader"]["pass"] is not None
         self._measuring.load_state_dict(
             state["measuring"],

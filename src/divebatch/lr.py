@@ -7,19 +7,18 @@ A scheduler computes its next rate from the present one (StepLR), from its own b
 parameter groups, and the factor is put back on when it is done.
 """
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.hand_set import HandSetRates, Reading
 from divebatch.measurement import gain
 
 CouplingName = Literal["none", "linear", "sqrt", "adascale", "adascale-sqrt"]
@@ -49,34 +48,49 @@ _ADAM_LIKE = tuple(
 )
 
 
-def coupling_for(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
-    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient."""
+def coupling_for(optimizer: Optimizer, *, one_of: int = 1) -> Literal["linear", "sqrt"]:
+    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient.
+
+    `one_of` is the number of optimizers that train together.
+    """
     # By type and not by name: a user's subclass of Adam is Adam-like too.
     if isinstance(optimizer, _ADAM_LIKE):
         return "sqrt"
     if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD):
         return "linear"
+    one = "Auto(..., lr_coupling='sqrt')"
+    several = "Controller(..., lr_coupling=[...]) with a name for each optimizer: 'sqrt'"
     raise ArgumentError(
         f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how the learning rate must "
-        f"follow the batch size: pass Auto(..., lr_coupling='sqrt') if it is Adam-like, 'linear' if it is like SGD"
+        f"follow the batch size: pass {one if one_of == 1 else several} if it is Adam-like, 'linear' if it is like SGD"
     )
 
 
 class LrCoupling:
-    """Keeps `param_groups[i]["lr"]` at the schedule's own rate times the batch size's factor."""
+    """Keeps `param_groups[i]["lr"]` of one optimizer at the schedule's own rate times the batch size's factor.
+
+    A rate that the user's loop writes is noticed before the optimizer's next step, and the factor put on it.
+
+    Args:
+        optimizer: The optimizer whose rates follow.
+        kind: A name of `COUPLINGS`.
+        first_batch_size: The batch size of the first step.
+        base_batch_size: The one that the rates were chosen for; None for the first.
+        hand_set_lr: How a rate that the loop writes is meant; None to find out.
+        on_foreign: Is called before such a rate is taken in, and may refuse it.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        schedulers: Sequence[Any],
         *,
         kind: str,
         first_batch_size: int,
         base_batch_size: int | None = None,
+        hand_set_lr: Reading | None = None,
+        on_foreign: Callable[[], None] = lambda: None,
     ) -> None:
         require_choice("lr_coupling", kind, tuple(COUPLINGS))
-        _require_all_schedulers(optimizer, schedulers)
-        self._schedulers = schedulers
         self.optimizer, self.kind, self.first_batch_size = optimizer, kind, first_batch_size
         self.base_batch_size, self._has_base = base_batch_size or first_batch_size, base_batch_size is not None
         self._noise_scale: float | None = None
@@ -84,11 +98,12 @@ class LrCoupling:
         """The sum of the gains of the steps so far."""
         self._batch_factor, self._decided_factor = self._batch_factor_at(first_batch_size), 1.0
         self._own = self.rates()
-        self._applied = list(self._own)
         self._first_own = self._own[0]
+        self._hand_set, self._on_foreign = HandSetRates(hand_set_lr), on_foreign
+        self._replaced: dict[int, tuple[Any, float]] = {}
+        """The rate that was in force before the loop's last write, and the schedule's own under it."""
         self._depth = 0
         self._write(self.factor)
-        self._released = [self._adopt(scheduler) for scheduler in schedulers]
 
     @property
     def factor(self) -> float:
@@ -99,9 +114,14 @@ class LrCoupling:
         """The rates in force, one per parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    @property
+    def own(self) -> float:
+        """The schedule's own rate of the first group, as far as it was taken in."""
+        return self._own[0]
+
     def schedule_ratio(self) -> float:
         """The schedule's own rate of the first group relative to its first one; NaN where that is zero."""
-        self._notice_foreign_changes()
+        self.take_in()
         return self._own[0] / self._first_own if self._first_own else math.nan
 
     def follow(
@@ -113,7 +133,7 @@ class LrCoupling:
         """
         if not 0 < lr_factor < math.inf:
             raise ArgumentError(f"lr_factor must be positive and finite, got lr_factor={lr_factor!r}")
-        self._notice_foreign_changes()
+        self.take_in()
         self._noise_scale = self._noise_scale if noise_scale is None else max(0.0, noise_scale)
         self.gains.change(self._gain(batch_size), step)
         self._batch_factor = self._batch_factor_at(batch_size)
@@ -125,11 +145,11 @@ class LrCoupling:
 
         The rate that was found at the beginning belongs to it, unless a base was given.
         """
+        self.take_in()
         if not self._has_base:
             self.base_batch_size = batch_size
         self.first_batch_size = batch_size
         self.gains = GainSum(self._gain(batch_size))
-        self._notice_foreign_changes()
         self._batch_factor = self._batch_factor_at(batch_size)
         self._write(self.factor)
 
@@ -145,7 +165,7 @@ class LrCoupling:
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's own rates and the factors; the rates in force are their product."""
-        self._notice_foreign_changes()
+        self.take_in()
         return {
             "kind": self.kind,
             "first_batch_size": self.first_batch_size,
@@ -156,6 +176,7 @@ class LrCoupling:
             "base_batch_size": self.base_batch_size,
             "noise_scale": self._noise_scale,
             "gains": self.gains.state_dict(),
+            "hand_set": self._hand_set.state_dict(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -176,18 +197,19 @@ class LrCoupling:
         self._own = list(state["own"])
         self.base_batch_size, self._noise_scale = state["base_batch_size"], state["noise_scale"]
         self.gains = GainSum(**state["gains"])
+        self._hand_set.load_state_dict(state["hand_set"])
         self._write(self.factor)
 
-    def close(self) -> None:
-        """Give the schedulers back their own `step`. The rates stay as they are."""
-        while self._released:
-            self._released.pop()()
+    @property
+    def is_with_scheduler(self) -> bool:
+        """Whether a scheduler's step is under way."""
+        return self._depth > 0
 
     @contextmanager
-    def _own_rates(self) -> Iterator[None]:
+    def own_rates(self) -> Iterator[None]:
         """Inside, the parameter groups show the schedule's own rates. Nested schedulers enter once."""
         if self._depth == 0:
-            self._notice_foreign_changes()
+            self.take_in()
             self._write(1.0)
         self._depth += 1
         try:
@@ -205,38 +227,57 @@ class LrCoupling:
                 group["lr"].fill_(own * factor)
             else:
                 group["lr"] = own * factor
-        self._applied = self.rates()
+        self._put = list(map(_mark, self.optimizer.param_groups))
+        """What was put into the groups, to know it from what others put there, were it the same number."""
 
-    def _notice_foreign_changes(self) -> None:
-        """A rate that is not the one put there was set by hand: from then on it is the schedule's own."""
-        for index, rate in enumerate(self.rates()):
-            if index >= len(self._own):
-                self._own.append(rate / self.factor)
-                self._applied.append(rate)
-            elif rate != self._applied[index]:
-                _require_all_schedulers(self.optimizer, self._schedulers)  # or a scheduler made since did it
-                self._own[index] = rate / self.factor
+    def take_in(self) -> None:
+        """Make rates that were written by others the schedule's own, and put the factor on them."""
+        found = [index for index, group in enumerate(self.optimizer.param_groups) if not self._is_ours(index, group)]
+        if any(index < len(self._own) for index in found):
+            self._on_foreign()
+        for index in found:
+            rate = float(self.optimizer.param_groups[index]["lr"])
+            if index >= len(self._own):  # a group added later comes with the rate of its schedule's own
+                self._own.append(rate)
+                continue
+            self._own[index] = self._own_of(index, rate)
+        if found:
+            self._write(self.factor)
 
-    def _adopt(self, scheduler: Any) -> Callable[[], None]:
-        """Let `scheduler.step` see its own rates; returns what undoes it.
+    def _own_of(self, index: int, written: float) -> float:
+        """The schedule's own rate where the loop wrote `written`."""
+        lr, own = self._replaced.get(index, (None, 0.0))
+        # A loop that set the rate aside puts the very same object back. Tensors are written to in place.
+        if self.optimizer.param_groups[index]["lr"] is lr and not isinstance(lr, torch.Tensor):
+            return own
+        self._replaced[index] = self._put[index][0], self._own[index]
+        return self._hand_set.own_rate(index, written, own=self._own[index], factor=self.factor)
 
-        A subclass made on the spot, since an attribute on the instance would end up in its `state_dict`.
-        """
-        coupling, kind = self, type(scheduler)
+    def _is_ours(self, index: int, group: dict[str, Any]) -> bool:
+        if index >= len(self._put):
+            return False
+        lr, version = self._put[index]
+        return group["lr"] is lr and _mark(group)[1] == version
 
-        class Coupled(kind):  # type: ignore[misc, valid-type]
-            def step(self, *args: Any, **kwargs: Any) -> Any:
-                with coupling._own_rates():
-                    return super().step(*args, **kwargs)
+    def was_loaded(self) -> None:
+        """The optimizer has loaded a state: its rates are those that were in force when it was saved."""
+        if len(self._own) == len(self.optimizer.param_groups):
+            self._own = [
+                own if _same(rate, own * self.factor) else rate / self.factor
+                for rate, own in zip(self.rates(), self._own, strict=True)
+            ]
+            self._put = list(map(_mark, self.optimizer.param_groups))
 
-        Coupled.__name__, Coupled.__qualname__ = kind.__name__, kind.__qualname__
-        # Not a wrapper around `step`: an attribute of the instance would be saved with the scheduler.
-        scheduler.__class__ = Coupled
 
-        def release() -> None:
-            scheduler.__class__ = kind
+def _mark(group: dict[str, Any]) -> tuple[Any, int]:
+    """The very object that holds a group's rate, and how often it was written to in place."""
+    lr = group["lr"]
+    return lr, lr._version if isinstance(lr, torch.Tensor) else 0
 
-        return release
+
+def _same(rate: float, other: float) -> bool:
+    """Whether they are one number: tensors may hold it in single precision."""
+    return math.isclose(rate, other, rel_tol=1e-6)
 
 
 @dataclass(slots=True)
@@ -271,34 +312,3 @@ class GainSum:
     def state_dict(self) -> dict[str, Any]:
         """Return the fields as plain numbers."""
         return asdict(self)
-
-
-def _require_all_schedulers(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
-    """Raise for a scheduler of another optimizer, and for one that was not passed: it would undo the coupling."""
-    for scheduler in schedulers:
-        if getattr(scheduler, "optimizer", None) is not optimizer:
-            raise ArgumentError(f"scheduler {type(scheduler).__name__} does not drive the optimizer that was passed")
-    passed = {id(part) for scheduler in schedulers for part in _with_parts(scheduler)}
-    missing = sorted({type(found).__name__ for found in _living(optimizer) if id(found) not in passed})
-    if missing:
-        raise ArgumentError(
-            f"the optimizer has a scheduler that was not passed: {', '.join(missing)}. "
-            f"Pass scheduler=... (a list for several) so that the learning rate stays right."
-        )
-
-
-def _living(optimizer: Optimizer) -> list[LRScheduler]:
-    # An optimizer does not know its schedulers (ReduceLROnPlateau leaves no trace on it at all); the garbage
-    # collector does. type() and not isinstance(), which would wake lazy objects; some 60 ms, once a run.
-    return [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), LRScheduler) and getattr(found, "optimizer", None) is optimizer
-    ]
-
-
-def _with_parts(scheduler: Any) -> Iterator[Any]:
-    """The scheduler and those inside it (SequentialLR, ChainedScheduler)."""
-    yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
-        yield from _with_parts(part)

@@ -1,6 +1,6 @@
 """What a controller is made of: the parts that were left out are chosen here, and all are checked to fit together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -63,15 +63,28 @@ def _made(name: str, grad_scaler: Any) -> Estimator:
     return make_estimator(name, grad_scaler=grad_scaler)
 
 
-def resolve_coupling(policy: Policy, lr_coupling: str | None, optimizer: Optimizer) -> str:
-    """Return how the learning rate follows the batch size: as was given, else as the policy says, else not at all."""
-    if lr_coupling is not None:
-        require_coupling(policy, lr_coupling)
-        return lr_coupling
-    if policy.lr_coupling is None and policy.needs_lr_coupling:
+def as_list(given: Any) -> list[Any]:
+    """Return what was given as one, as several or as None, as a list."""
+    return list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+
+
+def resolve_couplings(
+    policy: Policy, lr_coupling: str | Sequence[str] | None, optimizers: Sequence[Optimizer]
+) -> list[str]:
+    """Return how each optimizer's rate follows the batch size: as given, else as the policy says, else not at all."""
+    if lr_coupling is None and policy.lr_coupling is None and policy.needs_lr_coupling:
         # Auto's case: linear for SGD, the square root for Adam-like optimizers.
-        return coupling_for(optimizer)
-    return policy.lr_coupling or "none"
+        return [coupling_for(optimizer, one_of=len(optimizers)) for optimizer in optimizers]
+    named = lr_coupling or policy.lr_coupling or "none"
+    names = [named] * len(optimizers) if isinstance(named, str) else list(named)
+    if len(names) != len(optimizers):
+        raise ArgumentError(
+            f"lr_coupling must have one name for each of the {len(optimizers)} optimizers, got {len(names)}: {names}"
+        )
+    if lr_coupling is not None:
+        for name in names:
+            require_coupling(policy, name)
+    return names
 
 
 def require_coupling(policy: Policy, lr_coupling: str) -> None:
@@ -87,11 +100,19 @@ def require_coupling(policy: Policy, lr_coupling: str) -> None:
 
 
 def require_parts(
-    model: nn.Module, optimizer: object, loader: object, policy: Policy, estimator: object, shadows: Mapping[str, Any]
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    loader: object,
+    policy: Policy,
+    estimator: object,
+    shadows: Mapping[str, Any],
 ) -> None:
     """Raise for what is no optimizer, loader, policy or estimator, and where there is nothing to train."""
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    for optimizer in optimizers or [None]:
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(
+                f"optimizer must be a torch optimizer or a list of such, got {type(optimizer).__name__}"
+            )
     for each in (policy, *shadows.values()):
         require_policy(each)
     if isinstance(estimator, type):
@@ -100,12 +121,30 @@ def require_parts(
         raise ArgumentError(f"estimator must be a name or an Estimator such as Split(), got {estimator!r}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
+    training(model, optimizers)
     if not isinstance(loader, AdaptiveLoader):
         raise ArgumentError(
             f"loader must be an AdaptiveLoader, got {type(loader).__name__}; "
             f"for a DataLoader: AdaptiveLoader.wrap(dataloader)"
         )
     policy.check_start(loader.batch_size)
+
+
+def training(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that hold parameters of `model`, first the one that holds most; raise if none does."""
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+
+    def held(optimizer: Optimizer) -> int:
+        return sum(sizes.get(id(each), 0) for group in optimizer.param_groups for each in group["params"])
+
+    holding = sorted((each for each in optimizers if held(each)), key=held, reverse=True)
+    if not holding:
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        raise ArgumentError(
+            f"the optimizer ({names}) holds no parameter of the model ({type(model).__name__}): pass one that was made "
+            f"with this very model's parameters, and make it after the model was moved, sharded or copied"
+        )
+    return holding
 
 
 def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoader, estimator: Estimator | None) -> None:
@@ -134,7 +173,7 @@ def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoade
         )
 
 
-def require_same_setup(optimizer: Optimizer, loader: AdaptiveLoader, **settings: Any) -> None:
+def require_same_setup(optimizers: Sequence[Optimizer], loader: AdaptiveLoader, **settings: Any) -> None:
     """Raise on all ranks if they differ: that would part them later, without a word or in a hang."""
     facts = {
         "the number of samples": loader.dataset_size,
@@ -142,6 +181,6 @@ def require_same_setup(optimizer: Optimizer, loader: AdaptiveLoader, **settings:
         "seed": loader.seed,
         "drop_last": loader.drop_last,
         "the epoch": loader.epoch,
-        "the learning rate": [float(group["lr"]) for group in optimizer.param_groups],
+        "the learning rate": [float(group["lr"]) for each in optimizers for group in each.param_groups],
     }
     loader.ranks.require_same({**facts, **settings})

@@ -164,7 +164,7 @@ def test_a_policy_with_a_coupling_of_its_own_gets_it_or_an_error(policy: type, c
         Training(SpillOver(policy(CAP)), estimator="split", lr_coupling="none")
     for given in (coupling, None):
         training = Training(SpillOver(policy(CAP)), estimator="split", lr_coupling=given)
-        assert training.control.state_dict()["coupling"]["kind"] == coupling
+        assert [each["kind"] for each in training.control.state_dict()["rates"]["couplings"]] == [coupling]
 
 
 def test_smith_keeps_the_learning_rate_until_the_cap_and_the_ratio_always():

@@ -146,4 +146,4 @@ def test_auto_needs_nothing_else(is_scaled: bool):
         optimizer.step()
     assert control.step().measured
     state = control.state_dict()
-    assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", "sqrt")
+    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", "sqrt")

@@ -358,7 +358,7 @@ def test_auto_needs_nothing_else(passes: int):
     trainer.fit(module(), loader)
     assert [record.measured for record in callback.records] == [True, True]
     state = callback.state_dict()
-    assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", "linear")
+    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", "linear")
 
 
 class Scaled(pl.plugins.MixedPrecision):

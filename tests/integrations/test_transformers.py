@@ -283,7 +283,7 @@ def test_auto_needs_nothing_else(tmp_path: Path, optim: str, coupling: str):
     run.train()
     assert [record.measured for record in run.records] == [True, True]
     state = run.batch_control.state_dict()
-    assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", coupling)
+    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", coupling)
 
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # Accelerate watches for skipped steps that way

@@ -49,7 +49,9 @@ class Scene:
     Args:
         model: the model that is trained, without DistributedDataParallel around it.
         delivery: who delivers the samples.
-        optimizer: the optimizer that steps; estimators that look at single steps need it.
+        optimizer: the optimizer that steps; estimators that look at single steps need it. Of several, the one that
+            holds most of the model's parameters.
+        other_optimizers: those that hold the rest of them.
         loss_reduction: how the loss is reduced over the samples of a backward pass, "mean" or "sum".
     """
 
@@ -57,6 +59,7 @@ class Scene:
     delivery: Delivery
     optimizer: Optimizer | None = None
     _: KW_ONLY
+    other_optimizers: tuple[Optimizer, ...] = ()
     loss_reduction: LossReduction = "mean"
 
     def require_optimizer(self, name: str) -> Optimizer:
@@ -64,6 +67,14 @@ class Scene:
         if self.optimizer is None:
             raise ArgumentError(f"{name} must know when the optimizer steps: Scene(..., optimizer=...) has none")
         return self.optimizer
+
+    def require_one_optimizer(self, setting: str, name: str) -> Optimizer:
+        """The optimizer, for a setting that reads what it keeps of each parameter."""
+        optimizer = self.require_optimizer(name)
+        if self.other_optimizers:
+            kinds = ", ".join(type(each).__name__ for each in (optimizer, *self.other_optimizers))
+            raise ArgumentError(f"{setting} is for one optimizer that holds all of the model's parameters, got {kinds}")
+        return optimizer
 
     def rank_weight(self) -> float:
         """The factor for this rank's loss of the batch under way; 0 for a dummy's."""

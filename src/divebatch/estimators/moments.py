@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from divebatch.checks import require_count
 from divebatch.errors import CheckpointError
@@ -75,9 +76,9 @@ class SuccessiveSteps(Source):
         self._window, self._preconditioned, self.every_steps = window, preconditioned, every_steps
 
     def prepare(self, scene: Scene) -> None:
-        optimizer = scene.require_optimizer(Moments.name)
+        scene.require_optimizer(Moments.name)
         if self._preconditioned:
-            require_second_moment(optimizer)
+            require_second_moment(scene.require_one_optimizer("preconditioned=True", Moments.name))
 
     def attach(self, scene: Scene, decay: float) -> PairAverage:
         self._scene, self._optimizer = scene, scene.require_optimizer(Moments.name)
@@ -88,12 +89,12 @@ class SuccessiveSteps(Source):
         """Samples that had been delivered at the last optimizer step, and at the last backward pass."""
         self._pause = 0
         """Steps to come that are not looked at."""
-        self._steps = when_gradients_are_used(self._optimizer, self._on_step)
+        self._stop = when_gradients_are_used(scene, Moments.name, self._on_step)
         self._drops = DropWatch(next(iter(self._chunks.parameters.values())), self._on_drop, self._on_pass)
         return self._average
 
     def detach(self) -> None:
-        self._steps.remove()
+        self._stop()
         self._drops.close()
         del self._chunks
 
@@ -116,7 +117,7 @@ class SuccessiveSteps(Source):
         self._stepped += dropped
         self._average.skipped_samples = self._average.skipped_samples + dropped
 
-    def _on_step(self) -> None:
+    def _on_step(self, optimizer: Optimizer) -> None:
         self._drops.stepped()
         size = self._scene.delivery.samples_delivered - self._stepped
         if size and self._pause:
@@ -128,7 +129,7 @@ class SuccessiveSteps(Source):
         if size == 0 or not gradients:
             return
         self._stepped += size
-        if math.isfinite(scale := scale_of_gradients(self._optimizer)):
+        if math.isfinite(scale := scale_of_gradients(optimizer)):
             self._add(gradients, size, scale)
         else:  # a GradScaler's overflow: the optimizer will skip this step, so it is in no estimate
             self._average.skipped_samples = self._average.skipped_samples + size

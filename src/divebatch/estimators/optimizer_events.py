@@ -10,6 +10,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from divebatch.estimators.estimator import Scene
 from divebatch.norms.loss_scale import LossWeight, weight_of_pass
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -22,7 +23,24 @@ def is_recorded(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def when_gradients_are_used(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHandle:
+def when_gradients_are_used(scene: Scene, name: str, then: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Call `then` with the optimizer before each step of the estimator called `name`; returns what ends that.
+
+    Where several optimizers hold the model's parameters, the first step on what was delivered counts for all: the
+    gradients of all are there, and later the first one's may be gone.
+    """
+    optimizers = (scene.require_optimizer(name), *scene.other_optimizers)
+    tell = then if len(optimizers) == 1 else _OncePerDelivery(scene, then)
+    handles = [_when_used(optimizer, partial(tell, optimizer)) for optimizer in optimizers]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+def _when_used(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHandle:
     """Call `then` once a step: before it, or where the step makes its gradients by a closure, after that first ran.
 
     A hook before `step(closure)` finds the gradients of the step before. Lightning always steps like that.
@@ -37,6 +55,20 @@ def when_gradients_are_used(optimizer: Optimizer, then: Callable[[], None]) -> R
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
     return optimizer.register_step_pre_hook(hook)
+
+
+class _OncePerDelivery:
+    """Calls `then` for the first of the steps that are made before more samples are delivered."""
+
+    def __init__(self, scene: Scene, then: Callable[[Optimizer], None]) -> None:
+        self._delivery, self._then = scene.delivery, then
+        self._seen = scene.delivery.samples_delivered
+
+    def __call__(self, optimizer: Optimizer) -> None:
+        delivered = self._delivery.samples_delivered
+        if delivered != self._seen:
+            self._seen = delivered
+            self._then(optimizer)
 
 
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:

@@ -68,9 +68,9 @@ class BatchChunks(Source):
 
     def prepare(self, scene: Scene) -> None:
         require_mean(scene, Split.name)
-        optimizer = scene.require_optimizer(Split.name)
+        scene.require_optimizer(Split.name)
         if self._preconditioned:
-            require_second_moment(optimizer)
+            require_second_moment(scene.require_one_optimizer("preconditioned=True", Split.name))
 
     def attach(self, scene: Scene, decay: float) -> PairAverage:
         self._num_batches = 0
@@ -145,12 +145,12 @@ class BatchWatch:
         self._num_samples = 0
         """Samples of the chunks since then."""
         self._passes = PassWatch(parameters, self._end_of_pass, is_wanted=is_looking)
-        self._steps = when_gradients_are_used(scene.require_optimizer("split"), self._end_of_batch)
+        self._stop = when_gradients_are_used(scene, "split", lambda _: self._end_of_batch())
 
     def close(self) -> None:
         """Take the hooks off."""
         self._passes.close()
-        self._steps.remove()
+        self._stop()
 
     def take_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
         """A recorded pass was replayed: the gradients of its own mean loss, to which no weight was applied."""

@@ -105,6 +105,7 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
             ),
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
             batches_per_step=self._num_passes,
+            schedule_in="calls",  # what is stepped after every batch was said not to rely on their number
             **self._settings,
         )
         self._is_fitting, self._is_resumed = True, False

@@ -241,6 +241,7 @@ class _Follow(_TrainerCallback):  # type: ignore[misc]
             estimator=resolve_estimator(trainer.policy, trainer._estimator, grad_scaler=trainer.accelerator.scaler),
             lr_coupling=trainer.lr_coupling,
             scheduler=trainer.lr_scheduler,
+            schedule_in="calls",  # it counts samples by itself
         )
         if trainer._resume_from is not None:
             trainer.batch_control.load_state_dict(trainer._resume_from)

@@ -176,7 +176,7 @@ def test_auto_needs_nothing_else(tmp_path):
     values["methods"]["sgd-small"].pop("lr_coupling", None)
     experiment = parse_experiment(values, "file.toml")
     state = make_trainer(Run(experiment, "sgd-small", 0, tmp_path)).control.state_dict()
-    assert (state["settings"]["estimator"], state["coupling"]["kind"]) == ("Moments", "linear")
+    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", "linear")
 
 
 def test_a_task_brings_its_metric_and_a_file_may_name_another():

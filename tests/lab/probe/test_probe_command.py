@@ -115,7 +115,7 @@ def test_auto_is_asked_from_the_size_that_the_run_began_with(place):
     found = {}
     for first in (2, 16):
         branches = branches_of(place)
-        branches.start.state["control"]["coupling"]["first_batch_size"] = first
+        branches.start.state["control"]["rates"]["couplings"][0]["first_batch_size"] = first
         found[first] = {each.estimator: each for each in ask_policies(branches)}
         for kind in ("split", "per-sample", "moments"):
             asked = found[first][kind]

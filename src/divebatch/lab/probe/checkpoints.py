@@ -40,7 +40,7 @@ class Start:
     @property
     def first_batch_size(self) -> int:
         """The batch size that the run began with."""
-        size = self.state["control"]["coupling"]["first_batch_size"]
+        size = self.state["control"]["rates"]["couplings"][0]["first_batch_size"]
         return int(size)
 
 
