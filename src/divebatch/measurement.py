@@ -310,11 +310,12 @@ class Decision:
         reason = f"{self.reason}; limited to the {dataset_size} samples there are".lstrip("; ")
         return replace(self, batch_size=dataset_size, reason=reason)
 
-    def at_least(self, ranks: int) -> Self:
-        """Return the decision with at least one sample in a batch for each of the ranks."""
-        if self.batch_size >= ranks:
+    def at_least(self, size: int) -> Self:
+        """Return the decision with as many samples in a batch as ranks and estimator need at least."""
+        if self.batch_size >= size:
             return self
-        return replace(self, batch_size=ranks, reason=f"{self.reason}; raised to the {ranks} ranks".lstrip("; "))
+        reason = f"{self.reason}; raised to the {size} samples that ranks and estimator need".lstrip("; ")
+        return replace(self, batch_size=size, reason=reason)
 
 
 def gain(ratio: float, noise: float | None) -> float:

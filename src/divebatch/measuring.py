@@ -38,6 +38,11 @@ class Measuring:
         """Whether what is found is the gradient noise scale."""
         return self.estimator is not None and self.estimator.at_fixed_weights
 
+    @property
+    def min_batch_size(self) -> int:
+        """The fewest samples that a batch must have for the estimator to see anything."""
+        return 1 if self.estimator is None else self.estimator.min_batch_size
+
     def begin_epoch(self, epoch: int, batch_size: int) -> None:
         """Start anew. What was seen of a pass that was broken off does not count."""
         self.stop()

@@ -152,7 +152,7 @@ class Shrinks(Policy):
 
 def test_a_batch_below_the_ranks_is_raised_to_them_and_recorded(pool: RankPool) -> None:
     for size, following, lr, reason, local, warned in pool.run(4, sizes_of, 8, Shrinks()):
-        assert (size, following, reason) == (8, 4, "tiny; raised to the 4 ranks")
+        assert (size, following, reason) == (8, 4, "tiny; raised to the 4 samples that ranks and estimator need")
         assert lr == pytest.approx(0.1 * 4 / 8)
         assert local[:2] == [2, 2]
         assert not warned

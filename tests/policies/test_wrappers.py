@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from divebatch import AdaBatch, Decision, Measurement
+from divebatch import AdaBatch, Auto, Decision, Diversity, Fixed, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History
 from divebatch.policies import DiveBatch, GeoDamp, NoiseScale, Policy, Rounded, SimiGrad, SpillOver, Steady, WarmUp
@@ -29,6 +29,10 @@ class Asks(Policy):
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         return epoch % 2 == 0
+
+    @property
+    def cap(self) -> int:
+        return CAP
 
     def check_start(self, batch_size: int) -> None:
         if batch_size > CAP:
@@ -128,6 +132,24 @@ def test_what_settles_the_size_comes_before_what_moves_the_rate():
     assert sizes == [100, 100, 400, 400]
     assert factors == pytest.approx([1, 1, 1 / 4, 4 ** (1 / 3) / 4])
     assert run(SpillOver(Rounded(Asks(*[2000] * 3), 64)), 3) == ([960] * 3, pytest.approx([0.48] * 3))
+
+
+def test_below_the_cap_rounding_does_not_move_the_rate():
+    wanted = [140, 200, 255, 999, 2000, 800, 70]
+    sizes, factors = run(SpillOver(Rounded(Asks(*wanted), 64)), 7)
+    assert sizes == [128, 192, 192, 960, 960, 768, 64]
+    assert factors == pytest.approx([1, 1, 1, 1, 0.48, 1, 1])
+    found = Diversity.from_noise(1400.0, 1.0, N)  # sqrt(100 * 1400) = 374 is between two doublings
+    seen = Measurement(epoch=1, batch_size=100, dataset_size=N, diversity=found, history=History(decisions_at_size=9))
+    decision = SpillOver(Auto(1600)).next(seen)
+    assert (decision.batch_size, decision.unclamped) == (400, pytest.approx(374.2, abs=0.1))
+    assert SpillOver(Auto(1600)).next(replace(seen, batch_size=200)).lr_factor == 1.0
+
+
+def test_spill_over_needs_a_cap():
+    with pytest.raises(ArgumentError, match="Fixed has none: leave SpillOver out, or give Fixed a property `cap`"):
+        SpillOver(Fixed())
+    assert SpillOver(Steady(NoiseScale(64))).cap == 64
 
 
 @pytest.mark.parametrize("rate", [SpillOver, WarmUp, lambda policy: WarmUp(SpillOver(policy))])

@@ -54,6 +54,10 @@ class RankChunks(Source):
     def min_micro_batches(self) -> int:
         return 2 if self._ranks.is_alone else 1
 
+    def min_batch_size(self, ranks: Ranks) -> int:
+        """One sample for each of two or more chunks."""
+        return max(2, ranks.size)
+
     def prepare(self, scene: Scene) -> None:
         require_mean(scene, AcrossRanks.name)
         scene.require_optimizer(AcrossRanks.name)

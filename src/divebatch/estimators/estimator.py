@@ -121,6 +121,11 @@ class Estimator(ABC):
         return 1
 
     @property
+    def min_batch_size(self) -> int:
+        """The fewest samples, over all ranks, that a batch must have for it to show anything; known after `bind`."""
+        return 1
+
+    @property
     def min_steps_between_decisions(self) -> int:
         """How many steps a decision must be apart from the last one, for it to have an interval."""
         return 1

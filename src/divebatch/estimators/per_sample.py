@@ -13,6 +13,7 @@ from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms import DiversityMeter
 from divebatch.norms.diversity import PassSums
 from divebatch.norms.meter import MODES
+from divebatch.ranks import Ranks
 
 
 class PerSample(Stepwise):
@@ -65,6 +66,10 @@ class SamplePasses(Source):
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
+
+    def min_batch_size(self, ranks: Ranks) -> int:
+        """One rank must have two samples, which it compares."""
+        return ranks.size + 1
 
     def prepare(self, scene: Scene) -> None:
         self._meter = DiversityMeter(

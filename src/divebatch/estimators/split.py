@@ -13,6 +13,7 @@ from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
+from divebatch.ranks import Ranks
 
 HOW_TO_CUT = (
     "cut each batch into two or more: for (x, y), weight in divebatch.micro_batches(batch, size): "
@@ -65,6 +66,10 @@ class BatchChunks(Source):
     @property
     def min_micro_batches(self) -> int:
         return 2 if self._is_looking() else 1
+
+    def min_batch_size(self, ranks: Ranks) -> int:
+        """One rank must have two samples, which it compares."""
+        return ranks.size + 1
 
     def prepare(self, scene: Scene) -> None:
         require_mean(scene, Split.name)

@@ -56,6 +56,10 @@ class Source(ABC):
         """How many backward passes the next batch must be cut into at least."""
         return 1
 
+    def min_batch_size(self, ranks: Ranks) -> int:
+        """How many samples a batch must have, over all ranks, for it to show anything."""
+        return 1
+
     def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:  # noqa: B027 (most do nothing)
         """Take in a replayed pass: the gradients of its own mean loss, and the weight of that."""
 
@@ -108,6 +112,10 @@ class Stepwise(Estimator):
     @property
     def min_micro_batches(self) -> int:
         return self._source.min_micro_batches
+
+    @property
+    def min_batch_size(self) -> int:
+        return self._source.min_batch_size(self._bound().delivery.ranks)
 
     @property
     def min_steps_between_decisions(self) -> int:

@@ -65,5 +65,9 @@ class Capped(Policy):
         """Check the bounds and keep them, once and for all."""
         object.__setattr__(self, "bounds", Bounds(floor, self.max_batch_size, multiple_of))
 
+    @property
+    def cap(self) -> int:
+        return self.max_batch_size
+
     def check_start(self, batch_size: int) -> None:
         require_start_under_cap(batch_size, self.max_batch_size)

@@ -78,6 +78,10 @@ class DiveBatch(Policy):
         """
         return ExtraSamples(extra_samples, max_batch_size, **settings)
 
+    @property
+    def cap(self) -> int:
+        return self.max_batch_size
+
     def measures(self, epoch: int, batch_size: int) -> bool:
         """Every `every_epochs`-th epoch, but not at a cap that it never leaves."""
         return epoch % self.every_epochs == 0 and not (self.monotone and batch_size >= self.max_batch_size)

@@ -54,6 +54,11 @@ class Policy(ABC):
         if isinstance(needs, str | list | tuple | Set):  # a property or a field can be checked on objects only
             require_known_needs(cls.__name__, needs)
 
+    @property
+    def cap(self) -> int | None:
+        """The largest size it asks for, in samples; None where it has none."""
+        return None
+
     @abstractmethod
     def next(self, seen: Measurement) -> Decision:
         """Return the batch size to use from now on."""

@@ -32,6 +32,10 @@ class Around(Policy):
             if not each.init:
                 object.__setattr__(self, each.name, getattr(self.policy, each.name))
 
+    @property
+    def cap(self) -> int | None:
+        return self.policy.cap
+
     @abstractmethod
     def next(self, seen: Measurement) -> Decision:
         """Return the inner decision, changed."""
@@ -130,11 +134,21 @@ class Rounded(OfSize):
 class SpillOver(OfRate):
     """At the cap, turn what is wanted beyond it into a lower learning rate: lr times size over wanted.
 
-    lr / b then falls as if the batch had grown. When less is wanted again the rate comes back.
+    lr / b then falls as if the batch had grown. When less is wanted again the rate comes back. Below the cap the rate
+    is left alone, also where sizes are rounded to less than is wanted.
 
     Args:
-        policy: The policy whose sizes are taken.
+        policy: The policy whose sizes are taken; it must have a `cap`.
     """
+
+    def __post_init__(self) -> None:
+        OfRate.__post_init__(self)
+        if self.policy.cap is None:
+            name = type(self.policy).__name__
+            raise ArgumentError(
+                f"SpillOver lowers the rate by what is wanted over the cap, and {name} has none: leave SpillOver out, "
+                f"or give {name} a property `cap`"
+            )
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         """At the cap too, where some policies stop: what spills over depends on it."""
@@ -146,14 +160,17 @@ class SpillOver(OfRate):
         decision = self._inner(seen)
         says_something = decision.unclamped is not None and math.isfinite(decision.unclamped)
         unclamped = decision.unclamped if says_something else seen.history.unclamped  # else the spill in force stays
-        spill = _spill(decision.batch_size, unclamped)
-        factor = decision.lr_factor * spill / _spill(seen.batch_size, seen.history.unclamped)
+        assert self.policy.cap is not None
+        cap = min(self.policy.cap, seen.dataset_size)
+        spill = _spill(decision.batch_size, unclamped, cap)
+        factor = decision.lr_factor * spill / _spill(seen.batch_size, seen.history.unclamped, cap)
         reason = f"{decision.reason}; lr times {spill:g} for what is over the cap" if spill < 1 else decision.reason
         return replace(decision, lr_factor=factor, reason=reason, unclamped=unclamped)
 
 
-def _spill(batch_size: int, unclamped: float | None) -> float:
-    if unclamped is None or unclamped < batch_size + 1:  # less than a sample over is rounding
+def _spill(batch_size: int, unclamped: float | None, cap: int) -> float:
+    # Less than a sample over is rounding, and so is a size below a cap that the wish does not reach.
+    if unclamped is None or unclamped < max(cap, batch_size) + 1:
         return 1.0
     return batch_size / unclamped
 
