@@ -344,7 +344,7 @@ class Controller:
         return self.ranks.mean(loss, finished.local_samples if loss is not None else 0)
 
     def _decided(self, policy: Policy, seen: Measurement) -> Decision:
-        """No batch holds more samples than an epoch, or fewer than ranks and estimator need; nor does a rate follow one."""
+        """No batch has more samples than an epoch, or fewer than ranks and estimator need, and no rate follows one."""
         least = min(max(self.ranks.size, self._measuring.min_batch_size), seen.dataset_size)
         return in_multiples(policy, seen, self._steps.unit, at_most=seen.dataset_size, at_least=least)
 
