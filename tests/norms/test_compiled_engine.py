@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from divebatch import NormMeter, gradient_diversity
 from divebatch.errors import CoverageError, DivebatchError, UsageError
 from divebatch.norms import DiversityMeter, fused
+from divebatch.norms.compiled_engine import Taps
 from divebatch.norms.conv import Patches
 from reference import per_sample
 from reference.per_sample import mean_loss, mlp, samples, sum_loss
@@ -77,8 +78,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Te
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    """Compiled code is kept by the class's forward, which tests share."""
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiled code is kept by the class's forward, which tests share. What is tested here are compiled passes."""
+    monkeypatch.setattr(Taps, "looks_first", False)
     torch.compiler.reset()
     yield
     torch.compiler.reset()

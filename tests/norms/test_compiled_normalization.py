@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from divebatch import NormMeter
 from divebatch.errors import CoverageError
+from divebatch.norms.compiled_engine import Taps
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNorm1d": (lambda: nn.BatchNorm1d(3), (6, 3)),
@@ -20,6 +21,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LayerNorm, two dimensions": (lambda: nn.LayerNorm((2, 3)), (6, 5, 4, 2, 3)),
     "LayerNorm without bias": (lambda: nn.LayerNorm(3, bias=False), (6, 5, 3)),
 }
+
+
+@pytest.fixture(autouse=True)
+def compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here are compiled passes."""
+    monkeypatch.setattr(Taps, "looks_first", False)
 
 
 def layers_of(case: str, frozen: str | None) -> tuple[nn.Module, nn.Module]:

@@ -18,8 +18,9 @@ from torch.autograd import Variable
 
 from divebatch.errors import CoverageError, UsageError
 from divebatch.norms import fused
-from divebatch.norms.backward import families, measured
+from divebatch.norms.backward import Backward, families, measured
 from divebatch.norms.compiled_normalization import message, own_tap
+from divebatch.norms.first_pass import FirstPass
 from divebatch.norms.loss_scale import LossWeight, weight_of_pass
 from divebatch.norms.registry import CoveredLayer, original_type
 from divebatch.norms.sharded import is_sharded
@@ -40,41 +41,64 @@ class Tapped:
 
 
 class Taps:
-    """Tells `on_end` of every backward pass while it is switched on."""
+    """Tells `on_end` of every backward pass while it is switched on. The very first runs uncompiled (`FirstPass`)."""
+
+    looks_first = True
+    """Whether there is such a pass."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[Tapped], None]
     ) -> None:
         _require_simple(layers)
         fused.prepare_for_compiler()
-        self.paused = False
+        self._paused = False
         self._layers, self._mode, self._on_end = layers, mode, on_end
+        self.is_checked = not self.looks_first
+        """Whether the first pass went well."""
+        self._first: FirstPass | None = None
         device = next(layers[0].module.parameters()).device
         # In float64: it adds up squares over all layers and samples.
         self._accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self._accumulator.register_hook(self._receive)
         self._seeds = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self._most_calls: Tensor | None = None
-        self._is_on = False
+        self._is_on, self._is_switched = False, False
         self._places = [Place(self, layer, number) for number, layer in enumerate(layers)]
         # torch refuses to change in place what a custom function returned.
         self._in_place: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False)]
 
+    @property
+    def paused(self) -> bool:
+        """Whether backward passes go by uncounted for the moment."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        if self._first is not None:
+            self._first.pause(paused)
+
     def switch_on(self) -> None:
         """Use the compiled variant with taps."""
-        if self._is_on:
+        if self._is_switched:
             return
         if any(hasattr(layer.module, "divebatch_place") for layer in self._layers):
             raise UsageError("another compiled meter is attached to this model: detach it first")
         self._switch(True)
+        if not self.is_checked:
+            self._is_on = False
+            self._first = FirstPass(self._layers, self._mode, self._finish_first)
 
     def switch_off(self) -> None:
         """Use the compiled variant without."""
-        if self._is_on:
+        if self._first is not None:
+            self._first.end()
+            self._first = None
+        if self._is_switched:
             self._switch(False)
 
     def _switch(self, on: bool) -> None:
-        self._is_on = on
+        self._is_on = self._is_switched = on
         for place in self._places:
             place.switch(on)
         for module in self._in_place:
@@ -89,6 +113,8 @@ class Taps:
         """Start again, with other random signs."""
         self._accumulator.grad = None
         self._most_calls = None
+        if self._first is not None:
+            self._first.forget()
         if self._mode == "sketch":  # in place, where recorded passes read them
             self._seeds.data.copy_(random_seeds(len(self._layers), self._seeds.device))
 
@@ -96,6 +122,19 @@ class Taps:
         """Compiled passes are seen as a whole."""
         zero = self._accumulator.detach()[0]
         return Tapped(zero, None, zero, self._layers)
+
+    def _finish_first(self, done: Backward) -> None:
+        """Count the first pass as a compiled one, whose numbers are on the device."""
+        assert self._first is not None
+        if not self._first.is_under_way:
+            self.is_checked, self._is_on, self._first = True, True, None
+        numbers = torch.tensor([float(done.num_samples), float(len(self._layers))], dtype=torch.float64)
+        samples, layers = numbers.to(self._accumulator.device).unbind()
+        self._note_calls(layers)
+        variances = None if self._mode == "exact" else torch.zeros_like(samples)
+        if done.variances is not None:
+            variances = done.variances.sum(dtype=torch.float64)
+        self._on_end(Tapped(done.sq_norms.sum(dtype=torch.float64), variances, samples, done.layers, done.weight))
 
     def _receive(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(partial(self._finish, gradient.detach()))
@@ -142,7 +181,7 @@ class Place:
 
     def is_for(self, module: nn.Module) -> bool:
         """Whether this is the layer, and no copy of it, and passes count now."""
-        return self.layer.module is module and self.taps._is_on and not self.taps.paused
+        return self.layer.module is module and self.taps._is_on and not self.taps._paused
 
     def __deepcopy__(self, _: object) -> "Place":
         """A copy of the model refers to the taps of the model."""
@@ -163,6 +202,8 @@ def tapped(kind: type[nn.Module]) -> type[nn.Module]:
             place: Place = self.divebatch_place
             taps = place.taps
             is_on = torch.is_grad_enabled() and place.is_for(self)
+            # Where all are frozen for the moment, there is nothing to count.
+            is_on = is_on and any(p.requires_grad for p in self._parameters.values() if p is not None)
             tap = own_tap(self) if is_on else None
             if tap is not None:
                 with torch.no_grad():

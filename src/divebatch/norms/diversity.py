@@ -88,8 +88,7 @@ class DiversityMeter:
         self._ranks, self._on_pass = ranks or Ranks.alone(), on_pass
         self._cover()
         self._handles: list[RemovableHandle] = []
-        self.token = object()
-        """Changes whenever the sums start again: a recorded pass that adds to the old ones is of no use then."""
+        self._token = object()
         self._sums: dict[str, Tensor] = {}
         self._unit: Tensor | None = None
         """The factor that the sums are to be multiplied by when they are read; None where it has always been 1."""
@@ -133,7 +132,7 @@ class DiversityMeter:
     def reset(self) -> None:
         """Back to zero without touching the hooks."""
         self.norms.reset()
-        self.token = object()
+        self._token = object()
         plain = {name: p for name, p in self._parameters.items() if not is_sharded(p)}
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in plain.items()}
         self._pending = {}
@@ -147,6 +146,14 @@ class DiversityMeter:
         if self._shards is not None:
             self._shards.detach()
         self._shards = None
+
+    @property
+    def token(self) -> object:
+        """Changes whenever the sums start again: a recorded pass that adds to the old ones is of no use then.
+
+        None as long as the first pass, which is looked at by itself, is still to come.
+        """
+        return self._token if self.norms._engine.is_checked else None
 
     def diversity(self) -> Diversity:
         """The two sums since the last reset."""

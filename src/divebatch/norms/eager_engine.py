@@ -63,6 +63,11 @@ class Hooks:
             self._handles.pop().remove()
         self._check.end()
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether a pass has shown that no gradient is missed."""
+        return not self._check.is_on
+
     def check(self) -> None:
         """Whatever is wrong was said when it happened."""
 
