@@ -164,10 +164,11 @@ def test_the_oracle_leaves_bad_data_out_and_an_exact_diversity_does_not():
 def test_gradients_that_overflow_where_norms_do_not_are_in_neither_sum():
     model = nn.Linear(4, 1).double()
     handle = model.weight.register_hook(lambda gradient: gradient * math.inf)
-    delivered = [8]
+    delivered = [0]
     estimator = Trajectory()
     estimator.bind(Scene(model, Delivered(lambda: delivered[0])))
     estimator.start()
+    delivered[0] = 16
     x = torch.randn(8, 4, dtype=torch.float64)
     model(x).mean().backward()
     handle.remove()

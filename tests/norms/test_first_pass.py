@@ -76,6 +76,18 @@ def test_a_pass_may_be_recorded_once_the_first_is_over():
         assert meter.token is token
 
 
+def test_forward_passes_that_wait_together_all_count():
+    model = mlp()
+    with DiversityMeter(model, compiled=True) as meter:
+        losses = [mean_loss(model(INPUTS[part]), TARGETS[part]) for part in (slice(0, 2), slice(2, 6))]
+        for loss in losses:
+            loss.backward()
+        backward(model)
+        expected = diversity_of(torch.cat([gradients(model, mean_loss, INPUTS, TARGETS)] * 2))
+        assert meter.diversity().sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
+        assert meter.diversity().sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
+
+
 def test_a_first_pass_that_is_not_finite_is_followed_by_another():
     model = mlp()
     with NormMeter(model, compiled=True) as meter:

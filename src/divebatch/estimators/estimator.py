@@ -80,6 +80,10 @@ class Scene:
         """The factor for this rank's loss of the batch under way; 0 for a dummy's."""
         return self.delivery.rank_shard.weight_for(self.loss_reduction)
 
+    def samples_here(self) -> int:
+        """Samples that came to this rank so far."""
+        return self.delivery.local_samples_delivered
+
     def rank_shard(self) -> RankShard:
         """This rank's samples of the batch under way."""
         return self.delivery.rank_shard

@@ -75,6 +75,7 @@ class SamplePasses(Source):
         self._meter = DiversityMeter(
             scene.model,
             rank_shard=scene.rank_shard,
+            delivered=scene.samples_here,
             on_pass=self._take,
             loss_reduction=scene.loss_reduction,
             skip_nonfinite=True,

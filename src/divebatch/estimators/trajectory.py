@@ -64,6 +64,7 @@ class Trajectory(Estimator):
             scene.model,
             ranks=scene.delivery.ranks,
             rank_shard=scene.rank_shard,
+            delivered=scene.samples_here,
             loss_reduction=scene.loss_reduction,
             skip_nonfinite=True,
             **self._settings,

@@ -127,7 +127,7 @@ class Taps:
         """Count the first pass as a compiled one, whose numbers are on the device."""
         assert self._first is not None
         if not self._first.is_under_way:
-            self.is_checked, self._is_on, self._first = True, True, None
+            self.is_checked, self._is_on = True, True
         numbers = torch.tensor([float(done.num_samples), float(len(self._layers))], dtype=torch.float64)
         samples, layers = numbers.to(self._accumulator.device).unbind()
         self._note_calls(layers)

@@ -16,6 +16,7 @@ from divebatch.measurement import Diversity
 from divebatch.norms.accumulators import addend, are_finite, check_shapes, kept, trainable
 from divebatch.norms.adding_up import not_called
 from divebatch.norms.compilation import uncompiled
+from divebatch.norms.deliveries import Deliveries
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.meter import CountedPass, NormMeter, pausing_meters
 from divebatch.norms.rank_weighting import without_weighing
@@ -52,6 +53,8 @@ class DiversityMeter:
         model: its trainable parameters must all be covered by norm rules, as `NormMeter` requires.
         ranks: the processes that train together; None for this one alone.
         rank_shard: gives this rank's samples of the batch under way, where there are several ranks.
+        delivered: gives how many samples a loader has delivered to this rank so far: passes over more of them are an
+            error, such as a second backward pass on the same batch. None where there is no loader.
         on_pass: is told both sums of each backward pass by itself. The gradient sum then starts from zero in each pass.
         mode: "exact" norms, or "sketch" for unbiased estimates of them at far less cost.
         fallback: "vmap" measures layers without a rule by running them again, sample by sample; None refuses them.
@@ -68,6 +71,7 @@ class DiversityMeter:
         *,
         ranks: Ranks | None = None,
         rank_shard: Callable[[], RankShard] | None = None,
+        delivered: Callable[[], int] | None = None,
         on_pass: Callable[[PassSums], None] | None = None,
         mode: Literal["exact", "sketch"] = "exact",
         fallback: Literal["vmap"] | None = None,
@@ -86,6 +90,7 @@ class DiversityMeter:
             "rank_shard": rank_shard,
         }
         self._ranks, self._on_pass = ranks or Ranks.alone(), on_pass
+        self._deliveries = Deliveries(delivered)
         self._cover()
         self._handles: list[RemovableHandle] = []
         self._token = object()
@@ -132,11 +137,14 @@ class DiversityMeter:
     def reset(self) -> None:
         """Back to zero without touching the hooks."""
         self.norms.reset()
+        self._deliveries.begin()
         self._token = object()
         plain = {name: p for name, p in self._parameters.items() if not is_sharded(p)}
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in plain.items()}
         self._pending = {}
         self._unit = None
+        self._loaded = 0
+        """Samples whose passes were before a resume."""
         self._drop_shards()
         if len(plain) < len(self._parameters):
             self._shards, self._reached = ShardSums(self._parameters, self.norms._loss_scale.of_mean_over_ranks), set()
@@ -160,6 +168,7 @@ class DiversityMeter:
         if not self.is_attached:
             raise UsageError("this DiversityMeter is not attached: read diversity() before detaching")
         self._require_reached()
+        self._deliveries.require(self.norms.num_samples + self.norms.skipped_samples - self._loaded)
         self._multiply_out()
         whole = self._ranks.sq_norm_of_sum(list(self._sums.values()))
         pieces = self._shards.sq_norm() if self._shards is not None else 0.0
@@ -198,6 +207,7 @@ class DiversityMeter:
         for name, total in self._sums.items():
             total.copy_(state["gradient_sums"][name])
         self.norms._load(state["sum_of_sq_norms"], state["num_samples"], state["skipped_samples"])
+        self._loaded = state["num_samples"] + state["skipped_samples"]
 
     def _numbers(self) -> list[float]:
         """This rank's sum of squared norms, samples in it, and samples left out."""
@@ -230,6 +240,7 @@ class DiversityMeter:
             self._reached |= {id(layer.module) for layer in done.layers}
         received = self._received()
         self._pending = {}
+        self._deliveries.count(done.scale.num_samples)
         if received:
             self._add(received, done)
         if self._on_pass is not None:

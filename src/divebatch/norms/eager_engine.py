@@ -35,6 +35,7 @@ class Hooks:
         self._mode, self._on_end = mode, on_end
         self._families = families(layers)
         self._handles: list[RemovableHandle] = []
+        self._is_on = False
         self._under_way: dict[int, Backward] = {}
         self._surroundings: dict[CoveredLayer, Surroundings] = {}
         self._is_sharded = any(is_sharded(parameter) for layer in layers for parameter in layer.parameters)
@@ -43,8 +44,9 @@ class Hooks:
 
     def switch_on(self) -> None:
         """Hook the layers."""
-        if self._handles:
+        if self._is_on:
             return
+        self._is_on = True
         forget_memory_caps()
         for family in self._families:
             family.open_calls.clear()
@@ -59,9 +61,14 @@ class Hooks:
 
     def switch_off(self) -> None:
         """Remove all hooks."""
+        self._is_on = False
+        self.stop_watching()
+        self._check.end()
+
+    def stop_watching(self) -> None:
+        """Count the backward passes of forward passes that were, and no others."""
         while self._handles:
             self._handles.pop().remove()
-        self._check.end()
 
     @property
     def is_checked(self) -> bool:
@@ -116,7 +123,7 @@ class Hooks:
 
     def _arrive(self, family: Family, layer: CoveredLayer, call: Call, dy: Tensor | None) -> None:
         """The backward pass has reached one call of one layer; without gradient if only a sibling output has one."""
-        if self.paused or not self._handles:
+        if self.paused or not self._is_on:
             return
         task = torch._C._current_graph_task_id()
         if dy is None or not self._counts(task, layer):

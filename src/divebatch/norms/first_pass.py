@@ -31,7 +31,7 @@ class FirstPass:
         weakref.finalize(self, self._restore)
 
     def end(self) -> None:
-        """Compiled code runs again."""
+        """Look no longer; compiled code runs again."""
         self._hooks.switch_off()
         self._restore()
 
@@ -57,7 +57,8 @@ class FirstPass:
                 "measure without compiled=True",
             )
         if self._hooks.is_checked:
-            self.end()
+            self._hooks.stop_watching()  # other forward passes may wait for their backward pass
+            self._restore()
         self._on_end(done)
 
 
