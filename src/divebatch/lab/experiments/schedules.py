@@ -1,40 +1,51 @@
-"""Learning-rate schedules by kind, stepped once an epoch. A new one is one dataclass and one row."""
+"""Learning-rate schedules by kind, stepped once an epoch or, by samples seen, at every step.
 
+A new one is one dataclass and one row.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, StepLR
 
 from divebatch.checks import require_count, require_positive
+from divebatch.errors import ArgumentError
+
+Fraction = Callable[[], float]
+"""How much of the run will be over after the next batch, from 0 to 1."""
 
 
-class ScheduleSettings(Protocol):
+class ScheduleSettings(ABC):
     """A dataclass of settings that can drive an optimizer."""
 
-    epoch_settings: ClassVar[frozenset[str]]
+    epoch_settings: ClassVar[frozenset[str]] = frozenset()
     """Its settings that count epochs: an experiment that is shortened shortens them with it."""
+    is_by_samples: ClassVar[bool] = False
+    """Whether it is stepped after every batch, and not after every epoch, and goes by how much of the run is over."""
 
-    def build(self, optimizer: Optimizer) -> LRScheduler | None:
-        """A scheduler, or None where the rate stays."""
-        ...
+    @abstractmethod
+    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
+        """Return a scheduler, or None where the rate stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constant:
+class Constant(ScheduleSettings):
     """The rate stays."""
 
-    epoch_settings: ClassVar[frozenset[str]] = frozenset()
-
-    def build(self, optimizer: Optimizer) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepDecay:
+class StepDecay(ScheduleSettings):
     """Times `factor` after every `every_epochs` epochs."""
 
-    epoch_settings: ClassVar[frozenset[str]] = frozenset({"every_epochs"})
+    epoch_settings = frozenset({"every_epochs"})
 
     factor: float
     every_epochs: int
@@ -43,30 +54,30 @@ class StepDecay:
         require_positive("factor", self.factor)
         require_count("every_epochs", self.every_epochs)
 
-    def build(self, optimizer: Optimizer) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
         return StepLR(optimizer, step_size=self.every_epochs, gamma=self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cosine:
+class Cosine(ScheduleSettings):
     """Half a cosine from the first rate to zero after `over_epochs` epochs."""
 
-    epoch_settings: ClassVar[frozenset[str]] = frozenset({"over_epochs"})
+    epoch_settings = frozenset({"over_epochs"})
 
     over_epochs: int
 
     def __post_init__(self) -> None:
         require_count("over_epochs", self.over_epochs)
 
-    def build(self, optimizer: Optimizer) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
         return CosineAnnealingLR(optimizer, T_max=self.over_epochs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Milestones:
+class Milestones(ScheduleSettings):
     """Times `factor` after each of the epochs in `after_epochs`."""
 
-    epoch_settings: ClassVar[frozenset[str]] = frozenset({"after_epochs"})
+    epoch_settings = frozenset({"after_epochs"})
 
     factor: float
     after_epochs: list[int] = field(default_factory=list)
@@ -76,8 +87,83 @@ class Milestones:
         for epoch in self.after_epochs:
             require_count("after_epochs", epoch)
 
-    def build(self, optimizer: Optimizer) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
         return MultiStepLR(optimizer, milestones=self.after_epochs, gamma=self.factor)
+
+
+# By samples seen: every batch size has the same course and ends at its floor
+
+
+class FractionLR(LRScheduler):
+    """The first rates times `course` of how much of the run is over; stepping it twice at one place changes nothing."""
+
+    def __init__(self, optimizer: Optimizer, course: Callable[[float], float], fraction: Fraction) -> None:
+        self._course, self._fraction = course, fraction
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        factor = self._course(self._fraction())
+        return [rate * factor for rate in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch keeps; course and run are the configuration's."""
+        return {name: value for name, value in super().state_dict().items() if name not in ("_course", "_fraction")}
+
+
+class BySamples(ScheduleSettings):
+    """A schedule that is a function of how much of the run is over."""
+
+    is_by_samples = True
+
+    @abstractmethod
+    def course(self, fraction: float) -> float:
+        """Return the rate relative to its highest."""
+
+    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
+        return FractionLR(optimizer, self.course, fraction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupCosine(BySamples):
+    """Up in a straight line over the first `warmup` of the run, then half a cosine down to `floor` of the rate."""
+
+    warmup: float = 0.02
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require_fractions(warmup=self.warmup, floor=self.floor)
+
+    def course(self, fraction: float) -> float:
+        if fraction < self.warmup:
+            return fraction / self.warmup
+        down = (fraction - self.warmup) / (1 - self.warmup)
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * down)) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupStableDecay(BySamples):
+    """Up in a straight line over the first `warmup` of the run, level, and over its last `decay` down to `floor`."""
+
+    warmup: float = 0.02
+    decay: float = 0.2
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_fractions(warmup=self.warmup, decay=self.decay, floor=self.floor)
+        if self.warmup + self.decay > 1:
+            raise ArgumentError(f"warmup={self.warmup} and decay={self.decay} are more than the whole run")
+
+    def course(self, fraction: float) -> float:
+        if fraction < self.warmup:
+            return fraction / self.warmup
+        left = (1 - fraction) / self.decay if self.decay else 1.0
+        return self.floor + (1 - self.floor) * min(1.0, left)
+
+
+def _require_fractions(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ArgumentError(f"{name} must be at least 0 and below 1, got {name}={value}")
 
 
 SCHEDULES: dict[str, type[ScheduleSettings]] = {
@@ -85,6 +171,8 @@ SCHEDULES: dict[str, type[ScheduleSettings]] = {
     "step": StepDecay,
     "cosine": Cosine,
     "milestones": Milestones,
+    "warmup-cosine": WarmupCosine,
+    "wsd": WarmupStableDecay,
 }
 
 
