@@ -22,7 +22,8 @@ def records(run: Run) -> list[dict[str, Any]]:
 
 def weights(run: Run) -> list[torch.Tensor]:
     state = load_checkpoint(run.checkpoint_path, device=CPU)
-    assert state["control"]["epoch"] == run.experiment.epochs
+    assert state["control"]["epoch"] == len(records(run))
+    assert records(run)[-1]["epoch"] == run.experiment.epochs
     momenta = [each.get("momentum_buffer") for each in state["optimizer"]["state"].values()]
     return [*state["model"].values(), *(each for each in momenta if each is not None)]
 

@@ -16,12 +16,13 @@ from divebatch.lab.experiments.datasets import DATASETS, DataPlace, DataSplit
 from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.optimizers import OPTIMIZERS
 from divebatch.lab.experiments.run import Run
-from divebatch.lab.experiments.schedules import SCHEDULES, warm_up
+from divebatch.lab.experiments.schedules import SCHEDULES, ScheduleSettings, warm_up
 from divebatch.lab.experiments.schema import Experiment, Method, Part, build_estimator, build_settings
 from divebatch.lab.experiments.tasks import TASKS, Task
 from divebatch.lab.training import Clock, LossFn, Trainer
 from divebatch.lab.training.device_options import device_settings
 from divebatch.lab.training.distributed import spread
+from divebatch.lab.training.run_length import PartSampler, RunLength
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded, make_policy
 from divebatch.ranks import Ranks
@@ -29,6 +30,8 @@ from divebatch.resolve import estimator_of
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL, SIGNS = (0, 2), (0, 3), (0, 5)
+NO_END = 2**62
+"""Samples of a run that ends by the clock alone."""
 
 
 def make_trainer(run: Run) -> Trainer:
@@ -37,7 +40,8 @@ def make_trainer(run: Run) -> Trainer:
     seed_signs(device, mixed_seed(run.seed, *SIGNS))
     with device_settings(experiment.training.precision, device):  # code is compiled for the settings it will meet
         split = _load_data(run)
-        loader = split.loader(method.batch_size, seed=run.seed)
+        clock = Clock(device)
+        loader, length = _make_loader(run, split, clock)
     task: Task = _settings(TASKS, experiment.task, "task")
     ranks = Ranks.here()
     parallel = spread(_build_model(run, split), ranks, sharding=run.sharding)
@@ -46,19 +50,23 @@ def make_trainer(run: Run) -> Trainer:
     optimizer: Optimizer = _settings(OPTIMIZERS, experiment.optimizer, "optimizer").build(
         model, method.lr, fused=True if is_fused else None
     )
-    schedule = _settings(SCHEDULES, experiment.schedule, "schedule").build(optimizer)
+    course: ScheduleSettings = _settings(SCHEDULES, experiment.schedule, "schedule")
+    schedule = course.build(optimizer, length.fraction)
     warming = warm_up(optimizer, method.warmup_epochs * len(loader))
-    schedulers = [each for each in (schedule, warming) if each is not None]
-    control = _make_controller(run, parallel.module, optimizer, loader, task.loss_fn, schedulers)
+    an_epoch, a_step = ([], [schedule, warming]) if course.is_by_samples else ([schedule], [warming])
+    schedulers, step_schedulers = ([one for one in each if one is not None] for each in (an_epoch, a_step))
+    control = _make_controller(run, parallel.module, optimizer, loader, task.loss_fn, [*schedulers, *step_schedulers])
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
-        schedulers=[schedule] if schedule is not None else [],
-        warm_up=warming,
+        schedulers=schedulers,
+        step_schedulers=step_schedulers,
+        length=length if experiment.one_pass else None,
+        clip_norm=experiment.clip_norm,
         control=control,
         task=task,
         validation=split.validation,
-        clock=Clock(device),
+        clock=clock,
         options=experiment.training,
         log_exact=run.log_exact,
         parallel=parallel,
@@ -66,6 +74,45 @@ def make_trainer(run: Run) -> Trainer:
     if not ranks.is_first:
         trainer.draw_apart()
     return trainer
+
+
+def _make_loader(run: Run, split: DataSplit, clock: Clock) -> tuple[AdaptiveLoader, RunLength]:
+    """Return the loader, whose epochs are passes over the data or parts of one, and how long the run is."""
+    experiment, size = run.experiment, run.method.batch_size
+    if not experiment.one_pass:
+        loader = split.loader(size, seed=run.seed)
+        total = experiment.epochs * len(loader.dataset)
+        return loader, RunLength(loader=loader, clock=clock, samples=total, parts=experiment.epochs)
+    if split.in_parts is None:
+        raise ArgumentError(f"the data {experiment.data.kind!r} cannot be gone through in parts: set one_pass = false")
+    if experiment.seconds is not None and not Ranks.here().is_alone:
+        raise ArgumentError(
+            f"seconds={experiment.seconds}: the clocks of several ranks differ, and so would their rates: end the run "
+            f"by samples, or train on one rank"
+        )
+    sampler = PartSampler(split.in_parts.size, run.seed)
+    loader = split.in_parts(size, seed=run.seed, sampler=sampler)
+    sampler.length = RunLength(
+        loader=loader,
+        clock=clock,
+        samples=_num_samples(experiment, len(sampler)),
+        parts=experiment.epochs,
+        seconds=experiment.seconds,
+    )
+    return loader, sampler.length
+
+
+def _num_samples(experiment: Experiment, available: int) -> int:
+    """Return the most samples that the run may take."""
+    wanted = experiment.samples
+    if wanted is None:
+        return NO_END if experiment.repeat else available
+    if wanted > available and not experiment.repeat:
+        raise ArgumentError(
+            f"samples={wanted} are more than the {available} training samples there are: give fewer, or let the data "
+            f"be gone through again with repeat=True"
+        )
+    return wanted
 
 
 def _make_controller(

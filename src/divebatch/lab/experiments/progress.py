@@ -27,6 +27,16 @@ class RunProgress:
     is_begun: bool = False
     """Whether the records hold the run's first line already."""
 
+    def is_complete(self, run: Run) -> bool:
+        """Whether the records have the run's last epoch."""
+        return last_epoch(self.epochs) >= run.experiment.epochs
+
+
+def last_epoch(epochs: list[EpochRecord]) -> int:
+    """Return the number of the last epoch that was recorded; 0 where none was."""
+    # Not their count: where epochs are parts of a pass, one batch may carry a run over several of them.
+    return epochs[-1].epoch if epochs else 0
+
 
 def read_progress(run: Run, *, resume: bool, ranks: Ranks) -> RunProgress:
     """Read how far a run has got. Rank 0 removes records beyond the checkpoint: the resume writes them again."""
@@ -34,13 +44,13 @@ def read_progress(run: Run, *, resume: bool, ranks: Ranks) -> RunProgress:
     if written is None:
         return RunProgress()
     header, epochs = written
-    is_complete = len(epochs) >= run.experiment.epochs
+    is_complete = last_epoch(epochs) >= run.experiment.epochs
     saved = _open_saved(run, ranks, is_needed=not is_complete)
     if saved is None and not is_complete:
         first_does(ranks, run.records_path.unlink)
         return RunProgress()
     done = _epochs_of(saved.rest, run, len(epochs)) if saved is not None else len(epochs)
-    if done >= run.experiment.epochs:
+    if last_epoch(epochs[:done]) >= run.experiment.epochs:
         return RunProgress(epochs, is_begun=True)
     # The checkpoint is what a run can go on from: epochs beyond it are trained, and recorded, again.
     first_does(ranks, lambda: rewrite_run(run.records_path, header, epochs[:done]))
@@ -83,13 +93,13 @@ def _read_back(run: Run) -> tuple[RunHeader, list[EpochRecord]]:
         return run.header(), []
     header, epochs = read_run(run.records_path)
     for number, record in enumerate(epochs, 1):
-        if record.epoch != number:
+        if record.epoch != number and not run.experiment.one_pass:
             raise RecordError(f"'{run.records_path}': epoch {record.epoch} stands where epoch {number} should")
     return header, epochs
 
 
 def _epochs_of(state: dict[str, Any], run: Run, recorded: int) -> int:
-    """Epochs the checkpoint has behind it; records are written first, so it never knows one they do not."""
+    """How many records the checkpoint has behind it; they are written first, so it never knows one that is not."""
     with reading_state(run):
         epoch = state["control"]["epoch"]
         if type(epoch) is not int or epoch < 0:

@@ -9,7 +9,7 @@ import torch
 
 from divebatch.errors import DivergedError, StoppedError
 from divebatch.lab.experiments.assembly import make_trainer
-from divebatch.lab.experiments.progress import RunProgress, read_progress, reading_state
+from divebatch.lab.experiments.progress import RunProgress, last_epoch, read_progress, reading_state
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.loggers import logging_to
 from divebatch.lab.training import StopRequest, Trainer
@@ -47,7 +47,7 @@ def execute(
     progress = read_progress(run, resume=resume, ranks=ranks)
     if progress.epochs:
         on_resume(progress.epochs[-1])
-    if len(progress.epochs) < run.experiment.epochs:
+    if not progress.is_complete(run):
         with nullcontext(stop) if stop is not None else make_stop(ranks) as listening:
             _continue(run, progress, on_epoch, listening)
         gc.collect()  # a trainer is full of cycles; the next run's peak of memory must not hold this one's tensors
@@ -67,10 +67,11 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
     saver = Saver(run, trainer, stop)
     if not progress.is_begun:
         first_does(trainer.ranks, lambda: _forget_checkpoints(run))  # of a run whose records are gone
-    done = len(progress.epochs)
+    epoch = last_epoch(progress.epochs)
     with trainer.control, _writing(run, trainer.ranks, progress) as write:
-        for epoch in range(done + 1, run.experiment.epochs + 1):
+        while epoch < run.experiment.epochs:
             record = saver.run_epoch()
+            epoch = record.epoch
             write(record)
             # After the record, so that a checkpoint never knows an epoch that the records do not.
             saver.after_epoch(epoch)

@@ -109,12 +109,56 @@ class Experiment:
     metric: Metric = field(default_factory=Metric)
     """What its runs are judged by; the task's own where the file names none."""
     report: ReportSettings = field(default_factory=ReportSettings)
+    one_pass: bool = False
+    """Whether a run is one pass over the data, or the `samples` or `seconds` of it; `epochs` are its equal parts."""
+    samples: int | None = None
+    """Samples of a run where that is not the whole pass."""
+    seconds: float | None = None
+    """Seconds of training after which a run ends."""
+    repeat: bool = False
+    """Whether the data may be gone through again where `samples` or `seconds` ask for more than there is."""
+    clip_norm: float | None = None
+    """The largest norm of the gradient that a step is made with; None for any."""
     held_out: float = 0.0
     """Fraction of the training samples to validate on, which the seed chooses; 0 for the test samples."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
             raise ArgumentError(f"held_out must be at least 0 and below 1, got held_out={self.held_out}")
+        if self.clip_norm is not None:
+            require_positive("clip_norm", self.clip_norm)
+        self._require_end()
+
+    def _require_end(self) -> None:
+        if self.samples is not None:
+            require_count("samples", self.samples)
+        if self.seconds is not None:
+            require_positive("seconds", self.seconds)
+        ends = {"samples": self.samples, "seconds": self.seconds, "repeat": self.repeat or None}
+        asked = [f"{name}={value}" for name, value in ends.items() if value is not None]
+        if asked and not self.one_pass:
+            raise ArgumentError(
+                f"{self.name} goes over its data {self.epochs} times and ends by epochs, not by {', '.join(asked)}: "
+                f"set its number of epochs, or one_pass = true in its file"
+            )
+        if self.repeat and self.samples is None and self.seconds is None:
+            raise ArgumentError("repeat=True needs an end: give samples or seconds")
+        counting = [name for name, method in self.methods.items() if method.warmup_epochs]
+        if self.one_pass and counting:
+            raise ArgumentError(
+                f"method {counting[0]} has warmup_epochs, and {self.name} is one pass: set the schedule's warmup"
+            )
+
+    def ending(self, *, samples: int | None = None, seconds: float | None = None, repeat: bool = False) -> "Experiment":
+        """The same experiment with another end; its schedule is fitted to it. What is left out stays as it is."""
+        if samples is None and seconds is None and not repeat:
+            return self
+        return replace(
+            self,
+            samples=self.samples if samples is None else samples,
+            seconds=self.seconds if seconds is None else seconds,
+            repeat=self.repeat or repeat,
+        )
 
     def scaled(self, epochs: int) -> "Experiment":
         """The same experiment over another number of epochs, every epoch-counted setting with it."""

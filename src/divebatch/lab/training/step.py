@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from divebatch.data.batch_plan import BatchPlan
@@ -38,6 +39,7 @@ class TrainStep:
         clock: books the compiler's time apart from training; also says which device is used.
         plan: asked once for each batch how it must go through the model: `control.plan`, or the default, for which
             nothing is measured and each batch is as large as the others.
+        clip_norm: a gradient whose norm is above it is scaled down to it for the step; None leaves all as they are.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class TrainStep:
         clock: Clock,
         *,
         plan: Callable[[], BatchPlan] = BatchPlan,
+        clip_norm: float | None = None,
     ) -> None:
         self.parallel, self.loss_fn, self.optimizer, self.options = parallel, loss_fn, optimizer, options
-        self.clock, self.plan = clock, plan
+        self.clock, self.plan, self.clip_norm = clock, plan, clip_norm
         self.counts = True
         """Whether this rank's samples of the last batch count: not a dummy's, where none was left for it."""
         self.full_size = 0
@@ -72,8 +75,26 @@ class TrainStep:
         self._expect(batch, plan)
         self.optimizer.zero_grad()
         loss = self._backward(batch, plan)
-        self.optimizer.step()
+        with self._clipping():
+            self.optimizer.step()
         return loss
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        """Inside, a step clips its gradient first."""
+        if self.clip_norm is None:
+            yield
+            return
+        # As the last hook before the step: estimators look at gradients in one of theirs, and must see them whole.
+        hook = self.optimizer.register_step_pre_hook(lambda *_: self._clip())
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _clip(self) -> None:
+        assert self.clip_norm is not None
+        clip_grad_norm_(self.parallel.model.parameters(), self.clip_norm)
 
     def under(self, plan: Callable[[], BatchPlan]) -> Self:
         """The same step, with all that was compiled, under another controller's plan."""

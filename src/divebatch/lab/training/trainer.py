@@ -18,6 +18,7 @@ from divebatch.lab.training.device_options import DeviceOptions, device_settings
 from divebatch.lab.training.distributed import Parallel, largest
 from divebatch.lab.training.evaluation import evaluate
 from divebatch.lab.training.forward import LossFn
+from divebatch.lab.training.run_length import RunLength
 from divebatch.lab.training.step import Tally, TrainStep, train_epoch
 from divebatch.lab.training.task import Task
 from divebatch.norms import gradient_diversity
@@ -46,8 +47,12 @@ class Trainer:
     """Its loss is trained on, and it judges the validation data."""
     validation: Iterable[Any]
     clock: Clock
-    warm_up: LRScheduler | None = None
+    step_schedulers: Sequence[LRScheduler] = ()
     """Stepped after each optimizer step."""
+    length: RunLength | None = None
+    """Where the epochs are parts of one pass: how long the run is. None where epochs are passes."""
+    clip_norm: float | None = None
+    """The largest norm of the gradient that a step is made with; None for any."""
     options: DeviceOptions = field(default_factory=DeviceOptions)
     log_exact: bool = False
     parallel: Parallel = None  # type: ignore[assignment]
@@ -64,6 +69,7 @@ class Trainer:
             self.options,
             self.clock,
             plan=lambda: self.control.plan(),
+            clip_norm=self.clip_norm,
         )
 
     @property
@@ -86,6 +92,8 @@ class Trainer:
                 train_loss = self._train(after_step)
                 with self.clock.lap("measure"):
                     record = self.control.step(loss=train_loss)
+            if self.length is not None:
+                record = replace(record, epoch=self.length.end_part())
             peak = self.step.peak_memory_bytes
             with self.clock.lap("evaluate"):
                 self.parallel.average_buffers()
@@ -117,8 +125,8 @@ class Trainer:
         return train_loss
 
     def _after_step(self, then: Callable[[], None]) -> None:
-        if self.warm_up is not None:
-            self.warm_up.step()
+        for scheduler in self.step_schedulers:
+            scheduler.step()
         then()
 
     def _costs(self, peak: int) -> dict[str, Any]:
@@ -143,6 +151,7 @@ class Trainer:
             "control": self.control.state_dict(),
             "clock": self.clock.state_dict(),
             "compiled": self.step.num_compiled,
+            "parts_done": self.length.done if self.length is not None else None,
             "tally": self._whole_tally(),
             "random": torch.get_rng_state(),
             "signs": signs_state(self.clock.device),
@@ -159,6 +168,8 @@ class Trainer:
             scheduler.load_state_dict(saved)
         self.clock.load_state_dict(state["clock"])
         self.step.compiled_before = state["compiled"]
+        if self.length is not None:
+            self.length.done = state["parts_done"]
         # The saved sums are those of all ranks: the first one goes on with them, the others from nothing.
         self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
         # Steps were made before the resume; a scheduler would warn where an epoch has none left.
@@ -190,8 +201,8 @@ class Trainer:
 
     @property
     def all_schedulers(self) -> list[LRScheduler]:
-        """Those that are stepped after each epoch, then the one that is stepped after each optimizer step."""
-        return [*self.schedulers, *([self.warm_up] if self.warm_up is not None else [])]
+        """Those that are stepped after each epoch, then those that are stepped after each optimizer step."""
+        return [*self.schedulers, *self.step_schedulers]
 
     @property
     def _on_cuda(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError, DataError
@@ -41,6 +42,29 @@ class MakeLoader(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """Training data that is gone through in parts: a loader's epochs are what a sampler draws.
+
+    Args:
+        dataset: The samples.
+        transform: Called with each batch; its result takes the batch's place.
+    """
+
+    dataset: Any
+    transform: Callable[[Any], Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return len(self.dataset)
+
+    def __call__(self, batch_size: int, *, seed: int, sampler: Sampler[int]) -> AdaptiveLoader:
+        """Return a new loader."""
+        drawn: DataLoader[Any] = DataLoader(self.dataset, batch_size=batch_size, sampler=sampler)
+        return AdaptiveLoader.wrap(drawn, seed=seed, transform=self.transform)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplit:
     """Training data to batch, and validation data in batches."""
@@ -48,6 +72,8 @@ class DataSplit:
     loader: MakeLoader
     validation: Iterable[Any]
     """(inputs, targets) on the device, of several ranks each its own; can be iterated again and again."""
+    in_parts: InParts | None = None
+    """Where the data can be gone through once, in parts; None where a sample has its own augmentation each epoch."""
     num_features: int = 0
     """Length of a flat sample; 0 for images and sequences."""
     num_classes: int = 1

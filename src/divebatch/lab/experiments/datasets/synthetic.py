@@ -15,6 +15,7 @@ from divebatch.lab.experiments.datasets.dataset import (
     DataPlace,
     DatasetSettings,
     DataSplit,
+    InParts,
     require_fraction,
     shard_for_rank,
 )
@@ -70,8 +71,10 @@ class Synthetic(DatasetSettings):
         return DataParts(samples.select(train), lambda: samples.select(test), self._split)
 
     def _split(self, train: "FlatSamples", validation: "FlatSamples") -> DataSplit:
+        samples = TensorDataset(train.features, train.labels)
         return DataSplit(
-            loader=partial(AdaptiveLoader, TensorDataset(train.features, train.labels)),
+            loader=partial(AdaptiveLoader, samples),
+            in_parts=InParts(samples),
             validation=[shard_for_rank(validation.features, validation.labels)],
             num_features=self.num_features,
         )

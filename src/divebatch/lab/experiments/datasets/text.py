@@ -13,7 +13,14 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.errors import ArgumentError, DataError
-from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, FixedOrder
+from divebatch.lab.experiments.datasets.dataset import (
+    DataParts,
+    DataPlace,
+    DatasetSettings,
+    DataSplit,
+    FixedOrder,
+    InParts,
+)
 from divebatch.lab.experiments.datasets.text_files import (
     END,
     Bytes,
@@ -78,6 +85,7 @@ class Text(DatasetSettings):
         evaluated = held_out.loader(max(1, EVALUATED_AT_ONCE // length), seed=0)
         return DataSplit(
             loader=training.loader,
+            in_parts=training.in_parts,
             validation=FixedOrder(evaluated),
             num_classes=NUM_BYTES,
         )
@@ -115,6 +123,7 @@ class Sequences:
         self._place = place
         self._device = place.device if place.on_device else torch.device("cpu")
         self._rows = rows.to(self._device)
+        self._numbers = Numbers(len(rows), self._device)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -128,7 +137,12 @@ class Sequences:
 
     def loader(self, batch_size: int, *, seed: int) -> AdaptiveLoader:
         """Return a loader of (inputs, targets): at each position a byte and the one after it, as int64."""
-        return AdaptiveLoader(Numbers(len(self), self._device), batch_size, seed=seed, transform=self._fetched)
+        return AdaptiveLoader(self._numbers, batch_size, seed=seed, transform=self._fetched)
+
+    @property
+    def in_parts(self) -> InParts:
+        """The same batches from a loader whose epochs are what a sampler draws."""
+        return InParts(self._numbers, self._fetched)
 
     def _fetched(self, batch: Any) -> tuple[Tensor, Tensor]:
         (index,) = batch
