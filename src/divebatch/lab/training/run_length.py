@@ -87,6 +87,9 @@ class PartSampler(Sampler[int]):
     def __len__(self) -> int:
         return self._size
 
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: where the next part begins follows from the samples that were delivered, after a resume too."""
+
     def __iter__(self) -> Iterator[int]:
         assert self.length is not None
         first, wanted = self.length.loader.samples_delivered, self.length.next_part()
