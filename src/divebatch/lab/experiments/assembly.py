@@ -130,7 +130,6 @@ def _make_controller(
         every_steps=method.every_steps,
         shadows={name: make_policy(part.kind, **part.settings) for name, part in (method.shadows or {}).items()},
         scheduler=schedulers,
-        schedule_in="calls" if SCHEDULES[run.experiment.schedule.kind].is_by_samples else None,
         schedule_in="calls",  # warm-ups last so many steps, whatever their size
         measure_always=method.measure_always,
     )
