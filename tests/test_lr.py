@@ -312,3 +312,16 @@ def test_after_close_the_rates_stay_and_the_scheduler_works_on_them():
     for step in range(4):
         run.advance(step)
     assert run.rates == [0.1, 0.02]
+
+
+def test_the_schedules_own_ratio_is_that_to_the_rate_a_warm_up_leads_to():
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 4, 1.0) * (1.0 if step < 6 else 0.25))
+    coupling = coupled(optimizer, [scheduler], kind="sqrt")
+    ratios = []
+    for _ in range(8):
+        coupling.follow(2 * FIRST)
+        ratios.append(coupling.schedule_ratio())
+        optimizer.step()
+        scheduler.step()
+    assert ratios == pytest.approx([1.0] * 6 + [0.25] * 2)

@@ -98,7 +98,8 @@ class LrCoupling:
         """The sum of the gains of the steps so far."""
         self._batch_factor, self._decided_factor = self._batch_factor_at(first_batch_size), 1.0
         self._own = self.rates()
-        self._first_own = self._own[0]
+        self._highest_own = 0.0
+        """The highest of the schedule's own rates of the first group so far: after a warm-up the one that it led to."""
         self._hand_set, self._on_foreign = HandSetRates(hand_set_lr), on_foreign
         self._replaced: dict[int, tuple[Any, float]] = {}
         """The rate that was in force before the loop's last write, and the schedule's own under it."""
@@ -120,9 +121,9 @@ class LrCoupling:
         return self._own[0]
 
     def schedule_ratio(self) -> float:
-        """The schedule's own rate of the first group relative to its first one; NaN where that is zero."""
+        """The schedule's own rate of the first group relative to its highest so far; NaN where that is zero."""
         self.take_in()
-        return self._own[0] / self._first_own if self._first_own else math.nan
+        return self._own[0] / self._highest_own if self._highest_own else math.nan
 
     def follow(
         self, batch_size: int, *, lr_factor: float = 1.0, noise_scale: float | None = None, step: int = 0
@@ -172,7 +173,7 @@ class LrCoupling:
             "batch_factor": self._batch_factor,
             "decided_factor": self._decided_factor,
             "own": list(self._own),
-            "first_own": self._first_own,
+            "highest_own": self._highest_own,
             "base_batch_size": self.base_batch_size,
             "noise_scale": self._noise_scale,
             "gains": self.gains.state_dict(),
@@ -192,7 +193,7 @@ class LrCoupling:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another coupling stood. Optimizer and scheduler may be loaded before or after."""
         self.check_state(state)
-        self.first_batch_size, self._first_own = state["first_batch_size"], state["first_own"]
+        self.first_batch_size, self._highest_own = state["first_batch_size"], state["highest_own"]
         self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
         self._own = list(state["own"])
         self.base_batch_size, self._noise_scale = state["base_batch_size"], state["noise_scale"]
@@ -221,6 +222,7 @@ class LrCoupling:
                 self._write(self.factor)
 
     def _write(self, factor: float) -> None:
+        self._highest_own = max(self._highest_own, self._own[0])
         for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 # In place: a captured or compiled optimizer step reads the rate from this tensor.

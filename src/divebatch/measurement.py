@@ -260,7 +260,7 @@ class Measurement:
         samples: Samples seen so far.
         diversity: What the estimator measured; None where nothing asked for it.
         lr: The learning rate in force, of the first parameter group.
-        lr_schedule_ratio: The schedule's own rate relative to its first one, without any coupling.
+        lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling.
         lr_coupling: How the learning rate follows the batch size in this training.
         loss: The epoch's mean training loss, where the loop gave it: `Controller.step(loss=...)`.
         history: What was kept of the epochs before.

@@ -112,7 +112,7 @@ class Rates:
         return next((each for each in self._couplings if each.kind in BY_NOISE), self._first).gains
 
     def schedule_ratio(self) -> float:
-        """The schedule's own rate of the first optimizer's first group relative to its first one; NaN for zero."""
+        """The schedule's own rate of the first optimizer's first group relative to its highest; NaN for zero."""
         return self._first.schedule_ratio()
 
     # Following

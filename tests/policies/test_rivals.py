@@ -375,3 +375,13 @@ def test_a_wrong_setting_is_named_with_its_value(name: str, make, value: object)
     with pytest.raises(ValueError, match=f"{name}={value!r}") as caught:
         make(value)
     assert isinstance(caught.value, DivebatchError)
+
+
+def test_a_timetable_in_percent_is_of_the_whole_training():
+    policy = SampleSchedule("0:16 75%:40", total_samples=1000)
+    assert policy.entries() == [(0, 16), (750, 40)]
+    assert SampleSchedule("0:16 12.5%:40 50%:64", total_samples=800).entries() == [(0, 16), (100, 40), (400, 64)]
+    with pytest.raises(ArgumentError, match=r"'75%:40' is a part of the training: pass total_samples="):
+        SampleSchedule("0:16 75%:40")
+    with pytest.raises(ArgumentError, match=r"total_samples must be an integer of at least 1"):
+        SampleSchedule("0:16", total_samples=0)

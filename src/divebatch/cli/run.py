@@ -24,9 +24,18 @@ def run(
     methods: Annotated[str | None, typer.Option(help="Methods to run, comma-separated; all by default.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Number of seeds; the paper's by default.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; schedules are scaled to it.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="End a run of one pass after so many samples; its schedule is fitted.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="End it after so many seconds of training; its schedule is fitted.")
+    ] = None,
+    repeat: Annotated[
+        bool, typer.Option("--repeat", help="Go through the data again where --samples or --seconds need more.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     data_dir: DataDir = Path("data"),
-    model: Annotated[str | None, typer.Option(help="Train another network, such as resnet20.")] = None,
+    model: Annotated[str | None, typer.Option(help="Train another network, such as resnet20 or gpt-tiny.")] = None,
     device: Device = "cpu",
     precision: Annotated[str | None, typer.Option(help="Number format: fp32, tf32 or bf16.")] = None,
     compile: Compile = None,
@@ -74,7 +83,8 @@ def run(
 
     with errors_exit_with(WRONG_USE), process_group(chosen_device(device)) as (own_device, ranks):
         mode = mode_of(quiet=quiet, json=json)
-        planned = prepared(experiment, epochs, model).with_training(
+        planned = prepared(experiment, epochs, model).ending(samples=samples, seconds=seconds, repeat=repeat)
+        planned = planned.with_training(
             precision=precision,
             compile=compile,
             cuda_graphs=cuda_graphs,

@@ -45,6 +45,8 @@ class Policy(ABC):
     """Whether `next` makes sense every so many steps. Not where it counts epochs, or reads an epoch's loss or speed."""
     epoch_settings: ClassVar[Set[str]] = frozenset()
     """Its settings that count epochs: an experiment that is shortened shortens them with it."""
+    run_settings: ClassVar[Set[str]] = frozenset()
+    """Its settings that follow from how long a run is, which an experiment fills in: "total_samples"."""
     has_many_sizes: ClassVar[bool] = False
     """Whether it proposes sizes of all values, which are rounded down where a compiler must see few shapes."""
 

@@ -11,16 +11,16 @@ from divebatch.policies.confidence import decided
 
 @dataclass(frozen=True, slots=True)
 class ScheduleToBatch(Capped):
-    """The first batch size over the schedule's own rate, relative to its first one; works with every torch scheduler.
+    """The first batch size over the schedule's own rate, relative to its highest; works with every torch scheduler.
 
-    A warm-up within the schedule delays all growth until the rate has come down to its first value again.
+    During a warm-up the rate is the highest so far, so that growth begins where the rate begins to fall.
     """
 
     decides_within_epochs = True
     has_many_sizes = True
 
     def next(self, seen: Measurement) -> Decision:
-        """Return b0 / (lr_schedule / lr_0), never below b0."""
+        """Return b0 / (lr_schedule / its highest), never below b0."""
         fallen_to = seen.lr_schedule_ratio
         if fallen_to is None:
             raise UsageError(f"{type(self).__name__} needs the schedule's own rate, and the measurement has none")
@@ -29,7 +29,7 @@ class ScheduleToBatch(Capped):
             wanted = seen.first_batch_size / fallen_to
         # 0.1 -> 0.02 must give 5 times the batch, not one sample less for a rounding error.
         wanted = round(wanted, 6) if math.isfinite(wanted) else wanted
-        reason = f"the schedule stands at {fallen_to:g} of its start"
+        reason = f"the schedule stands at {fallen_to:g} of its highest rate"
         return decided(seen, wanted, self.bounds, at_least=seen.first_batch_size, reason=reason)
 
 

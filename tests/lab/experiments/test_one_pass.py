@@ -107,6 +107,28 @@ def test_a_batch_larger_than_a_part_carries_the_run_over_several(tmp_path, data)
     assert [line["epoch"] for line in records(run)] == epochs
 
 
+def test_the_late_switch_is_at_three_quarters_of_the_run(tmp_path, data):
+    experiment = language_model().ending(samples=400).scaled(8)
+    methods = {"late-switch": replace(experiment.method("late-switch"), every_steps=1)}
+    run = Run(replace(experiment, methods=methods), "late-switch", 0, tmp_path, data_dir=data)
+    execute(run)
+    assert [(line["samples"] >= 300, line["next_batch_size"]) for line in records(run)] == [(False, 16)] * 5 + [
+        (True, 40)
+    ] * 3
+    assert records(run)[-1]["samples"] == 400
+
+
+def test_seesaw_grows_from_where_the_warm_up_ends(tmp_path, data):
+    experiment = language_model().scaled(8)
+    methods = {"seesaw": replace(experiment.method("seesaw"), every_steps=2)}
+    run = Run(replace(experiment, methods=methods), "seesaw", 0, tmp_path, data_dir=data)
+    execute(run)
+    sizes = [line["next_batch_size"] for line in records(run)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 32
+    assert sizes[-1] >= 128
+
+
 # Ends
 
 

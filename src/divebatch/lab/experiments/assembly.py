@@ -17,14 +17,22 @@ from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.optimizers import OPTIMIZERS
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES, ScheduleSettings, warm_up
-from divebatch.lab.experiments.schema import Experiment, Method, Part, build_estimator, build_settings
+from divebatch.lab.experiments.schema import (
+    ANY_LENGTH,
+    Experiment,
+    Method,
+    Part,
+    build_estimator,
+    build_policy,
+    build_settings,
+)
 from divebatch.lab.experiments.tasks import TASKS, Task
 from divebatch.lab.training import Clock, LossFn, Trainer
 from divebatch.lab.training.device_options import device_settings
 from divebatch.lab.training.distributed import spread
 from divebatch.lab.training.run_length import PartSampler, RunLength
 from divebatch.norms.sketch import seed_signs
-from divebatch.policies import Policy, Rounded, make_policy
+from divebatch.policies import Policy, Rounded
 from divebatch.ranks import Ranks
 from divebatch.resolve import estimator_of
 
@@ -55,7 +63,7 @@ def make_trainer(run: Run) -> Trainer:
     warming = warm_up(optimizer, method.warmup_epochs * len(loader))
     an_epoch, a_step = ([], [schedule, warming]) if course.is_by_samples else ([schedule], [warming])
     schedulers, step_schedulers = ([one for one in each if one is not None] for each in (an_epoch, a_step))
-    control = _make_controller(run, parallel.module, optimizer, loader, task.loss_fn, [*schedulers, *step_schedulers])
+    control = _make_controller(run, parallel.module, optimizer, length, task.loss_fn, [*schedulers, *step_schedulers])
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
@@ -116,19 +124,19 @@ def _num_samples(experiment: Experiment, available: int) -> int:
 
 
 def _make_controller(
-    run: Run, module: nn.Module, optimizer: Optimizer, loader: AdaptiveLoader, loss_fn: LossFn, schedulers: list[Any]
+    run: Run, module: nn.Module, optimizer: Optimizer, length: RunLength, loss_fn: LossFn, schedulers: list[Any]
 ) -> Controller:
     method = run.method
     return Controller(
         module,
         optimizer,
-        loader,
-        _policy(method),
+        length.loader,
+        _policy(method, length.samples),
         estimator=_estimator(run, loss_fn),
         lr_coupling=method.lr_coupling,
         base_batch_size=method.base_batch_size,
         every_steps=method.every_steps,
-        shadows={name: make_policy(part.kind, **part.settings) for name, part in (method.shadows or {}).items()},
+        shadows={name: build_policy(part, length.samples) for name, part in (method.shadows or {}).items()},
         scheduler=schedulers,
         schedule_in="calls",  # warm-ups last so many steps, whatever their size
         measure_always=method.measure_always,
@@ -181,13 +189,13 @@ def _build_model(run: Run, split: DataSplit) -> nn.Module:
     return model.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
 
 
-def _policy(method: Method) -> Policy:
-    policy = make_policy(method.policy.kind, **method.policy.settings)
+def _policy(method: Method, total_samples: int) -> Policy:
+    policy = build_policy(method.policy, total_samples)
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
 def _estimator(run: Run, loss_fn: LossFn) -> Estimator:
-    chosen = run.method.estimator or estimator_of(_policy(run.method))
+    chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH))
     part = Part(kind=chosen) if isinstance(chosen, str) else chosen
     return build_estimator(part, run.experiment.training, loss_fn)
 

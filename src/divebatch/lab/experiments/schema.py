@@ -17,7 +17,7 @@ from divebatch.lab.experiments.schedules import SCHEDULES
 from divebatch.lab.experiments.tasks import TASKS
 from divebatch.lab.training import DeviceOptions
 from divebatch.lr import CouplingName
-from divebatch.policies import POLICIES, make_policy
+from divebatch.policies import POLICIES, Policy, make_policy
 from divebatch.records import Metric, ReportSettings
 from divebatch.resolve import require_coupling
 
@@ -26,6 +26,8 @@ T = TypeVar("T")
 FOLDER = Path(__file__).parent / "paper"
 """Holds the experiments, one TOML file each."""
 
+ANY_LENGTH = 10**12
+"""Samples of a run whose length is not known yet, where settings are only checked."""
 COMPILED_MULTIPLE = 64
 """Samples by which compiled batch sizes differ."""
 
@@ -259,7 +261,7 @@ def _method(table: Any, where: str) -> Method:
         for name in ("every_steps", "base_batch_size", "multiple_of"):
             if getattr(method, name) is not None:
                 require_count(name, getattr(method, name))
-        policy = make_policy(method.policy.kind, **method.policy.settings)
+        policy = build_policy(method.policy, ANY_LENGTH)
         policy.check_start(method.batch_size)
         if method.lr_coupling is not None:
             require_coupling(policy, method.lr_coupling)
@@ -292,6 +294,13 @@ def build_estimator(part: Part, training: DeviceOptions, loss_fn: Callable[[Any,
     return make_estimator(part.kind, **settings)
 
 
+def build_policy(part: Part, total_samples: int) -> Policy:
+    """Return the policy of this name; settings that follow from how long the run is are filled in."""
+    known = {"total_samples": total_samples}
+    own = POLICIES[part.kind].run_settings if part.kind in POLICIES else ()
+    return make_policy(part.kind, **{name: known[name] for name in own}, **part.settings)
+
+
 def _no_loss(outputs: Any, targets: Any) -> Tensor:
     raise AssertionError("an estimator that is built to check its settings measures nothing")
 
@@ -302,7 +311,7 @@ def _shadows(table: Any, where: str) -> Mapping[str, Part] | None:
     for name, entry in _table(table, where).items():
         part = _part(entry, f"{where}.{name}", known=tuple(POLICIES))
         try:
-            make_policy(part.kind, **part.settings)
+            build_policy(part, ANY_LENGTH)
         except ArgumentError as error:
             raise ArgumentError(f"{where}.{name}: {error}") from error
         shadows[name] = part
