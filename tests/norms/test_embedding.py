@@ -281,8 +281,25 @@ def test_a_language_model_is_exact(tied: bool):
 
 
 @pytest.mark.parametrize("meter", [NormMeter, DiversityMeter])
-def test_positions_without_batch_dimension_get_an_error_that_says_what_to_do(meter):
+@pytest.mark.parametrize("num_samples", [5, 7])
+def test_positions_without_batch_dimension_get_an_error_that_says_what_to_do(meter, num_samples: int):
+    """Also if there are as many positions as samples."""
     model = LanguageModel(tied=False, positions_of=lambda x: torch.arange(x.shape[1])).double()
-    message = r"layer 'positions' saw 7 samples .*positions\.expand\(batch, -1\)"
-    with meter(model), pytest.raises(UsageError, match=message):
-        next_token_loss(model(tokens_of(5, 7)), tokens_of(5, 7)).backward()
+    tokens, message = tokens_of(num_samples, 7), r"'positions' .* the numbers 0 to 6 .*positions\.expand\(batch, -1\)"
+    with meter(model), pytest.raises(CoverageError, match=message):
+        next_token_loss(model(tokens), tokens).backward()
+
+
+@pytest.mark.parametrize("num_samples", [3, 7])
+def test_shared_inputs_that_are_no_positions_get_an_error_unless_they_are_as_many_as_samples(num_samples: int):
+    model = LanguageModel(tied=False, positions_of=lambda x: torch.arange(x.shape[1]).flip(0)).double()
+    tokens = tokens_of(num_samples, 6)
+    with NormMeter(model), pytest.raises(UsageError, match=r"layer 'positions' saw 6 samples .*positions\.expand"):
+        next_token_loss(model(tokens), tokens).backward()
+
+
+def test_a_batch_of_single_tokens_is_right():
+    layer, tokens = nn.Embedding(9, 3).double(), torch.tensor([4, 5, 7, 6, 8])
+    with NormMeter(layer) as meter:
+        layer(tokens).square().sum(1).mean().backward()
+    torch.testing.assert_close(meter.per_sample(), layer(tokens).detach().mul(2).square().sum(1))

@@ -303,3 +303,77 @@ def test_an_adapter_on_sequences_is_exact():
     with NormMeter(model) as meter:
         mean_loss(model(inputs), targets).backward()
     torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, inputs, targets), rtol=1e-10, atol=0)
+
+
+# Arguments of which the shape does not tell whether they hold samples
+
+
+class Masked(nn.Module):
+    """Mixes the positions of each sample by a weight and a mask that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor, scale: Tensor, mask: Tensor) -> Tensor:
+        return (self.weight * mask) @ x * scale[:, None, None]
+
+
+class WithMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Masked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x.sum((1, 2)), torch.ones(5, 5, dtype=x.dtype).tril())
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.weight * (x - x.mean(0)) * other
+
+
+class WithMixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = Mixing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixing(x, x.tanh())
+
+
+@pytest.mark.parametrize("num_samples", [4, 5, 6])
+def test_a_mask_that_samples_share_is_told_from_one_row_a_sample(num_samples: int):
+    model, x = WithMask().double(), torch.randn(num_samples, 5, 2, dtype=torch.float64)
+    with NormMeter(model, fallback="vmap") as meter:
+        mean_loss(model(x), x).backward()
+    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, x, x), rtol=1e-10, atol=0)
+
+
+def test_errors_name_the_layer():
+    model, x = WithMixing().double(), torch.randn(4, 3, dtype=torch.float64)
+    with (
+        NormMeter(model, fallback="vmap"),
+        pytest.raises(CoverageError, match=r"layer 'mixing' \(Mixing\): run sample by"),
+    ):
+        mean_loss(model(x), x).backward()
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x if x.sum() > 0 else x - self.weight
+
+
+def test_errors_of_vmap_name_the_layer():
+    model, x = nn.Sequential(Deciding()).double(), torch.randn(4, 3, dtype=torch.float64)
+    told = r"layer '0' \(Deciding\): fallback='vmap' cannot run it sample by sample: .*estimator='moments'"
+    with NormMeter(model, fallback="vmap"), pytest.raises(CoverageError, match=f"(?s){told}"):
+        mean_loss(model(x), x).backward()

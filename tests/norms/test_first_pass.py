@@ -166,7 +166,7 @@ class NormByFunction(nn.Module):
 
 
 REFUSED = {
-    "positions without a batch": (PositionsOfAll, "saw 5 samples"),
+    "positions without a batch": (PositionsOfAll, "the numbers 0 to 4 without a batch"),
     "a merged batch": (Merged, "saw 12 samples"),
     "called twice while another is unused": (TwiceAndNever, "layer 'layer' was called several times"),
     "a weight used by a function": (ByFunction, "'first.weight' received"),

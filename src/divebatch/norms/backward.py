@@ -26,11 +26,13 @@ class Call:
     autograd frees. In a retained graph autograd holds them itself, for another pass.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "_is_held", "_module", "_was_training", "frozen")
+    __slots__ = ("__weakref__", "_inputs", "_is_held", "_module", "_was_training", "doubt", "frozen")
 
     def __init__(self, inputs: Any, layer: CoveredLayer) -> None:
         self._inputs, self._is_held = inputs, True
         self._module, self._was_training = layer.module, layer.module.training
+        self.doubt: str | None = None
+        """What may be wrong with the inputs."""
         self.frozen = layer.frozen
         """Ids of the parameters that the call took for constants, whatever they are in the backward pass."""
 
@@ -118,7 +120,7 @@ class Backward:
 
         Returns the gradients that the call brings, one a parameter: none if all were frozen.
         """
-        gradients = layer.gradients(call.take(), dy)
+        gradients = self._stated(layer, call, dy)
         if call.frozen:
             gradients = [(parameter, form) for parameter, form in gradients if id(parameter) not in call.frozen]
         runs_again = call not in family.open_calls  # in a retained graph, where siblings may run again too
@@ -137,6 +139,16 @@ class Backward:
         if is_last:
             self._count(family)
         return gradients
+
+    def _stated(self, layer: CoveredLayer, call: Call, dy: Tensor) -> list[Gradient]:
+        """What the layer's rule says; its errors name the layer."""
+        try:
+            if call.doubt is not None:
+                raise CoverageError(call.doubt, "expand what is shared by all samples, positions.expand(batch, -1)")
+            return layer.gradients(call.take(), dy)
+        except CoverageError as error:
+            place = f"layer '{layer.name}' ({type(layer.module).__name__})"
+            raise CoverageError(f"{place}: {error.what}", error.way) from error
 
     def count_rest(self) -> None:
         """Count the families that still wait for calls: none will come."""

@@ -183,10 +183,6 @@ class Place:
         """Whether this is the layer, and no copy of it, and passes count now."""
         return self.layer.module is module and self.taps._is_on and not self.taps._paused
 
-    def __deepcopy__(self, _: object) -> "Place":
-        """A copy of the model refers to the taps of the model."""
-        return self
-
 
 # One subclass for each type, or the compiler would compile again for every layer.
 @cache
@@ -215,6 +211,11 @@ def tapped(kind: type[nn.Module]) -> type[nn.Module]:
             both = (taps._accumulator, taps._seeds)
             counted: Tensor = _Tap.apply(output, x, *both, place.number, place.layer, taps._mode)  # type: ignore[no-untyped-call]
             return counted
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """A copy, deep or pickled, is a layer of the kind that it was, without taps."""
+            state = {key: value for key, value in vars(self).items() if key != "divebatch_place"}
+            return object.__new__, (kind,), state
 
     TappedLayer.__name__, TappedLayer.__qualname__ = kind.__name__, kind.__qualname__
     return TappedLayer

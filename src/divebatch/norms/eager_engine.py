@@ -111,6 +111,8 @@ class Hooks:
         for index, tensor in observed:  # several outputs of one call are as several calls: their gradients add up
             seen = Rerun(inputs, index, self._surroundings[layer]) if layer.entry.reruns else inputs
             call = Call(seen, layer)
+            if self._check.is_on and layer.entry.doubt is not None:
+                call.doubt = layer.entry.doubt(module, inputs)
             family.open_calls.add(call)
             arrive = partial(self._arrive, family, layer, call)
             if index == 0:

@@ -14,6 +14,9 @@ from divebatch.norms.sketch import Estimate, sum_dtype
 MOST_COMPARED = 2048
 """Entries of a sample up to which all pairs are compared on a GPU."""
 
+FEWEST_POSITIONS = 4
+"""Fewer consecutive numbers may be a batch of single tokens."""
+
 
 @dataclass(slots=True)
 class Rows:
@@ -79,7 +82,17 @@ def _over_equal(values_BTW: Tensor, rows_BT: Tensor) -> Tensor:
     return (values_BTW @ values_BTW.mT).mul_(is_same).sum((1, 2))
 
 
-@rule_for(nn.Embedding)
+def _shared_positions(layer: Any, x: Tensor) -> str | None:
+    """Consecutive numbers without a second dimension are positions, embedded once for all samples."""
+    if x.ndim != 1 or len(x) < FEWEST_POSITIONS or bool((x.diff() != 1).any()):
+        return None
+    return (
+        f"was given the numbers {int(x[0])} to {int(x[-1])} without a batch dimension: they look like positions that "
+        f"all samples share, where the gradients of the samples cannot be told apart"
+    )
+
+
+@rule_for(nn.Embedding, doubt=_shared_positions)
 def embedding(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Repeated tokens add up; padding_idx gets no gradient."""
     if layer.scale_grad_by_freq:

@@ -18,6 +18,7 @@ from divebatch.norms.compilation import warn_if_compiled
 from divebatch.norms.compiled_engine import Tapped, Taps
 from divebatch.norms.eager_engine import Hooks
 from divebatch.norms.fallback import FALLBACKS
+from divebatch.norms.frozen import FrozenParameters
 from divebatch.norms.loss_scale import LossReduction, LossScale, PassScale
 from divebatch.norms.registry import CoveredLayer, cover
 from divebatch.ranks import RankShard
@@ -92,6 +93,7 @@ class NormMeter:
         self._gradients_are_finite: Callable[[], Tensor | None] = lambda: None
         """Says so of the pass that has just ended; None where nobody holds its gradients."""
         self._engine: Hooks | Taps
+        self._frozen, self._is_compiled = FrozenParameters(model), compiled
         if compiled:
             self._engine = Taps(model, self._layers, mode, self._finish)
         else:
@@ -150,12 +152,14 @@ class NormMeter:
         if self._is_attached:
             raise UsageError("this NormMeter is attached already")
         self._engine.switch_on()
+        self._frozen.begin(hooks=not self._is_compiled)
         self._is_attached = True
         _attached.add(self)
 
     def detach(self) -> None:
         """Remove all hooks; the sums stay."""
         self._engine.switch_off()
+        self._frozen.end()
         self._is_attached = False
         _attached.discard(self)
 
@@ -183,6 +187,7 @@ class NormMeter:
     # One backward pass
 
     def _finish(self, done: Backward | Tapped) -> None:
+        self._frozen.check()
         scale = self._loss_scale.of_pass(done.weight, done.num_samples)
         sq_norms, variances, square = done.sq_norms, done.variances, scale.factor**2
         self._last = (sq_norms, square) if sq_norms.ndim else None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from divebatch.errors import UsageError
+from divebatch.norms.module_hooks import ModuleHook
 
 
 def weigh_gradients(model: nn.Module, weight: Callable[[], float]) -> Callable[[], None]:
@@ -32,7 +33,7 @@ class RankWeighting:
         self.is_paused = False
         self._depth = 0
         self._handles = [
-            model.register_forward_pre_hook(self._enter, prepend=True),
+            model.register_forward_pre_hook(ModuleHook(model, self._enter), prepend=True),
             model.register_forward_hook(self, always_call=True),  # also where the forward pass fails
         ]
 
@@ -42,7 +43,7 @@ class RankWeighting:
             handle.remove()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        self._depth += module is self._model  # a deep copy has these hooks too
+        self._depth += 1
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         """The forward pass is over."""
@@ -56,6 +57,10 @@ class RankWeighting:
     def __deepcopy__(self, _: object) -> "RankWeighting":
         """A copy of the model has the hook, which does nothing for it."""
         return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """So has a pickled one."""
+        return ModuleHook, ()
 
 
 @contextmanager

@@ -23,6 +23,9 @@ parameters is not counted. The rule knows nothing of the loss's reduction: the m
 Look = Callable[[Any, Any, Any], Any]
 """`(layer, x, output) -> x`: adds what a rule can use of an eager forward pass, beside the input."""
 
+Doubt = Callable[[Any, Any], str | None]
+"""`(layer, x) -> what is wrong`: asked of the first pass, for inputs that look like one a sample and are not."""
+
 Names = Collection[str] | Callable[[Any], Collection[str]]
 """Names of parameters, or a function that gives them where they depend on the layer."""
 
@@ -37,6 +40,7 @@ class Entry:
     all_inputs: bool
     reruns: bool = False
     look: Look | None = None
+    doubt: Doubt | None = None
     never_for: tuple[type[nn.Module], ...] = ()
 
     def states(self, layer: nn.Module, name: str) -> bool:
@@ -58,6 +62,7 @@ def rule_for(
     all_inputs: bool = False,
     reruns: bool = False,
     look: Look | None = None,
+    doubt: Doubt | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule for layers of exactly this type.
 
@@ -75,6 +80,8 @@ def rule_for(
             too (named `child.weight`), gets a `Rerun` in the place of `x`, and is called once for each of the layer's
             outputs that the loss uses: input and gradient are as the layer has them, wherever its batch dimension is.
         look: what `look(layer, x, output)` gives in the forward pass takes the place of `x`; not in compiled models.
+        doubt: `doubt(layer, x)` says what is wrong with an input that seems to have the batch dimension first and does
+            not, or None; it is asked in the first pass, and may look at values.
     """
 
     def register(rule: Rule) -> Rule:
@@ -83,7 +90,7 @@ def rule_for(
                 f"{kind.__name__} already has a rule: {RULES[kind].rule}. To put another in its place, take it out "
                 f"first: divebatch.norms.registry.RULES.pop({kind.__name__})"
             )
-        RULES[kind] = Entry(rule, parameters, all_inputs or reruns, reruns, look)
+        RULES[kind] = Entry(rule, parameters, all_inputs or reruns, reruns, look, doubt)
         return rule
 
     return register
@@ -194,7 +201,9 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
     _require_batch_first(model)
     covered, uncovered = [], []
     for name, module, entry in _with_entries(model, fallback):
-        own = [key for key, p in module.named_parameters(recurse=_reruns(entry)) if p.requires_grad]
+        trained = {key: p for key, p in module.named_parameters(recurse=_reruns(entry)) if p.requires_grad}
+        _require_real(name, trained)
+        own = list(trained)
         if own and entry is not None:
             covered.append(CoveredLayer(name or MODEL, module, entry))
         place = f"{name}." if name else ""
@@ -232,6 +241,13 @@ def _require_batch_first(model: nn.Module) -> None:
                 f"'{name or MODEL}' ({type(module).__name__}) has the time first, where steps look like samples",
                 "make it with batch_first=True",
             )
+
+
+def _require_real(layer: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    for key, parameter in parameters.items():
+        if parameter.is_complex():
+            name = f"{layer}.{key}" if layer else key
+            raise CoverageError(f"parameter '{name}' is complex, and norm rules are for real ones")
 
 
 def _why(module: nn.Module) -> str:
