@@ -67,7 +67,9 @@ class RankChunks(Source):
         self._parameters = trainable(scene.model)
         self._rows = RankRows(decay)
         self._begin_batch()
-        self._batches = BatchWatch(scene, self._parameters, self._add, self._end_of_batch, lambda: True)
+        self._batches = BatchWatch(
+            scene, self._parameters, self._add, self._end_of_batch, lambda: True, reads_gradients=True
+        )
         return self._rows
 
     def detach(self) -> None:

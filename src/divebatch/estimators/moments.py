@@ -89,7 +89,7 @@ class SuccessiveSteps(Source):
         """Samples that had been delivered at the last optimizer step, and at the last backward pass."""
         self._pause = 0
         """Steps to come that are not looked at."""
-        self._stop = when_gradients_are_used(scene, Moments.name, self._on_step)
+        self._stop = when_gradients_are_used(scene, Moments.name, self._on_step, reads_gradients=True)
         self._drops = DropWatch(next(iter(self._chunks.parameters.values())), self._on_drop, self._on_pass)
         return self._average
 

@@ -1,5 +1,6 @@
 """What happens to gradients on their way: they are made, used by a step, dropped, or only written down."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from divebatch.checks import warn_user
 from divebatch.estimators.estimator import Scene
 from divebatch.norms.loss_scale import LossWeight, weight_of_pass
 
@@ -23,14 +25,22 @@ def is_recorded(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def when_gradients_are_used(scene: Scene, name: str, then: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Call `then` with the optimizer before each step of the estimator called `name`; returns what ends that.
+def when_gradients_are_used(
+    scene: Scene, name: str, then: Callable[[Optimizer], None], *, reads_gradients: bool
+) -> Callable[[], None]:
+    """Call `then` with the optimizer that is about to step; returns what ends that.
 
     Where several optimizers hold the model's parameters, the first step on what was delivered counts for all: the
     gradients of all are there, and later the first one's may be gone.
+
+    Args:
+        scene: Has the optimizers.
+        name: The estimator that asks.
+        then: What is called.
+        reads_gradients: Whether it takes all gradients as they are then.
     """
     optimizers = (scene.require_optimizer(name), *scene.other_optimizers)
-    tell = then if len(optimizers) == 1 else _OncePerDelivery(scene, then)
+    tell = then if len(optimizers) == 1 else _OncePerDelivery(scene, then, reads_gradients=reads_gradients)
     handles = [_when_used(optimizer, partial(tell, optimizer)) for optimizer in optimizers]
 
     def end() -> None:
@@ -57,18 +67,41 @@ def _when_used(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHandl
     return optimizer.register_step_pre_hook(hook)
 
 
+LOOKS = 3
+"""Batches whose gradients are compared between the steps of several optimizers; each look waits for the device."""
+
+
 class _OncePerDelivery:
     """Calls `then` for the first of the steps that are made before more samples are delivered."""
 
-    def __init__(self, scene: Scene, then: Callable[[Optimizer], None]) -> None:
+    def __init__(self, scene: Scene, then: Callable[[Optimizer], None], *, reads_gradients: bool) -> None:
         self._delivery, self._then = scene.delivery, then
         self._seen = scene.delivery.samples_delivered
+        self._others = [scene.require_optimizer("an estimator"), *scene.other_optimizers]
+        self._looks = LOOKS if reads_gradients else 0
+        self._norms: dict[Optimizer, float] = {}
+        """That of a gradient of each other optimizer, at the first one's step."""
 
     def __call__(self, optimizer: Optimizer) -> None:
         delivered = self._delivery.samples_delivered
         if delivered != self._seen:
             self._seen = delivered
             self._then(optimizer)
+            self._norms = {each: _a_norm(each) for each in self._others if each is not optimizer and self._looks > 0}
+            self._looks -= 1
+        elif (norm := self._norms.pop(optimizer, None)) is not None and abs(norm - _a_norm(optimizer)) > 0:
+            self._looks, self._norms = 0, {}
+            warn_user(
+                f"the gradients of {type(optimizer).__name__} changed after another optimizer had stepped on this "
+                f"batch, when the noise scale was measured: unscale (scaler.unscale_) and clip the gradients of all "
+                f"optimizers before the first one steps"
+            )
+
+
+def _a_norm(optimizer: Optimizer) -> float:
+    """The norm of one of the optimizer's gradients; NaN where it has none."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return math.nan if (found := next(gradients, None)) is None else float(found.detach().to_dense().norm())
 
 
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:

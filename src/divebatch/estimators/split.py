@@ -133,6 +133,7 @@ class BatchWatch:
         on_chunk: is told of each backward pass.
         on_step: is told, when the optimizer is about to step, how many samples were delivered since it last did.
         is_looking: says whether the batch under way is looked at.
+        reads_gradients: whether `on_step` takes the gradients as they are then.
     """
 
     def __init__(
@@ -142,6 +143,8 @@ class BatchWatch:
         on_chunk: OnChunk,
         on_step: Callable[[int], None],
         is_looking: Callable[[], bool],
+        *,
+        reads_gradients: bool = False,
     ) -> None:
         self._scene, self._parameters = scene, parameters
         self._on_chunk, self._on_step = on_chunk, on_step
@@ -150,7 +153,9 @@ class BatchWatch:
         self._num_samples = 0
         """Samples of the chunks since then."""
         self._passes = PassWatch(parameters, self._end_of_pass, is_wanted=is_looking)
-        self._stop = when_gradients_are_used(scene, "split", lambda _: self._end_of_batch())
+        self._stop = when_gradients_are_used(
+            scene, "split", lambda _: self._end_of_batch(), reads_gradients=reads_gradients
+        )
 
     def close(self) -> None:
         """Take the hooks off."""
