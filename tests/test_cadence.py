@@ -8,12 +8,22 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import IterableDataset
 
-from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement, Oracle
+from divebatch import (
+    AdaBatch,
+    AdaptiveLoader,
+    Controller,
+    Decision,
+    DiveBatch,
+    Diversity,
+    EpochRecord,
+    Fixed,
+    Measurement,
+    Oracle,
+)
 from divebatch.data.order import Shuffled
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators import Moments, PerSample
@@ -383,16 +393,6 @@ def test_the_papers_estimate_is_refused_with_the_others_named():
         Training(DiveBatch(0.1, 16), every_steps=5)
 
 
-def test_a_stream_is_refused():
-    class Stream(IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(DATA)
-
-    model: nn.Module = mlp()
-    with pytest.raises(ArgumentError, match="every_steps=2 needs data whose order is known"):
-        Controller(model, SGD(model.parameters(), 0.1), AdaptiveLoader(Stream(), 4, seed=0), Fixed(), every_steps=2)
-
-
 @pytest.mark.parametrize("every_steps", [0, -1, 2.5, True, "3"])
 def test_a_number_of_steps_that_cannot_be_is_refused(every_steps: Any):
     with pytest.raises(ArgumentError, match="every_steps must be an integer of at least 1"):
@@ -403,3 +403,77 @@ def test_a_closed_controller_hears_nothing():
     run = Training(ByStep(((2, 8),)), every_steps=1)
     run.control.close()
     assert list(run.batches()) == [4] * 10
+
+
+# Streams
+
+
+class Samples(IterableDataset):
+    """`DATA` in its own order, once or for ever."""
+
+    def __init__(self, *, endless: bool) -> None:
+        self.endless = endless
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from DATA
+            if not self.endless:
+                return
+
+
+class OnStream(Training):
+    def __init__(self, policy: Policy, *, endless: bool, epoch_samples: int | None = None, **settings: Any) -> None:
+        self.model = mlp()
+        self.optimizer, self.scheduler = SGD(self.model.parameters(), 0.01), None
+        self.loader = AdaptiveLoader(Samples(endless=endless), 4, epoch_samples=epoch_samples, seed=SEED)
+        self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
+
+
+@pytest.mark.parametrize(("endless", "epoch_samples"), [(False, None), (True, 40), (True, None)])
+def test_a_stream_is_decided_on_within_epochs_at_every_step(endless: bool, epoch_samples: int | None):
+    seen: list[Measurement] = []
+    run = OnStream(
+        ByStep(((2, 8), (4, 3), (10, 6)), seen),
+        endless=endless,
+        epoch_samples=epoch_samples,
+        every_steps=2,
+        lr_coupling="linear",
+    )
+    held = [(size, run.lr) for size, _ in zip(run.batches(), range(10), strict=False)]
+    sizes = [4, 4, 8, 8, 3, 3, 3, 3, 3, 1 if epoch_samples or not endless else 3]
+    assert [size for size, _ in held] == sizes
+    assert [lr for _, lr in held] == pytest.approx([0.01 * (3 if size == 1 else size) / 4 for size in sizes])
+    assert [(m.step, m.batch_size, m.dataset_size) for m in seen[:3]] == [
+        (2, 4, epoch_samples),
+        (4, 8, epoch_samples),
+        (6, 3, epoch_samples),
+    ]
+    if endless and not epoch_samples:
+        with pytest.raises(UsageError, match=r"has not ended.*epoch_samples=N"):
+            run.control.step()
+    else:
+        record = run.control.step()
+        at_end = 3 if epoch_samples else 6  # a stream of unknown length is asked for one batch more, and decided on
+        assert (record.batch_size, record.steps, record.samples, record.next_batch_size) == (at_end, 10, 40, 6)
+
+
+def test_a_policy_that_goes_by_the_noise_scale_needs_no_length():
+    run = OnStream(NoiseScale(16), endless=True, every_steps=3, estimator="per-sample")
+    held = [size for size, _ in zip(run.batches(), range(30), strict=False)]
+    assert max(held) > 4
+    assert set(held) <= set(range(4, 17))
+
+
+def test_a_policy_that_needs_the_length_of_a_stream_says_so():
+    run = OnStream(DiveBatch(0.1, 16), endless=True, every_steps=3, estimator=Oracle(mean_loss))
+    seen = Measurement(epoch=1, batch_size=4, dataset_size=None, diversity=Diversity(1.0, 2.0, 40))
+    with pytest.raises(UsageError, match=r"needs the number of samples of an epoch.*epoch_samples=N"):
+        run.control.policy.next(seen)
+
+
+def test_epochs_of_an_endless_stream_are_epochs():
+    run = OnStream(DiveBatch(1.0, 16, monotone=False), endless=True, epoch_samples=20)
+    records = [run.epoch() for _ in range(3)]
+    assert [record.samples for record in records] == [20, 40, 60]
+    assert all(record.diversity is not None for record in records)
+    assert [r.next_batch_size for r in records[:-1]] == [r.batch_size for r in records[1:]]

@@ -1,6 +1,7 @@
 """The one loop a user drives: observe, estimate, decide, apply, record."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, Self
@@ -148,7 +149,7 @@ class Controller:
             self._stop_weighing = weigh_gradients(model, lambda: loader.rank_shard.weight_for(loss_reduction))
         self._every_steps = every_steps
         if every_steps is not None:
-            require_step_cadence(every_steps, policy, loader, self._measuring.estimator)
+            require_step_cadence(every_steps, policy, self._measuring.estimator)
         self._steps.watch(first)  # before the rates look: what a step holds is known when they do
         self._rates = Rates(
             optimizers,
@@ -309,7 +310,6 @@ class Controller:
         self, done: EpochProgress, diversity: Diversity | None, *, lr: float, loss: float | None = None
     ) -> Measurement:
         dataset_size = self.loader.dataset_size
-        assert dataset_size is not None  # known once an epoch has ended, and within one where it can be resized
         return Measurement(
             epoch=done.epoch + 1,
             batch_size=done.batch_size * self._steps.unit,
@@ -318,7 +318,7 @@ class Controller:
             step=self._steps.made,
             samples=self.loader.samples_delivered,
             # A window or an epoch that dropped its rest holds fewer samples: n * diversity means the same of both.
-            diversity=None if diversity is None else diversity.of(dataset_size),
+            diversity=diversity if diversity is None or dataset_size is None else diversity.of(dataset_size),
             lr=lr,
             lr_schedule_ratio=self._rates.schedule_ratio(),
             lr_coupling=self._rates.kind,
@@ -345,8 +345,9 @@ class Controller:
 
     def _decided(self, policy: Policy, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch, or fewer than ranks and estimator need, and no rate follows one."""
-        least = min(max(self.ranks.size, self._measuring.min_batch_size), seen.dataset_size)
-        return in_multiples(policy, seen, self._steps.unit, at_most=seen.dataset_size, at_least=least)
+        most = sys.maxsize if seen.dataset_size is None else seen.dataset_size
+        least = min(max(self.ranks.size, self._measuring.min_batch_size), most)
+        return in_multiples(policy, seen, self._steps.unit, at_most=most, at_least=least)
 
     # State
 

@@ -1,11 +1,12 @@
 """What is measured and what is decided: the only objects that pass between estimators, policies and controller."""
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from divebatch.errors import UndefinedDiversityError
+from divebatch.errors import UndefinedDiversityError, UsageError
 from divebatch.student import t_quantile
 
 
@@ -253,7 +254,8 @@ class Measurement:
     Args:
         epoch: Finished epochs, so 1 at the first decision; for a decision within an epoch, that epoch's number.
         batch_size: The batch size that was in force: samples of an optimizer step.
-        dataset_size: Samples in one epoch: the paper's n.
+        dataset_size: Samples in one epoch: the paper's n. None in the first epoch of a stream of unknown length; a
+            policy that cannot do without asks for `known_dataset_size`.
         first_batch_size: The batch size that training started with; `batch_size` where it is not given.
         largest_batch_size: The largest batch that can be had, in samples; `dataset_size` where it is not given.
         step: Optimizer steps so far.
@@ -268,7 +270,7 @@ class Measurement:
 
     epoch: int
     batch_size: int
-    dataset_size: int
+    dataset_size: int | None
     first_batch_size: int = 0
     largest_batch_size: int = 0
     step: int = 0
@@ -284,7 +286,17 @@ class Measurement:
         if not self.first_batch_size:
             object.__setattr__(self, "first_batch_size", self.batch_size)
         if not self.largest_batch_size:
-            object.__setattr__(self, "largest_batch_size", self.dataset_size)
+            object.__setattr__(self, "largest_batch_size", self.dataset_size or sys.maxsize)
+
+    @property
+    def known_dataset_size(self) -> int:
+        """Samples in one epoch; an error with the way out where they are not known."""
+        if self.dataset_size is None:
+            raise UsageError(
+                "this policy needs the number of samples of an epoch, which a stream of unknown length has only after "
+                "its first one: pass AdaptiveLoader(..., epoch_samples=N), or give the dataset a __len__"
+            )
+        return self.dataset_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

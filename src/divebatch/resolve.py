@@ -147,17 +147,13 @@ def training(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimize
     return holding
 
 
-def require_step_cadence(every_steps: int, policy: Policy, loader: AdaptiveLoader, estimator: Estimator | None) -> None:
-    """Raise unless policy, loader and estimator can do with a part of an epoch."""
+def require_step_cadence(every_steps: int, policy: Policy, estimator: Estimator | None) -> None:
+    """Raise unless policy and estimator can do with a part of an epoch."""
     require_count("every_steps", every_steps)
     if not policy.decides_within_epochs:
         raise ArgumentError(
             f"{type(policy).__name__} decides after whole epochs, by their number, loss or speed: leave "
             f"every_steps={every_steps} out. A policy of your own may say decides_within_epochs = True"
-        )
-    if not loader.can_resize:
-        raise ArgumentError(
-            f"every_steps={every_steps} needs data whose order is known: a stream keeps its batch size for an epoch"
         )
     if estimator is None:
         return

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -126,15 +126,6 @@ def test_a_size_that_cannot_be_is_refused_and_changes_nothing():
         with pytest.raises(ArgumentError, match="batch_size"):
             loader.resize_now(N + 1)
     assert loader.batches_delivered == 5
-
-
-def test_a_stream_refuses_and_goes_on():
-    loader = AdaptiveLoader(Stream(), 4, seed=0)
-    assert not loader.can_resize
-    for _ in loader:
-        with pytest.raises(UsageError, match="batch size of a stream cannot change within an epoch"):
-            loader.resize_now(8)
-    assert (loader.epoch, loader.batch_size) == (1, 4)
 
 
 # Listening

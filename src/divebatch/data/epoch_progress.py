@@ -25,6 +25,8 @@ class EpochProgress:
     drop_last: bool
     delivery_size: int | None = None
     """Samples of a delivered batch where that is not the batch size."""
+    end_at: int | None = None
+    """Samples after which the pass ends, where it is a part of a stream."""
     num_batches: int | None = None
     """Batches of the whole pass; None for a stream that does not know."""
     batches: int = 0
@@ -59,7 +61,7 @@ class EpochProgress:
     @property
     def is_used_up(self) -> bool:
         """Whether all batches were delivered, even if the loop stopped before the iterator could say so."""
-        return self.batches == self.num_batches
+        return self.batches == self.num_batches if self.end_at is None else self.samples >= self.end_at
 
     @property
     def samples_per_second(self) -> float | None:
@@ -67,10 +69,12 @@ class EpochProgress:
         return (self.samples - self._samples_before) / self.seconds if self.seconds > 0 else None
 
     def resize(self, batch_size: int) -> None:
-        """Cut what is left with another size; of a stream, which does not know what is left, the next pass."""
-        self.batch_size = batch_size
+        """Cut what is left with another size. Of a stream some batches may be under way with the old one."""
+        self.batch_size, self.num_batches = batch_size, None
         if self.order is not None:
             self.num_batches = self.batches + num_batches(self.samples_left, self.cut_size, drop_last=self.drop_last)
+        elif self.end_at is not None:
+            self.num_batches = self.batches + max(0, -(-(self.end_at - self.samples) // self.cut_size))
 
     def begin(self) -> None:
         """The loop asks for its first batch, or for the first after a resume."""
@@ -102,5 +106,12 @@ def not_finished(current: EpochProgress | None) -> UsageError:
     """The error for a loop that says its epoch is over."""
     if current is None or current.batches == 0:
         return UsageError("no epoch has ended since the last step(): iterate over the loader to its end first")
-    total = current.num_batches or "?"
-    return UsageError(f"epoch {current.epoch + 1} has not ended: {current.batches} of {total} batches were delivered")
+    told = f"epoch {current.epoch + 1} has not ended: {current.batches} of {current.num_batches or '?'} batches"
+    way_out = (
+        ""
+        if current.num_batches
+        else (
+            ". Where the stream is endless, pass AdaptiveLoader(..., epoch_samples=N): an epoch is N samples of it then"
+        )
+    )
+    return UsageError(f"{told} were delivered{way_out}")

@@ -1,6 +1,5 @@
 """A DataLoader whose batch size may change, that sees every sample once an epoch and resumes exactly."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Self
 
@@ -11,11 +10,22 @@ from divebatch.checks import require_count
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.from_dataloader import Parts, parts_of
 from divebatch.data.listeners import Listener, Listeners
-from divebatch.data.order import Order, Sequential, Shuffled, checked_seed, drawn_seed, restore, size_of, state_of
-from divebatch.data.passes import Passes
-from divebatch.data.rank_shards import local_batches, rank_shard_of, require_shareable, size_without_stand_ins
+from divebatch.data.order import (
+    Order,
+    Sequential,
+    Shuffled,
+    checked_seed,
+    drawn_seed,
+    in_parts,
+    restore,
+    size_of,
+    state_of,
+)
+from divebatch.data.passes import Passes, require_same_way
+from divebatch.data.rank_shards import enough_for, every_sample, local_batches, rank_shard_of, require_shareable
 from divebatch.data.sampler import checked_batch_size, num_batches
-from divebatch.data.source import length_of_stream, make_source
+from divebatch.data.source import make_source
+from divebatch.data.stream import StreamReader, StreamSource, length_of_stream
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.ranks import Ranks, RankShard
 
@@ -53,6 +63,10 @@ class AdaptiveLoader:
         transform: called in this process with each batch as it is delivered; its result takes the batch's place.
         delivery_size: samples per delivered batch where that is not `batch_size`: for a loop that sums several of them
             up for one optimizer step.
+        epoch_samples: samples of an epoch where that is not one pass over the data. A stream then goes on in each epoch
+            where the last one left it, for endless streams; one that ends begins anew, after an epoch that may be
+            shorter. Each pass over a map-style dataset falls into equal epochs of at most so many samples. None: an
+            epoch is one pass.
         process_group: whose ranks share each batch. None: those of the group that is initialised when the loader is
             first used, if there is one. "alone": this process by itself, whatever group there is.
         **dataloader_kwargs: passed on to `torch.utils.data.DataLoader`; any collate function will do.
@@ -77,6 +91,7 @@ class AdaptiveLoader:
         drop_last: bool = False,
         transform: Transform | None = None,
         delivery_size: int | None = None,
+        epoch_samples: int | None = None,
         process_group: ProcessGroup = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -86,9 +101,8 @@ class AdaptiveLoader:
         order: Order | None = None
         if not isinstance(dataset, IterableDataset):
             order = Shuffled(size_of(dataset)) if shuffle else Sequential(size_of(dataset))
-        own = dataloader_kwargs.get("generator")
-        parts = Parts(dataset, batch_size, order, drop_last, dataloader_kwargs, own)
-        self._setup(parts, seed, transform, delivery_size, process_group)
+        parts = Parts(dataset, batch_size, order, drop_last, dataloader_kwargs, dataloader_kwargs.get("generator"))
+        self._setup(parts, seed, transform, delivery_size, epoch_samples, process_group)
 
     @classmethod
     def wrap(
@@ -98,6 +112,7 @@ class AdaptiveLoader:
         seed: int | None = None,
         transform: Transform | None = None,
         delivery_size: int | None = None,
+        epoch_samples: int | None = None,
         process_group: ProcessGroup = None,
     ) -> Self:
         """Take over an existing DataLoader: its dataset, sampler, collate, workers and batch size.
@@ -106,7 +121,7 @@ class AdaptiveLoader:
         the class, but that a seed which is not given is drawn from the DataLoader's own generator, if it has one.
         """
         loader = cls.__new__(cls)
-        loader._setup(parts_of(dataloader), seed, transform, delivery_size, process_group)
+        loader._setup(parts_of(dataloader), seed, transform, delivery_size, epoch_samples, process_group)
         return loader
 
     def _setup(
@@ -115,6 +130,7 @@ class AdaptiveLoader:
         seed: int | None,
         transform: Transform | None,
         delivery_size: int | None,
+        epoch_samples: int | None,
         process_group: ProcessGroup,
     ) -> None:
         if parts.settings.get("in_order") is False:
@@ -123,11 +139,15 @@ class AdaptiveLoader:
             require_count("delivery_size", delivery_size)
         self.dataset, self.drop_last = parts.dataset, parts.drop_last
         self.transform, self.delivery_size = transform, delivery_size
-        self._order, self._settings = parts.order, parts.settings
+        self.epoch_samples, self._settings = epoch_samples, parts.settings
+        self._order = in_parts(parts.order, length_of_stream(parts.dataset), epoch_samples)
         self._num_workers: int = parts.settings.get("num_workers") or 0
         self._is_seed_drawn = seed is None
         self._reseed(drawn_seed(parts.generator) if seed is None else checked_seed(seed))
         self._source = make_source(parts.dataset, drop_last=parts.drop_last, settings=parts.settings)
+        self._reader: StreamReader | None = None
+        if isinstance(self._source, StreamSource):
+            self._reader = StreamReader(self._source, part=epoch_samples, cuts=not parts.drop_last)
         self._passes = Passes()
         self._stream_size: int | None = None
         """Samples of an epoch of a stream, where a state told it."""
@@ -148,36 +168,26 @@ class AdaptiveLoader:
     @batch_size.setter
     def batch_size(self, value: int) -> None:
         size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
-        if self._ranks is not None and size < self._ranks.size:
-            told = f"batch_size={size} is below the {self._ranks.size} ranks that share a batch: raised to it"
-            warnings.warn(told, stacklevel=2)
-            size = self._ranks.size
-        self._batch_size = size
+        self._batch_size = size if self._ranks is None else enough_for(self._ranks, size)
 
     def resize_now(self, batch_size: int) -> None:
         """Set `batch_size` and cut with it what the epoch under way has not delivered yet: still each sample once.
 
-        Batches that workers prefetched are thrown away and fetched anew. With `drop_last` the epoch ends where what is
-        left fills no batch of the new size.
+        Batches that workers prefetched are thrown away and fetched anew; those of a stream, which cannot go back, come
+        first (`prefetch_factor * num_workers` of them). With `drop_last` the epoch ends where what is left fills no
+        batch of the new size.
         """
-        if not self.can_resize:
-            raise UsageError(
-                "the batch size of a stream cannot change within an epoch: what its workers hold cannot be cut anew"
-            )
         self.batch_size = batch_size
         if (current := self._passes.under_way) is not None:
             current.resize(self.batch_size)
-
-    @property
-    def can_resize(self) -> bool:
-        """Whether `resize_now` works: not for a stream."""
-        return self._order is not None
 
     @property
     def dataset_size(self) -> int | None:
         """Samples in one epoch; None for a stream of unknown length before its first epoch is over."""
         if self._order is not None:
             return len(self._order)
+        if self.epoch_samples is not None:
+            return self.epoch_samples
         ended = self._passes.finished
         return length_of_stream(self.dataset) or (self._stream_size if ended is None else ended.samples)
 
@@ -229,7 +239,8 @@ class AdaptiveLoader:
             return current.num_batches
         if self.dataset_size is None:
             raise TypeError("the length of this stream is not known")
-        return num_batches(self.dataset_size, self.delivery_size or self.batch_size, drop_last=self.drop_last)
+        drop_last = self.drop_last and (self._reader is None or self.epoch_samples is None)
+        return num_batches(self.dataset_size, self.delivery_size or self.batch_size, drop_last=drop_last)
 
     # Iterating
 
@@ -251,10 +262,11 @@ class AdaptiveLoader:
     def _progress(self, batch_size: int, order: Any, *, batches: int = 0, samples: int = 0) -> EpochProgress:
         progress = EpochProgress(self.epoch, batch_size, order, self.drop_last, self.delivery_size)
         progress.batches, progress.samples = batches, samples
+        progress.end_at = self.epoch_samples if order is None else None
         progress.resize(batch_size)
-        size = length_of_stream(self.dataset) if order is None else None
+        size = length_of_stream(self.dataset) if order is None and self.epoch_samples is None else None
         if size is not None and self._num_workers <= 1:  # of several workers each has a last batch of its own
-            progress.num_batches = num_batches(size, progress.cut_size, drop_last=self.drop_last)
+            progress.num_batches = batches + num_batches(size - samples, progress.cut_size, drop_last=self.drop_last)
         return progress
 
     def _agreed(self, order: Any, ranks: Ranks) -> Any:
@@ -274,7 +286,7 @@ class AdaptiveLoader:
                     )
                 yield self._delivered(current, *counted)
                 self._tell(current)
-                if current.batch_size != size:
+                if current.batch_size != size and current.order is not None:
                     size, batches = current.batch_size, self._rest(current)
         finally:
             current.is_open = False
@@ -289,11 +301,11 @@ class AdaptiveLoader:
     def _rest(self, current: EpochProgress) -> Iterator[tuple[int, Any]]:
         """What is still to be delivered here, cut with the size in force, each batch with its number of samples."""
         size, left = current.cut_size, current.left
-        if left is None:  # from its beginning, so that it repeats itself
-            return self._source.batches(None, size, start=current.batches, seed=(self.seed, current.epoch))
+        if self._reader is not None:
+            return self._reader.rest(current, self.seed)
         # Workers that begin within an epoch must not draw again what those before them drew.
         seed = (self.seed, current.epoch, current.samples)
-        if not len(left):
+        if left is None or not len(left):
             return iter(())
         return local_batches(self._source, left, size, self.ranks, drop_last=self.drop_last, seed=seed)
 
@@ -313,11 +325,10 @@ class AdaptiveLoader:
         """
         settings = {**self._settings, "persistent_workers": False}
         source = make_source(self.dataset, drop_last=False, settings=settings)
-        ranks, seed, size = self.ranks, (self.seed, self.epoch, 0), self.delivery_size or self.batch_size
-        order = None if self._order is None else self._agreed(self._order.fixed(), ranks)
-        if order is not None:
-            size = size_without_stand_ins(len(order), size, ranks)
-        batches = (batch for _, batch in local_batches(source, order, size, ranks, drop_last=False, seed=seed))
+        seed, size = (self.seed, self.epoch, 0), self.delivery_size or self.batch_size
+        order = None if self._order is None else self._agreed(self._order.fixed(), self.ranks)
+        counted = every_sample(source, order, size, self.ranks, part=self.epoch_samples, seed=seed)
+        batches = (batch for _, batch in counted)
         return batches if self.transform is None else map(self.transform, batches)
 
     # What a controller uses
@@ -336,22 +347,18 @@ class AdaptiveLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, counting batches delivered and not merely prefetched."""
-        with_order = self._order is not None and not self._order.is_reproducible
+        order, reader, untouched = self._order, self._reader, self._passes.is_untouched
         return {
             "version": STATE_VERSION,
             **self._way_of_cutting(),
             "seed": self.seed,
-            "sampler": self._state_of_order(),
+            # The order of a pass that has delivered nothing is not saved: a resume draws it again.
+            "sampler": {} if order is None else order.state_dict(without_last=untouched),
             "generator": state_of(self._settings.get("generator")),
+            "stream": {} if reader is None else reader.state_dict(is_under_way=self._passes.has_begun),
             "batch_size": self.batch_size,
-            **self._passes.state_dict(with_order=with_order),
+            **self._passes.state_dict(with_order=order is not None and not order.is_reproducible),
         }
-
-    def _state_of_order(self) -> dict[str, Any]:
-        current = self._passes.current
-        # The order of a pass that has delivered nothing is not saved: a resume draws it again.
-        is_untouched = current is not None and current.batches == 0
-        return {} if self._order is None else self._order.state_dict(without_last=is_untouched)
 
     def _way_of_cutting(self) -> dict[str, Any]:
         """What must be equal for a resume: it decides which samples the rest of an epoch holds."""
@@ -359,6 +366,7 @@ class AdaptiveLoader:
             "dataset_size": self.dataset_size,
             "drop_last": self.drop_last,
             "order": type(self._order).__name__ if self._order is not None else "stream",
+            "epoch_samples": self.epoch_samples or 0,
             "num_workers": self._num_workers if self._order is None else None,  # deals out a stream's samples
         }
 
@@ -366,9 +374,7 @@ class AdaptiveLoader:
         """Raise if `state` belongs to other data or another way of cutting it."""
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(f"loader state has version {state.get('version')}, this code reads {STATE_VERSION}")
-        for key, here in self._way_of_cutting().items():
-            if state[key] != here and None not in (state[key], here):
-                raise CheckpointError(f"the checkpoint's loader has {key}={state[key]}, this one {key}={here}")
+        require_same_way(state, self._way_of_cutting())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where the saved loader stood: the next pass yields exactly what it had not delivered."""
@@ -379,8 +385,9 @@ class AdaptiveLoader:
         restore(self._settings.get("generator"), state["generator"])
         if self._order is not None:
             self._order.load_state_dict(state["sampler"])
-        if self._order is None:
+        if self._reader is not None:
             self._stream_size = state["dataset_size"]
+            self._reader.load_state_dict(state["stream"])
         self.batch_size = state["batch_size"]
         self._passes.current = self._restored_pass(state["pass"]) if state["pass"] else None
 

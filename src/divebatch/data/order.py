@@ -36,6 +36,13 @@ def mixed_seed(seed: int, *purpose: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=purpose).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def worker_seed(seed: int, epoch: int, samples: int = 0, rank: int = 0) -> int:
+    """Apart from the seed of the epoch's order. Workers that begin within an epoch must not draw what others drew."""
+    if samples:
+        return mixed_seed(seed, epoch, 1, rank, samples)
+    return mixed_seed(seed, epoch, 1, rank) if rank else mixed_seed(seed, epoch, 1)
+
+
 def state_of(generator: Any) -> str | None:
     """The state of a torch generator, as hexadecimal digits; None where there is none."""
     return generator.get_state().numpy().tobytes().hex() if isinstance(generator, torch.Generator) else None
@@ -115,6 +122,45 @@ class Sequential(Order):
 
     def draw(self, epoch: int) -> Tensor:
         return torch.arange(self.size)
+
+
+class InParts(Order):
+    """Each pass over another order in equal parts of at most so many samples: one epoch a part, every sample once."""
+
+    def __init__(self, order: Order, most: int) -> None:
+        if isinstance(order, FromSampler):
+            raise ArgumentError(
+                f"epoch_samples={most} cannot be used with a sampler of your own, whose length is the epoch's: set its "
+                f"number of samples instead"
+            )
+        self.order, self.most = order, most
+        self.num_parts = -(-len(order) // most)
+        super().__init__(len(order) // self.num_parts)
+
+    def draw(self, epoch: int) -> Tensor | Sequence[Any]:
+        number, part = divmod(epoch, self.num_parts)
+        first, last = (len(self.order) * end // self.num_parts for end in (part, part + 1))
+        return self.order.draw(number)[first:last]
+
+    def seeded(self, seed: int) -> "InParts":
+        return InParts(self.order.seeded(seed), self.most)
+
+    def fixed(self) -> Tensor | Sequence[Any]:
+        """Every sample of the dataset."""
+        return self.order.fixed()
+
+
+def in_parts(order: Order | None, length: int | None, most: int | None) -> Order | None:
+    """`order` in parts of at most so many samples, where that is asked for; None for a stream of `length` samples."""
+    if most is None:
+        return order
+    require_count("epoch_samples", most)
+    if length is not None and most > length:
+        raise ArgumentError(
+            f"epoch_samples={most} is more than the {length} samples of the dataset: leave it out, and an epoch is one "
+            f"pass"
+        )
+    return None if order is None else InParts(order, most)
 
 
 class FromSampler(Order):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from divebatch.data.epoch_progress import EpochProgress, not_finished
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, CheckpointError
 
 
 class Passes:
@@ -40,6 +40,16 @@ class Passes:
         """Whether no batch is left of the pass under way, or none is under way."""
         return self.current is None or self.current.is_used_up
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether a pass has begun that has delivered nothing yet."""
+        return self.current is not None and self.current.batches == 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a pass has delivered something and is not closed."""
+        return self.current is not None and self.current.batches > 0
+
     def jump(self, epoch: int) -> None:
         """Make `epoch` (from 0) the next one, from its beginning."""
         self.epoch, self.current, self.is_resumed = epoch, None, False
@@ -75,12 +85,11 @@ class Passes:
 
     def state_dict(self, *, with_order: bool) -> dict[str, Any]:
         """All counts; `with_order` where the order of the pass under way cannot be drawn again."""
-        current = self.current
         return {
             "epoch": self.epoch,
             "batches_before": self._batches_before,
             "samples_before": self._samples_before,
-            "pass": current.state_dict(with_order=with_order) if current is not None and current.batches else None,
+            "pass": self.current.state_dict(with_order=with_order) if self.current and self.has_begun else None,
         }
 
     def load_counts(self, state: dict[str, Any]) -> None:
@@ -88,3 +97,10 @@ class Passes:
         self.epoch, self.current, self.finished = state["epoch"], None, None
         self._batches_before, self._samples_before = state["batches_before"], state["samples_before"]
         self.is_resumed = state["pass"] is not None
+
+
+def require_same_way(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise if a state belongs to other data or another way of cutting it; what is not known on a side may differ."""
+    for key, value in here.items():
+        if saved[key] != value and None not in (saved[key], value):
+            raise CheckpointError(f"the checkpoint's loader has {key}={saved[key]}, this one {key}={value}")

@@ -1,5 +1,6 @@
 """Which part of each batch a rank gets: contiguous parts that differ by one sample at most, the larger ones first."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.utils.data import DistributedSampler
 
 from divebatch.data.order import FromSampler, Order
 from divebatch.data.source import BatchSource
+from divebatch.data.stream import StreamSource
 from divebatch.errors import ArgumentError
 from divebatch.ranks import Ranks, RankShard
 
@@ -56,12 +58,30 @@ def local_batches(
     return source.batches(mine, rank_shard_of(batch_size, ranks).mine, start=0, seed=(*seed, ranks.rank))
 
 
+def every_sample(
+    source: BatchSource, order: Any, size: int, ranks: Ranks, *, part: int | None, seed: tuple[int, ...]
+) -> Iterator[tuple[int, Any]]:
+    """This rank's batches of all samples of `order`, nobody's a stand-in; of a stream `part` samples, or all."""
+    if isinstance(source, StreamSource):
+        return source.first(part, size, seed=seed)
+    size = size_without_stand_ins(len(order), size, ranks)
+    return local_batches(source, order, size, ranks, drop_last=False, seed=seed)
+
+
 def size_without_stand_ins(num_samples: int, batch_size: int, ranks: Ranks) -> int:
     """The first size from `batch_size` on that leaves no rank without a sample in the last batch."""
     size = batch_size
     while size < num_samples and 0 < num_samples % size < ranks.size:
         size += 1
     return size
+
+
+def enough_for(ranks: Ranks, batch_size: int) -> int:
+    """`batch_size`, or as many samples as there are ranks, with a warning."""
+    if batch_size < ranks.size:
+        told = f"batch_size={batch_size} is below the {ranks.size} ranks that share a batch: raised to it"
+        warnings.warn(told, stacklevel=3)
+    return max(batch_size, ranks.size)
 
 
 def require_shareable(order: Order | None, ranks: Ranks) -> None:

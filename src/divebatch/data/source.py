@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from divebatch.data.order import mixed_seed
+from divebatch.data.order import worker_seed
 from divebatch.data.sampler import cut
+from divebatch.data.stream import StreamSource
 
 
 class BatchSource(Protocol):
@@ -94,51 +95,8 @@ class MapSource:
         assert order is not None
         indices = order.tolist() if isinstance(order, Tensor) else order
         self._batches.pending = list(cut(indices, batch_size, drop_last=self.drop_last, start=start))
-        self._generator.manual_seed(_worker_seed(*seed))
+        self._generator.manual_seed(worker_seed(*seed))
         yield from zip(map(len, self._batches.pending), self._loader, strict=True)
-
-
-class _CountingCollate:
-    """Sends the number of samples along with the batch, also out of a worker process."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self.collate(samples)
-
-
-class StreamSource:
-    """An IterableDataset, batched by the size in force; each worker batches its own part, as torch does.
-
-    To resume in the middle the stream is replayed and what was delivered is dropped, which is exact where the stream
-    repeats itself.
-    """
-
-    def __init__(self, dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> None:
-        collate = _CountingCollate(settings.pop("collate_fn", None) or default_collate)
-        self._generator = torch.Generator()
-        settings = {"generator": self._generator, **settings}
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=1, drop_last=drop_last, collate_fn=collate, **settings
-        )
-
-    def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
-    ) -> Iterator[tuple[int, Any]]:
-        """The stream's batches; `order` does not apply."""
-        sampler: Any = self._loader.batch_sampler
-        sampler.batch_size = batch_size  # read anew at the start of each pass, also by persistent workers
-        self._generator.manual_seed(_worker_seed(*seed))
-        for number, counted in enumerate(self._loader):
-            # A stream has no order to cut, so what was delivered before the resume is read again and dropped.
-            if number >= start:
-                yield counted[0], counted[1]
-
-
-def length_of_stream(dataset: Any) -> int | None:
-    """Its samples, where it says so."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> BatchSource:
@@ -158,10 +116,3 @@ def _is_plain(dataset: TensorDataset, settings: dict[str, Any]) -> bool:
     default = settings.get("collate_fn") in (None, default_collate)
     one_device = len({tensor.device for tensor in dataset.tensors}) == 1
     return default and one_device and not settings.get("num_workers") and not settings.get("pin_memory")
-
-
-def _worker_seed(seed: int, epoch: int, samples: int = 0, rank: int = 0) -> int:
-    """Apart from the seed of the epoch's order. Workers that begin within an epoch must not draw what others drew."""
-    if samples:
-        return mixed_seed(seed, epoch, 1, rank, samples)
-    return mixed_seed(seed, epoch, 1, rank) if rank else mixed_seed(seed, epoch, 1)

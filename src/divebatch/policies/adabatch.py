@@ -42,8 +42,9 @@ class AdaBatch(Capped):
     def next(self, seen: Measurement) -> Decision:
         # At least one sample more: a small factor of a small batch would truncate to no growth at all.
         wanted = min(max(int(seen.batch_size * self.factor), seen.batch_size + 1), self.max_batch_size)
-        whole_first_batches = seen.dataset_size // seen.first_batch_size * seen.first_batch_size
-        grown = wanted if wanted <= seen.dataset_size else whole_first_batches
+        most = seen.known_dataset_size
+        whole_first_batches = most // seen.first_batch_size * seen.first_batch_size
+        grown = wanted if wanted <= most else whole_first_batches
         if seen.epoch % self.every_epochs or grown <= seen.batch_size:
             return Decision(batch_size=seen.batch_size)
         reason = f"epoch {seen.epoch}: times {grown / seen.batch_size:g}"

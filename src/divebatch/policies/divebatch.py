@@ -101,7 +101,7 @@ class DiveBatch(Policy):
         if not diversity.is_defined:
             # Infinite and so the cap, as in the authors' code.
             return math.inf, f"diversity undefined ({diversity.undefined_reason})"
-        proposal = self.delta * seen.dataset_size * diversity.value
+        proposal = self.delta * seen.known_dataset_size * diversity.value
         return proposal, f"delta * n * diversity = {proposal:.1f}"
 
     def check_start(self, batch_size: int) -> None:

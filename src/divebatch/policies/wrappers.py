@@ -161,7 +161,7 @@ class SpillOver(OfRate):
         says_something = decision.unclamped is not None and math.isfinite(decision.unclamped)
         unclamped = decision.unclamped if says_something else seen.history.unclamped  # else the spill in force stays
         assert self.policy.cap is not None
-        cap = min(self.policy.cap, seen.dataset_size)
+        cap = min(self.policy.cap, seen.dataset_size or self.policy.cap)
         spill = _spill(decision.batch_size, unclamped, cap)
         factor = decision.lr_factor * spill / _spill(seen.batch_size, seen.history.unclamped, cap)
         reason = f"{decision.reason}; lr times {spill:g} for what is over the cap" if spill < 1 else decision.reason
