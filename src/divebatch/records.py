@@ -202,6 +202,7 @@ class RecordWriter:
 
     def write(self, record: RunHeader | EpochRecord) -> None:
         """Append one record."""
+        self._require_own_file()
         try:
             self._file.write(record.to_json() + "\n")
             self._file.flush()
@@ -209,6 +210,17 @@ class RecordWriter:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise RecordError(f"cannot write records to '{self.path}': {error.strerror}") from error
+
+    def _require_own_file(self) -> None:
+        """An editor or `sed -i` puts another file in its place, and what is written here would be nowhere."""
+        try:
+            is_there = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise RecordError(
+                f"'{self.path}' was removed or replaced while its run was writing: its later epochs are in no records"
+            )
 
     def close(self) -> None:
         """Close the file; nothing is pending but what a full disk refused, and that was said already."""
@@ -225,6 +237,8 @@ class RecordWriter:
 def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
     """Read one run's file. A last line that a killed run left half-written is dropped; any other flaw is an error."""
     try:
+        if path.exists() and not path.is_file():
+            raise RecordError(f"'{path}' is not a file")  # a pipe would never end
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read '{path}': {error}") from error

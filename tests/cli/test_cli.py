@@ -65,7 +65,7 @@ def test_run_report_and_run_again(tmp_path):
     assert "--resume" in again.output
     resumed = call(*RUN, "--methods", "sgd-small,divebatch,oracle", "--log-exact", "--resume", *out)
     assert resumed.exit_code == 0, resumed.output
-    other = call("run", "synthetic-convex", "--epochs", "3", "--trials", "1", "--resume", *out)
+    other = call("run", "synthetic-convex", "--epochs", "1", "--trials", "1", "--resume", *out)
     assert other.exit_code == 2
     assert "another configuration" in other.output
     report = call("report", str(tmp_path))

@@ -1,7 +1,10 @@
 """What a run shows while it runs: live bars on a terminal, a few plain lines elsewhere."""
 
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -73,9 +76,9 @@ def make_display(runs: Sequence["Run"], mode: str = "show") -> Display:
     if mode == "quiet":
         return Display()
     if mode == "json":
-        return JsonLines(runs)
+        return UntilNobodyListens(JsonLines(runs))
     console = Console()
-    return ProgressBars(runs, console) if console.is_terminal else Lines(runs)
+    return UntilNobodyListens(ProgressBars(runs, console) if console.is_terminal else Lines(runs))
 
 
 def name_of(run: "Run") -> str:
@@ -93,6 +96,41 @@ def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
         parts.append(f"accuracy {100 * record.val_accuracy:.2f} %")
     speed = rate(rate_between(before, record))
     return "  ".join([*parts, f"{speed} samples/s"] if speed else parts)
+
+
+class UntilNobodyListens(Display):
+    """Another display until the output cannot be written, a closed pipe or a full disk: that must not end training."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def on_epoch(self, index: int, record: EpochRecord) -> None:
+        with self._unless_deaf():
+            self._display.on_epoch(index, record)
+
+    def on_resume(self, index: int, record: EpochRecord) -> None:
+        with self._unless_deaf():
+            self._display.on_resume(index, record)
+
+    def __enter__(self) -> Self:
+        with self._unless_deaf():
+            self._display.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._unless_deaf():
+            self._display.__exit__()
+
+    @contextmanager
+    def _unless_deaf(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._display = Display()
+            with suppress(OSError):
+                print(f"divebatch: stdout: {error.strerror}; training goes on", file=sys.stderr, flush=True)
+            # Whatever else is printed, by Python itself at its end too, goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
 
 class JsonLines(Display):

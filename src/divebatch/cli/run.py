@@ -1,7 +1,8 @@
 """`divebatch run EXPERIMENT`."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,29 +71,16 @@ def run(
     Under torchrun all its processes train each run together.
     """
     # Here and not above: torch takes seconds, and help must not.
-    from divebatch.cli.work.run import (
-        Run,
-        all_runs,
-        check_parts,
-        known_loggers,
-        num_jobs,
-        prepared,
-        process_group,
-        train,
-    )
+    from divebatch.cli.work import run as work
 
-    with errors_exit_with(WRONG_USE), process_group(chosen_device(device)) as (own_device, ranks):
+    with errors_exit_with(WRONG_USE), work.process_group(chosen_device(device)) as (own_device, ranks):
         mode = mode_of(quiet=quiet, json=json)
-        planned = prepared(experiment, epochs, model).ending(samples=samples, seconds=seconds, repeat=repeat)
-        planned = planned.with_training(
-            precision=precision,
-            compile=compile,
-            cuda_graphs=cuda_graphs,
-            micro_batch_size=micro_batch,
-            norms=norm_mode,
-        )
-        check_parts(planned)
-        first = Run(
+        training: dict[str, Any] = {"precision": precision, "compile": compile, "cuda_graphs": cuda_graphs}
+        training |= {"micro_batch_size": micro_batch, "norms": norm_mode}
+        planned = work.prepared(experiment, epochs, model=model, training=training)
+        planned = planned.ending(samples=samples, seconds=seconds, repeat=repeat)
+        work.check_parts(planned)
+        first = work.Run(
             planned,
             "",
             seed,
@@ -105,10 +93,13 @@ def run(
             checkpoint_every=checkpoint_every,
             checkpoint_steps=checkpoint_steps,
             sharding=sharding,
-            loggers=known_loggers(logger),
+            loggers=work.known_loggers(logger),
         )
-        runs = all_runs(first, comma_separated(methods), trials or planned.trials)
-        count = num_jobs(jobs, runs, num_ranks=ranks.size)
-        train(runs, count, ranks, resume=resume, mode=mode if ranks.is_first else "quiet")
+        runs = work.all_runs(first, comma_separated(methods), trials or planned.trials)
+        if resume and epochs is not None:
+            plan = partial(work.prepared, experiment, model=model, training=training)
+            runs = [work.lengthened(each, plan) for each in runs]
+        count = work.num_jobs(jobs, runs, num_ranks=ranks.size)
+        work.train(runs, count, ranks, resume=resume, mode=mode if ranks.is_first else "quiet")
         if mode == "show" and ranks.is_first:
             typer.echo(f"{len(runs)} run{'s' * (len(runs) > 1)} in {out / planned.name}; next: divebatch report {out}")

@@ -1,6 +1,7 @@
 """From folders of runs to a report: Markdown, one HTML page, and every figure and table as files beside it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,13 +101,19 @@ def _table_files(section: Section) -> dict[str, bytes]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    for name, content in files.items():
-        path = folder / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        except OSError as error:
-            raise RecordError(f"cannot write '{path}': {error.strerror}. Choose another folder.") from error
+    """All of them or none: what is there stays until every new file lies beside its place."""
+    scratch = {name: folder / f"{name}.tmp" for name in files}
+    try:
+        for name, content in files.items():
+            scratch[name].parent.mkdir(parents=True, exist_ok=True)
+            scratch[name].write_bytes(content)
+        for name, path in scratch.items():
+            path.replace(folder / name)
+    except OSError as error:
+        for path in scratch.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise RecordError(f"cannot write '{folder}': {error.strerror}. Choose another folder.") from error
 
 
 # Markdown

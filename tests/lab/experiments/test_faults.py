@@ -180,24 +180,6 @@ def test_a_complete_run_needs_no_checkpoint(tmp_path):
         assert run.records_path.read_text() == before
 
 
-def test_checkpoints_without_records_are_of_no_use(tmp_path, monkeypatch):
-    """A run begun anew beside the checkpoints of an earlier one, and killed in its first step."""
-    whole, broken = Run(small(), "divebatch", 0, tmp_path / "a"), Run(small(), "divebatch", 0, tmp_path / "b")
-    execute(whole)
-    execute(broken)
-    broken.records_path.unlink()
-
-    def die(saver: runner.Saver) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as dying:
-        dying.setattr(runner.Saver, "_after_step", die)
-        with pytest.raises(KeyboardInterrupt):
-            execute(broken)
-    execute(broken, resume=True)
-    assert_same_end(broken, whole)
-
-
 def test_records_with_a_hole_are_refused(tmp_path):
     run = Run(small(), "divebatch", 0, tmp_path)
     execute(run)

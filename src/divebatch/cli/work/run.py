@@ -1,9 +1,10 @@
 """What `divebatch run` does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from divebatch.cli.exits import FAILED, command_again, errors_exit_with, leave
 from divebatch.cli.progress import make_display
@@ -18,6 +19,7 @@ from divebatch.lab.experiments import (
     default_jobs,
     execute_all,
     get_experiment,
+    lengthened,
     locked_runs,
     marked_as_begun,
     was_begun_by_this_launch,
@@ -26,7 +28,17 @@ from divebatch.lab.loggers import make_logger
 from divebatch.lab.training.launch import first_does, process_group
 from divebatch.ranks import Ranks
 
-__all__ = ["Run", "all_runs", "check_parts", "known_loggers", "num_jobs", "prepared", "process_group", "train"]
+__all__ = [
+    "Run",
+    "all_runs",
+    "check_parts",
+    "known_loggers",
+    "lengthened",
+    "num_jobs",
+    "prepared",
+    "process_group",
+    "train",
+]
 
 
 def train(runs: list[Run], jobs: int, ranks: Ranks, *, resume: bool, mode: str) -> None:
@@ -85,11 +97,12 @@ def _check_can_write(runs: list[Run], *, resume: bool) -> None:
         check_can_write(each, resume=resume)
 
 
-def prepared(name: str, epochs: int | None, model: str | None) -> Experiment:
-    """The experiment over so many epochs, with that network."""
+def prepared(name: str, epochs: int | None, *, model: str | None, training: Mapping[str, Any]) -> Experiment:
+    """The experiment over so many epochs, with that network and use of the device."""
     experiment = get_experiment(name)
     experiment = experiment.scaled(epochs) if epochs is not None else experiment
-    return experiment.with_model(model) if model is not None else experiment
+    experiment = experiment.with_model(model) if model is not None else experiment
+    return experiment.with_training(**training)
 
 
 def all_runs(first: Run, methods: list[str], trials: int) -> list[Run]:

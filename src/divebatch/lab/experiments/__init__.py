@@ -2,7 +2,7 @@
 
 from divebatch.lab.experiments.assembly import check_parts, make_trainer
 from divebatch.lab.experiments.pool import Failure, default_jobs, execute_all
-from divebatch.lab.experiments.progress import check_can_write
+from divebatch.lab.experiments.progress import check_can_write, lengthened
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.run_lock import locked_runs, marked_as_begun, was_begun_by_this_launch
 from divebatch.lab.experiments.runner import execute
@@ -20,6 +20,7 @@ __all__ = [
     "execute_all",
     "experiment_names",
     "get_experiment",
+    "lengthened",
     "locked_runs",
     "make_trainer",
     "marked_as_begun",

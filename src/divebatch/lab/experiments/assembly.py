@@ -77,6 +77,7 @@ def make_trainer(run: Run) -> Trainer:
         clock=clock,
         options=experiment.training,
         log_exact=run.log_exact,
+        data_fingerprint=split.fingerprint,
         parallel=parallel,
     )
     if not ranks.is_first:

@@ -9,14 +9,13 @@ import torch
 
 from divebatch.errors import DivergedError, StoppedError
 from divebatch.lab.experiments.assembly import make_trainer
+from divebatch.lab.experiments.identity import identity_of, require_own
 from divebatch.lab.experiments.progress import RunProgress, last_epoch, read_progress, reading_state
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.loggers import logging_to
 from divebatch.lab.training import StopRequest, Trainer
-from divebatch.lab.training.checkpoint import forget, previous
 from divebatch.lab.training.checkpoint_store import save_state
 from divebatch.lab.training.distributed import is_finite_everywhere
-from divebatch.lab.training.launch import first_does
 from divebatch.lab.training.stop_signals import AgreedStop
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord, RecordWriter
@@ -61,12 +60,11 @@ def make_stop(ranks: Ranks) -> StopRequest:
 def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], None], stop: StopRequest) -> None:
     trainer = make_trainer(run)
     if progress.saved is not None:
+        require_own(run, progress.saved.path, progress.saved.rest, data=trainer.data_fingerprint)
         with reading_state(run):
             layout = partial(trainer.parallel.layout, trainer.optimizer)
             trainer.load_state_dict(progress.saved.state(trainer.clock.device, layout))
     saver = Saver(run, trainer, stop)
-    if not progress.is_begun:
-        first_does(trainer.ranks, lambda: _forget_checkpoints(run))  # of a run whose records are gone
     epoch = last_epoch(progress.epochs)
     with trainer.control, _writing(run, trainer.ranks, progress) as write:
         while epoch < run.experiment.epochs:
@@ -150,14 +148,11 @@ class Saver:
         return None
 
     def _save(self) -> None:
-        save_state(self.run.checkpoint_path, self.trainer.state_dict(), self.trainer.ranks)
+        identity = identity_of(self.run, self.trainer.data_fingerprint)
+        state = {"identity": identity, **self.trainer.state_dict()}
+        save_state(self.run.checkpoint_path, state, self.trainer.ranks)
 
     def _stopped(self) -> StoppedError:
         return StoppedError(
             f"stopped after {self.trainer.control.epoch} epochs and saved to {self.run.checkpoint_path}"
         )
-
-
-def _forget_checkpoints(run: Run) -> None:
-    for path in (run.checkpoint_path, previous(run.checkpoint_path)):
-        forget(path)

@@ -25,6 +25,8 @@ class ScheduleSettings(ABC):
 
     epoch_settings: ClassVar[frozenset[str]] = frozenset()
     """Its settings that count epochs: an experiment that is shortened shortens them with it."""
+    has_end: ClassVar[bool] = False
+    """Whether it is made for one length of training: a run cannot go on beyond that."""
     is_by_samples: ClassVar[bool] = False
     """Whether it is stepped after every batch, and not after every epoch, and goes by how much of the run is over."""
 
@@ -63,6 +65,7 @@ class Cosine(ScheduleSettings):
     """Half a cosine from the first rate to zero after `over_epochs` epochs."""
 
     epoch_settings = frozenset({"over_epochs"})
+    has_end = True
 
     over_epochs: int
 
@@ -114,6 +117,7 @@ class BySamples(ScheduleSettings):
     """A schedule that is a function of how much of the run is over."""
 
     is_by_samples = True
+    has_end = True
 
     @abstractmethod
     def course(self, fraction: float) -> float:

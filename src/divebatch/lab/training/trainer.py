@@ -55,6 +55,8 @@ class Trainer:
     """The largest norm of the gradient that a step is made with; None for any."""
     options: DeviceOptions = field(default_factory=DeviceOptions)
     log_exact: bool = False
+    data_fingerprint: str = ""
+    """A hash of the samples that are trained and validated on."""
     parallel: Parallel = None  # type: ignore[assignment]
     """How the model runs on several ranks; by default on one."""
     step: TrainStep = field(init=False)

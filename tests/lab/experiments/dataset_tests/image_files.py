@@ -41,12 +41,12 @@ def cifar_pixels(count: int, *, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(0, 256, (count, 3 * SIDE * SIDE), dtype=np.uint8)
 
 
-def write_cifar10(data_dir: Path, *, per_file: int = 4) -> Path:
+def write_cifar10(data_dir: Path, *, per_file: int = 4, seed: int = 0) -> Path:
     folder = data_dir / "cifar-10-batches-py"
     folder.mkdir(parents=True)
     for number, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
         labels = [(number + place) % 10 for place in range(per_file)]
-        entries = {"batch_label": name, "labels": labels, "data": cifar_pixels(per_file, seed=number)}
+        entries = {"batch_label": name, "labels": labels, "data": cifar_pixels(per_file, seed=number + 100 * seed)}
         (folder / name).write_bytes(python2_pickle({**entries, "filenames": [f"{k}.png" for k in labels]}))
     return folder
 

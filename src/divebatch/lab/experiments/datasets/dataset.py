@@ -1,11 +1,13 @@
 """What a dataset is: settings that read samples, and samples that become a split to train with."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
@@ -78,6 +80,8 @@ class DataSplit:
     """Length of a flat sample; 0 for images and sequences."""
     num_classes: int = 1
     """Classes, or tokens; 1 for a single logit."""
+    fingerprint: str = ""
+    """A hash of all samples: equal for equal data."""
 
 
 class Samples(Protocol):
@@ -87,6 +91,10 @@ class Samples(Protocol):
 
     def select(self, numbers: Tensor) -> Self:
         """Those with these numbers, in this order."""
+        ...
+
+    def content(self) -> Iterable[Tensor | bytes]:
+        """What they hold: what tells these samples from others."""
         ...
 
 
@@ -109,7 +117,7 @@ class DataParts(Generic[T]):
 
     def official(self) -> DataSplit:
         """Train on the training samples, validate on the test samples."""
-        return self.split(self.train, self.read_test())
+        return self._marked(self.train, self.read_test())
 
     def holding_out(self, fraction: float, seed: int) -> DataSplit:
         """Train and validate on training samples, of which `seed` chooses the `fraction` for validation."""
@@ -119,7 +127,20 @@ class DataParts(Generic[T]):
             raise ArgumentError(f"holding out {fraction} of {num_samples} training samples leaves a part empty")
         order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
         held, kept = (self.train.select(part.sort().values) for part in (order[:num_held], order[num_held:]))
-        return self.split(kept, held)
+        return self._marked(kept, held)
+
+    def _marked(self, train: T, validation: T) -> DataSplit:
+        return replace(self.split(train, validation), fingerprint=fingerprint_of(train, validation))
+
+
+def fingerprint_of(*samples: Samples) -> str:
+    """A hash of all that some samples hold."""
+    digest = hashlib.blake2b(digest_size=16)
+    for each in samples:
+        digest.update(f"{len(each)} samples".encode())
+        for part in each.content():
+            digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part.cpu()).data)
+    return digest.hexdigest()
 
 
 class DatasetSettings(ABC):

@@ -53,6 +53,9 @@ class HostImages(Dataset[Any]):
     def select(self, numbers: Tensor) -> "HostImages":
         return HostImages(self.images[numbers], self.labels[numbers])
 
+    def content(self) -> tuple[Tensor, Tensor]:
+        return self.images, self.labels
+
     def in_memory(self) -> "HostImages":
         return self
 

@@ -35,6 +35,9 @@ class FlatSamples:
         numbers = numbers.to(self.labels.device)
         return FlatSamples(self.features[numbers], self.labels[numbers])
 
+    def content(self) -> tuple[Tensor, Tensor]:
+        return self.features, self.labels
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthetic(DatasetSettings):

@@ -43,6 +43,9 @@ class Documents:
         """Return those with these numbers, in this order."""
         return Documents(self.text, self.bounds[numbers.numpy()])
 
+    def content(self) -> list[bytes]:
+        return self.digests()
+
     def joined(self) -> Bytes:
         """Return their bytes, one document after the other."""
         return np.concatenate([self.text[start:end] for start, end in self.bounds])
