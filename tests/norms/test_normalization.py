@@ -88,6 +88,22 @@ def assert_matches_loop(layer: nn.Module, x: Tensor, dy: Tensor, *, rel: float |
     torch.testing.assert_close(fast.double(), expected, rtol=rel or TOLERANCE[x.dtype], atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rms_norm_without_eps_takes_that_of_float32_in_16_bits(dtype: torch.dtype):
+    """Inputs so small that the eps of their own type would change them by more than rounding does."""
+    torch.manual_seed(0)
+    layer, x, dy = (
+        nn.RMSNorm(6).to(dtype),
+        (0.01 * torch.randn(NUM_SAMPLES, 4, 6)).to(dtype),
+        torch.randn(NUM_SAMPLES, 4, 6),
+    )
+    rows = [
+        torch.autograd.grad(weighted(layer(x[i : i + 1]), dy[i : i + 1]), layer.weight)[0] for i in range(NUM_SAMPLES)
+    ]
+    expected = torch.stack(rows).double().square().sum(1)
+    torch.testing.assert_close(metered(layer, x, dy.to(dtype)).double(), expected, rtol=0.05, atol=0)
+
+
 # Layers that keep samples apart
 
 

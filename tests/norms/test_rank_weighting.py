@@ -138,3 +138,56 @@ def test_a_measurement_at_fixed_weights_is_no_training():
     model, data = mlp(), samples(5)
     weigh_gradients(model, lambda: WEIGHT)
     assert gradient_diversity(model, mean_loss, [data]) == gradient_diversity(mlp(), mean_loss, [data])
+
+
+# Gradients with respect to inputs
+
+
+def penalised(model: nn.Module, x: Tensor) -> Tensor:
+    outputs = model(x)
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return outputs.sum() + slope.square().sum()
+
+
+def test_gradients_of_inputs_are_not_weighed():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    x = torch.ones(4, 2, requires_grad=True)
+    (plain,) = torch.autograd.grad(model(x).sum(), x)
+    weights = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    undo = weigh_gradients(model, lambda: 3.0)
+    assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], plain)
+    model(x).sum().backward()
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        torch.testing.assert_close(parameter.grad, 3 * weight)
+    undo()
+
+
+def test_a_loss_on_gradients_of_inputs_is_an_error_where_ranks_weigh_unequally():
+    model = nn.Linear(2, 1)
+    undo = weigh_gradients(model, lambda: 3.0)
+    with pytest.raises(UsageError, match=r"must count 3-fold") as error:
+        penalised(model, torch.ones(4, 2, requires_grad=True))
+    assert "rank_weighting='loss'" in str(error.value)
+    undo()
+
+
+def test_a_loss_on_gradients_of_inputs_is_a_warning_before():
+    model = nn.Linear(2, 1)
+    undo = weigh_gradients(model, lambda: 1.0)
+    with pytest.warns(UserWarning, match="The first such batch will be an error") as told:
+        penalised(model, torch.ones(4, 2, requires_grad=True)).backward()
+    assert told[0].filename == __file__
+    penalised(model, torch.ones(4, 2, requires_grad=True)).backward()  # once
+    undo()
+
+
+def test_inputs_that_another_model_made_are_weighed():
+    encoder, model = nn.Linear(2, 2), nn.Linear(2, 1)
+    undo = weigh_gradients(model, lambda: 3.0)
+    model.requires_grad_(False)
+    model(encoder(torch.ones(4, 2))).sum().backward()
+    weighed = encoder.weight.grad.clone()
+    undo()
+    encoder.weight.grad = None
+    model(encoder(torch.ones(4, 2))).sum().backward()
+    torch.testing.assert_close(weighed, 3 * encoder.weight.grad)

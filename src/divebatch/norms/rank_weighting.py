@@ -3,10 +3,16 @@
 Rank r holds b_r of the m samples. The mean over W ranks of their mean losses is the mean over samples only if each is
 multiplied by W * b_r / m. That is done where the backward pass enters the model: at its outputs. Whatever the loss, all
 gradients behind are then right, also those that travel between ranks, as in SyncBatchNorm.
+
+Gradients with respect to the model's inputs are not weighed: they are part of a loss, or of an attack. A loss that
+differentiates them once more (a penalty on gradients, a physics-informed network) reaches the parameters past the
+outputs, and cannot be weighed here.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from divebatch.errors import UsageError
-from divebatch.norms.module_hooks import ModuleHook
+from divebatch.norms.module_hooks import ModuleHook, will_receive
+from divebatch.norms.sharded import is_sharded
 
 
 def weigh_gradients(model: nn.Module, weight: Callable[[], float]) -> Callable[[], None]:
@@ -31,7 +38,7 @@ class RankWeighting:
     def __init__(self, model: nn.Module, weight: Callable[[], float]) -> None:
         self._model, self._weight = model, weight
         self.is_paused = False
-        self._depth = 0
+        self._depth, self._has_warned = 0, False
         self._handles = [
             model.register_forward_pre_hook(ModuleHook(model, self._enter), prepend=True),
             model.register_forward_hook(self, always_call=True),  # also where the forward pass fails
@@ -45,14 +52,34 @@ class RankWeighting:
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._depth += 1
 
-    def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The forward pass is over."""
         if module is not self._model:
             return output
         self._depth -= 1
         # Here and not on the gradients: SyncBatchNorm's backward pass mixes ranks, so it must see weighted ones.
         factor = 1.0 if self.is_paused or self._depth else self._weight()
-        return output if factor == 1.0 else _weighed(output, factor)
+        if _are_differentiated(inputs):
+            return _weighed(output, Weight(factor, self))
+        return output if factor == 1.0 else _weighed(output, Weight(factor))
+
+    def reaches_parameters(self) -> bool:
+        """Whether the backward pass under way brings the model gradients, and not its inputs alone."""
+        trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+        return any(is_sharded(parameter) or will_receive(parameter)[0] for parameter in trained)
+
+    def refuse_second_derivatives(self, factor: float) -> None:
+        """Gradients of the inputs will be differentiated: an error where ranks weigh unequally, a warning before."""
+        told = (
+            "a loss that differentiates the gradients of the model's inputs (autograd.grad(..., create_graph=True)) "
+            "cannot be weighed at the model's outputs where ranks hold unequally many samples of a batch: multiply the "
+            "loss by loader.rank_shard.loss_weight and pass Controller(..., rank_weighting='loss')"
+        )
+        if factor != 1.0:
+            raise UsageError(f"{told}. Here this rank's gradients must count {factor:.4g}-fold")
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{told}. The first such batch will be an error", stacklevel=7)
 
     def __deepcopy__(self, _: object) -> "RankWeighting":
         """A copy of the model has the hook, which does nothing for it."""
@@ -77,22 +104,46 @@ def without_weighing(model: nn.Module) -> Iterator[None]:
             weighting.is_paused = False
 
 
-def _weighed(output: Any, factor: float) -> Any:
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What to multiply gradients by."""
+
+    factor: float
+    asked: RankWeighting | None = None
+    """Asked in the backward pass whether it is one to weigh; None where it is for sure."""
+
+    def in_this_pass(self) -> float:
+        """1 where only gradients of inputs are wanted."""
+        if self.asked is None or self.asked.reaches_parameters():
+            return self.factor
+        if torch.is_grad_enabled():
+            self.asked.refuse_second_derivatives(self.factor)
+        return 1.0
+
+
+def _are_differentiated(inputs: Any) -> bool:
+    """Whether a loop wants gradients with respect to inputs; those that come out of another model have a history."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in tree_leaves(inputs))
+
+
+def _weighed(output: Any, weight: Weight) -> Any:
     if output is None or not torch.is_grad_enabled():
         return output
-    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
+    if weight.factor != 1.0 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
         raise UsageError(
             f"the model's output, a {type(output).__name__}, shows no tensor, and this rank's gradients must count "
-            f"{factor:.4g}-fold: return tensors in tuples, lists or dicts, or multiply the loss by "
+            f"{weight.factor:.4g}-fold: return tensors in tuples, lists or dicts, or multiply the loss by "
             f"loader.rank_shard.loss_weight and pass Controller(..., rank_weighting='loss')"
         )
-    return tree_map_only(Tensor, lambda tensor: _through(tensor, factor), output)
+    return tree_map_only(Tensor, lambda tensor: _through(tensor, weight), output)
 
 
-def _through(tensor: Tensor, factor: float) -> Tensor:
+def _through(tensor: Tensor, weight: Weight) -> Tensor:
     if not tensor.requires_grad:
         return tensor
-    weighed: Tensor = _Weighed.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    weighed: Tensor = _Weighed.apply(tensor, weight)  # type: ignore[no-untyped-call]
     return weighed
 
 
@@ -100,10 +151,10 @@ class _Weighed(torch.autograd.Function):
     """Identity. A copy and not a view: torch refuses to change in place what a custom function has a view of."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, x: Tensor, weight: Weight) -> Tensor:
+        ctx.weight = weight
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> Any:
-        return dx * ctx.factor, None
+        return dx * ctx.weight.in_this_pass(), None
