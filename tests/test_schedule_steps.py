@@ -194,6 +194,24 @@ def test_accumulated_gradients(passes: int, rest: str):
     assert run.scheduler.last_epoch <= len(rates) - 1
 
 
+def test_accumulated_gradients_whose_steps_a_policy_sizes():
+    run = Run(SCHEDULES["one cycle"], 33, Sizes((22, 44, 12)), every_steps=None)
+    seen, places, made = 0, [], 0
+    for epoch in range(EPOCHS):
+        for index, size in enumerate(run.batches()):
+            seen += size
+            if index % 2 or run.loader.is_at_end:
+                places.append((run.scheduler.last_epoch, epoch, seen))
+                run.step()
+                made += 1
+        seen = 0
+        run.control.step()
+    assert made < 18  # the steps grew
+    for (place, epoch, _), (_, before_epoch, before) in zip(places[1:], places, strict=False):
+        assert place == min(6 * before_epoch + math.ceil(before / (2 * FIRST)), 6 * epoch + 6)
+    assert run.scheduler.last_epoch == 18
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 45), min_size=1, max_size=6),
@@ -352,6 +370,16 @@ def test_an_epoch_that_is_broken_off_and_begun_again_goes_no_further_than_its_sa
 
 
 # Saying it
+
+
+@pytest.mark.parametrize("schedule_in", [None, "steps", "epochs", "calls"])
+def test_one_step_an_epoch_is_that_whatever_was_said(schedule_in: Any):
+    run = Run(SCHEDULES["by step"], 0, Sizes((8, 16, 3)), schedule_in=schedule_in)
+    for epoch in range(EPOCHS):
+        list(run.loader)
+        run.scheduler.step()
+        run.control.step()
+        assert run.scheduler.last_epoch == epoch + 1
 
 
 @pytest.mark.parametrize(("schedule_in", "steps"), [(None, 22), ("steps", 22), ("calls", 11 + 6)])

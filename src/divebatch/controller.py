@@ -126,6 +126,8 @@ class Controller:
             base_batch_size=base_batch_size,
             measure_always=measure_always,
             rank_weighting=rank_weighting,
+            schedule_in=schedule_in,
+            hand_set_lr=hand_set_lr,
         )
         if base_batch_size is not None:
             require_count("base_batch_size", base_batch_size)

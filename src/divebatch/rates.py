@@ -124,7 +124,6 @@ class Rates:
 
         `noise_scale`, in samples, is what was measured last, where something was; `step` counts steps made so far.
         """
-        self._looked_for_schedulers = False
         for coupling in self._couplings:
             coupling.follow(batch_size, lr_factor=lr_factor, noise_scale=noise_scale, step=step)
         if batch_size != self.batch_size:
@@ -172,6 +171,7 @@ class Rates:
 
     def end_epoch(self) -> None:
         """Bring schedulers to the epoch's end that no call has brought there."""
+        self._looked_for_schedulers = False
         for each in self._adopted:
             each.end_epoch()
 
@@ -216,7 +216,7 @@ class Rates:
             self._epoch_lr, self._is_used = self.lr, True
 
     def _refuse_unknown_schedulers(self) -> None:
-        """A scheduler made since would undo the coupling. Looked for once between two decisions: it takes a while."""
+        """A scheduler made since would undo the coupling. Looked for once an epoch: it takes a while."""
         if not self._looked_for_schedulers:
             require_all_schedulers(self._optimizers, self._schedulers)
             self._looked_for_schedulers = True

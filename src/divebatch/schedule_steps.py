@@ -110,6 +110,8 @@ class ScheduleSteps:
             self._rest = "carried over"
         elif current is not None and gap > 0 and not at_end:
             self._count_gap(min(gap, current.batches))
+        elif self._first_gap == 0:  # it is called once an epoch
+            self._first_gap = gap
         self._called_at += gap
 
     def _count_gap(self, gap: int) -> None:

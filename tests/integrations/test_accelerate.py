@@ -147,3 +147,17 @@ def test_auto_needs_nothing_else(is_scaled: bool):
     assert control.step().measured
     state = control.state_dict()
     assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", "sqrt")
+
+
+def test_the_rates_of_several_optimizers_follow():
+    accelerator, net = accelerate.Accelerator(cpu=True), mlp(dtype=torch.float32)
+    raw = [SGD(net[0].parameters(), lr=0.03), torch.optim.AdamW(net[2].parameters(), lr=0.01)]
+    model, *optimizers = accelerator.prepare(net, *raw)
+    loader = AdaptiveLoader(Numbered(), 6, seed=3)
+    control = adapter.make_controller(accelerator, model, optimizers, loader, Fixed(), lr_coupling=["linear", "sqrt"])
+    loader.batch_size = 24
+    for _ in loader:
+        for each in optimizers:
+            each.step()
+    assert [each.param_groups[0]["lr"] for each in raw] == pytest.approx([0.12, 0.02])
+    control.step()

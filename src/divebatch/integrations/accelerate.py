@@ -1,6 +1,6 @@
 """Accelerate: a controller for what `accelerator.prepare` made, over any number of processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -11,7 +11,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.integrations.versions import Requirement
 from divebatch.policies import Policy
-from divebatch.resolve import resolve_estimator
+from divebatch.resolve import as_list, resolve_estimator
 
 REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
 REQUIREMENT.installed()
@@ -42,7 +42,7 @@ def make_controller(
     Args:
         accelerator: The `accelerate.Accelerator`.
         model: The model, prepared.
-        optimizer: The optimizer, prepared.
+        optimizer: The optimizer, prepared, or a list of all whose rates shall follow.
         loader: The `AdaptiveLoader`, not prepared.
         policy: The rule that sets its batch size.
         estimator: What measures the gradients, a name or an object; None for the policy's own.
@@ -50,13 +50,12 @@ def make_controller(
         settings: `Controller`'s: lr_coupling, loss_reduction and so on.
     """
     _check(accelerator, loader)
-    given = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler is not None else []
-    schedulers = [_unwrapped(part, accelerator.num_processes) for part in given]
+    schedulers = [_unwrapped(part, accelerator.num_processes) for part in as_list(scheduler)]
     # The loader is not prepared, so nobody else moves its batches to the device.
     loader.transform = _OnDevice(loader.transform, accelerator.device)
     control = Controller(
         accelerator.unwrap_model(model),
-        optimizer.optimizer if isinstance(optimizer, _optimizer.AcceleratedOptimizer) else optimizer,
+        [each.optimizer if isinstance(each, _optimizer.AcceleratedOptimizer) else each for each in as_list(optimizer)],
         loader,
         policy,
         estimator=resolve_estimator(policy, estimator, grad_scaler=accelerator.scaler),
