@@ -19,6 +19,8 @@ class Spread:
     covariance: float
     degrees: float
     """Degrees of freedom: number of estimates minus one; fewer where some weigh more than others."""
+    bounds_below: bool = True
+    """Whether the noise scale's lower end is known: not where a bias of unknown size makes the estimate too large."""
 
     def quantile(self, level: float) -> float:
         """Return how many standard errors the interval of this level reaches to each side (Student's t, two-sided).
@@ -152,18 +154,24 @@ class Diversity:
     def noise_scale_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Return the interval in which the noise scale lies with this confidence (Fieller's interval of a ratio).
 
-        Its upper end is infinite where ||G||^2 cannot be told from zero. A value without spread is its own interval.
+        Its upper end is infinite where ||G||^2 cannot be told from zero; its lower end is 0 where the estimate has a
+        bias upwards that is not known. A value without spread is its own interval.
 
         >>> sure = Spread(trace_variance=0.01, sq_norm_variance=0.0001, covariance=0.0, degrees=1e6)
         >>> low, high = Diversity.from_noise(10.0, 1.0, 100, spread=sure).noise_scale_interval()
         >>> round(low, 2), round(high, 2)
-        (9.73, 10.28)
+        (9.69, 10.28)
         """
         if self.spread is None:
             return (self.noise_scale, self.noise_scale)
         if self.has_diverged:
             return (0.0, math.inf)
-        return _ratio_interval(self.trace, self.sq_norm, self.spread, self.spread.quantile(level))
+        # Where ||G||^2 comes out too small by chance, so does its scatter: most misses would lie above the truth, on
+        # the side that lets batches grow. So the lower end is given half the chance to miss.
+        careful, plain = (self.spread.quantile(each) for each in ((1 + level) / 2, level))
+        low, _ = _ratio_interval(self.trace, self.sq_norm, self.spread, careful)
+        _, high = _ratio_interval(self.trace, self.sq_norm, self.spread, plain)
+        return (low if self.spread.bounds_below else 0.0, max(low, high))
 
 
 def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) -> tuple[float, float]:

@@ -1,11 +1,13 @@
 """Student's t distribution, for any positive degrees of freedom."""
 
 import math
+from functools import lru_cache
 
 _TINY = 1e-300
 """Stands in for a zero denominator of the continued fraction."""
 
 
+@lru_cache(maxsize=128)  # intervals of one size ask for the same one again and again
 def t_quantile(probability: float, degrees: float) -> float:
     """The value below which t stays with `probability` (from 0.5 to 1, exclusive); infinite below 1 degree of freedom.
 

@@ -148,12 +148,14 @@ class PairAverage:
     `skipped_samples`.
 
     `trusts_negative=False` is for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
+    Where `bounds_below` is set to False, an unknown bias makes noise scales too large: the interval then goes to zero.
     """
 
     def __init__(self, *, decay: float = 1.0, reach: int = 0, trusts_negative: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise ArgumentError(f"decay must be above 0 and at most 1, got decay={decay!r}")
         self.decay, self.reach, self._trusts_negative = float(decay), reach, trusts_negative
+        self.bounds_below = True
         self.forget()
 
     def forget(self) -> None:
@@ -282,6 +284,7 @@ class PairAverage:
             covariance=covariance[0][1],
             # Fewer where some estimates weigh more than others; Student's t then widens the interval.
             degrees=1 / ratio - 1,
+            bounds_below=self.bounds_below,
         )
 
     def average(self) -> "PairAverage":

@@ -33,8 +33,9 @@ class Moments(Stepwise):
     Without momentum, or with too little, gradients are compared in pairs. That takes one copy, and the bias stays: a
     step at learning rate lr changes the next gradient by -lr * H g, H the Hessian, so to first order ||G||^2 comes out
     too small by lr * E[g'Hg] and tr(Sigma) too large by lr * tr(H Sigma) with pairs and plain SGD; momentum and larger
-    windows add to it. At a high rate successive gradients may even point against each other. So where ||G||^2 comes
-    out below zero, nothing is said of the noise scale: its interval has no end on either side.
+    windows add to it. At a high rate successive gradients may even point against each other. How large that bias is
+    cannot be told, only that it makes B too large. So the interval goes down to zero, and no policy lets a batch grow
+    on it: use `split` or `per-sample`. Where ||G||^2 comes out below zero, nothing is said of the noise scale at all.
 
     It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler's
     scale is undone, and where ranks share a batch they are the whole batch's. Batches whose step was skipped after
@@ -107,6 +108,7 @@ class SuccessiveSteps(Source):
             self._chunks = Chunks(model, optimizer=self._optimizer if self._preconditioned else None)
         # Where there is an estimate a step, it has gradients in common with the two before.
         self._average.reach = KEPT - 1 if lagged and self.every_steps == 1 else 0
+        self._average.bounds_below = lagged
 
     def _on_pass(self) -> None:
         self._passed = self._scene.delivery.samples_delivered

@@ -46,4 +46,5 @@ def traces(diversity: Diversity) -> tuple[float, float, float]:
         return (math.nan, math.nan, math.nan)
     errors = 0.0 if spread is None else spread.quantile(0.95)
     reach = errors * math.sqrt(spread.trace_variance) if spread is not None and errors < math.inf else errors
-    return (max(0.0, trace - reach), max(0.0, trace), trace + reach)
+    lowest = trace - reach if spread is None or spread.bounds_below else 0.0
+    return (max(0.0, lowest), max(0.0, trace), trace + reach)

@@ -44,12 +44,18 @@ def asked(diversity: Diversity, batch_size: int, rule: Callable[[float], float])
         if ends == (0.0, math.inf):
             why = diversity.undefined_reason or "the estimates scatter too much"
             return None, f"the noise scale is not known, as {why}: no change"
-        range_ = f"between {low:.0f} and {high:.0f}" if high < math.inf else f"at least {low:.0f}"
-        return None, f"the wanted size is {range_} with 95 % confidence: no change"
+        return None, f"the wanted size is {_range(diversity, low, high)} with 95 % confidence: no change"
     if diversity.is_defined and high < math.inf:
-        return rule(diversity.noise_scale), f"between {low:.0f} and {high:.0f} with 95 % confidence"
+        return rule(diversity.noise_scale), f"{_range(diversity, low, high)} with 95 % confidence"
     # ||G||^2 cannot be told from zero, and a division by it may be anything: only the lower end is sure.
     return low, f"at least {low:.0f} with 95 % confidence"
+
+
+def _range(diversity: Diversity, low: float, high: float) -> str:
+    if diversity.spread is not None and not diversity.spread.bounds_below:
+        # Gradients of successive steps without momentum: moments cannot tell the weights' motion from noise.
+        return f"at most {high:.0f}, how far below only estimator='split' or 'per-sample' can tell here,"
+    return f"between {low:.0f} and {high:.0f}" if high < math.inf else f"at least {low:.0f}"
 
 
 def decided(seen: Measurement, wanted: float | None, bounds: Bounds, *, at_least: int = 1, reason: str) -> Decision:
