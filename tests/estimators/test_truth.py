@@ -221,11 +221,11 @@ def test_moments_say_nothing_where_successive_gradients_point_against_each_other
     still = Loop(Moments(), linear())
     still.loss_fn = half_squares
     low, high = still.run(draws(generator, 200, 64), parts_of=64).noise_scale_interval()
-    assert 0 < low < TRACE / SQ_NORM < high < math.inf
+    assert 0 == low < TRACE / SQ_NORM < high < math.inf
 
 
 @pytest.mark.parametrize("mean", [-0.05, 0.05])
-def test_moments_take_a_signal_just_below_zero_for_none_and_one_just_above_for_small(mean: float):
+def test_moments_in_pairs_say_nothing_of_a_signal_near_zero(mean: float):
     found = []
     for make in (Moments, Split):
         estimator = Loop(make(), linear()).estimator
@@ -234,7 +234,7 @@ def test_moments_take_a_signal_just_below_zero_for_none_and_one_just_above_for_s
         estimator._estimates.num_samples = 64 * 40
         found.append(estimator.finish().noise_scale_interval())
     assert found[1][0] > 20
-    assert found == [(0.0, math.inf) if mean < 0 else found[1], (found[1][0], math.inf)]
+    assert found == [(0.0, math.inf), (found[1][0], math.inf)]
 
 
 @pytest.mark.parametrize("num_chunks", [2, 8])

@@ -120,7 +120,8 @@ def test_the_rate_follows_by_the_coupling_in_force(coupling: str, jump: float):
 def test_one_line_is_enough():
     torch.manual_seed(0)
     model = mlp()
-    optimizer, loader = SGD(model.parameters(), 0.001), AdaptiveLoader(dataset(400), batch_size=4, seed=0)
+    optimizer = SGD(model.parameters(), 0.0001, momentum=0.9)
+    loader = AdaptiveLoader(dataset(400), batch_size=4, seed=0)
     control = Controller(model, optimizer, loader, Auto(64))
     records = []
     for _ in range(4):
@@ -135,7 +136,7 @@ def test_one_line_is_enough():
     assert sizes[-1] > 4
     last = records[-1]
     if last.next_batch_size == last.batch_size:
-        assert last.next_lr == pytest.approx(0.001 * last.batch_size / 4)
+        assert last.next_lr == pytest.approx(0.0001 * last.batch_size / 4)
 
 
 def test_a_coupling_that_would_change_the_noise_is_refused():
