@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "rates": BASE | RATES | {"data", "measurement"},
     "resolve": BASE | CORE,
     "recording": BASE | {"measurement", "records"},
-    "measuring": BASE | {"estimators", "measurement", "policies"},
+    "measuring": BASE | {"data", "estimators", "measurement", "policies"},
     "step_count": BASE | {"measurement", "policies"},
     "controller": BASE | CORE | {"resolve", "recording", "measuring", "step_count"},
     "integrations": BASE | CORE | {"controller", "resolve", "step_count"},

@@ -457,6 +457,19 @@ def test_a_stream_is_decided_on_within_epochs_at_every_step(endless: bool, epoch
         assert (record.batch_size, record.steps, record.samples, record.next_batch_size) == (at_end, 10, 40, 6)
 
 
+def test_a_stream_that_goes_on_and_on_without_a_decision_is_a_warning_at_the_loops_line(monkeypatch):
+    monkeypatch.setattr("divebatch.data.epoch_progress.MANY_BATCHES", 5)
+    run = OnStream(Fixed(), endless=True)
+    with pytest.warns(UserWarning, match=r"5 batches .* epoch_samples=N.* every_steps=N") as caught:
+        for _ in zip(run.loader, range(20), strict=False):
+            pass
+    assert [warning.filename for warning in caught] == [__file__]
+    finite = OnStream(Fixed(), endless=False)
+    with pytest.warns(UserWarning, match="its end is not known"):
+        finite.epoch()
+    finite.epoch()  # told once
+
+
 def test_a_policy_that_goes_by_the_noise_scale_needs_no_length():
     run = OnStream(NoiseScale(16), endless=True, every_steps=3, estimator="per-sample")
     held = [size for size, _ in zip(run.batches(), range(30), strict=False)]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from divebatch.checks import require_choice, require_count
 from divebatch.data.batch_plan import BatchPlan
-from divebatch.data.epoch_progress import EpochProgress
+from divebatch.data.epoch_progress import EpochProgress, warn_if_endless
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
@@ -226,17 +226,7 @@ class Controller:
     def plan(self) -> BatchPlan:
         """How the batch delivered last must go through the model. Ask once a batch, before its first forward pass."""
         full = rank_shard_of(self.loader.batch_size, self.ranks).mine
-        plan = BatchPlan(batch_size=full, rank_shard=self.loader.rank_shard)
-        at_work = self._measuring.at_work
-        if at_work is None:
-            return plan
-        return replace(
-            plan,
-            measuring=True,
-            min_micro_batches=at_work.min_micro_batches,
-            replay_token=at_work.replay_token,
-            see_replay=at_work.see_replay,
-        )
+        return self._measuring.planned(BatchPlan(batch_size=full, rank_shard=self.loader.rank_shard))
 
     @property
     def _policies(self) -> list[Policy]:
@@ -267,9 +257,11 @@ class Controller:
             self._note_change(size)
         if current.batches == 0 or not self._is_under_way:
             self._begin_epoch()
+        elif self._every_steps is None:
+            warn_if_endless(current)
         # Between two steps, and not among the batches of one. A resumed epoch comes here first: its state was saved
         # before the decision that was due.
-        elif self._steps.came_after_step() and self._every_steps and self._steps.is_due(self._every_steps):
+        elif self._steps.came_after_step() and self._steps.is_due(self._every_steps):
             self._decide_within_epoch(current)
 
     def _begin_epoch(self) -> None:

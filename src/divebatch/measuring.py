@@ -1,8 +1,10 @@
 """When an estimator is at work: in the epochs that a policy asks for, and in no others."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from divebatch.data.batch_plan import BatchPlan
 from divebatch.estimators import Estimator, Scene
 from divebatch.estimators.catalog import require_fit
 from divebatch.measurement import Diversity
@@ -69,6 +71,18 @@ class Measuring:
         if self.at_work is not None:
             self.at_work.close()
         self.at_work = None
+
+    def planned(self, plan: BatchPlan) -> BatchPlan:
+        """Return `plan` with what the estimator needs of the batch, where one is at work."""
+        if self.at_work is None:
+            return plan
+        return replace(
+            plan,
+            measuring=True,
+            min_micro_batches=self.at_work.min_micro_batches,
+            replay_token=self.at_work.replay_token,
+            see_replay=self.at_work.see_replay,
+        )
 
     def window(self) -> Diversity | None:
         """What was seen since the last reading within the epoch; measuring goes on."""

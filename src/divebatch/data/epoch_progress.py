@@ -1,6 +1,7 @@
 """One pass over the data."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ from torch import Tensor
 from divebatch.data.sampler import num_batches
 from divebatch.errors import UsageError
 from divebatch.ranks import RankShard
+
+MANY_BATCHES = 10_000
+"""After so many batches of a stream's first pass it may be endless."""
 
 
 @dataclass(slots=True)
@@ -100,6 +104,17 @@ class EpochProgress:
             # The order of a user's own sampler cannot be drawn again; ours follows from seed and epoch.
             "order": list(self.order) if with_order and self.order is not None else None,
         }
+
+
+def warn_if_endless(current: EpochProgress) -> None:
+    """Warn once where a first pass over a stream goes on and on: what is decided at its end would never be."""
+    if current.batches == MANY_BATCHES and current.epoch == 0 and current.order is None and not current.num_batches:
+        warnings.warn(
+            f"{current.batches} batches of this stream were delivered and its end is not known: the batch size is "
+            f"decided at the end of an epoch. Where the stream is endless, pass AdaptiveLoader(..., epoch_samples=N), "
+            f"or Controller(..., every_steps=N) to decide within it",
+            stacklevel=6,  # past the listeners and the loader to the loop
+        )
 
 
 def not_finished(current: EpochProgress | None) -> UsageError:

@@ -133,12 +133,15 @@ class StreamReader:
     def rest(self, current: EpochProgress, seed: int) -> Iterator[tuple[int, Any]]:
         """What the pass has still to deliver; its size may change on the way."""
         self._begin(current, seed)
-        while (counted := self._next(current)) is not None or self._begins_again(current, seed):
-            if counted is not None:
-                yield counted
-            if current.is_used_up:
-                return
-        self._batches = None
+        try:
+            while (counted := self._next(current)) is not None or self._begins_again(current, seed):
+                if counted is not None:
+                    yield counted
+                if current.is_used_up:
+                    return
+        finally:
+            if self._part is None:  # also where the loop leaves: no worker waits for one that does not come back
+                self._batches = None
 
     def _begin(self, current: EpochProgress, seed: int) -> None:
         if self._part is None and not self._is_resumed:
