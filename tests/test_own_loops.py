@@ -1,0 +1,181 @@
+"""The loops of docs/own-loops.md, run before and after: each step's rate and samples against a count of our own."""
+
+import math
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+import divebatch
+from divebatch import Auto, Decision, Measurement
+
+PAGE = Path(__file__).parents[1] / "docs" / "own-loops.md"
+DIFFS = dict(
+    re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+)
+
+
+PROCESSES = "Several processes"
+LINES = {"A stream that never ends": 9, PROCESSES: 5}
+"""How many lines come, where that is not four: the import, the loader, the controller and its step."""
+LAG = {"auto": 1, "doubling": 0}
+"""After how many decisions the rate follows the size."""
+
+
+class Doubling(Auto):
+    """Grows for sure, and like Auto in all else."""
+
+    def next(self, seen: Measurement) -> Decision:
+        return Decision(batch_size=min(2 * seen.batch_size, seen.largest_batch_size, self.max_batch_size))
+
+
+def program(diff: str, left_out: str) -> str:
+    """The lines of a diff without those that begin with `left_out`."""
+    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(left_out))
+
+
+def samples_of(value: Any) -> int:
+    """Samples of one forward pass. Half of those of a discriminator are fakes; the generator's pass counts nothing."""
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    if value.shape[1:] == (2,):
+        return 0 if value.requires_grad else len(value) // 2
+    return len(value)
+
+
+@dataclass
+class Watch:
+    """What one program did, seen from outside: by global hooks of torch, and by what it printed."""
+
+    rates: list[list[list[float]]] = field(default_factory=list)
+    """At each step of its main optimizer, the rates of all groups of all its optimizers."""
+    samples: list[int] = field(default_factory=list)
+    """What each of these steps held."""
+    ends: list[int] = field(default_factory=list)
+    """How many steps were made when each record was printed."""
+    records: list[Any] = field(default_factory=list)
+    position: int | None = None
+    """The scheduler's last position."""
+    power: float = 1.0
+
+    def run(self, code: str) -> "Watch":
+        names: dict[str, Any] = {"print": self._printed, "__name__": "loop"}
+        waiting = 0
+
+        def forward(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+            nonlocal waiting
+            if not torch.compiler.is_compiling() and module is names.get("model"):
+                waiting += samples_of(inputs[0])
+
+        def stepped(optimizer: Optimizer, *_: object) -> None:
+            nonlocal waiting
+            if optimizer is not names.get("optimizer"):
+                return
+            every = [optimizer, *(each for each in [names.get("generator_optimizer")] if each)]
+            self.rates.append([[float(group["lr"]) for group in each.param_groups] for each in every])
+            self.samples.append(waiting)
+            waiting = 0
+
+        handles = [register_module_forward_pre_hook(forward), register_optimizer_step_post_hook(stepped)]
+        try:
+            exec(compile(code, str(PAGE), "exec"), names)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.position = names["scheduler"].last_epoch if "scheduler" in names else None
+        self.power = 1.0 if isinstance(names["optimizer"], torch.optim.SGD) else 0.5
+        return self
+
+    def _printed(self, record: Any) -> None:
+        self.records.append(record)
+        self.ends.append(len(self.samples))
+
+
+def assert_as_meant(before: Watch, after: Watch, *, lag: int) -> None:
+    """Each epoch comes in steps of the recorded size, each at the old program's rate times the factor for its size."""
+    first, epochs = before.samples[0], len(after.records)
+    per_epoch = len(before.samples) // epochs
+    total = sum(before.samples) // epochs
+    sizes = [first] * lag + [record.batch_size for record in after.records]
+    begin = 0
+    for epoch, (record, end) in enumerate(zip(after.records, after.ends, strict=True)):
+        held = after.samples[begin:end]
+        assert set(held[:-1]) <= {record.batch_size}
+        assert 0 < held[-1] <= record.batch_size
+        assert total - record.batch_size < sum(held) <= total  # less only where a short last batch is left out
+        factor = (sizes[epoch] / first) ** after.power
+        for step in range(begin, end):
+            index = epoch * per_epoch + math.ceil(sum(after.samples[begin:step]) / first)
+            meant = [[rate * factor for rate in groups] for groups in before.rates[index]]
+            assert after.rates[step] == [pytest.approx(groups, rel=1e-6, abs=1e-12) for groups in meant]
+        assert record.lr == pytest.approx(after.rates[begin][0][0])
+        begin = end
+    assert begin == len(after.samples)
+    assert after.position == before.position
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+@pytest.mark.parametrize("policy", LAG)
+@pytest.mark.parametrize("name", sorted(DIFFS.keys() - {PROCESSES}))
+def test_what_is_trained_is_what_was_meant(name, policy, monkeypatch):
+    if policy == "doubling":
+        monkeypatch.setattr(divebatch, "Auto", Doubling)
+    before, after = Watch().run(program(DIFFS[name], "+")), Watch().run(program(DIFFS[name], "-"))
+    assert_as_meant(before, after, lag=LAG[policy])
+    if policy == "doubling":
+        assert after.records[-1].batch_size >= 8 * after.records[0].batch_size
+
+
+@pytest.mark.parametrize("name", DIFFS)
+def test_few_lines_come(name):
+    assert sum(line.startswith("+") for line in DIFFS[name].splitlines()) == LINES.get(name, 4)
+
+
+@pytest.mark.parametrize("policy", LAG)
+def test_two_ranks_train_what_was_meant(policy, tmp_path):
+    before, after = run_ranks("+", policy, tmp_path / "before"), run_ranks("-", policy, tmp_path / "after")
+    assert_as_meant(before, after, lag=LAG[policy])
+
+
+def run_ranks(left_out: str, policy: str, path: Path) -> Watch:
+    """The program in two processes; its steps hold what both ranks saw."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, left_out, policy, f"{path}.{rank}"], env={**shared, "RANK": str(rank)}
+        )
+        for rank in (0, 1)
+    ]
+    assert [rank.wait(100) for rank in ranks] == [0, 0]
+    first, second = (pickle.loads(Path(f"{path}.{rank}").read_bytes()) for rank in "01")
+    assert (first.rates, first.ends, first.records) == (second.rates, second.ends, second.records)
+    return replace(first, samples=[sum(both) for both in zip(first.samples, second.samples, strict=True)])
+
+
+def main(left_out: str, policy: str, path: str) -> None:
+    """One rank."""
+    if policy == "doubling":
+        divebatch.Auto = Doubling  # type: ignore[misc]
+    watch = Watch().run(program(DIFFS[PROCESSES], left_out))
+    # Under its name and not as __main__, so that the test can read it.
+    named = sys.modules["test_own_loops"] = sys.modules["__main__"]
+    Watch.__module__ = named.__name__ = "test_own_loops"
+    Path(path).write_bytes(pickle.dumps(watch))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
