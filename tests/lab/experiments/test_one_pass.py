@@ -219,6 +219,24 @@ def test_stopped_inside_of_a_pass_it_resumes_to_the_same_bits(tmp_path, data, st
     assert_same_end(broken, whole)
 
 
+def test_muon_beside_adamw_follows_sizes_and_schedule_and_resumes(tmp_path, data):
+    experiment = replace(language_model().scaled(4), optimizer=Part(kind="muon"))
+    whole = Run(experiment, "auto-8", 0, tmp_path / "whole", data_dir=data)
+    execute(whole)
+    assert any(line["changes"] for line in records(whole))
+    broken = replace(whole, folder=tmp_path / "broken")
+    with pytest.raises(StoppedError):
+        execute(broken, stop=StopAfter(25))
+    execute(broken, resume=True)
+    assert_same_end(broken, whole)
+    trainer = make_trainer(whole)
+    seen_in(trainer)
+    grown = (trainer.control.loader.batch_size / 8) ** 0.5
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    assert len(rates) == 3
+    assert rates == pytest.approx([0.1 * 5e-4 * grown] * 3)
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

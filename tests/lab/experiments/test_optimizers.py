@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
@@ -6,14 +7,17 @@ from torch import nn
 
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments import Run, check_parts, execute, get_experiment, parse_experiment
+from divebatch.lab.experiments.models import MODELS
 from divebatch.lab.experiments.optimizers import OPTIMIZERS, AdamW, Sgd
 from divebatch.lab.experiments.schema import Part
+from divebatch.lab.experiments.tasks.next_token import NextToken
+from divebatch.lab.training.several_optimizers import together
 from divebatch.records import read_run
 
 
 def test_sgd_is_what_an_experiment_gets_that_names_none():
     assert get_experiment("synthetic-convex").optimizer.kind == "sgd"
-    optimizer = Sgd(momentum=0.9, weight_decay=0.1).build(nn.Linear(2, 1), 0.5)
+    (optimizer,) = Sgd(momentum=0.9, weight_decay=0.1).build(nn.Linear(2, 1), 0.5)
     assert isinstance(optimizer, torch.optim.SGD)
     assert {key: optimizer.param_groups[0][key] for key in ("lr", "momentum", "weight_decay")} == {
         "lr": 0.5,
@@ -24,13 +28,13 @@ def test_sgd_is_what_an_experiment_gets_that_names_none():
 
 def test_adamw_decays_matrices_alone_where_it_is_told():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    optimizer = AdamW(beta2=0.95, weight_decay=0.1, decay_vectors=False).build(model, 1e-3)
+    (optimizer,) = AdamW(beta2=0.95, weight_decay=0.1, decay_vectors=False).build(model, 1e-3)
     matrices, vectors = optimizer.param_groups
     assert [each.ndim for each in matrices["params"]] == [2]
     assert [each.ndim for each in vectors["params"]] == [1, 1, 1]
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert all(group["betas"] == (0.9, 0.95) and group["lr"] == 1e-3 for group in optimizer.param_groups)
-    (alone,) = AdamW().build(model, 1e-3).param_groups
+    (alone,) = AdamW().build(model, 1e-3)[0].param_groups
     assert len(alone["params"]) == 4
 
 
@@ -40,9 +44,10 @@ def test_adamw_decays_matrices_alone_where_it_is_told():
         ("adamw", {"beta1": 1.0}, "beta1 must be at least 0 and below 1"),
         ("adamw", {"eps": 0.0}, "eps must be positive"),
         ("adamw", {"momentum": 0.9}, "unknown key 'momentum'; known: beta1, beta2"),
+        ("muon", {"momentum": 1.0}, "momentum must be at least 0 and below 1"),
         ("sgd", {"nesterov": True}, "unknown key 'nesterov'; known: momentum, weight_decay"),
         ("sgd", {"weight_decay": -1.0}, "weight_decay must be positive"),
-        ("lion", {}, "unknown optimizer kind 'lion'; known: sgd, adamw"),
+        ("lion", {}, "unknown optimizer kind 'lion'; known: sgd, adamw, muon"),
     ],
 )
 def test_wrong_settings_are_refused_before_any_work(kind, settings, message):
@@ -54,7 +59,7 @@ def test_wrong_settings_are_refused_before_any_work(kind, settings, message):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_experiment_trains_with_every_optimizer(tmp_path, kind):
     table = {"num_samples": 64, "num_features": 4, "noise_variance": 0.1, "train_fraction": 0.5}
-    base = get_experiment("synthetic-convex").scaled(4)
+    base = get_experiment("synthetic-nonconvex" if kind == "muon" else "synthetic-convex").scaled(4)
     experiment = replace(base, data=Part(kind="synthetic", settings=table), optimizer=Part(kind=kind))
     whole = Run(experiment, "sgd-small", 0, tmp_path / "whole")
     execute(whole)
@@ -77,3 +82,61 @@ def test_a_file_names_its_optimizer():
         "methods": {"a": {"label": "A", "batch_size": 8, "lr": 0.1, "policy": {"kind": "fixed"}}},
     }
     assert parse_experiment(experiment, "own").optimizer == Part(kind="adamw", settings={"weight_decay": 0.1})
+
+
+# Muon
+
+
+def gpt(**settings):
+    torch.manual_seed(0)
+    return MODELS["gpt-tiny"](width=16, **settings).build(0, 256)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(tied):
+    model = gpt(tied=tied)
+    muon, adamw = OPTIMIZERS["muon"]().build(model, 1e-3)
+    names = {id(each): name for name, each in model.named_parameters()}
+    by_muon, by_adamw = (
+        {names[id(each)] for group in optimizer.param_groups for each in group["params"]} for optimizer in (muon, adamw)
+    )
+    layers = ("attention.all_three", "attention.out", "up", "down")
+    assert by_muon == {f"blocks.{block}.{layer}.weight" for block in (0, 1) for layer in layers}
+    assert by_muon | by_adamw == set(names.values())
+    assert not by_muon & by_adamw
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
+    assert {group["lr"] for optimizer in (muon, adamw) for group in optimizer.param_groups} == {1e-3}
+
+
+def steps(model, optimizer, count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        tokens = torch.randint(256, (4, 9), generator=generator)
+        optimizer.zero_grad()
+        NextToken.loss_fn(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        optimizer.step()
+
+
+def test_several_optimizers_step_save_and_load_as_one():
+    model, late = gpt(), gpt()
+    before = [each.clone() for each in model.parameters()]
+    one = together(OPTIMIZERS["muon"]().build(model, 1e-2))
+    steps(model, one, 3)
+    assert not any(map(torch.equal, model.parameters(), before))
+    state = copy.deepcopy(one.state_dict())
+    late.load_state_dict(model.state_dict())
+    resumed = together(OPTIMIZERS["muon"]().build(late, 1e-2))
+    resumed.load_state_dict(state)
+    steps(model, one, 2)
+    steps(late, resumed, 2)
+    assert all(map(torch.equal, model.parameters(), late.parameters()))
+    resumed.param_groups[0]["lr"] = 0.5
+    assert resumed.parts[0].param_groups[0]["lr"] == 0.5
+
+
+def test_muon_without_torch_or_matrices_is_an_error(monkeypatch):
+    with pytest.raises(ArgumentError, match="muon trains the matrices of hidden linear layers, and Linear has none"):
+        OPTIMIZERS["muon"]().build(nn.Linear(3, 2), 0.1)
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ArgumentError, match=r"muon needs torch 2.9 or later, and this is torch \d.*take adamw"):
+        OPTIMIZERS["muon"]()

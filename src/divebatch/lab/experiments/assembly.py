@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.checks import require_choice
 from divebatch.controller import Controller
-from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
@@ -31,6 +31,7 @@ from divebatch.lab.training import Clock, LossFn, Trainer
 from divebatch.lab.training.device_options import device_settings
 from divebatch.lab.training.distributed import spread
 from divebatch.lab.training.run_length import PartSampler, RunLength
+from divebatch.lab.training.several_optimizers import together
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded
 from divebatch.ranks import Ranks
@@ -49,24 +50,20 @@ def make_trainer(run: Run) -> Trainer:
     with device_settings(experiment.training.precision, device):  # code is compiled for the settings it will meet
         split = _load_data(run)
         clock = Clock(device)
-        loader, length = _make_loader(run, split, clock)
+        length = _make_loader(run, split, clock)
     task: Task = _settings(TASKS, experiment.task, "task")
     ranks = Ranks.here()
     parallel = spread(_build_model(run, split), ranks, sharding=run.sharding)
     model = parallel.model
     is_fused = device.type == "cuda" and not parallel.is_sharded
-    optimizer: Optimizer = _settings(OPTIMIZERS, experiment.optimizer, "optimizer").build(
+    optimizers: list[Optimizer] = _settings(OPTIMIZERS, experiment.optimizer, "optimizer").build(
         model, method.lr, fused=True if is_fused else None
     )
-    course: ScheduleSettings = _settings(SCHEDULES, experiment.schedule, "schedule")
-    schedule = course.build(optimizer, length.fraction)
-    warming = warm_up(optimizer, method.warmup_epochs * len(loader))
-    an_epoch, a_step = ([], [schedule, warming]) if course.is_by_samples else ([schedule], [warming])
-    schedulers, step_schedulers = ([one for one in each if one is not None] for each in (an_epoch, a_step))
-    control = _make_controller(run, parallel.module, optimizer, length, task.loss_fn, [*schedulers, *step_schedulers])
+    schedulers, step_schedulers = _make_schedulers(run, optimizers, length)
+    control = _make_controller(run, parallel.module, optimizers, length, task.loss_fn, [*schedulers, *step_schedulers])
     trainer = Trainer(
         model=model,
-        optimizer=optimizer,
+        optimizer=together(optimizers),
         schedulers=schedulers,
         step_schedulers=step_schedulers,
         length=length if experiment.one_pass else None,
@@ -85,13 +82,13 @@ def make_trainer(run: Run) -> Trainer:
     return trainer
 
 
-def _make_loader(run: Run, split: DataSplit, clock: Clock) -> tuple[AdaptiveLoader, RunLength]:
-    """Return the loader, whose epochs are passes over the data or parts of one, and how long the run is."""
+def _make_loader(run: Run, split: DataSplit, clock: Clock) -> RunLength:
+    """Make the loader, whose epochs are passes over the data or parts of one; return how long the run is, with it."""
     experiment, size = run.experiment, run.method.batch_size
     if not experiment.one_pass:
         loader = split.loader(size, seed=run.seed)
         total = experiment.epochs * len(loader.dataset)
-        return loader, RunLength(loader=loader, clock=clock, samples=total, parts=experiment.epochs)
+        return RunLength(loader=loader, clock=clock, samples=total, parts=experiment.epochs)
     if split.in_parts is None:
         raise ArgumentError(f"the data {experiment.data.kind!r} cannot be gone through in parts: set one_pass = false")
     if experiment.seconds is not None and not Ranks.here().is_alone:
@@ -108,7 +105,7 @@ def _make_loader(run: Run, split: DataSplit, clock: Clock) -> tuple[AdaptiveLoad
         parts=experiment.epochs,
         seconds=experiment.seconds,
     )
-    return loader, sampler.length
+    return sampler.length
 
 
 def _num_samples(experiment: Experiment, available: int) -> int:
@@ -124,13 +121,25 @@ def _num_samples(experiment: Experiment, available: int) -> int:
     return wanted
 
 
+def _make_schedulers(
+    run: Run, optimizers: list[Optimizer], length: RunLength
+) -> tuple[list[LRScheduler], list[LRScheduler]]:
+    """Return those that are stepped after each epoch, and those that are stepped after each batch."""
+    course: ScheduleSettings = _settings(SCHEDULES, run.experiment.schedule, "schedule")
+    schedules = [course.build(each, length.fraction) for each in optimizers]
+    warming = [warm_up(each, run.method.warmup_epochs * len(length.loader)) for each in optimizers]
+    a_step = [*schedules, *warming] if course.is_by_samples else warming
+    an_epoch = [] if course.is_by_samples else schedules
+    return [each for each in an_epoch if each is not None], [each for each in a_step if each is not None]
+
+
 def _make_controller(
-    run: Run, module: nn.Module, optimizer: Optimizer, length: RunLength, loss_fn: LossFn, schedulers: list[Any]
+    run: Run, module: nn.Module, optimizers: list[Optimizer], length: RunLength, loss_fn: LossFn, schedulers: list[Any]
 ) -> Controller:
     method = run.method
     return Controller(
         module,
-        optimizer,
+        optimizers,
         length.loader,
         _policy(method, length.samples),
         estimator=_estimator(run, loss_fn),

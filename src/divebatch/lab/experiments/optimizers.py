@@ -1,6 +1,7 @@
 """Optimizers by kind, beside the learning rate, which a method has. A new one is one dataclass and one row."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,11 +14,11 @@ from divebatch.errors import ArgumentError
 
 
 class OptimizerSettings(ABC):
-    """A dataclass of settings that can build its optimizer."""
+    """A dataclass of settings that can build its optimizer, or several that share the parameters."""
 
     @abstractmethod
-    def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> Optimizer:
-        """Make the optimizer of all trainable parameters of `model`.
+    def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> list[Optimizer]:
+        """Make the optimizers of all trainable parameters of `model`.
 
         Args:
             model: The model to train.
@@ -36,8 +37,8 @@ class Sgd(OptimizerSettings):
     def __post_init__(self) -> None:
         _require_not_negative(momentum=self.momentum, weight_decay=self.weight_decay)
 
-    def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=lr, **asdict(self), fused=fused)
+    def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> list[Optimizer]:
+        return [torch.optim.SGD(model.parameters(), lr=lr, **asdict(self), fused=fused)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +58,17 @@ class AdamW(OptimizerSettings):
         require_positive("eps", self.eps)
         _require_not_negative(weight_decay=self.weight_decay)
 
-    def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> Optimizer:
-        """Parameters that decay first, then those that do not."""
-        betas = (self.beta1, self.beta2)
-        return torch.optim.AdamW(self._groups(model), lr=lr, betas=betas, eps=self.eps, fused=fused)
+    def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> list[Optimizer]:
+        return [self.over(model.parameters(), lr, fused=fused)]
 
-    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        decaying = [each for each in model.parameters() if self.decay_vectors or each.ndim >= 2]
-        others = [each for each in model.parameters() if not self.decay_vectors and each.ndim < 2]
+    def over(self, parameters: Iterable[nn.Parameter], lr: float, *, fused: bool | None) -> Optimizer:
+        """Make the optimizer of some parameters: those that decay first, then those that do not."""
+        betas = (self.beta1, self.beta2)
+        return torch.optim.AdamW(self._groups(list(parameters)), lr=lr, betas=betas, eps=self.eps, fused=fused)
+
+    def _groups(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        decaying = [each for each in parameters if self.decay_vectors or each.ndim >= 2]
+        others = [each for each in parameters if not self.decay_vectors and each.ndim < 2]
         groups = [
             {"params": decaying, "weight_decay": self.weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -72,7 +76,61 @@ class AdamW(OptimizerSettings):
         return [group for group in groups if group["params"]]
 
 
-OPTIMIZERS: dict[str, type[OptimizerSettings]] = {"sgd": Sgd, "adamw": AdamW}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Muon(AdamW):
+    """torch.optim.Muon for the matrices of hidden linear layers, AdamW for the rest, at one learning rate.
+
+    Embeddings and the last linear layer are the rest too. Muon's steps are scaled to the size of AdamW's, so that one
+    rate, tuned for AdamW, serves both.
+
+    Args:
+        momentum: That of Muon's matrices.
+    """
+
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    decay_vectors: bool = False
+
+    def __post_init__(self) -> None:
+        AdamW.__post_init__(self)
+        if not 0 <= self.momentum < 1:
+            raise ArgumentError(f"momentum must be at least 0 and below 1, got momentum={self.momentum}")
+        if not hasattr(torch.optim, "Muon"):
+            raise ArgumentError(
+                f"the optimizer muon needs torch 2.9 or later, and this is torch {torch.__version__}: install a later "
+                f"one, or take adamw"
+            )
+
+    def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> list[Optimizer]:
+        matrices = _hidden_matrices(model)
+        muon = torch.optim.Muon(
+            matrices,
+            lr=lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        known = {id(each) for each in matrices}
+        rest = [each for each in model.parameters() if id(each) not in known]
+        return [muon, self.over(rest, lr, fused=fused)]
+
+
+def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of all linear layers but the last one, without those that are an embedding's too."""
+    embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear)][:-1]
+    weights = [each.get_parameter("weight") for each in layers]
+    found = [each for each in weights if id(each) not in embeddings]
+    if not found:
+        raise ArgumentError(
+            f"muon trains the matrices of hidden linear layers, and {type(model).__name__} has none: take sgd or adamw"
+        )
+    if any(type(each.data) is not torch.Tensor for each in found):  # FSDP2's are DTensors
+        raise ArgumentError("muon needs whole matrices, which fsdp has nowhere: use sharding ddp, or adamw")
+    return found
+
+
+OPTIMIZERS: dict[str, type[OptimizerSettings]] = {"sgd": Sgd, "adamw": AdamW, "muon": Muon}
 
 
 def _require_not_negative(**values: float) -> None:
