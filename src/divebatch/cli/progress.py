@@ -94,6 +94,8 @@ def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
     parts.append("val loss diverged" if record.val_loss is None else f"val loss {record.val_loss:.4f}")
     if record.val_accuracy is not None:
         parts.append(f"accuracy {100 * record.val_accuracy:.2f} %")
+    if record.bits_per_byte is not None:
+        parts.append(f"{record.bits_per_byte:.4f} bits per byte")
     speed = rate(rate_between(before, record))
     return "  ".join([*parts, f"{speed} samples/s"] if speed else parts)
 
@@ -199,10 +201,11 @@ class Lines(Display):
     def on_epoch(self, index: int, record: EpochRecord) -> None:
         """At each quarter of the run, one line."""
         run = self._runs[index]
-        epochs = run.experiment.epochs
-        if (4 * record.epoch) // epochs > (4 * (record.epoch - 1)) // epochs:
+        epochs, before = run.experiment.epochs, self._before.get(index)
+        # Not the epoch's number less one: where epochs are parts of a pass, one batch may carry a run over several.
+        if (4 * record.epoch) // epochs > (4 * (before.epoch if before else record.epoch - 1)) // epochs:
             left = duration(time_left(record, epochs)) if record.epoch < epochs else ""
-            numbers = describe(record, self._before.get(index)) + (f"  {left} left" if left else "")
+            numbers = describe(record, before) + (f"  {left} left" if left else "")
             print(f"{name_of(run)}: epoch {record.epoch}/{epochs}  {numbers}", flush=True)
         self._before[index] = record
 

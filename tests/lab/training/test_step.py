@@ -46,6 +46,31 @@ def test_an_epoch_is_plain_sgd_and_its_loss_the_mean_over_samples(micro_batch_si
     assert len(heard) == 2
 
 
+def test_a_gradient_over_the_limit_is_scaled_down_for_the_step_and_estimators_see_it_whole():
+    model, twin = twins()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = TrainStep(Parallel.alone(model), mse_loss, optimizer, DeviceOptions(), Clock(CPU), clip_norm=1.0)
+    seen = []
+
+    def norm() -> float:
+        return float(torch.stack([each.grad.square().sum() for each in model.parameters()]).sum().sqrt())
+
+    optimizer.register_step_pre_hook(lambda *_: seen.append(norm()))
+    for size in (10.0, 0.01):
+        x, y = size * torch.randn(4, 3), size * torch.randn(4, 1)
+        step((x, y))
+        mean = (twin(x) - y).square().mean()
+        gradients = torch.autograd.grad(mean, list(twin.parameters()))
+        whole = torch.cat([each.flatten() for each in gradients]).norm().item()
+        assert seen[-1] == pytest.approx(whole)
+        assert norm() == pytest.approx(min(whole, 1.0), rel=1e-4)
+        with torch.no_grad():
+            for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient * min(1.0, 1.0 / whole)
+        torch.testing.assert_close(model.weight, twin.weight)
+    assert seen[0] > 1.0 > seen[1]
+
+
 class SmallMemory(nn.Module):
     """Takes at most `fits` samples at once."""
 

@@ -155,7 +155,7 @@ def to_toml(experiment: Experiment, *, comment: str = "") -> str:
     """Read back, it is equal to `experiment`."""
     lines = [f"# {line}" for line in comment.splitlines()]
     values = {entry.name: getattr(experiment, entry.name) for entry in fields(experiment) if entry.name != "methods"}
-    values = {name: value for name, value in values.items() if value is not None}
+    values = {name: value for name, value in values.items() if value is not None}  # a missing key means the same
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
     lines += _pairs(plain)
     for name in [name for name in values if name not in plain]:

@@ -1,0 +1,71 @@
+"""`divebatch run lm-bytes` on a tiny corpus."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from divebatch.cli import app
+from lab.experiments.dataset_tests.text_files import write_corpus
+
+RUN = ["run", "lm-bytes", "--model", "gpt-tiny", "--precision", "fp32", "--epochs", "4", "--jobs", "1"]
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    return write_corpus(tmp_path / "data")
+
+
+def run(tmp_path: Path, data: Path, *words: str):
+    return CliRunner().invoke(app, [*RUN, "--data-dir", str(data), "--out", str(tmp_path / "out"), *words])
+
+
+def lines(tmp_path: Path, method: str) -> list[dict]:
+    path = tmp_path / "out" / "lm-bytes" / method / "seed-0.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_pass_is_one_command_with_bits_per_byte_and_its_report(tmp_path, data):
+    answer = run(tmp_path, data, "--methods", "fixed-8,auto-8")
+    assert answer.exit_code == 0, answer.output
+    assert re.search(r"auto-8 seed 0: epoch 4/4 .* val loss [\d.]+  [\d.]+ bits per byte", answer.output)
+    header, *epochs = lines(tmp_path, "auto-8")
+    assert header["metric"] == {"name": "bits_per_byte", "better": "lower"}
+    assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3, 4]
+    assert all(epoch["val_accuracy"] is None for epoch in epochs)
+    report = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
+    assert report.exit_code == 0, report.output
+    assert "bits per byte" in report.output
+
+
+def test_samples_and_seconds_end_a_run(tmp_path, data):
+    assert run(tmp_path, data, "--methods", "fixed-8", "--samples", "64").exit_code == 0
+    assert lines(tmp_path, "fixed-8")[-1]["samples"] == 64
+    assert run(tmp_path, data, "--methods", "fixed-16", "--seconds", "0.2", "--repeat").exit_code == 0
+    assert lines(tmp_path, "fixed-16")[-1]["epoch"] == 4
+
+
+WRONG = {
+    "beyond the data": (["--samples", "9999"], r"--samples 9999 are more than the \d+ training samples there are"),
+    "no time": (["--seconds", "0"], "seconds must be positive"),
+    "no end": (["--repeat"], "--repeat needs an end: give samples or seconds"),
+    "no such text": (["--data-dir", "/no/such/folder"], "'/no/such/folder' does not exist: give the folder that holds"),
+    "workers": (["--workers", "2", "--data-on-host"], "text lies in memory: --workers 2 have nothing to load"),
+    "images": (["--model", "resnet20"], "text needs a model that takes sequences, such as gpt or gpt-tiny"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_told(tmp_path, data, name):
+    words, message = WRONG[name]
+    answer = run(tmp_path, data, "--methods", "fixed-8", *words)
+    assert answer.exit_code in (1, 2)
+    assert re.search(message, " ".join(answer.output.split())), answer.output
+
+
+def test_an_experiment_of_epochs_has_no_such_end():
+    answer = CliRunner().invoke(app, ["run", "synthetic-convex", "--samples", "100"])
+    assert answer.exit_code == 2
+    assert "ends by epochs, not by --samples 100" in " ".join(answer.output.split())
