@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 
 def together(optimizers: Sequence[Optimizer]) -> Optimizer:
@@ -13,7 +12,10 @@ def together(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 class SeveralOptimizers(Optimizer):
-    """Steps its parts one after the other. The parameter groups are the very ones of the parts."""
+    """Steps its parts one after the other. The parameter groups are the very ones of the parts.
+
+    Hooks before its step, such as one that clips, come before those of the parts: they must all see equal gradients.
+    """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
@@ -29,10 +31,6 @@ class SeveralOptimizers(Optimizer):
             raise NotImplementedError("several optimizers cannot share a closure: each would call it again")
         for part in self.parts:
             part.step()
-
-    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """Have `hook` called before the first part's step, after the hooks that are there already."""
-        return self.parts[0].register_step_pre_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parts' states as that of one optimizer, parameters numbered through."""
