@@ -72,8 +72,8 @@ class Controller:
         loss_reduction: How your loss is reduced over a batch, "mean" or "sum".
         shadows: Policies by name that only watch: each epoch's record has the size that each would have chosen.
         every_steps: Decide also within epochs, after each so many optimizer steps of one; the rest of the epoch
-            follows at once. Your loop stays as it is: the loader asks when the loop comes for its next batch. None for
-            the ends of epochs alone.
+            follows at once, a stream after the batches that its workers hold. Your loop stays as it is: the loader asks
+            when the loop comes for its next batch. None for the ends of epochs alone.
         batches_per_step: How many of the loader's batches one optimizer step takes, for a loop that adds up their
             gradients. None to have it counted, from the first step on. All sizes that policies see and choose, and
             those of records, are those of a step: the loader's `batch_size` is a step's over this, rounded down.

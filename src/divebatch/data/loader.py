@@ -318,7 +318,7 @@ class AdaptiveLoader:
         return batch if self.transform is None else self.transform(batch)
 
     def full_pass(self) -> Iterator[Any]:
-        """Every sample of an epoch once, in a fixed order and without counting, for measuring at fixed weights.
+        """Every sample once, in a fixed order and without counting; of a stream its first `epoch_samples`, or all.
 
         Several ranks see their shards, all of them the same number of batches and nobody a stand-in: batches are a
         little larger than `batch_size` where that needs it.
