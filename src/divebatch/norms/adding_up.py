@@ -21,7 +21,7 @@ from divebatch.norms.sample_gradients import Form
 from divebatch.norms.sharded import is_sharded
 from divebatch.norms.sketch import sum_dtype
 
-IN_DOUBLE, IN_SINGLE, ON_GPU, IN_HALF = 1e-6, 1e-3, 1e-2, 5e-2
+IN_DOUBLE, IN_SINGLE, ON_GPU, IN_HALF = 1e-6, 1e-4, 1e-2, 5e-2
 """How much may be missing, relative to the batch's gradients, in float64, in float32, there on a GPU (whose products
 may be rounded to TF32), and in types of 16 bits."""
 
@@ -49,6 +49,8 @@ class SumCheck:
     _sums: dict[tuple[int, nn.Parameter], Tensor] = field(default_factory=dict)
     """Of what rules saw of a parameter so far, by the number of the pass: checkpoints run passes within the pass."""
     _tolerances: dict[nn.Parameter, float] = field(default_factory=dict)
+    _is_cast: bool = False
+    """Whether layers ran under autocast, and so in 16 bits inside, whatever types they show."""
     _remainders: list[Remainder] = field(default_factory=list)
     _received: list[Tensor] = field(default_factory=list)
     """Norms of the gradients that came."""
@@ -62,6 +64,7 @@ class SumCheck:
         """Wait for the gradients of all parameters. FSDP2's come to no hook, and are not checked."""
         if self.is_on:
             return
+        self._is_cast = False
         for parameter in {p for layer in self.layers for p in layer.parameters}:
             if parameter.requires_grad and not is_sharded(parameter):
                 self._handles[parameter] = parameter.register_hook(partial(self._receive, parameter))
@@ -76,6 +79,10 @@ class SumCheck:
         """Drop what was seen of a pass."""
         for seen in (self._sums, self._tolerances, self._remainders, self._received):
             seen.clear()
+
+    def see_call(self, device: torch.device) -> None:
+        """A layer is called."""
+        self._is_cast = self._is_cast or torch.is_autocast_enabled(device.type)
 
     def see(self, task: int, gradients: Sequence[tuple[nn.Parameter, Form]], dtype: torch.dtype) -> None:
         """A rule has stated the gradients of one call, from an output gradient of type `dtype`."""
@@ -131,7 +138,8 @@ class SumCheck:
     def _allowed(self, parameter: nn.Parameter, scale: float) -> float:
         """What rounding may take away: a share of the whole, and in float16 small gradients down to nothing."""
         floor = torch.finfo(parameter.dtype).smallest_normal * math.sqrt(parameter.numel())
-        return self._tolerances.get(parameter, 0.0) * scale + floor
+        tolerance = IN_HALF if self._is_cast else self._tolerances.get(parameter, 0.0)
+        return tolerance * scale + floor
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         layer = next(layer for layer in self.layers if any(parameter is p for p in layer.parameters))

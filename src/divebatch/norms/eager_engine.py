@@ -105,6 +105,8 @@ class Hooks:
             self._start(task)
         elif self._under_way:  # died half-way
             self.forget()
+        if self._check.is_on:
+            self._check.see_call(observed[0][1].device)
         inputs = layer.inputs(args, kwargs)
         if layer.entry.look is not None:
             inputs = layer.entry.look(module, inputs, output)
