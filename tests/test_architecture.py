@@ -13,7 +13,7 @@ BASE = {"errors", "checks"}
 RATES = {"lr", "hand_set", "schedule_steps", "schedulers_found", "adopted_scheduler", "rates"}
 CORE = RATES | {"ranks", "measurement", "records", "policies", "norms", "estimators", "data"}
 LIBRARY = BASE | CORE | {"student", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
-LIBRARY |= {"step_count", "advice", "integrations"}
+LIBRARY |= {"step_count", "size_limit", "finished_epoch", "advice", "integrations"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
@@ -37,7 +37,9 @@ MAY_IMPORT = {
     "recording": BASE | {"measurement", "records"},
     "measuring": BASE | {"data", "estimators", "measurement", "policies"},
     "step_count": BASE | {"measurement", "policies"},
-    "controller": BASE | CORE | {"resolve", "recording", "measuring", "step_count"},
+    "size_limit": {"measurement"},
+    "finished_epoch": BASE | {"data"},
+    "controller": BASE | CORE | {"resolve", "recording", "measuring", "step_count", "size_limit", "finished_epoch"},
     "integrations": BASE | CORE | {"controller", "resolve", "step_count"},
     "advice": BASE | CORE,
     "lab.training": LIBRARY,

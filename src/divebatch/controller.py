@@ -16,6 +16,7 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene
+from divebatch.finished_epoch import finished_epoch, loss_of_all_ranks
 from divebatch.hand_set import Reading
 from divebatch.lr import BY_NOISE, CouplingName
 from divebatch.measurement import Decision, Diversity, History, Measurement
@@ -38,6 +39,7 @@ from divebatch.resolve import (
     training,
 )
 from divebatch.schedule_steps import ScheduleIn
+from divebatch.size_limit import SizeLimit
 from divebatch.step_count import StepCount, in_multiples
 
 STATE_VERSION = 1
@@ -165,7 +167,7 @@ class Controller:
         )
         self._is_under_way, self._is_closed = False, False
         self._changes: list[Change] = []
-        self._history = History()
+        self._history, self._limit = History(), SizeLimit()
         # The loader says when an epoch begins, so that the user's loop needs no call for it.
         self._stop_listening = loader._listen(self._before_batch, controls=True)
 
@@ -175,11 +177,13 @@ class Controller:
         `loss` is the epoch's mean training loss, for policies that need it and for the record: of this rank's samples,
         or of all.
         """
-        finished = self._finished_pass()
+        if self._is_closed:
+            raise UsageError("this controller was closed: step() comes before close()")
+        finished = finished_epoch(self.loader, self.epoch)
         self._steps.settle(finished.batch_size)
         self._steps.complete(finished.batches, every_steps=self._every_steps)
         self._rates.end_epoch()
-        loss = self._loss_of_all_ranks(loss, finished)
+        loss = loss_of_all_ranks(self.loader, loss, finished)
         needing = [policy for policy in self._policies if "loss" in policy.needs]
         if loss is None and needing:
             raise UsageError(f"{needing[0]} needs the epoch's mean training loss: control.step(loss=...)")
@@ -192,6 +196,7 @@ class Controller:
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._measuring.forget()
         self._steps.end_epoch()
+        self._limit.is_news = False
         self._is_under_way = False
         self.epoch += 1
         record = epoch_record(
@@ -222,6 +227,18 @@ class Controller:
         Each call takes what has come together since the last one, so a second call returns 0.
         """
         return self._rates.take_scheduler_steps(self._steps.made)
+
+    def limit_batch_size(self, most: int) -> None:
+        """Let no batch have more samples from here on: cut the rest of the epoch so, and decide on none larger.
+
+        For a step that ran out of memory, before it is made again in parts. What was measured of the epoch is thrown
+        away, since the pass that failed is half counted in it.
+        """
+        require_count("most", most)
+        self._limit.set(most)
+        self._measuring.stop()
+        if self._steps.batch_size > most:
+            self.loader.resize_now(max(1, most // self._steps.unit))
 
     def plan(self) -> BatchPlan:
         """How the batch delivered last must go through the model. Ask once a batch, before its first forward pass."""
@@ -289,17 +306,6 @@ class Controller:
         self._rates.mark()
         self._changes.append(Change(self._steps.made, batch_size, self._rates.lr))
 
-    def _finished_pass(self) -> EpochProgress:
-        if self._is_closed:
-            raise UsageError("this controller was closed: step() comes before close()")
-        finished = self.loader._finished_pass(since=self.epoch)
-        if finished.epoch != self.epoch:
-            raise UsageError(
-                f"step() must be called once after each epoch: {finished.epoch + 1 - self.epoch} epochs have ended "
-                f"since the last call. A complete pass for evaluation counts as one: use loader.full_pass() instead"
-            )
-        return finished
-
     def _measurement(
         self, done: EpochProgress, diversity: Diversity | None, *, lr: float, loss: float | None = None
     ) -> Measurement:
@@ -332,16 +338,11 @@ class Controller:
             return self._history
         return self._history.with_throughput(finished.batch_size * self._steps.unit, speed)
 
-    def _loss_of_all_ranks(self, loss: float | None, finished: EpochProgress) -> float | None:
-        if self.ranks.is_alone:
-            return loss
-        return self.ranks.mean(loss, finished.local_samples if loss is not None else 0)
-
     def _decided(self, policy: Policy, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch, or fewer than ranks and estimator need, and no rate follows one."""
         most = sys.maxsize if seen.dataset_size is None else seen.dataset_size
         least = min(max(self.ranks.size, self._measuring.min_batch_size), most)
-        return in_multiples(policy, seen, self._steps.unit, at_most=most, at_least=least)
+        return self._limit.applied(in_multiples(policy, seen, self._steps.unit, at_most=most, at_least=least))
 
     # State
 
@@ -362,6 +363,7 @@ class Controller:
             "steps": self._steps.state_dict(),
             "rates": self._rates.state_dict(),
             "history": asdict(self._history),
+            "limit": asdict(self._limit),
             "changes": [list(change) for change in self._changes],
         }
 
@@ -382,7 +384,7 @@ class Controller:
         self._rates.load_state_dict(state["rates"])
         self._steps.load_state_dict(state["steps"])
         self.epoch, self._history = state["epoch"], History.from_dict(state["history"])
-        self._changes = [Change(*change) for change in state["changes"]]
+        self._changes, self._limit = [Change(*change) for change in state["changes"]], SizeLimit(**state["limit"])
         self._is_under_way = state["loader"]["pass"] is not None
         self._measuring.load_state_dict(
             state["measuring"],

@@ -39,6 +39,9 @@ class TrainStep:
         clock: books the compiler's time apart from training; also says which device is used.
         plan: asked once for each batch how it must go through the model: `control.plan`, or the default, for which
             nothing is measured and each batch is as large as the others.
+        on_outgrown: told of the batch that did not fit into memory and the largest that did, in samples, before the
+            step is made again in passes that fit: it must see to it that later batches are no larger, and that nothing
+            is measured in this epoch. None: a batch that does not fit is an error.
         clip_norm: a gradient whose norm is above it is scaled down to it for the step; None leaves all as they are.
     """
 
@@ -51,10 +54,14 @@ class TrainStep:
         clock: Clock,
         *,
         plan: Callable[[], BatchPlan] = BatchPlan,
+        on_outgrown: Callable[[int, int], None] | None = None,
         clip_norm: float | None = None,
     ) -> None:
         self.parallel, self.loss_fn, self.optimizer, self.options = parallel, loss_fn, optimizer, options
         self.clock, self.plan, self.clip_norm = clock, plan, clip_norm
+        self.on_outgrown = on_outgrown
+        self.fitted, self.fitted_micro = 0, 0
+        """Samples of the largest batch that fitted into memory, and of its passes."""
         self.counts = True
         """Whether this rank's samples of the last batch count: not a dummy's, where none was left for it."""
         self.full_size = 0
@@ -128,9 +135,26 @@ class TrainStep:
         num_samples = batch_length(batch)
         size = self._micro_batch_size(num_samples, plan)
         try:
+            loss = self._accumulate(batch, math.ceil(num_samples / size), size, plan)
+            if num_samples > self.fitted:
+                self.fitted, self.fitted_micro = num_samples, size
+            return loss
+        except torch.OutOfMemoryError:
+            pass  # what failed holds memory until here, and what follows needs it
+        if self.on_outgrown is not None and 0 < self.fitted < num_samples and self.fitted_micro < size:
+            self.on_outgrown(num_samples, self.fitted)
+            return self._again(batch, num_samples)
+        raise BatchTooLargeError(self._advice(batch, num_samples, size))
+
+    def _again(self, batch: Any, num_samples: int) -> Tensor:
+        """The same step in passes that fitted before: no sample is lost, and it is still one step."""
+        plan, size = self.plan(), self.fitted_micro
+        self._expect(batch, plan)
+        self.optimizer.zero_grad()
+        try:
             return self._accumulate(batch, math.ceil(num_samples / size), size, plan)
         except torch.OutOfMemoryError:
-            pass  # what failed holds memory until here, and the advice needs to try
+            pass
         raise BatchTooLargeError(self._advice(batch, num_samples, size))
 
     def _accumulate(self, batch: Any, count: int, size: int, plan: BatchPlan) -> Tensor:

@@ -1,5 +1,6 @@
 """The reference trainer: a user's loop with a controller, plus evaluation, timing and state."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from divebatch.norms import gradient_diversity
 from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
+
+logger = logging.getLogger(__name__)
 
 RANK = 6
 """The purpose of a rank's random numbers, apart from those of orders, workers, data, model, augmentation and signs."""
@@ -71,6 +74,7 @@ class Trainer:
             self.options,
             self.clock,
             plan=lambda: self.control.plan(),
+            on_outgrown=self._outgrown if self.parallel.ranks.is_alone else None,
             clip_norm=self.clip_norm,
         )
 
@@ -130,6 +134,13 @@ class Trainer:
         for scheduler in self.step_schedulers:
             scheduler.step()
         then()
+
+    def _outgrown(self, failed: int, fitted: int) -> None:
+        """A batch does not fit into memory after a growth: go back to the size that did, and stay there."""
+        logger.warning(
+            "out of memory: a batch of %d samples does not fit, %d did; no larger one follows", failed, fitted
+        )
+        self.control.limit_batch_size(fitted)
 
     def _costs(self, peak: int) -> dict[str, Any]:
         """Seconds and bytes so far, each of the rank that took most."""
