@@ -45,18 +45,6 @@ class Measuring:
         """The fewest samples that a batch must have for the estimator to see anything."""
         return 1 if self.estimator is None else self.estimator.min_batch_size
 
-    def planned(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan of a batch with what the estimator wants of it, if it is at work."""
-        if self.at_work is None:
-            return plan
-        return replace(
-            plan,
-            measuring=True,
-            min_micro_batches=self.at_work.min_micro_batches,
-            replay_token=self.at_work.replay_token,
-            see_replay=self.at_work.see_replay,
-        )
-
     def begin_epoch(self, epoch: int, batch_size: int) -> None:
         """Start anew. What was seen of a pass that was broken off does not count."""
         self.stop()
