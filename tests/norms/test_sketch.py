@@ -282,3 +282,26 @@ def test_an_exact_meter_has_no_standard_error():
 def test_an_unknown_mode_gets_an_error_that_lists_the_known_ones(mode: object):
     with pytest.raises(ArgumentError, match=f"unknown mode {mode!r}; known: exact, sketch"):
         NormMeter(mlp(), mode=mode)
+
+
+def test_the_standard_error_of_few_samples_is_not_to_be_trusted_and_of_many_is():
+    """What the docstring of `NormMeter.standard_error` says of sizes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+    exact, sketched = NormMeter(model), NormMeter(model, mode="sketch")
+
+    def held(num_samples: int, draws: int = 60) -> float:
+        count = 0
+        for _ in range(draws):
+            x = torch.randn(num_samples, 6, 16)
+            totals = []
+            for meter in (exact, sketched):
+                meter.reset()
+                with meter:
+                    model(x).square().sum(dim=(1, 2)).mean().backward()
+                totals.append(meter.sum_of_sq_norms())
+            count += abs(totals[0] - totals[1]) <= 1.96 * sketched.standard_error()
+        return count / draws
+
+    assert held(2) < 0.87
+    assert 0.89 <= held(64) <= 0.99

@@ -110,7 +110,11 @@ class NormMeter:
         return float(self._total)
 
     def standard_error(self) -> float:
-        """The standard error of `sum_of_sq_norms()`: 0 where everything was measured exactly."""
+        """The standard error of `sum_of_sq_norms()`: 0 where everything was measured exactly.
+
+        It comes from the same signs as the sum, so it is for sums over some 32 samples or more. Over 8 of them 1.96
+        standard errors held the exact sum in 90 % of the draws, over 2 in 78 % (`benchmarks/coverage.py`).
+        """
         return math.sqrt(float(self._variance))
 
     def per_sample(self) -> Tensor | None:
