@@ -105,14 +105,10 @@ class SumCheck:
         if not self._remainders or _is_being_recorded(sq_norms):
             self.forget()
             return
-        own = [sq_norms.sum(dtype=torch.float64).sqrt(), *self._received]
-        # One look at the device for all.
-        numbers = torch.stack([each.double() for each in (*own, *(each.norm for each in self._remainders))]).tolist()
-        if not all(map(math.isfinite, numbers)):
+        scale, left = self._read(sq_norms)
+        if not math.isfinite(scale + sum(norm for _, norm in left)):
             self.forget()
             return
-        scale = max(numbers[0], math.hypot(*numbers[1 : len(own)]))
-        left = [(each.parameter, norm) for each, norm in zip(self._remainders, numbers[len(own) :], strict=True)]
         unseen = [self._name_of(parameter) for parameter, norm in left if norm and parameter not in self._tolerances]
         shares = {self._name_of(p): norm / scale for p, norm in left if norm > self._allowed(p, scale)}
         self.end()
@@ -120,6 +116,15 @@ class SumCheck:
             raise not_called(unseen)
         if shares:
             raise _does_not_add_up(shares)
+
+    def _read(self, sq_norms: Tensor) -> tuple[float, list[tuple[nn.Parameter, float]]]:
+        """The size of the batch's gradients and of what is left over, from one look at the device."""
+        own = [sq_norms.sum(dtype=torch.float64).sqrt(), *self._received]
+        both = [each.double() for each in (*own, *(each.norm for each in self._remainders))]
+        numbers: list[float] = torch.stack(both).tolist()
+        norms = numbers[len(own) :]
+        left = [(each.parameter, norm) for each, norm in zip(self._remainders, norms, strict=True)]
+        return max(numbers[0], math.hypot(*numbers[1 : len(own)])), left
 
     def _receive(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         task = torch._C._current_graph_task_id()
