@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from divebatch.errors import CoverageError
 from divebatch.norms import NormMeter, fused
 from divebatch.norms.backward import measured
+from divebatch.norms.compiled_engine import Taps
 from divebatch.norms.conv import Patches
 from divebatch.norms.sample_gradients import Outer, RowSums, joined
 from divebatch.norms.sketch import Estimate, seed_signs
@@ -122,12 +124,16 @@ def test_a_copy_of_a_model_with_taps_does_not_count():
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.parametrize("looks_first", [True, False])
 @pytest.mark.parametrize("layer", [nn.LayerNorm(3), nn.BatchNorm1d(3)])
-def test_second_derivatives_through_tapped_layers_are_refused(layer: nn.Module):
-    x = torch.randn(4, 3, requires_grad=True)
+def test_second_derivatives_through_tapped_layers_are_refused(
+    layer: nn.Module, looks_first: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Taps, "looks_first", looks_first)
+    x, error = torch.randn(4, 3, requires_grad=True), CoverageError if looks_first else RuntimeError
     with NormMeter(layer, compiled=True):
         (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+        with pytest.raises(error, match="do not add up|not called" if looks_first else "once_differentiable"):
             dx.square().sum().backward()
 
 

@@ -1,10 +1,18 @@
 """The seeds that compiled passes hand to the GPU kernels which draw random signs."""
 
+import pytest
 import torch
 from torch import nn
 
 from divebatch import NormMeter
+from divebatch.norms.compiled_engine import Taps
 from reference.per_sample import mean_loss, mlp, samples
+
+
+@pytest.fixture(autouse=True)
+def compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here are compiled passes."""
+    monkeypatch.setattr(Taps, "looks_first", False)
 
 
 def make_meter(mode: str) -> tuple[nn.Module, NormMeter]:
