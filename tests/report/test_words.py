@@ -7,6 +7,7 @@ import pytest
 from made_up_runs import GPU, LOSS, real_config, write_accuracies, write_real, write_run
 
 from divebatch.report import analyse, load_runs, write_report
+from divebatch.report.detail_tables import summary_line
 from divebatch.report.words import details, headline
 
 
@@ -234,3 +235,24 @@ def test_there_is_an_answer_without_accuracies(tmp_path: Path, losses: dict[str,
     for method, loss in losses.items():
         write_run(tmp_path, "e", method, 0, [{"val_loss": loss}])
     assert answer(tmp_path) == expected
+
+
+def test_courses_that_are_the_same_until_the_target_have_no_winner(tmp_path: Path) -> None:
+    """The second grows its batch after the target: that it was quicker until then is the machine's noise."""
+    rows = trial(4, 2.0)
+    later = [
+        {**row, "lr": 0.1, "train_seconds": 1.9 * epoch, "batch_size": 128 if epoch < 6 else 512}
+        for epoch, row in enumerate(rows, 1)
+    ]
+    write(tmp_path, {"sgd-small": [[{**row, "lr": 0.1} for row in rows]]}, {"divebatch": [later]})
+    text = answer(tmp_path)
+    assert text.startswith("No method was faster: ")
+    assert "trained the same until they got to 89.00 % validation accuracy." in text
+    assert "first" not in text
+
+
+def test_the_summary_names_the_model_that_ran(tmp_path: Path) -> None:
+    config = {"epochs": 1, "summary": "ResNet-18 on CIFAR-10.", "model": {"kind": "resnet20", "settings": {}}}
+    write_run(tmp_path, "e", "m", 0, [{"val_accuracy": 0.5}], config=config)
+    (experiment,) = load_runs(tmp_path).experiments
+    assert summary_line(experiment) == "ResNet-18 on CIFAR-10. Model that ran: resnet20"

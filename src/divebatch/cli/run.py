@@ -23,7 +23,9 @@ from divebatch.cli.progress import mode_of
 def run(
     experiment: ExperimentName,
     methods: Annotated[str | None, typer.Option(help="Methods to run, comma-separated; all by default.")] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Number of seeds; the paper's by default.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Number of seeds; the paper's by default.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; schedules are scaled to it.")] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="End a run of one pass after so many samples; its schedule is fitted.")
@@ -52,6 +54,9 @@ def run(
     sharding: Annotated[
         str, typer.Option(help="Under torchrun: ddp (a copy of the model on each rank) or fsdp (a part on each).")
     ] = "ddp",
+    rank_timeout: Annotated[
+        float, typer.Option(min=1, help="Under torchrun: seconds until a rank that waits for another gives up.")
+    ] = 600.0,
     log_exact: Annotated[bool, typer.Option("--log-exact", help="Log the exact diversity of every epoch.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs in parallel; one for each core by default.")] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Write a checkpoint every so many epochs.")] = 1,
@@ -73,7 +78,10 @@ def run(
     # Here and not above: torch takes seconds, and help must not.
     from divebatch.cli.work import run as work
 
-    with errors_exit_with(WRONG_USE), work.process_group(chosen_device(device)) as (own_device, ranks):
+    with (
+        errors_exit_with(WRONG_USE),
+        work.process_group(chosen_device(device), timeout=rank_timeout) as (own_device, ranks),
+    ):
         mode = mode_of(quiet=quiet, json=json)
         training: dict[str, Any] = {"precision": precision, "compile": compile, "cuda_graphs": cuda_graphs}
         training |= {"micro_batch_size": micro_batch, "norms": norm_mode}

@@ -18,10 +18,14 @@ def search(
         typer.Option(help="NAME=VALUE,VALUE,... or NAME=LOW..HIGH; once for each setting. Default: the paper's grid."),
     ] = None,
     sampler: Annotated[str, typer.Option(help="How points are chosen: grid, random, tpe.")] = "grid",
-    trials: Annotated[int | None, typer.Option(min=1, help="Points to try; a grid tries all of its own.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Points to try; a grid tries all of its own.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; schedules are scaled to it.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds at each point; their mean counts.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Number of seeds at each point; their mean counts.")
+    ] = 1,
     held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
     apply_to: Annotated[str | None, typer.Option(help="Other methods that get the best settings too: a,b.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,

@@ -7,7 +7,7 @@ loss, and is reached at the first epoch at which the metric, averaged over the t
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -179,9 +179,9 @@ class Analysis:
         wanted = ["seconds", "epochs"] if is_timed else ["epochs"]
         return next((unit for unit in wanted if self.arrivals(unit)), None)
 
-    def trained_alike(self, one: str, other: str) -> bool:
-        """Whether two methods trained exactly the same."""
-        return trained_alike(self.method(one), self.method(other))
+    def trained_alike(self, one: str, other: str, *, until: int | None = None) -> bool:
+        """Whether two methods trained exactly the same, in all epochs or until one."""
+        return trained_alike(self.method(one), self.method(other), until=until)
 
     @property
     def is_finished(self) -> bool:
@@ -252,10 +252,20 @@ def _common_target(experiment: RecordedExperiment, methods: Sequence[MethodResul
     return next((Target(name, best, is_baseline=False) for name in targets if targets[name] == best), None)
 
 
-def trained_alike(one: MethodResult, other: MethodResult) -> bool:
-    """Whether two methods trained exactly the same: equal sizes, rates and losses in every epoch of every seed."""
-    runs = zip(one.trials, other.trials, strict=False)
+def trained_alike(one: MethodResult, other: MethodResult, *, until: int | None = None) -> bool:
+    """Whether two methods trained exactly the same: equal sizes, rates and losses in every epoch of every seed.
+
+    Args:
+        one: A method.
+        other: Another.
+        until: The last epoch that counts; None for all.
+    """
+    runs = [(_first(a, until), _first(b, until)) for a, b in zip(one.trials, other.trials, strict=False)]
     return len(one.trials) == len(other.trials) and all(_is_same_course(first, second) for first, second in runs)
+
+
+def _first(run: RecordedRun, until: int | None) -> RecordedRun:
+    return run if until is None else replace(run, epochs=tuple(each for each in run.epochs if each.epoch <= until))
 
 
 def _is_same_course(one: RecordedRun, other: RecordedRun) -> bool:

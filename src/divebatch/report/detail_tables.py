@@ -114,7 +114,10 @@ def settings_tables(experiment: RecordedExperiment) -> list[Table]:
 def summary_line(experiment: RecordedExperiment) -> str:
     """The experiment in a sentence, as its configuration has it; empty where it has none."""
     texts = {str(run.header.config.get("summary", "")) for run in experiment.runs}
-    return texts.pop() if len(texts) == 1 else ""
+    summary = texts.pop() if len(texts) == 1 else ""
+    models = sorted({kind for run in experiment.runs if (kind := run.kind_of("model")) is not None})
+    # The summary tells of the experiment as planned; `--model` may have put another network in.
+    return ". ".join(filter(None, [summary.rstrip("."), f"Model that ran: {', '.join(models)}" if models else ""]))
 
 
 def _surroundings(runs: Sequence[RecordedRun]) -> list[list[str]]:

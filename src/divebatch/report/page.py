@@ -102,7 +102,7 @@ def _table_files(section: Section) -> dict[str, bytes]:
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
     """All of them or none: what is there stays until every new file lies beside its place."""
-    scratch = {name: folder / f"{name}.tmp" for name in files}
+    scratch, name = {name: folder / f"{name}.tmp" for name in files}, ""
     try:
         for name, content in files.items():
             scratch[name].parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         for path in scratch.values():
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-        raise RecordError(f"cannot write '{folder}': {error.strerror}. Choose another folder.") from error
+        raise RecordError(f"cannot write '{folder / name}': {error.strerror}. Choose another folder.") from error
 
 
 # Markdown

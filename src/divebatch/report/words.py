@@ -40,7 +40,12 @@ class Race:
     def are_the_same(self) -> bool:
         """Whether several leaders are one way of training under several names."""
         first, *rest = self.leaders
-        return bool(rest) and all(self.analysis.trained_alike(first, method) for method in rest)
+        return bool(rest) and all(_alike_so_far(self.analysis, first, method) for method in rest)
+
+    @property
+    def has_no_winner(self) -> bool:
+        """Whether all that got there are one way of training, so that only chance tells their times apart."""
+        return self.are_the_same and not self.others
 
     @property
     def baselines(self) -> list[str]:
@@ -80,8 +85,14 @@ def find_race(analysis: Analysis) -> Race | None:
     reached = {method: value for method, value in values.items() if value is not None}
     order = sorted(reached, key=lambda method: reached[method])
     first = order[0]
-    leaders = [m for m in order if reached[m] == reached[first] or analysis.trained_alike(m, first)]
+    leaders = [m for m in order if reached[m] == reached[first] or _alike_so_far(analysis, first, m)]
     return Race(analysis, unit, analysis.metric.text(target.value), order, leaders)
+
+
+def _alike_so_far(analysis: Analysis, first: str, other: str) -> bool:
+    """Whether two methods trained the same until they reached the target: then no difference of times means a thing."""
+    epochs = analysis.common[first]["epochs"].value
+    return analysis.trained_alike(first, other, until=None if epochs is None else round(epochs))
 
 
 # One sentence
@@ -95,6 +106,9 @@ def headline(analysis: Analysis) -> str:
     so_far = "" if analysis.is_finished else "So far, "
     what = metric_name(analysis.metric)
     goal = f"{race.goal} {what}" if analysis.metric.is_accuracy else f"a {what} of {race.goal}"
+    if race.has_no_winner:
+        alike = " and ".join(race.leaders)
+        return f"{so_far}No method was faster: {alike} trained the same until they got to {goal}."
     comparisons = "; ".join(_comparisons(race))
     return f"{so_far}{_names(race)} got to {goal} first, in {race.amount(race.leaders[0])}: {comparisons}."
 

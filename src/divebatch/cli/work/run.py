@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from divebatch.checks import require_choice
 from divebatch.cli.exits import FAILED, command_again, errors_exit_with, leave
 from divebatch.cli.progress import make_display
 from divebatch.cli.results_files import make_folder
@@ -27,6 +28,7 @@ from divebatch.lab.experiments import (
 from divebatch.lab.loggers import make_logger
 from divebatch.lab.training.launch import first_does, process_group
 from divebatch.ranks import Ranks
+from divebatch.report.paper_figures import FIGURES
 
 __all__ = [
     "Run",
@@ -100,6 +102,8 @@ def _check_can_write(runs: list[Run], *, resume: bool) -> None:
 def prepared(name: str, epochs: int | None, *, model: str | None, training: Mapping[str, Any]) -> Experiment:
     """The experiment over so many epochs, with that network and use of the device."""
     experiment = get_experiment(name)
+    for figure in experiment.report.figures:
+        require_choice(f"{name}: [report] figure", figure, tuple(FIGURES))
     experiment = experiment.scaled(epochs) if epochs is not None else experiment
     experiment = experiment.with_model(model) if model is not None else experiment
     return experiment.with_training(**training)

@@ -85,4 +85,5 @@ def _in_short(error: Exception) -> str:
     """The first line, and what it means where another rank is gone: gloo and NCCL tell long stories."""
     what = (str(error) or type(error).__name__).partition("\n")[0]
     is_lost = isinstance(error, RuntimeError) and any(word in what for word in ("gloo", "NCCL", "ProcessGroup"))
-    return f"lost contact with another rank ({what[:200]})" if is_lost else what
+    hint = ": it was killed, is stopped, or took longer than the ranks' time limit"
+    return f"lost contact with another rank{hint} ({what[:200]})" if is_lost else what

@@ -28,6 +28,9 @@ FOLDER = Path(__file__).parent / "paper"
 
 ANY_LENGTH = 10**12
 """Samples of a run whose length is not known yet, where settings are only checked."""
+MOST_CHARACTERS = 10_000
+"""Of a line of an experiment file: a key of ten thousand dots would take the reader gigabytes."""
+
 COMPILED_MULTIPLE = 64
 """Samples by which compiled batch sizes differ."""
 
@@ -205,7 +208,10 @@ def get_experiment(name: str) -> Experiment:
 def read_experiment(path: Path) -> Experiment:
     """Read and check one file."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if (longest := max(map(len, text.splitlines()), default=0)) > MOST_CHARACTERS:
+            raise ValueError(f"a line of {longest} characters, where {MOST_CHARACTERS} are allowed")
+        table = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, too deep
         raise ArgumentError(f"cannot read experiment '{path}': {error}") from error
     return parse_experiment(table, str(path))
@@ -232,9 +238,17 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     for key in ("trials", "epochs"):
         require_count(f"{where}: {key}", getattr(experiment, key))
     for name in (experiment.name, *experiment.methods):  # they become folders
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ArgumentError(f"{where}: a name must be letters, digits, '_', '-' and '.', got {name!r}")
+        require_name(where, name)
     return experiment
+
+
+def require_name(where: str, name: str) -> None:
+    """Raise unless a name can be that of a file or folder, and of one in the folder where it is put."""
+    if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+        raise ArgumentError(
+            f"{where}: a name must be up to 100 letters, digits, '_', '-' and '.', got {name[:60]!r}"
+            + (f" and {len(name) - 60} characters more" if len(name) > 60 else "")
+        )
 
 
 def _require_metric(experiment: Experiment, where: str) -> None:

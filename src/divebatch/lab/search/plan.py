@@ -9,6 +9,7 @@ from typing import Any
 from divebatch.errors import ArgumentError
 from divebatch.lab.experiments import Experiment, Run, check_parts
 from divebatch.lab.experiments.datasets.dataset import require_fraction
+from divebatch.lab.experiments.schema import require_name
 from divebatch.lab.search.space import Space, check_point, corners, paper_space, slug, with_point
 from divebatch.lab.search.storage import sqlite_url
 
@@ -65,6 +66,7 @@ class Plan:
     def check(self) -> None:
         """Raise before any work for what cannot be run."""
         require_fraction("held_out", self.held_out)
+        require_name("study_name", self.name)
         method = self.experiment.method(self.method_name)
         check_parts(self.searched())
         for point in corners(self.space):

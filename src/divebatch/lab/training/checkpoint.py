@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     torch.save(state, buffer)
     scratch = path.with_name(path.name + ".tmp")
     try:
+        if scratch.is_dir():  # what several ranks were killed over
+            forget(scratch)
         _write_synced(scratch, buffer.getbuffer())
         replace_checkpoint(scratch, path)
         sync_folder(path.parent)
@@ -46,7 +49,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         raise CheckpointError(f"cannot write checkpoint '{path}': {error.strerror or error}") from error
     finally:
         with suppress(OSError):
-            scratch.unlink(missing_ok=True)
+            forget(scratch)
 
 
 def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
@@ -96,6 +99,7 @@ def newest(path: Path, load: Callable[[Path], T], ranks: Ranks) -> T | None:
 
 def read_plain(path: Path, file: io.BytesIO, device: torch.device) -> dict[str, Any]:
     """What `torch.save` wrote, if it is tensors and plain data only."""
+    _require_stored(path, file)
     try:
         # A checkpoint may come from elsewhere, and a pickle can run anything.
         state = torch.load(file, map_location=device, weights_only=True)
@@ -107,6 +111,20 @@ def read_plain(path: Path, file: io.BytesIO, device: torch.device) -> dict[str, 
     if not isinstance(state, dict):
         raise CheckpointError(f"'{path}' is not a checkpoint: it holds a {type(state).__name__}")
     return state
+
+
+def _require_stored(path: Path, file: io.BytesIO) -> None:
+    """Refuse compressed entries, which torch never writes: a file of a megabyte may unfold to many gigabytes."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except zipfile.BadZipFile:
+        return  # an old format or none: torch says what is wrong
+    finally:
+        file.seek(0)
+    size = len(file.getbuffer())
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size for entry in entries):
+        raise CheckpointError(f"'{path}' is compressed, which no checkpoint of divebatch is; it was not read")
 
 
 def _write_synced(path: Path, content: memoryview) -> None:

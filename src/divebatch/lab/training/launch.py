@@ -16,8 +16,8 @@ from divebatch.ranks import Ranks
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(minutes=10)
-"""Until a rank that waits for the others gives up; evaluation and loading take less."""
+TIMEOUT = 600.0
+"""Seconds until a rank that waits for the others gives up; evaluation and loading take less."""
 
 _store: Store | None = None
 
@@ -38,23 +38,27 @@ def is_restarted() -> bool:
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[tuple[str, Ranks]]:
+def process_group(device: str, *, timeout: float = TIMEOUT) -> Iterator[tuple[str, Ranks]]:
     """Inside, this process is one of those announced, if any. Yields the device that is its own, and all ranks.
 
-    CPU tensors go through gloo and a GPU's through NCCL. After an error the group is left to the end of the process:
-    to take leave of the others, which may be stuck, could take for ever.
+    A rank that waits `timeout` seconds for another gives up. CPU tensors go through gloo and a GPU's through NCCL.
+    After an error the group is left to the end of the process: to take leave of the others, which may be stuck, could
+    take for ever.
     """
     global _store
     if not is_launched():
         yield device, Ranks.here()
         return
-    store, rank, size = _rendezvous()
+    if device.startswith("cuda:"):
+        raise ArgumentError(f"device {device}: each rank takes a GPU of its own; use device cuda")
+    limit = timedelta(seconds=timeout)
+    store, rank, size = _rendezvous(limit)
     _store = PrefixStore(f"start {_num_restarts()}", store)  # torchrun's own outlives the ranks that wrote into it
     if device == "cuda":
         device = f"cuda:{_local_gpu()}"
         torch.cuda.set_device(torch.device(device))
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, store=PrefixStore("group", _store), rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=PrefixStore("group", _store), rank=rank, world_size=size, timeout=limit)
     yield device, Ranks.here()
     _store = None
     dist.destroy_process_group()
@@ -67,8 +71,9 @@ def speaks_first() -> bool:
     try:
         # The rank that brings the counter to one failed first; the others fail because of it.
         return PrefixStore("said", _store).add("why", 1) == 1
-    except Exception:  # the store went down with the rank that kept it, which has spoken or was killed
-        return False
+    except Exception:  # the store went down with the rank that kept it
+        # torchrun keeps the store itself and tells of a killed rank; without it nobody else would say a word.
+        return not may_be_restarted()
 
 
 def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -88,9 +93,9 @@ def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _rendezvous() -> tuple[Store, int, int]:
+def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
     try:
-        return next(rendezvous("env://", timeout=TIMEOUT))  # type: ignore[no-any-return]
+        return next(rendezvous("env://", timeout=timeout))  # type: ignore[no-any-return]
     except ValueError as error:
         raise ArgumentError(f"WORLD_SIZE is set, but not all that a launcher sets with it: {error}") from error
 

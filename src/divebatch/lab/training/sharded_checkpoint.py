@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import distribute_tensor, zeros
 
 from divebatch.errors import CheckpointError
-from divebatch.lab.training.checkpoint import read_plain, replace_checkpoint, sync_folder
+from divebatch.lab.training.checkpoint import forget, read_plain, replace_checkpoint, sync_folder
 from divebatch.lab.training.checkpoint_store import Layout, Place
 from divebatch.lab.training.launch import first_does
 from divebatch.lab.training.manifest import DTYPES, Manifest, Stored, read_manifest, write_manifest
@@ -185,7 +185,7 @@ def _room(manifest: Manifest, name: str, place: Place, device: torch.device, lay
 
 
 def _fresh_folder(scratch: Path) -> None:
-    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    forget(scratch)  # of a run that was killed; one process leaves a file
     scratch.mkdir()
 
 
