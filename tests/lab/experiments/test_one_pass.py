@@ -12,6 +12,9 @@ import pytest
 from divebatch.errors import ArgumentError, StoppedError
 from divebatch.lab.experiments import Experiment, Run, execute, get_experiment, make_trainer
 from divebatch.lab.experiments.schema import Part
+from divebatch.lab.probe.checkpoints import find_start, run_of
+from divebatch.lab.probe.trainer import BranchTrainer
+from divebatch.lab.probe.verdict import Branch
 from divebatch.lab.training import StopRequest, Trainer
 from lab.experiments.compare_runs import assert_same_end, records
 from lab.experiments.dataset_tests.text_files import write_corpus
@@ -265,3 +268,17 @@ def test_killed_inside_of_a_pass_it_resumes_to_the_same_bits(tmp_path, data):
     assert 0 < len(records(broken)) < 4
     execute(broken, resume=True)
     assert_same_end(broken, whole)
+
+
+def test_branches_of_a_probe_go_through_the_text_in_orders_of_their_own(tmp_path, data):
+    run = Run(language_model().scaled(4), "fixed-8", 0, tmp_path, data_dir=data)
+    execute(run)
+    start = find_start(tmp_path, "lm-bytes", method=None, seed=None, epoch=None)
+    branches = BranchTrainer(run_of(start, run.experiment, data_dir=data), start)
+    loader, seen = branches.loader, []
+    fetch = loader.transform
+    loader.transform = lambda batch: seen.append(batch[0].tolist()) or fetch(batch)
+    first = Branch(factor=1, batch_size=8, lr_factor=1.0, steps=3, repeat=0)
+    losses = [branches.train(each) for each in (first, replace(first, repeat=1))]
+    assert [len(each) for each in losses] == [3, 3]
+    assert seen[:3] != seen[3:6]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -32,7 +33,8 @@ class BranchTrainer:
 
     def __init__(self, run: Run, start: Start) -> None:
         self.run, self.start = run, start
-        self.trainer: Trainer = make_trainer(run)
+        # Branches go on from any place with orders of their own, which a pass in parts has not.
+        self.trainer: Trainer = make_trainer(replace(run, experiment=run.experiment.over_passes()))
         # Batch size and learning rate must be the branch's alone.
         self.trainer.control.close()
         self.trainer.model.load_state_dict(start.state["model"])
