@@ -194,7 +194,7 @@ STATES = {
     "loader of other data": (("control", "loader", "dataset_size"), 3),
     "batch size zero": (("control", "loader", "batch_size"), 0),
     "batch size is a word": (("control", "loader", "batch_size"), "8"),
-    "no coupling": (("control", "coupling"), None),
+    "no rates": (("control", "rates"), None),
     "no model": (("model",), None),
     "model of another shape": (("model", "0.weight"), torch.zeros(2, 2)),
     "model with one more": (("model", "evil"), torch.zeros(2)),

@@ -3,10 +3,9 @@
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.experiments.schedules import SCHEDULES
 from divebatch.lab.experiments.tasks import TASKS
+from divebatch.lab.experiments.typed_tables import build_table
 from divebatch.lab.training import DeviceOptions
 from divebatch.lr import CouplingName
 from divebatch.policies import POLICIES, Policy, make_policy
@@ -230,14 +230,14 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     task = {"kind": "classification", **_table(values.get("task", {}), f"{where}: [task]")}
     values["task"] = _part(task, f"{where}: [task]", known=tuple(TASKS))
     values.setdefault("metric", asdict(TASKS[values["task"].kind].metrics[0]))
-    values["training"] = _build(DeviceOptions, values.get("training", {}), f"{where}: [training]")
+    values["training"] = build_table(DeviceOptions, values.get("training", {}), f"{where}: [training]")
     for key, cls in (("metric", Metric), ("report", ReportSettings)):
-        values[key] = _build(cls, _table(values.get(key, {}), f"{where}: [{key}]"), f"{where}: [{key}]")
+        values[key] = build_table(cls, _table(values.get(key, {}), f"{where}: [{key}]"), f"{where}: [{key}]")
     methods = values.get("methods")
     if not isinstance(methods, Mapping) or not methods:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
     values["methods"] = {name: _method(entry, f"{where}: [methods.{name}]") for name, entry in methods.items()}
-    experiment = _build(Experiment, values, where)
+    experiment = build_table(Experiment, values, where)
     _require_metric(experiment, where)
     for key in ("trials", "epochs"):
         require_count(f"{where}: {key}", getattr(experiment, key))
@@ -270,7 +270,7 @@ def _method(table: Any, where: str) -> Method:
     values["policy"] = _part(values.get("policy"), f"{where} policy", known=tuple(POLICIES))
     values["estimator"] = _estimator(values.get("estimator"), f"{where} estimator")
     values["shadows"] = _shadows(values.get("shadows", {}), f"{where} shadows")
-    method = _build(Method, values, where)
+    method = build_table(Method, values, where)
     try:
         require_count("batch_size", method.batch_size)
         require_positive("lr", method.lr)
@@ -353,46 +353,4 @@ def _table(value: Any, where: str) -> Mapping[str, Any]:
 
 def build_settings(cls: type[T], part: Part, where: str) -> T:
     """A part's settings as the dataclass its kind wants."""
-    return _build(cls, part.settings, f"{where} {part.kind!r}")
-
-
-def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(cls)}  # type: ignore[arg-type]
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        raise ArgumentError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known) or 'none'}")
-    missing = [key for key, entry in known.items() if key not in values and _is_required(entry)]
-    if missing:
-        raise ArgumentError(f"{where}: missing key {missing[0]!r}")
-    hints = get_type_hints(cls)
-    for key, value in values.items():
-        if not _fits(value, hints[key]):
-            raise ArgumentError(f"{where}: {key} must be {_name(hints[key])}, got {value!r}")
-    try:
-        return cls(**values)
-    except ArgumentError as error:
-        raise ArgumentError(f"{where}: {error}") from error
-
-
-def _is_required(entry: Field[Any]) -> bool:
-    return entry.default is MISSING and entry.default_factory is MISSING
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    kind = get_origin(hint) or hint
-    # To Python True is an integer.
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _name(hint: Any) -> str:
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_name(option) for option in get_args(hint) if option is not type(None))
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
-    return getattr(hint, "__name__", str(hint))
+    return build_table(cls, part.settings, f"{where} {part.kind!r}")
