@@ -14,6 +14,10 @@ from divebatch.errors import ArgumentError, RecordError
 from divebatch.metric import Metric as Metric
 from divebatch.record_line import line
 
+LAST_BYTES = 4096
+"""Where the line of a stop is looked for, from the end of the file."""
+LARGEST_COUNT = 2**63
+"""What no count of samples, steps or bytes reaches."""
 TOO_LARGE = 10**300
 """No float holds a whole number from about here on."""
 
@@ -188,6 +192,21 @@ class EpochRecord:
         return line(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStop:
+    """A run that was asked to stop and has saved its state; a resume removes the line.
+
+    Args:
+        reason: Why and where, in words.
+    """
+
+    reason: str = ""
+
+    def to_json(self) -> str:
+        """One line, without the line end."""
+        return _line("stop", self)
+
+
 class RecordWriter:
     """Appends lines to one run's file, each flushed and synced to disk before `write` returns."""
 
@@ -200,7 +219,7 @@ class RecordWriter:
         except OSError as error:
             raise RecordError(f"cannot write records to '{path}': {error.strerror}. Choose another folder.") from error
 
-    def write(self, record: RunHeader | EpochRecord) -> None:
+    def write(self, record: RunHeader | EpochRecord | RunStop) -> None:
         """Append one record."""
         self._require_own_file()
         try:
@@ -238,7 +257,7 @@ def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
     """Read one run's file. A last line that a killed run left half-written is dropped; any other flaw is an error."""
     try:
         if path.exists() and not path.is_file():
-            raise RecordError(f"'{path}' is not a file")  # a pipe would never end
+            raise RecordError(f"cannot read '{path}': it is not a file")  # a pipe would never end
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read '{path}': {error}") from error
@@ -254,6 +273,14 @@ def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
         raise RecordError(f"'{path}' lacks a key: {error}") from error
     except (RecordError, ArgumentError) as error:
         raise RecordError(f"'{path}': {error}") from error
+
+
+def was_stopped(path: Path) -> bool:
+    """Whether the last line says that the run was asked to stop, and nobody has resumed it since."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LAST_BYTES))
+        last = file.read().splitlines()[-1:]
+    return bool(last) and last[0].startswith(b'{"kind": "stop"')
 
 
 def rewrite_run(path: Path, header: RunHeader, epochs: list[EpochRecord]) -> None:
@@ -292,7 +319,7 @@ def _no_number(constant: str) -> None:
     raise ValueError(f"{constant} is no number in JSON")
 
 
-def _line(kind: str, record: RunHeader | EpochRecord) -> str:
+def _line(kind: str, record: RunHeader | EpochRecord | RunStop) -> str:
     values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
     plain = {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
     # Python would write NaN, which is no JSON: other readers refuse the line.
@@ -315,8 +342,12 @@ def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, kinds[key]) or (isinstance(value, bool) and bool not in kinds[key]):
             names = " or ".join(kind.__name__ for kind in kinds[key])
             raise RecordError(f"{key} must be {names}, got {repr(value)[:60]}")
-        if isinstance(value, int) and abs(value) >= TOO_LARGE:
+        if isinstance(value, int) and abs(value) >= LARGEST_COUNT:
             raise RecordError(f"{key} is too large a number, of {len(str(value))} digits")
+        if isinstance(value, float) and not abs(value) < TOO_LARGE:
+            if type(None) not in kinds[key]:
+                raise RecordError(f"{key} is too large a number: {value:g}")
+            known[key] = None  # as one that JSON cannot hold
     return known
 
 

@@ -8,7 +8,10 @@ from made_up_runs import LOSS, write_accuracies, write_run
 
 from divebatch.errors import RecordError
 from divebatch.records import ReportSettings
-from divebatch.report import load_runs
+from divebatch.report import analyse, load_runs
+from divebatch.report.charts import make_charts, make_tracks
+from divebatch.report.drawing import draw_chart
+from divebatch.report.watch import Watch
 
 HEADER = '{"kind": "run", "experiment": "e", "method": "m", "seed": 9}\n'
 EPOCH = {"kind": "epoch", "epoch": 1, "batch_size": 1, "lr": 1.0, "steps": 1, "samples": 1}
@@ -179,3 +182,17 @@ def test_kinds_come_from_the_configuration_and_odd_ones_are_none(tmp_path: Path)
     (run,) = load_runs(tmp_path).experiments[0].runs
     found = [run.kind_of(*place) for place in (("data",), ("method", "policy"), ("model",), ("nothing", "here"))]
     assert found == ["cifar", None, None, None]
+
+
+@pytest.mark.parametrize("value", ["1e999", "1e308", "-1e308", "1" + "0" * 400, str(2**63)])
+@pytest.mark.parametrize("key", ["val_loss", "epoch", "total_seconds", "samples"])
+def test_numbers_that_no_arithmetic_survives_end_in_no_traceback(tmp_path, key, value):
+    for seed in (0, 1):
+        path = write_run(tmp_path, "e", "m", seed, [{"val_loss": 0.5, "total_seconds": 1.0}] * 3, config={"epochs": 3})
+    *lines, last = path.read_text().splitlines()
+    last = json.dumps({**json.loads(last), key: "it"}).replace('"it"', value)
+    path.write_text("\n".join([*lines, last]) + "\n")
+    (experiment,) = load_runs(tmp_path).experiments
+    for chart in make_charts(make_tracks(analyse(experiment))):
+        draw_chart(chart, "e")
+    assert Watch(tmp_path).look()

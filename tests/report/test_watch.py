@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.cli.watch import watch
+from divebatch.records import RecordWriter, RunStop, read_run
 from divebatch.report.watch import Watch, rate_between, time_left
 from report.made_up_runs import epoch_record, write_run
 
@@ -142,3 +143,12 @@ def test_more_runs_than_lines_are_counted(tmp_path, monkeypatch):
     watch(tmp_path)
     assert "and 8 more" in console.file.getvalue()
     assert "seed 11" not in console.file.getvalue()
+
+
+def test_a_run_that_was_asked_to_stop_is_stopped_at_once(tmp_path):
+    path = write_run(tmp_path, "e", "m", 0, ROWS, config={"epochs": 10})
+    assert [each.state for each in Watch(tmp_path).look()] == ["running"]
+    with RecordWriter(path) as writer:
+        writer.write(RunStop(reason="asked to"))
+    assert [each.state for each in Watch(tmp_path).look()] == ["stopped"]
+    assert len(read_run(path)[1]) == len(ROWS)

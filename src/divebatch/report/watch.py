@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from divebatch.errors import RecordError
-from divebatch.records import EpochRecord, read_run
+from divebatch.records import EpochRecord, read_run, was_stopped
 from divebatch.report.runs import RecordedRun
 
 SILENT_EPOCHS, SILENT_SECONDS = 5, 60.0
@@ -73,7 +73,7 @@ class Watch:
     """Reads a folder again and again; files that have not changed are not read twice."""
 
     folder: Path
-    _read: dict[Path, tuple[tuple[int, int], RecordedRun]] = field(default_factory=dict)
+    _read: dict[Path, tuple[tuple[int, int], RecordedRun, bool]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """Files that could not be read at the last look."""
 
@@ -91,12 +91,12 @@ class Watch:
             stamp = (status.st_mtime_ns, status.st_size)
             if self._read.get(path, (None,))[0] != stamp:
                 header, epochs = read_run(path)
-                self._read[path] = (stamp, RecordedRun(header, tuple(epochs)))
+                self._read[path] = (stamp, RecordedRun(header, tuple(epochs)), was_stopped(path))
         except (RecordError, OSError) as error:
             self.problems.append(_printable(str(error)))
             return None
-        run, silent = self._read[path][1], max(0.0, time.time() - status.st_mtime)
-        return Standing(run, _state(run, silent), silent)
+        (_, run, has_stopped), silent = self._read[path], max(0.0, time.time() - status.st_mtime)
+        return Standing(run, "stopped" if has_stopped else _state(run, silent), silent)
 
 
 def _place(run: RecordedRun) -> tuple[str, str, int]:

@@ -168,7 +168,7 @@ def test_a_report_does_not_wait_for_a_pipe(tmp_path):
     for command in (["report", str(tmp_path)], ["watch", "--once", str(tmp_path)]):
         program = [sys.executable, "-m", "divebatch", *command]
         answer = subprocess.run(program, capture_output=True, text=True, timeout=LIMIT, check=True)
-        assert "seed-1.jsonl' is not a file" in answer.stdout + answer.stderr
+        assert "seed-1.jsonl': it is not a file" in answer.stdout + answer.stderr
 
 
 # A longer run

@@ -17,6 +17,7 @@ import torch
 from divebatch.cli import app
 from divebatch.lab.experiments import Run, execute, get_experiment, run_workers, runner
 from divebatch.lab.training import load_checkpoint
+from divebatch.records import was_stopped
 from lab.experiments.compare_runs import CPU, assert_same_end, records
 from lab.experiments.dataset_tests.image_files import write_cifar10
 
@@ -161,12 +162,14 @@ def test_a_polite_signal_ends_a_run_that_resumes(born, whole, number):
     assert "stopped after" in life.log.read_text()
     assert "--resume" in life.log.read_text()
     assert "Traceback" not in life.log.read_text()
+    assert was_stopped(life.run.records_path)
     state = load_checkpoint(life.run.checkpoint_path, device=CPU)
     steps_in_epoch = (state["control"]["loader"]["pass"] or {"batches": 0})["batches"]
     assert state["control"]["epoch"] >= 2 or steps_in_epoch > 0
     again = born("--resume")
     assert again.end() == 0, again.log.read_text()
     assert_same_end(again.run, whole)
+    assert not was_stopped(life.run.records_path)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step(born, whole):

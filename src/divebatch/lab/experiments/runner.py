@@ -2,12 +2,12 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
 
-from divebatch.errors import DivergedError, StoppedError
+from divebatch.errors import DivergedError, RecordError, StoppedError
 from divebatch.lab.experiments.assembly import make_trainer
 from divebatch.lab.experiments.identity import identity_of, require_own
 from divebatch.lab.experiments.progress import RunProgress, last_epoch, read_progress, reading_state
@@ -18,7 +18,7 @@ from divebatch.lab.training.checkpoint_store import save_state
 from divebatch.lab.training.distributed import is_finite_everywhere
 from divebatch.lab.training.stop_signals import AgreedStop
 from divebatch.ranks import Ranks
-from divebatch.records import EpochRecord, RecordWriter
+from divebatch.records import EpochRecord, RecordWriter, RunStop
 
 
 def _say_nothing(_: EpochRecord) -> None:
@@ -94,7 +94,12 @@ def _writing(run: Run, ranks: Ranks, progress: RunProgress) -> Iterator[Callable
             writer.write(record)
             log(record)
 
-        yield write
+        try:
+            yield write
+        except StoppedError as error:
+            with suppress(RecordError):  # the state is saved, and that is what counts
+                writer.write(RunStop(reason=str(error)))
+            raise
 
 
 class Saver:
