@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from divebatch.checks import warn_user
 from divebatch.data.batch_plan import BatchPlan
 from divebatch.estimators import Estimator, Scene
 from divebatch.estimators.catalog import require_fit
@@ -29,6 +30,8 @@ class Measuring:
             require_fit(estimator, scene.model)
             estimator.bind(scene)
             self.estimator = estimator
+            if policies[0] in self._asking and (caveat := estimator.caveat(scene)):
+                warn_user(f"{type(policies[0]).__name__} goes by the noise scale, and {caveat}")
         self.at_work: Estimator | None = None
         """The estimator while it measures."""
         self.was_at_work = False

@@ -147,6 +147,10 @@ class Estimator(ABC):
             weight: the factor of that loss in the batch's, with the number of its samples.
         """
 
+    def caveat(self, scene: Scene) -> str:
+        """Say why policies will not act on what this measures there, and the way out; empty where they will."""
+        return ""
+
     @abstractmethod
     def bind(self, scene: Scene) -> None:
         """Look the model over; raise here if it cannot be measured."""

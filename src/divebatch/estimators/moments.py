@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import Optimizer
 
 from divebatch.checks import require_count
 from divebatch.errors import CheckpointError
@@ -81,11 +82,23 @@ class SuccessiveSteps(Source):
         if self._preconditioned:
             require_second_moment(scene.require_one_optimizer("preconditioned=True", Moments.name))
 
+    def caveat(self, scene: Scene) -> str:
+        if self._is_extrapolated(scene.require_optimizer(Moments.name)):
+            return ""
+        return (
+            "'moments' can only say how large that is at most where the optimizer's momentum is below 0.4 or a window is "
+            "set: policies that go by its interval will not grow a batch. Give the optimizer momentum, or the "
+            "controller estimator='per-sample' (a model without BatchNorm) or 'split' (batches as two micro_batches)"
+        )
+
+    def _is_extrapolated(self, optimizer: Optimizer) -> bool:
+        return self._window is None and extrapolation(optimizer) > 0
+
     def attach(self, scene: Scene, decay: float) -> PairAverage:
         self._scene, self._optimizer = scene, scene.require_optimizer(Moments.name)
         # The weights move between the compared steps, and that bias can carry ||G||^2 below zero.
         self._average = PairAverage(decay=decay, trusts_negative=False)
-        self._use(lagged=self._window is None and extrapolation(self._optimizer) > 0)
+        self._use(lagged=self._is_extrapolated(self._optimizer))
         self._stepped = self._passed = scene.delivery.samples_delivered
         """Samples that had been delivered at the last optimizer step, and at the last backward pass."""
         self._pause = 0

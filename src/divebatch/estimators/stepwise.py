@@ -63,6 +63,10 @@ class Source(ABC):
     def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:  # noqa: B027 (most do nothing)
         """Take in a replayed pass: the gradients of its own mean loss, and the weight of that."""
 
+    def caveat(self, scene: Scene) -> str:
+        """Say why policies will not act on what this shows there; empty where they will."""
+        return ""
+
     @abstractmethod
     def prepare(self, scene: Scene) -> None:
         """Raise if the scene has not what this source needs."""
@@ -129,6 +133,9 @@ class Stepwise(Estimator):
     def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
         if self._estimates is not None:
             self._source.see_replay(gradients, weight)
+
+    def caveat(self, scene: Scene) -> str:
+        return self._source.caveat(scene)
 
     def bind(self, scene: Scene) -> None:
         if self._scene is not None:
