@@ -14,6 +14,8 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.policies import NoiseScale, Policy
 from reference.per_sample import dataset, mean_loss, mlp
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # plain SGD has no momentum
+
 DATA = dataset(48)
 
 

@@ -27,6 +27,8 @@ from divebatch.policies import POLICIES, InnerProductTest, NoiseScale, Seesaw, S
 from divebatch.resolve import resolve_couplings, resolve_estimator
 from reference.per_sample import dataset, mean_loss, mlp
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # plain SGD has no momentum
+
 LINEAR = ("SGD", "ASGD")
 SQRT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
 
@@ -215,3 +217,20 @@ def test_every_epoch_can_be_measured_for_the_record():
         mean_loss(model(x), y).backward()
         driver.step()
     assert control.step().measured
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("momentum", "estimator"), [(0.0, None), (0.3, None), (0.9, Moments(window=2))])
+def test_an_estimate_that_no_policy_grows_on_is_told_at_once(momentum, estimator):
+    model = mlp()
+    optimizer = SGD(model.parameters(), 0.01, momentum=momentum)
+    with pytest.warns(UserWarning, match=r"Auto goes by .* Give the optimizer momentum, or .* estimator='per-sample'"):
+        Controller(model, optimizer, AdaptiveLoader(dataset(24), 4, seed=0), Auto(16), estimator=estimator)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("momentum", "estimator"), [(0.9, None), (0.0, "per-sample"), (0.0, "split")])
+def test_an_estimate_that_policies_grow_on_is_no_reason_for_a_warning(momentum, estimator):
+    model = mlp()
+    optimizer = SGD(model.parameters(), 0.01, momentum=momentum)
+    Controller(model, optimizer, AdaptiveLoader(dataset(24), 4, seed=0), Auto(16), estimator=estimator)

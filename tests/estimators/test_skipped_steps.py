@@ -14,6 +14,8 @@ from divebatch.policies import NoiseScale
 from reference.delivery import Delivered
 from reference.per_sample import dataset, mean_loss, mlp, samples
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # plain SGD has no momentum
+
 SIZE = 4
 BAD = (0, 3, 4, 7)
 """Of eight batches: the first, as with a scale that starts too high, two in a row, and the last."""

@@ -41,6 +41,7 @@ pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed
 BatchSizeCallback = pytest.importorskip("divebatch.integrations.lightning").BatchSizeCallback
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments."),  # plain SGD has no momentum
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning 2.6 on torch 2.13
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),

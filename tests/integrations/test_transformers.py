@@ -21,7 +21,10 @@ from reference.per_sample import diversity_of, mean_loss, mlp, num_hooks
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 adapter = pytest.importorskip("divebatch.integrations.transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+    pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments."),  # plain SGD has no momentum
+]
 DIVEBATCH = DiveBatch(0.1, 24, monotone=False)
 
 

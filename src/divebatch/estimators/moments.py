@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import Optimizer
 
 from divebatch.checks import require_count
 from divebatch.errors import CheckpointError
@@ -86,8 +85,8 @@ class SuccessiveSteps(Source):
         if self._is_extrapolated(scene.require_optimizer(Moments.name)):
             return ""
         return (
-            "'moments' can only say how large that is at most where the optimizer's momentum is below 0.4 or a window is "
-            "set: policies that go by its interval will not grow a batch. Give the optimizer momentum, or the "
+            "'moments' can only say how large it is at most where the optimizer has a momentum below 0.4 or a window "
+            "is set: policies that go by its interval will not grow a batch. Give the optimizer momentum, or the "
             "controller estimator='per-sample' (a model without BatchNorm) or 'split' (batches as two micro_batches)"
         )
 
