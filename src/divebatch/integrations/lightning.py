@@ -25,7 +25,7 @@ from divebatch.resolve import resolve_estimator
 REQUIREMENT = Requirement(
     ["lightning", "pytorch-lightning"],
     extra="lightning",
-    oldest="2.6",
+    oldest="2.6.6",
     too_new="2.7",
     excluded=["2.6.2", "2.6.3"],  # these two carried malware
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import divebatch.lab.experiments.run as run_module
 from divebatch.errors import CheckpointError, RecordError
 from divebatch.lab.experiments import Run, execute, execute_all, get_experiment, make_trainer
 from divebatch.lab.experiments.schema import Experiment, Part
@@ -253,3 +254,12 @@ def test_a_policy_that_needs_the_loss_gets_it(tmp_path):
     _, (first, second) = read_run(run.records_path)
     assert second.train_loss < first.train_loss
     assert second.next_batch_size == pytest.approx(32 * first.train_loss / second.train_loss, abs=1)
+
+
+def test_the_commit_of_a_repository_around_the_package_is_not_recorded(monkeypatch):
+    """Installed into an environment inside somebody's project, git would tell of theirs."""
+    said = {"rev-parse": "/somebody/elses/project", "describe": "0" * 40}
+    monkeypatch.setattr(run_module, "_git", lambda word, *_: said[word])
+    assert run_module._git_commit() is None
+    said["rev-parse"] = str(Path(run_module.__file__).resolve().parents[4])
+    assert run_module._git_commit() == "0" * 40

@@ -133,10 +133,20 @@ def _hardware(device: torch.device) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of this source tree, with "-dirty" where it was changed; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """The commit of this source tree, with "-dirty" where it was changed; None outside a checkout of this project."""
+    package = Path(__file__).parents[2]
+    # Installed into an environment that lies in somebody's repository, git would tell of theirs.
+    if _git("rev-parse", "--show-toplevel") != str(package.parents[1].resolve()):
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(*words: str) -> str | None:
+    """What git says of the folder of this file; None where it says nothing."""
     try:
-        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        answer = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None if answer.returncode == 0 else None
