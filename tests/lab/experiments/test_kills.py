@@ -233,7 +233,7 @@ def test_two_jobs_stop_together_and_die_together(tmp_path, born):
     rude.wait_for(lambda: not {version(run.checkpoint_path) for run in runs} & set(before))
     rude.process.kill()
     rude.end()
-    workers = [int(pid) for pid in rude.log.read_text().split("worker ")[1:]]
+    workers = [int(rest.split()[0]) for rest in rude.log.read_text().split("worker ")[1:]]
     assert len(workers) == 2
     rude.wait_for(lambda: not any(map(is_alive, workers)))
     for run in runs:
