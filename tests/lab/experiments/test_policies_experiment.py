@@ -25,6 +25,7 @@ def small(name: str = "policies-synthetic", epochs: int = 3) -> Experiment:
     return replace(experiment, data=replace(experiment.data, settings=settings), methods=methods)
 
 
+@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # the experiment has no momentum
 @pytest.mark.parametrize("method", get_experiment("policies-synthetic").methods)
 def test_every_method_runs_and_says_what_it_did(tmp_path: Path, method: str):
     run = Run(small(), method, 0, tmp_path)
@@ -37,6 +38,7 @@ def test_every_method_runs_and_says_what_it_did(tmp_path: Path, method: str):
     assert any(record.measured for record in epochs) == (measures or method in BRING_THEIR_OWN)
 
 
+@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # the experiment has no momentum
 def test_a_policy_brings_its_estimator_where_the_method_names_none(tmp_path: Path):
     experiment = small()
     method = replace(experiment.method("auto"), estimator=None)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import threading
+from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -12,6 +14,26 @@ import torch.distributed as dist
 from divebatch.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _StartedQuietly(ForkProcess):
+    """Begins with all signals held back, so that its own threads leave them to `leave_to_parent`, too."""
+
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _QuietStart(ForkContext):
+    Process = _StartedQuietly
+
+
+def worker_context() -> BaseContext | None:
+    """How processes that load data are to be started; None for the usual way, on other systems than Linux."""
+    return _QuietStart() if sys.platform == "linux" else None
 
 
 def leave_to_parent(_: int = 0) -> None:

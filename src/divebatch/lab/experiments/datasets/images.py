@@ -15,7 +15,7 @@ from divebatch.data.source import Numbers
 from divebatch.lab.experiments.datasets.augment import Transform, with_margin
 from divebatch.lab.experiments.datasets.dataset import DataPlace, DataSplit, FixedOrder, Samples
 from divebatch.lab.training.forward import MOST_VARIANTS
-from divebatch.lab.training.stop_signals import leave_to_parent
+from divebatch.lab.training.stop_signals import leave_to_parent, worker_context
 
 AUGMENTATION = 4
 """The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
@@ -164,6 +164,7 @@ class HostStore:
             "pin_memory": place.device.type == "cuda",
             "collate_fn": _as_it_is,
             "worker_init_fn": leave_to_parent,
+            "multiprocessing_context": worker_context() if place.num_workers else None,
         }
 
     def fetch(self, batch: Any) -> Fetched:
