@@ -234,3 +234,10 @@ def test_an_estimate_that_policies_grow_on_is_no_reason_for_a_warning(momentum, 
     model = mlp()
     optimizer = SGD(model.parameters(), 0.01, momentum=momentum)
     Controller(model, optimizer, AdaptiveLoader(dataset(24), 4, seed=0), Auto(16), estimator=estimator)
+
+
+@pytest.mark.filterwarnings("error")
+def test_policies_that_only_watch_are_no_reason_for_a_warning():
+    model = mlp()
+    loader = AdaptiveLoader(dataset(24), 4, seed=0)
+    Controller(model, SGD(model.parameters(), 0.01), loader, Fixed(), shadows={"auto": Auto(16)})
