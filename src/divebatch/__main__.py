@@ -14,10 +14,12 @@ def main() -> None:
     try:
         try:
             from divebatch.cli import app
+            from divebatch.cli.plain_text import write_any_text
         except ModuleNotFoundError as error:
             if error.name not in ("typer", "rich"):
                 raise
             raise SystemExit(str(MissingExtraError(error.name, "cli"))) from None
+        write_any_text()
         app()
     except SystemExit as end:
         _leave_at_once(end)

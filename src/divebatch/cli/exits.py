@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from divebatch.errors import DivebatchError
+from divebatch.errors import DivebatchError, without_passwords
 
 FAILED = 1
 WRONG_USE = 2
@@ -46,7 +46,7 @@ def in_options(message: str) -> str:
 def leave(message: str, code: int) -> typer.Exit:
     """Print `message` to stderr, once for all ranks of a job; raise what comes back."""
     if _speaks_first():
-        typer.echo(f"divebatch: {in_options(message)}", err=True)
+        typer.echo(f"divebatch: {without_passwords(in_options(message))}", err=True)
     return typer.Exit(code)
 
 

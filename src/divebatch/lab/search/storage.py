@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from divebatch.errors import ArgumentError, MissingExtraError, RecordError
+from divebatch.errors import ArgumentError, MissingExtraError, RecordError, without_passwords
 
 PATIENCE_SECONDS = 60
 """How long a process waits for another one's transaction on SQLite."""
@@ -42,7 +42,8 @@ def open_storage(url: str) -> Any:
             break
         except (SQLAlchemyError, ImportError, optuna.exceptions.OptunaError) as error:
             if attempt == ATTEMPTS or isinstance(error, ImportError):
-                raise ArgumentError(f"cannot open the study's storage '{url}': {_first_line(error)}") from error
+                place = without_passwords(url)
+                raise ArgumentError(f"cannot open the study's storage '{place}': {_first_line(error)}") from error
             time.sleep(0.1 * attempt)
     if is_sqlite:
         _begin_at_once(storage.engine)
