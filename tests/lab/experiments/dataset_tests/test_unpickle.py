@@ -19,7 +19,7 @@ from divebatch.errors import DataError
 from divebatch.lab.experiments.datasets.dataset import Origin
 from divebatch.lab.experiments.datasets.unpickle import read_pickle
 
-ORIGIN = Origin("some-folder", "https://example.org/archive")
+ORIGIN = Origin("some-folder", "https://example.org/archive", "0" * 32)
 GOOD = python2_pickle({"batch_label": "a", "labels": [1, 2], "data": cifar_pixels(2)})
 
 

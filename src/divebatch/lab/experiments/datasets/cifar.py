@@ -15,7 +15,7 @@ from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, Dat
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
 from divebatch.lab.experiments.datasets.unpickle import read_pickle
 
-URL = "https://www.cs.toronto.edu/~kriz/cifar.html"
+URL = "https://www.cs.toronto.edu/~kriz"
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
 
@@ -78,7 +78,7 @@ def _described(value: Any) -> str:
 
 
 CIFAR10 = CifarFormat(
-    Origin("cifar-10-batches-py", URL),
+    Origin("cifar-10-batches-py", f"{URL}/cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
     train_files=tuple(f"data_batch_{number}" for number in range(1, 6)),
     test_files=("test_batch",),
     label_key="labels",
@@ -87,7 +87,7 @@ CIFAR10 = CifarFormat(
     augmentation=CropFlip(),
 )
 CIFAR100 = CifarFormat(
-    Origin("cifar-100-python", URL),
+    Origin("cifar-100-python", f"{URL}/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
     train_files=("train",),
     test_files=("test",),
     label_key="fine_labels",

@@ -20,7 +20,11 @@ from divebatch.lab.experiments.datasets.augment import RandomResizedCrop, Resize
 from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, Origin
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
 
-ORIGIN = Origin("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip")
+ORIGIN = Origin(
+    "tiny-imagenet-200",
+    "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+    "90528d7ca1a48142e341f4ef8d21d0de",  # as the loaders of several projects give it; the publisher gives none
+)
 COLOURS = Colours(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 SIDE = 64
 
