@@ -10,8 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors", "checks"}
-RATES = {"lr", "hand_set", "schedule_steps", "schedulers_found", "adopted_scheduler", "rates"}
-CORE = RATES | {"ranks", "measurement", "records", "policies", "norms", "estimators", "data"}
+CORE = {"lr", "ranks", "measurement", "records", "policies", "norms", "estimators", "data"}
 LIBRARY = BASE | CORE | {"student", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
 LIBRARY |= {"step_count", "size_limit", "finished_epoch", "advice", "integrations"}
 MAY_IMPORT = {
@@ -27,12 +26,7 @@ MAY_IMPORT = {
     "norms": BASE | {"measurement", "ranks"},
     "estimators": BASE | {"norms", "measurement", "ranks"},
     "data": BASE | {"ranks", "norms"},
-    "hand_set": BASE,
-    "lr": BASE | {"measurement", "hand_set"},
-    "schedule_steps": BASE | {"data"},
-    "schedulers_found": BASE,
-    "adopted_scheduler": BASE | {"schedule_steps"},
-    "rates": BASE | RATES | {"data", "measurement"},
+    "lr": BASE | {"data", "measurement"},
     "resolve": BASE | CORE,
     "recording": BASE | {"measurement", "records"},
     "measuring": BASE | {"data", "estimators", "measurement", "policies"},

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch import AdaptiveLoader
 from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.rates import Rates
+from divebatch.lr import Rates
 
 FIRST = 32
 # After which scheduler step: batch size and lr_factor of the decision.

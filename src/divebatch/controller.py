@@ -17,8 +17,7 @@ from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene
 from divebatch.finished_epoch import finished_epoch, loss_of_all_ranks
-from divebatch.hand_set import Reading
-from divebatch.lr import BY_NOISE, CouplingName
+from divebatch.lr import BY_NOISE, CouplingName, Rates, Reading, ScheduleIn
 from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.measuring import Measuring
 from divebatch.norms.loss_scale import LossReduction
@@ -26,7 +25,6 @@ from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_same_settings, settings_of
 from divebatch.ranks import inside_ddp
-from divebatch.rates import Rates
 from divebatch.recording import epoch_record
 from divebatch.records import Change, EpochRecord
 from divebatch.resolve import (
@@ -38,7 +36,6 @@ from divebatch.resolve import (
     resolve_estimator,
     training,
 )
-from divebatch.schedule_steps import ScheduleIn
 from divebatch.size_limit import SizeLimit
 from divebatch.step_count import StepCount, in_multiples
 

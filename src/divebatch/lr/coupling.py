@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.hand_set import HandSetRates, Reading
+from divebatch.lr.hand_set import HandSetRates, Reading
 from divebatch.measurement import gain
 
 CouplingName = Literal["none", "linear", "sqrt", "adascale", "adascale-sqrt"]

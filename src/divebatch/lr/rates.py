@@ -7,15 +7,15 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from divebatch.adopted_scheduler import Adopted
 from divebatch.checks import warn_user
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import CheckpointError
-from divebatch.hand_set import Reading
-from divebatch.lr import BY_NOISE, GainSum, LrCoupling
+from divebatch.lr.adopted_scheduler import Adopted
+from divebatch.lr.coupling import BY_NOISE, GainSum, LrCoupling
+from divebatch.lr.hand_set import Reading
+from divebatch.lr.schedule_steps import ScheduleIn, ScheduleSteps
+from divebatch.lr.schedulers_found import require_all_schedulers
 from divebatch.measurement import Decision, Measurement
-from divebatch.schedule_steps import ScheduleIn, ScheduleSteps
-from divebatch.schedulers_found import require_all_schedulers
 
 A_COURSE = 3
 """So many steps in succession with rates that the loop wrote make a course."""

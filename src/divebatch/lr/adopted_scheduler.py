@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from divebatch.schedule_steps import ScheduleSteps
+from divebatch.lr.schedule_steps import ScheduleSteps
 
 OwnRates = Callable[[Any], AbstractContextManager[bool]]
 """Shows a scheduler its own rates, and says whether one around it is at work already."""

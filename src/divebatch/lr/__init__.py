@@ -1,0 +1,19 @@
+"""How the learning rate follows the batch size, under every scheduler and under none."""
+
+from divebatch.lr.coupling import BY_NOISE, BY_OPTIMIZER, COUPLINGS, CouplingName, GainSum, LrCoupling, coupling_for
+from divebatch.lr.hand_set import Reading
+from divebatch.lr.rates import Rates
+from divebatch.lr.schedule_steps import ScheduleIn
+
+__all__ = [
+    "BY_NOISE",
+    "BY_OPTIMIZER",
+    "COUPLINGS",
+    "CouplingName",
+    "GainSum",
+    "LrCoupling",
+    "Rates",
+    "Reading",
+    "ScheduleIn",
+    "coupling_for",
+]
