@@ -105,6 +105,12 @@ def test_tensors_in_memory_come_as_from_a_torch_loader(tensors, shuffle, drop_la
     torch.testing.assert_close(ours, by_torch, rtol=0, atol=0)
 
 
+def test_sparse_tensors_in_memory_are_cut_too():
+    rows = torch.eye(7, 3)
+    batches = list(AdaptiveLoader(TensorDataset(rows.to_sparse()), 3, seed=1))
+    assert torch.equal(torch.cat([x.to_dense() for (x,) in batches]), rows[Shuffled(7, 1).draw(0)])
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_numbers_come_as_from_a_tensor_of_them(drop_last):
     looked_up, themselves = TensorDataset(torch.arange(23)), Numbers(23, torch.device("cpu"))

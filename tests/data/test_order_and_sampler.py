@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 
 from divebatch import AdaptiveBatchSampler
-from divebatch.data.order import FromSampler, Sequential, Shuffled, mixed_seed
+from divebatch.data.order import FromSampler, InParts, Sequential, Shuffled, index_dtype, mixed_seed
 from divebatch.data.sampler import checked_batch_size, cut, num_batches
 from divebatch.errors import ArgumentError
 
@@ -45,6 +45,21 @@ def test_a_shuffled_order_has_every_index_once(size, seed, epoch):
     order = Shuffled(size, seed)
     assert len(order) == size
     assert sorted(order.draw(epoch).tolist()) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [1, 30, 70_000])
+def test_an_order_is_torchs_permutation_in_half_the_bytes(size):
+    by_torch = torch.randperm(size, generator=torch.Generator().manual_seed(mixed_seed(3, 4)))
+    drawn = Shuffled(size, 3).draw(4)
+    assert drawn.tolist() == by_torch.tolist()
+    assert drawn.nbytes == Sequential(size).draw(4).nbytes == 4 * size
+    assert index_dtype(2**31) == torch.int64
+
+
+def test_a_part_of_a_pass_does_not_keep_the_pass():
+    part = InParts(Shuffled(30, 0), 7).draw(1)
+    assert part.tolist() == Shuffled(30, 0).draw(0).tolist()[6:12]
+    assert part.untyped_storage().nbytes() == part.nbytes
 
 
 @quickly
@@ -103,8 +118,9 @@ def test_a_sampler_needs_a_length_and_a_sample():
 @quickly
 @given(size=st.integers(0, 50), batch_size=st.integers(1, 60), drop_last=st.booleans(), start=st.integers(0, 10))
 def test_cutting_agrees_with_torch(size, batch_size, drop_last, start):
-    by_torch = list(BatchSampler(range(size), batch_size, drop_last))
-    assert [list(b) for b in cut(range(size), batch_size, drop_last=drop_last, start=start)] == by_torch[start:]
+    by_torch = list(BatchSampler(range(start, start + size), batch_size, drop_last))
+    places = cut(start + size, batch_size, drop_last=drop_last, start=start)
+    assert [list(range(start + size)[place]) for place in places] == by_torch
     assert num_batches(size, batch_size, drop_last=drop_last) == len(by_torch)
 
 

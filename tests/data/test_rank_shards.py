@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 from divebatch import AdaptiveLoader
-from divebatch.data.rank_shards import local_order, rank_shard_of, size_without_stand_ins
+from divebatch.data.rank_shards import LocalPlaces, rank_shard_of, size_without_stand_ins
 from divebatch.ranks import Ranks, RankShard
 
 
@@ -47,18 +47,15 @@ def test_the_ranks_parts_of_each_batch_make_up_the_batch(drawn: tuple[int, int, 
     batch_size = ranks + more
     order = torch.randperm(batch_size + rest)
     batches = [batch for batch in order.split(batch_size) if len(batch) == batch_size or not drop_last]
-    for kind in (order, order.tolist()):
-        shared = [torch.as_tensor(local_order(kind, batch_size, rank, drop_last=drop_last)) for rank in ranks_of(ranks)]
-        cut = [
-            mine.split(rank_shard_of(batch_size, rank).mine) for mine, rank in zip(shared, ranks_of(ranks), strict=True)
-        ]
-        assert {len(parts) for parts in cut} == {len(batches)}
-        for number, batch in enumerate(batches):
-            mine = [rank_shard_of(len(batch), rank).mine for rank in ranks_of(ranks)]
-            counted = [parts[number][:count] for parts, count in zip(cut, mine, strict=True)]
-            assert torch.equal(torch.cat(counted), batch)
-            stand_ins = [parts[number] for parts, part in zip(cut, counted, strict=True) if not len(part)]
-            assert all(torch.equal(stand_in, batch[:1]) for stand_in in stand_ins)
+    places = [LocalPlaces(len(order), batch_size, rank, drop_last) for rank in ranks_of(ranks)]
+    shared = [[order[place] for place in mine] for mine in places]
+    assert {len(parts) for parts in shared} == {len(batches)}
+    for number, batch in enumerate(batches):
+        mine = [rank_shard_of(len(batch), rank).mine for rank in ranks_of(ranks)]
+        counted = [parts[number][:count] for parts, count in zip(shared, mine, strict=True)]
+        assert torch.equal(torch.cat(counted), batch)
+        stand_ins = [parts[number] for parts, part in zip(shared, counted, strict=True) if not len(part)]
+        assert all(torch.equal(stand_in, batch[:1]) for stand_in in stand_ins)
 
 
 @given(sizes)

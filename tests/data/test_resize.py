@@ -1,5 +1,6 @@
 """A batch size that changes within an epoch: still every sample once, and every position can be resumed."""
 
+import tracemalloc
 from itertools import chain
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
+from divebatch.data.source import TensorSource, make_source
 from divebatch.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -161,6 +163,65 @@ def test_a_resumed_loop_first_hears_of_the_step_before():
     assert heard == []  # not before the loop begins: there is more to load than the loader
     next(batches)
     assert heard == [1]
+
+
+# What a change costs
+
+
+class Places:
+    """Where batches of two lie, and how many of them were asked for."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __iter__(self):
+        for first in range(0, 2_000, 2):
+            self.asked += 1
+            yield slice(first, first + 2)
+
+
+@pytest.mark.parametrize("dataset", [range(2_000), TensorDataset(torch.arange(2_000))], ids=["map", "tensors"])
+@pytest.mark.parametrize("kind", [torch.arange, lambda size: list(range(size))], ids=["tensor", "list"])
+def test_a_source_looks_no_further_than_the_next_batch(dataset, kind):
+    source, places = make_source(dataset, drop_last=False, settings={}), Places()
+    batches = source.batches(kind(2_000), places, seed=(0, 0, 0))
+    assert [numbers(next(batches)[1]) for _ in range(2)] == [[0, 1], [2, 3]]
+    assert places.asked <= 4  # a DataLoader's batches are counted beside being drawn
+
+
+def test_changes_of_size_make_no_copy_of_what_is_left():
+    loader = AdaptiveLoader(range(200_000), 4, seed=0)
+    batches = iter(loader)
+    next(batches)
+    tracemalloc.start()
+    for size in (2, 8, 3):
+        loader.resize_now(size)
+        assert len(next(batches)) == size
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000  # the numbers alone would take 40 bytes each
+
+
+@any_kind
+def test_an_order_is_given_up_with_the_end_of_its_pass(kind):
+    loader = MAKE[kind]()
+    for _ in loader:
+        assert loader._passes.current.order is not None
+    assert loader._passes.finished.order is None
+    assert loader._passes.finished.samples == N
+
+
+@pytest.mark.parametrize("convert", [lambda order: order, lambda order: order.tolist()], ids=["tensor", "list"])
+def test_an_order_goes_to_the_tensors_device_once_an_epoch(convert):
+    source = TensorSource([torch.empty(N, device="meta")])
+    first, second = (convert(Shuffled(N, 0).draw(epoch)) for epoch in range(2))
+    assert source._on_device(first) is source._on_device(first)
+    assert source._on_device(first) is not source._on_device(second)
+
+
+def test_an_order_that_is_where_the_tensors_are_is_not_copied():
+    order = Shuffled(N, 0).draw(0)
+    assert TensorSource([torch.arange(N)])._on_device(order) is order
 
 
 # Resuming

@@ -25,7 +25,7 @@ class EpochProgress:
     batch_size: int
     """The size in force; once the pass has ended, the one it ended with."""
     order: Tensor | Sequence[Any] | None
-    """The indices of all its samples; None for a stream."""
+    """The indices of all its samples; None for a stream, and once the pass has ended."""
     drop_last: bool
     delivery_size: int | None = None
     """Samples of a delivered batch where that is not the batch size."""
@@ -47,14 +47,9 @@ class EpochProgress:
     _samples_before: int = field(default=0, compare=False)
 
     @property
-    def left(self) -> Tensor | Sequence[Any] | None:
-        """The indices that are still to be delivered; None for a stream."""
-        # Counted in samples and not in batches: exact however often the size has changed.
-        return None if self.order is None else self.order[self.samples :]
-
-    @property
     def samples_left(self) -> int:
         """How many samples are still to be delivered; 0 for a stream."""
+        # Counted in samples and not in batches: exact however often the size has changed.
         return 0 if self.order is None else len(self.order) - self.samples
 
     @property
@@ -94,6 +89,7 @@ class EpochProgress:
     def end(self) -> None:
         """The loop is through."""
         self.seconds = time.perf_counter() - self._begun_at
+        self.order = None  # the next pass draws its own, and two of them need not be held at a time
 
     def state_dict(self, *, with_order: bool) -> dict[str, Any]:
         """How far it has come; `with_order` where the order cannot be drawn again."""

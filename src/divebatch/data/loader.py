@@ -22,11 +22,11 @@ from divebatch.data.order import (
     state_of,
 )
 from divebatch.data.passes import Passes, require_same_way
-from divebatch.data.rank_shards import enough_for, every_sample, local_batches, rank_shard_of, require_shareable
+from divebatch.data.rank_shards import LocalPlaces, enough_for, every_sample, rank_shard_of, require_shareable
 from divebatch.data.sampler import checked_batch_size, num_batches
 from divebatch.data.source import make_source
 from divebatch.data.stream import StreamReader, StreamSource, length_of_stream
-from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.ranks import Ranks, RankShard
 
 STATE_VERSION = 1
@@ -300,14 +300,15 @@ class AdaptiveLoader:
 
     def _rest(self, current: EpochProgress) -> Iterator[tuple[int, Any]]:
         """What is still to be delivered here, cut with the size in force, each batch with its number of samples."""
-        size, left = current.cut_size, current.left
-        if self._reader is not None:
+        if isinstance(self._source, StreamSource):
+            assert self._reader is not None
             return self._reader.rest(current, self.seed)
-        # Workers that begin within an epoch must not draw again what those before them drew.
-        seed = (self.seed, current.epoch, current.samples)
-        if left is None or not len(left):
+        if current.order is None or not current.samples_left:
             return iter(())
-        return local_batches(self._source, left, size, self.ranks, drop_last=self.drop_last, seed=seed)
+        places = LocalPlaces(len(current.order), current.cut_size, self.ranks, self.drop_last, start=current.samples)
+        # Workers that begin within an epoch must not draw again what those before them drew, nor what other ranks do.
+        seed = (self.seed, current.epoch, current.samples, self.ranks.rank)
+        return self._source.batches(current.order, places, seed=seed)
 
     def _delivered(self, current: EpochProgress, num_samples: int, batch: Any) -> Any:
         """`num_samples` is what the source counted on this rank; a stream is never shared."""
@@ -349,7 +350,6 @@ class AdaptiveLoader:
         """Where the loader stands, counting batches delivered and not merely prefetched."""
         order, reader, untouched = self._order, self._reader, self._passes.is_untouched
         return {
-            "version": STATE_VERSION,
             **self._way_of_cutting(),
             "seed": self.seed,
             # The order of a pass that has delivered nothing is not saved: a resume draws it again.
@@ -363,6 +363,7 @@ class AdaptiveLoader:
     def _way_of_cutting(self) -> dict[str, Any]:
         """What must be equal for a resume: it decides which samples the rest of an epoch holds."""
         return {
+            "version": STATE_VERSION,
             "dataset_size": self.dataset_size,
             "drop_last": self.drop_last,
             "order": type(self._order).__name__ if self._order is not None else "stream",
@@ -371,9 +372,6 @@ class AdaptiveLoader:
         }
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        """Raise if `state` belongs to other data or another way of cutting it."""
-        if state.get("version") != STATE_VERSION:
-            raise CheckpointError(f"loader state has version {state.get('version')}, this code reads {STATE_VERSION}")
         require_same_way(state, self._way_of_cutting())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -64,6 +64,11 @@ def global_states_kept() -> Iterator[None]:
     np.random.set_state(of_numpy)
 
 
+def index_dtype(size: int) -> torch.dtype:
+    """The smallest type that numbers `size` samples: an order is kept for as long as its epoch lasts."""
+    return torch.int32 if size < 2**31 else torch.int64
+
+
 class Order(ABC):
     """Draws the sample indices of an epoch."""
 
@@ -86,7 +91,7 @@ class Order(ABC):
 
     def fixed(self) -> Tensor | Sequence[Any]:
         """The indices of an epoch in an order that never changes."""
-        return torch.arange(self.size)
+        return torch.arange(self.size, dtype=index_dtype(self.size))
 
     def remember(self, order: Any) -> None:
         """Take a saved order for the one that was drawn last."""
@@ -111,7 +116,7 @@ class Shuffled(Order):
     def draw(self, epoch: int) -> Tensor:
         # Mixed and not added: seed + epoch would give trial 1 the orders of trial 0, one epoch later.
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-        return torch.randperm(self.size, generator=generator)
+        return torch.randperm(self.size, generator=generator, dtype=index_dtype(self.size))
 
     def seeded(self, seed: int) -> Self:
         return type(self)(self.size, seed)
@@ -120,8 +125,8 @@ class Shuffled(Order):
 class Sequential(Order):
     """The dataset's own order."""
 
-    def draw(self, epoch: int) -> Tensor:
-        return torch.arange(self.size)
+    def draw(self, epoch: int) -> Tensor | Sequence[Any]:
+        return self.fixed()
 
 
 class InParts(Order):
@@ -140,7 +145,9 @@ class InParts(Order):
     def draw(self, epoch: int) -> Tensor | Sequence[Any]:
         number, part = divmod(epoch, self.num_parts)
         first, last = (len(self.order) * end // self.num_parts for end in (part, part + 1))
-        return self.order.draw(number)[first:last]
+        part_of_pass = self.order.draw(number)[first:last]
+        # A view would keep the whole pass in memory.
+        return part_of_pass.clone() if isinstance(part_of_pass, Tensor) else part_of_pass
 
     def seeded(self, seed: int) -> "InParts":
         return InParts(self.order.seeded(seed), self.most)

@@ -101,6 +101,8 @@ class Passes:
 
 def require_same_way(saved: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise if a state belongs to other data or another way of cutting it; what is not known on a side may differ."""
+    if saved.get("version") != here["version"]:
+        raise CheckpointError(f"loader state has version {saved.get('version')}, this code reads {here['version']}")
     for key, value in here.items():
         if saved[key] != value and None not in (saved[key], value):
             raise CheckpointError(f"the checkpoint's loader has {key}={saved[key]}, this one {key}={value}")

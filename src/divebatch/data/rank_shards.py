@@ -1,14 +1,14 @@
 """Which part of each batch a rank gets: contiguous parts that differ by one sample at most, the larger ones first."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from divebatch.data.order import FromSampler, Order
+from divebatch.data.sampler import cut
 from divebatch.data.source import BatchSource
 from divebatch.data.stream import StreamSource
 from divebatch.errors import ArgumentError
@@ -23,49 +23,41 @@ def rank_shard_of(num_samples: int, ranks: Ranks) -> RankShard:
     return RankShard(num_samples, last - first, ranks.size)
 
 
-def local_order(order: Tensor | Sequence[Any], batch_size: int, ranks: Ranks, *, drop_last: bool) -> Any:
-    """This rank's samples of an epoch, in the order of its batches; and a stand-in where the last one has none for it.
+@dataclass(frozen=True, slots=True)
+class LocalPlaces:
+    """Where this rank's part of each batch lies in the epoch's order, from sample `start` on.
 
-    Cut by this rank's part of `batch_size` it falls into as many parts as `order` has batches.
+    Where a short last batch has no sample for a rank, its first one stands in.
     """
-    full = len(order) // batch_size * batch_size
-    first, last = _bounds(batch_size, ranks)
-    rest = order[full : full if drop_last else len(order)]
-    if len(rest):
-        begin, end = _bounds(len(rest), ranks)
-        # Every rank must take part in every collective, so one without a sample runs the first one, with weight zero.
-        rest = rest[begin:end] if end > begin else rest[:1]
-    if isinstance(order, Tensor):
-        return torch.cat([order[:full].view(-1, batch_size)[:, first:last].flatten(), torch.as_tensor(rest)])
-    mine = [index for start in range(0, full, batch_size) for index in order[start + first : start + last]]
-    return [*mine, *rest]
 
+    num_samples: int
+    batch_size: int
+    ranks: Ranks
+    drop_last: bool
+    start: int = 0
 
-def local_batches(
-    source: BatchSource,
-    order: Any,
-    batch_size: int,
-    ranks: Ranks,
-    *,
-    drop_last: bool,
-    seed: tuple[int, ...],
-) -> Iterator[tuple[int, Any]]:
-    """This rank's batches of an epoch, each with its number of samples here."""
-    if ranks.is_alone:
-        return source.batches(order, batch_size, start=0, seed=seed)
-    mine = local_order(order, batch_size, ranks, drop_last=drop_last)
-    # Workers of different ranks must not draw alike; rank 0 draws what a single process would.
-    return source.batches(mine, rank_shard_of(batch_size, ranks).mine, start=0, seed=(*seed, ranks.rank))
+    def __iter__(self) -> Iterator[slice]:
+        for whole in cut(self.num_samples, self.batch_size, drop_last=self.drop_last, start=self.start):
+            first, last = _bounds(whole.stop - whole.start, self.ranks)
+            # Every rank must take part in every collective, so one without a sample runs the first, with weight zero.
+            first, last = (first, last) if last > first else (0, 1)
+            yield slice(whole.start + first, whole.start + last)
 
 
 def every_sample(
-    source: BatchSource, order: Any, size: int, ranks: Ranks, *, part: int | None, seed: tuple[int, ...]
+    source: BatchSource | StreamSource,
+    order: Any,
+    size: int,
+    ranks: Ranks,
+    *,
+    part: int | None,
+    seed: tuple[int, ...],
 ) -> Iterator[tuple[int, Any]]:
     """This rank's batches of all samples of `order`, nobody's a stand-in; of a stream `part` samples, or all."""
     if isinstance(source, StreamSource):
         return source.first(part, size, seed=seed)
     size = size_without_stand_ins(len(order), size, ranks)
-    return local_batches(source, order, size, ranks, drop_last=False, seed=seed)
+    return source.batches(order, LocalPlaces(len(order), size, ranks, drop_last=False), seed=(*seed, ranks.rank))
 
 
 def size_without_stand_ins(num_samples: int, batch_size: int, ranks: Ranks) -> int:

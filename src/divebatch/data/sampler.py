@@ -1,10 +1,9 @@
 """A batch sampler whose batch size may change between epochs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from divebatch.checks import require_count
@@ -28,10 +27,14 @@ def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
     return num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
 
 
-def cut(order: Tensor | Sequence[Any], batch_size: int, *, drop_last: bool, start: int = 0) -> Iterator[Any]:
-    """The batches of an epoch from number `start` on, each a slice of `order`."""
-    for number in range(start, num_batches(len(order), batch_size, drop_last=drop_last)):
-        yield order[number * batch_size : (number + 1) * batch_size]
+def cut(num_samples: int, batch_size: int, *, drop_last: bool, start: int = 0) -> Iterator[slice]:
+    """Where the batches of an epoch of `num_samples` lie in its order, from sample `start` on.
+
+    Each is found when it is asked for, so that cutting anew takes the same time however many samples are left.
+    """
+    for number in range(num_batches(num_samples - start, batch_size, drop_last=drop_last)):
+        first = start + number * batch_size
+        yield slice(first, min(first + batch_size, num_samples))
 
 
 class AdaptiveBatchSampler(Sampler[list[int]]):
@@ -95,10 +98,11 @@ class AdaptiveBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator itself: size and order are fixed here, not when a prefetching worker draws first.
-        batches = cut(self.order.draw(self.epoch), self.batch_size, drop_last=self.drop_last)
-        return self._until_next_epoch(batches, self.epoch)
+        order = self.order.draw(self.epoch)
+        places = cut(len(order), self.batch_size, drop_last=self.drop_last)
+        return self._until_next_epoch(map(order.__getitem__, places), self.epoch)
 
-    def _until_next_epoch(self, batches: Iterator[Tensor], epoch: int) -> Iterator[list[int]]:
+    def _until_next_epoch(self, batches: Iterator[Any], epoch: int) -> Iterator[list[int]]:
         upcoming = next(batches)
         for after in batches:
             yield upcoming.tolist()

@@ -4,27 +4,28 @@ A source turns the part of an epoch that is still to come into `(num_samples, ba
 one class here and one line in `make_source`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from divebatch.data.order import worker_seed
-from divebatch.data.sampler import cut
+from divebatch.data.order import index_dtype, worker_seed
 from divebatch.data.stream import StreamSource
 
 
 class BatchSource(Protocol):
-    """Delivers batches."""
+    """Delivers batches of data that has an order."""
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
+        self, order: Tensor | Sequence[Any], places: Iterable[slice], *, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
-        """Batches from number `start` on, each with its number of samples. `order` is None for streams only.
+        """One batch for each of the `places` in `order`, with its number of samples.
 
-        `seed` is (seed, epoch, samples delivered before, rank), from which worker processes get theirs.
+        Nothing is done for a batch before it is asked for, or prefetched: a change of size drops those that are left.
+        `places` can be gone through more than once. `seed` is (seed, epoch, samples delivered before, rank), from which
+        worker processes get theirs.
         """
         ...
 
@@ -32,20 +33,31 @@ class BatchSource(Protocol):
 class TensorSource:
     """Tensors in memory, indexed a whole batch at a time: what a DataLoader gives for them, far faster."""
 
-    def __init__(self, tensors: Sequence[Tensor], *, drop_last: bool) -> None:
-        self.tensors, self.drop_last = tensors, drop_last
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self._converted: tuple[Any, Tensor] | None = None
+        """The order of the pass under way, where it had to be converted, and what became of it."""
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
+        self, order: Tensor | Sequence[Any], places: Iterable[slice], *, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """Lists of tensors, as torch's default collate makes of tuples."""
-        if not isinstance(order, Tensor):  # a sampler of the user's own may count from the end; index_select may not
-            order = torch.tensor(order) % len(self.tensors[0])
-        indices = order.to(self.tensors[0].device)
+        indices = self._on_device(order)
         # One index operation a batch: a DataLoader would fetch and collate sample by sample.
-        for batch in indices.split(batch_size)[start:]:
-            if batch.numel() == batch_size or not self.drop_last:
-                yield batch.numel(), self._look_up(batch)
+        for place in places:
+            batch = indices[place].long()  # index_select takes nothing shorter for sparse tensors
+            yield batch.numel(), self._look_up(batch)
+
+    def _on_device(self, order: Tensor | Sequence[Any]) -> Tensor:
+        """`order` as a tensor on the device of the data; made once an epoch and not with each change of size."""
+        device, size = self.tensors[0].device, len(self.tensors[0])
+        if isinstance(order, Tensor) and order.device == device:
+            return order
+        if self._converted is None or self._converted[0] is not order:
+            # A sampler of the user's own may count from the end; index_select may not.
+            tensor = order if isinstance(order, Tensor) else torch.tensor(order) % size
+            self._converted = order, tensor.to(device, index_dtype(size))
+        return self._converted[1]
 
     def _look_up(self, indices: Tensor) -> list[Tensor]:
         return [tensor.index_select(0, indices) for tensor in self.tensors]
@@ -69,37 +81,36 @@ class _Batches:
     """The batch sampler a DataLoader keeps; what it yields is set anew for each pass."""
 
     def __init__(self) -> None:
-        self.pending: list[Any] = []
+        self.pending: Iterator[list[Any]] = iter(())
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.pending)
-
-    def __len__(self) -> int:
-        return len(self.pending)
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.pending
 
 
 class MapSource:
     """A map-style dataset behind a DataLoader, with whatever workers and collate it was given."""
 
-    def __init__(self, dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> None:
-        self.drop_last = drop_last
+    def __init__(self, dataset: Any, *, settings: dict[str, Any]) -> None:
         self._batches = _Batches()
         self._generator = torch.Generator()
         settings = {"generator": self._generator, **settings}
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **settings)
 
     def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
+        self, order: Tensor | Sequence[Any], places: Iterable[slice], *, seed: tuple[int, ...]
     ) -> Iterator[tuple[int, Any]]:
         """The DataLoader's batches; workers are seeded by `seed`, the global random state is left alone."""
-        assert order is not None
-        indices = order.tolist() if isinstance(order, Tensor) else order
-        self._batches.pending = list(cut(indices, batch_size, drop_last=self.drop_last, start=start))
+        # Lists of a batch at a time: as Python numbers an order takes ten times the memory.
+        self._batches.pending = (_as_list(order[place]) for place in places)
         self._generator.manual_seed(worker_seed(*seed))
-        yield from zip(map(len, self._batches.pending), self._loader, strict=True)
+        yield from zip((place.stop - place.start for place in places), self._loader, strict=True)
 
 
-def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> BatchSource:
+def _as_list(indices: Tensor | Sequence[Any]) -> list[Any]:
+    return list(indices.tolist()) if isinstance(indices, Tensor) else list(indices)
+
+
+def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> BatchSource | StreamSource:
     """The fastest source that gives what `DataLoader(dataset, **settings)` would."""
     if isinstance(dataset, IterableDataset):
         return StreamSource(dataset, drop_last=drop_last, settings=dict(settings))
@@ -107,8 +118,8 @@ def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> B
     if type(dataset) in (TensorDataset, Numbers) and _is_plain(dataset, settings):
         DataLoader(dataset, **settings)  # refuses what a DataLoader refuses
         kind = NumberSource if isinstance(dataset, Numbers) else TensorSource
-        return kind(dataset.tensors, drop_last=drop_last)
-    return MapSource(dataset, drop_last=drop_last, settings=settings)
+        return kind(dataset.tensors)
+    return MapSource(dataset, settings=settings)
 
 
 def _is_plain(dataset: TensorDataset, settings: dict[str, Any]) -> bool:

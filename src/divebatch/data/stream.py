@@ -1,10 +1,9 @@
 """Streams: an IterableDataset read in batches whose size may change, in passes that may be parts of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from divebatch.data.epoch_progress import EpochProgress
@@ -101,12 +100,6 @@ class StreamSource:
             count += counted[0]
             if count == num_samples:
                 return
-
-    def batches(
-        self, order: Tensor | Sequence[Any] | None, batch_size: int, *, start: int, seed: tuple[int, ...]
-    ) -> Iterator[tuple[int, Any]]:
-        """The whole stream in batches of one size; `order` and `start` do not apply."""
-        return self.first(None, batch_size, seed=seed)
 
 
 class StreamReader:
