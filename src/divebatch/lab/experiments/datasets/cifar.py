@@ -57,9 +57,10 @@ class CifarFormat:
         if not isinstance(entries, dict) or any(key not in entries for key in wanted):
             raise self.origin.damaged(path, f"has no entries {wanted[0]!r} and {wanted[1]!r}")
         images, labels = (entries[key] for key in wanted)
-        labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
         if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
             raise self.origin.damaged(path, f"'data' is {_described(images)}, not uint8 of shape (images, {PIXELS})")
+        if isinstance(labels, np.ndarray) and labels.shape == (len(images),):
+            labels = labels.tolist()
         self._check_labels(path, labels, len(images))
         return images, labels
 
@@ -69,7 +70,7 @@ class CifarFormat:
             raise self.origin.damaged(path, f"{self.label_key!r} must be a list of {num_images or 'some'}, got {found}")
         for place, label in enumerate(labels):
             if type(label) is not int or not 0 <= label < self.num_classes:
-                found, last = reprlib.repr(label), self.num_classes - 1  # a pyramid of lists is too long to print
+                found, last = reprlib.repr(label), self.num_classes - 1  # a text may be too long to print
                 raise self.origin.damaged(path, f"{self.label_key}[{place}] is {found}, not a class from 0 to {last}")
 
 

@@ -7,7 +7,11 @@ are reached, so that neither object arrays nor shapes without data behind them c
 Why not `pickle.Unpickler` with a restricted `find_class`: that keeps names out, but bounds neither time nor memory. A
 few bytes make it reserve gigabytes (the length of a BYTEARRAY8, the index of a LONG_BINPUT) or hash tuples that hold
 themselves twice over, level by level, for ever. Opcodes would have to be checked one by one before it, with what is on
-its stack, which is most of what stands here. Here time and memory grow with the size of the file, which is bounded.
+its stack, which is most of what stands here.
+
+Here time and memory are bounded: by the bytes of the file, by the number of its opcodes, and by what may stand where. A
+list holds numbers and text alone, a dict also lists and arrays, so nothing can be built that is larger unfolded than
+the file allows, and every single opcode costs little.
 """
 
 import math
@@ -24,8 +28,12 @@ from divebatch.lab.experiments.datasets.dataset import Origin
 
 MOST_BYTES = 2**30
 """The largest file that is read; the largest of the CIFAR sets has 155 million bytes."""
-MOST_DIMENSIONS = 64
-"""Of an array in numpy, so the length of the longest tuple that stands in another one."""
+MOST_OPCODES = 2_000_000
+"""A file of that size in CIFAR's form has 1.4 million of them, for the labels and the name of each image."""
+LONGEST_TUPLE = 16
+"""Tuples are shapes, arguments and states alone; numpy's states have up to nine items."""
+LONGEST_KEY = 256
+"""Of a dict, in characters: a key is compared with an equal one as often as a file names the two."""
 MOST_COPIES = 4
 """How often a file's bytes may be copied into arrays and strings."""
 WHOLE_NUMBERS = {f"{kind}{width}" for kind in "iu" for width in (1, 2, 4, 8)}
@@ -39,7 +47,6 @@ class RefusedError(Exception):
 def read_pickle(path: Path, origin: Origin) -> Any:
     """Read what `path` holds; the byte strings of Python 2 come as str (latin-1), and so do all keys."""
     try:
-        # Time and memory grow with the file's size, so that must be bounded.
         if path.stat().st_size > MOST_BYTES:
             _refuse(f"it has {path.stat().st_size} bytes, more than the {MOST_BYTES} that are read")
         pickled = path.read_bytes()
@@ -47,7 +54,9 @@ def read_pickle(path: Path, origin: Origin) -> Any:
     except RefusedError as error:
         raise origin.damaged(path, str(error)) from error
     except Exception as error:  # a damaged file can go wrong at any place
-        raise origin.damaged(path, f"cannot be read as a pickle ({type(error).__name__}: {error})") from error
+        raise origin.damaged(
+            path, f"cannot be read as a pickle ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
 
 
 def _refuse(what: str) -> NoReturn:
@@ -132,6 +141,10 @@ ADMITTED: dict[str, Callable[..., Any]] = {
 """The names a pickle may use, and what is called in their place."""
 
 
+_PLAIN = (str, bytes, bytearray, int, float, type(None))
+"""What a list may hold; a dict may hold lists and arrays too."""
+
+
 class _Machine:
     """Carries out a pickle's opcodes on a stack."""
 
@@ -142,7 +155,9 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self, pickled: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(pickled):
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
+            if number == MOST_OPCODES:
+                _refuse(f"it has more than {MOST_OPCODES} opcodes")
             if opcode.name in _PUSHED:
                 self.stack.append(argument)
             elif opcode.name in _OPCODES:
@@ -181,29 +196,32 @@ class _Machine:
 
     def push_tuple(self, items: list[Any]) -> None:
         """Tuples stand in tuples only as shapes do: a pyramid of shared ones would take for ever to hash or print."""
-        for inner in items:
-            if isinstance(inner, tuple) and (
-                len(inner) > MOST_DIMENSIONS or any(isinstance(each, tuple) for each in inner)
-            ):
-                _refuse("tuples are nested deeper than any array needs")
+        if len(items) > LONGEST_TUPLE:
+            _refuse(f"a tuple has {len(items)} items, more than any array needs")
+        if any(isinstance(each, tuple) for inner in items if isinstance(inner, tuple) for each in inner):
+            _refuse("tuples are nested deeper than any array needs")
         self.stack.append(tuple(items))
 
     def pop_arguments(self) -> tuple[Any, ...]:
         """Take the arguments of a call or a state. The same bytes may be named many times, and are copied each time."""
-        arguments: tuple[Any, ...] = _of_type(tuple, self.stack.pop())
+        arguments: tuple[Any, ...] = _of_type(tuple, self.stack.pop(), "in the place of arguments")
         self.bytes_to_copy -= sum(len(each) for each in arguments if isinstance(each, str | bytes | bytearray))
         if self.bytes_to_copy < 0:
             _refuse("it uses the same bytes again and again")
         return arguments
 
     def extend(self, items: list[Any]) -> None:
-        _of_type(list, self.stack[-1]).extend(items)
+        """Lists hold no containers: a pyramid of shared ones would take for ever to unfold, to compare or to print."""
+        target = _of_type(list, self.stack[-1], "in the place of a list")
+        target.extend(_of_type(_PLAIN, item, "in a list") for item in items)
 
     def set_items(self, items: list[Any]) -> None:
-        target = _of_type(dict, self.stack[-1])
+        target = _of_type(dict, self.stack[-1], "in the place of a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Plain keys only: nested ones could take for ever to hash.
-            target[_of_type(str | bytes | int, key)] = value
+            # Text only: tuples may take long to hash, and numbers can be chosen so that their hashes are all equal.
+            if len(_of_type((str, bytes), key, "as the key of a dict")) > LONGEST_KEY:
+                _refuse(f"a key of a dict has {len(key)} characters")
+            target[key] = _of_type((*_PLAIN, list, _Array), value, "in a dict")
 
     def look_up(self, name: str) -> None:
         if name not in ADMITTED:
@@ -212,7 +230,7 @@ class _Machine:
         self.stack.append(ADMITTED[name])
 
     def look_up_from_stack(self, _: Any) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
+        name, module = (_of_type(str, self.stack.pop(), "in the place of a name") for _ in range(2))
         self.look_up(f"{module} {name}")
 
     def reduce(self, _: Any) -> None:
@@ -224,9 +242,9 @@ class _Machine:
         self.stack[-1].set_state(state)
 
 
-def _of_type(kind: Any, value: Any) -> Any:
+def _of_type(kind: type | tuple[type, ...], value: Any, where: str) -> Any:
     if not isinstance(value, kind):
-        _refuse(f"a {type(value).__name__} stands where it cannot")
+        _refuse(f"a {type(value).__name__} stands {where}")
     return value
 
 
