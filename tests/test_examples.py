@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_examples_run(path: Path) -> None:
-    answer = subprocess.run([sys.executable, "-W", "error", str(path)], capture_output=True, text=True, check=False)
+def test_examples_run(path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(path)]
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     if "is not installed; get it with" in answer.stderr or "ModuleNotFoundError" in answer.stderr:
         pytest.skip(answer.stderr.splitlines()[-1])
     assert answer.returncode == 0, answer.stderr
@@ -20,7 +21,8 @@ def test_examples_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
-def test_python_blocks_in_the_docs_run(path: Path) -> None:
+def test_python_blocks_in_the_docs_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL):
         exec(compile(block, str(path), "exec"), names)
