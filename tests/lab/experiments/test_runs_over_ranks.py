@@ -140,6 +140,26 @@ def test_a_rank_is_killed_and_fewer_go_on(tmp_path, start, alone, data_dir):
     assert set(counts.values()) == {1}
 
 
+def test_killed_while_saving_other_numbers_of_ranks_go_on(tmp_path, start, alone, data_dir):
+    """Rank 0 leaves a file or a folder under the temporary name, with all kinds of checkpoints beside it."""
+    whole, left = runs_in(alone, data_dir)[0], []
+    run = replace(runs_in(tmp_path, data_dir)[0], checkpoint_steps=2)
+    complete, between = run.checkpoint_path.name, f"{run.checkpoint_path.name}.tmp"
+    for size, moment in ((1, between), (2, between), (1, complete), (2, complete)):
+        job = start(size, [run], None, None, (-1, 0), moment)
+        assert job.ends()[0] == -signal.SIGKILL, job.log.read_text()
+        left.append("".join(kind_of(run, suffix) for suffix in ("", ".previous", ".tmp")))
+    assert left == ["-ff", "-dd", "fff", "d-d"]  # the last checkpoint, the one before it, the new one
+    assert start(1, [run]).ends() == [0]
+    assert_same_course(run, whole)
+    assert not list(run.folder.rglob("*.tmp"))
+
+
+def kind_of(run: Run, suffix: str) -> str:
+    path = run.checkpoint_path.with_name(run.checkpoint_path.name + suffix)
+    return "d" if path.is_dir() else "f" if path.is_file() else "-"
+
+
 def samples_of_steps(folder: Path) -> list[list[str]]:
     """Of each step what all ranks saw."""
     by_rank = [

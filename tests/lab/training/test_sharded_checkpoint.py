@@ -133,6 +133,34 @@ def test_killed_between_the_two_renames_the_one_before_is_found(path, caplog):
     assert same(load_newest(path), state(2))
 
 
+def put(path: Path, kind: str) -> None:
+    """What a killed run, or somebody else, may have left at a place."""
+    {
+        "file": lambda: path.write_bytes(b"half"),
+        "folder": lambda: (path.mkdir(), (path / "__0_0.distcp").write_bytes(b"half")),
+        "link to a file": lambda: path.symlink_to(path.parent / "others"),
+        "link to a folder": lambda: path.symlink_to(path.parent),
+        "pipe": lambda: os.mkfifo(path),
+    }[kind]()
+
+
+def save_alone(path: Path, values: dict[str, Any], _: Ranks) -> None:
+    save_checkpoint(path, values)
+
+
+@pytest.mark.parametrize("save", [save_alone, save_sharded])
+@pytest.mark.parametrize("kind", ["file", "folder", "link to a file", "link to a folder", "pipe"])
+def test_whatever_lies_under_the_temporary_name_gives_way(tmp_path, save, kind):
+    path, others = tmp_path / "seed-0.ckpt", tmp_path / "others"
+    others.write_text("not ours")
+    for number in (1, 2, 3):
+        put(path.with_name("seed-0.ckpt.tmp"), kind)
+        save(path, state(number), Ranks.alone())
+        assert same(load_newest(path), state(number))
+    assert others.read_text() == "not ours"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["others", "seed-0.ckpt", "seed-0.ckpt.previous"]
+
+
 # Made on purpose, with checksums that fit
 
 

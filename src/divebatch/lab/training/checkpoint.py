@@ -40,8 +40,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     torch.save(state, buffer)
     scratch = path.with_name(path.name + ".tmp")
     try:
-        if scratch.is_dir():  # what several ranks were killed over
-            forget(scratch)
+        forget(scratch)  # what a run was killed over: a file, or a folder of several ranks
         _write_synced(scratch, buffer.getbuffer())
         replace_checkpoint(scratch, path)
         sync_folder(path.parent)

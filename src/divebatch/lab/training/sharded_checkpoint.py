@@ -185,7 +185,7 @@ def _room(manifest: Manifest, name: str, place: Place, device: torch.device, lay
 
 
 def _fresh_folder(scratch: Path) -> None:
-    forget(scratch)  # of a run that was killed; one process leaves a file
+    forget(scratch)  # what a run was killed over: a folder, or a file of one process
     scratch.mkdir()
 
 
