@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from lab.experiments.dataset_tests.text_files import write_corpus
+from divebatch.lab.experiments.schema import FOLDER
+from lab.experiments.dataset_tests.text_files import documents, packed, write_corpus
 
 RUN = ["run", "lm-bytes", "--model", "gpt-tiny", "--precision", "fp32", "--epochs", "4", "--jobs", "1"]
 
@@ -61,8 +62,40 @@ WRONG = {
 def test_what_cannot_be_is_told(tmp_path, data, name):
     words, message = WRONG[name]
     answer = run(tmp_path, data, "--methods", "fixed-8", *words)
-    assert answer.exit_code in (1, 2)
+    assert answer.exit_code == 2
     assert re.search(message, " ".join(answer.output.split())), answer.output
+    assert "--resume" not in answer.output  # nothing was begun
+
+
+SPOILT = {
+    "cut": ("train", lambda content: content[:-40], "tiny.train.xz' is cut short"),
+    "no xz": ("valid", lambda content: b"text", "tiny.valid.xz' is not an .xz file"),
+    "held out and trained on": ("valid", lambda _: packed(documents(4, seed=0)), "validation documents are training"),
+    "too short": ("train", lambda _: packed([b"few words"]), "sequences of 64 bytes are longer than all training text"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_spoilt_text_ends_the_command_with_one_message(tmp_path, data, name):
+    split, change, message = SPOILT[name]
+    path = data / "text" / f"tiny.{split}.xz"
+    path.write_bytes(change(path.read_bytes()))
+    answer = run(tmp_path, data, "--methods", "fixed-8,auto-8")
+    assert answer.exit_code == 2
+    assert answer.output.count(message) == 1
+    assert "(the same for 1 more of the runs)" in answer.output
+
+
+def test_a_run_that_cannot_begin_beside_one_that_can_is_a_failure(tmp_path, data):
+    file = tmp_path / "mixed.toml"
+    content = (FOLDER / "lm-bytes.toml").read_text()
+    file.write_text(content.replace("every_steps = 32", 'every_steps = 32\nestimator = "trajectory"'))
+    words = ["--methods", "fixed-8,auto-8", "--samples", "32", "--data-dir", str(data), "--out", str(tmp_path / "out")]
+    answer = CliRunner().invoke(app, ["run", str(file), *RUN[2:], *words])
+    assert answer.exit_code == 1
+    assert "Trajectory sums over whole epochs" in answer.output
+    assert "1 of 2 runs are complete" in answer.output
+    assert "--resume" in answer.output
 
 
 def test_an_experiment_of_epochs_has_no_such_end():

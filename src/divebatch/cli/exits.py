@@ -22,7 +22,7 @@ OPTIONS = {
     r"\bnum_workers=(\d+)": r"--workers \1",
     r"\brepeat=True": "--repeat",
     r"\bsamples=(\d+)": r"--samples \1",
-    r"\bseconds=([\d.]+)": r"--seconds \1",
+    r"\bseconds=(-?[\w.]+)": r"--seconds \1",
     r"\bsampler='(\w+)'": r"--sampler \1",
     r"\banother study_name\b": "another --study name",
     r"\bchoose by method and seed\b": "choose with --method and --seed",

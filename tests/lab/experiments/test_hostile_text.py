@@ -257,7 +257,7 @@ def test_a_wrong_data_folder_fails_with_a_message(tmp_path, kind, jobs):
     data = {"the dataset itself": folder / "cifar-10-batches-py", "an empty one": tmp_path}.get(kind, folder)
     words = ["run", "cifar10", "--methods", "sgd-small", "--trials", "1", "--jobs", jobs, "--data-dir", str(data)]
     answer = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")])
-    assert answer.exit_code == 1
+    assert answer.exit_code == 2
     assert "cifar10 sgd-small seed 0: " in answer.output
     assert str(data) in answer.output
     assert "Traceback" not in answer.output

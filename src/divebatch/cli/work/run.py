@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from divebatch.checks import require_choice
-from divebatch.cli.exits import FAILED, command_again, errors_exit_with, leave
+from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, leave
 from divebatch.cli.progress import make_display
 from divebatch.cli.results_files import make_folder
-from divebatch.errors import ArgumentError, StoppedError
+from divebatch.errors import ArgumentError, DataError, StoppedError
 from divebatch.lab.experiments import (
     Experiment,
     Failure,
@@ -42,6 +42,9 @@ __all__ = [
     "train",
 ]
 
+CANNOT_BEGIN = (ArgumentError, DataError)
+"""Errors of settings and data that no run can begin with: the command is wrong, and there is nothing to resume."""
+
 
 def train(runs: list[Run], jobs: int, ranks: Ranks, *, resume: bool, mode: str) -> None:
     """Execute all runs, which no other command gets meanwhile."""
@@ -55,17 +58,28 @@ def train(runs: list[Run], jobs: int, ranks: Ranks, *, resume: bool, mode: str) 
             with _saying_how_to_continue(out), make_display(runs, mode) as display:
                 listeners = {"on_epoch": display.on_epoch, "on_resume": display.on_resume}
                 failures = execute_all(runs, jobs=jobs, resume=resume, **listeners)
+            if len(failures) == len(runs) and all(isinstance(each.error, CANNOT_BEGIN) for each in failures):
+                raise leave("\n".join(_lines(failures)), WRONG_USE)
             if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
                 raise leave(_in_words(failures, len(runs)), FAILED)
 
 
 def _in_words(failures: Sequence[Failure], num_runs: int) -> str:
-    """A line for each, then how many are complete and how the rest is tried again."""
-    lines = [str(failure) for failure in failures]
+    """What failed, then how many are complete and how the rest is tried again."""
     done = f"{num_runs - len(failures)} of {num_runs} runs are complete"
-    return "\n".join(
-        [*lines, f"{done}; once the cause is mended, this continues the rest:", f"  {command_again('--resume')}"]
-    )
+    way_on = f"{done}; once the cause is mended, this continues the rest:"
+    return "\n".join([*_lines(failures), way_on, f"  {command_again('--resume')}"])
+
+
+def _lines(failures: Sequence[Failure]) -> list[str]:
+    """One for each cause: it may be that of many runs."""
+    by_cause: dict[str, list[Failure]] = {}
+    for failure in failures:
+        by_cause.setdefault(str(failure.error), []).append(failure)
+    return [
+        str(first) + (f" (the same for {len(others)} more of the runs)" if others else "")
+        for first, *others in by_cause.values()
+    ]
 
 
 @contextmanager
