@@ -18,6 +18,7 @@ from divebatch.checks import require_count
 from divebatch.errors import ArgumentError, DataError, MissingExtraError
 from divebatch.lab.experiments.datasets.augment import RandomResizedCrop, ResizeCentreCrop, Transform
 from divebatch.lab.experiments.datasets.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, Origin
+from divebatch.lab.experiments.datasets.decoded_images import FOLDER, decoded_once
 from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
 
 ORIGIN = Origin(
@@ -63,10 +64,25 @@ class TinyImageNet(DatasetSettings):
 
 
 class ImageFiles(Dataset[Any]):
-    """JPEG files with their labels, decoded when they are asked for."""
+    """JPEG files with their labels, decoded when they are asked for.
 
-    def __init__(self, paths: Sequence[str | Path], labels: Sequence[int]) -> None:
+    Args:
+        paths: The files.
+        labels: The class of each.
+        cache: Where `in_memory` keeps all of them decoded; None keeps nothing.
+        part_of: The files that these are some of, and their numbers there; None if they are all.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        labels: Sequence[int],
+        *,
+        cache: Path | None = None,
+        part_of: tuple["ImageFiles", Tensor] | None = None,
+    ) -> None:
         self.paths, self.labels = list(map(str, paths)), torch.tensor(labels)
+        self._cache, self._part_of = cache, part_of
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -78,7 +94,8 @@ class ImageFiles(Dataset[Any]):
         return torch.from_numpy(images), self.labels[index], index
 
     def select(self, numbers: Tensor) -> "ImageFiles":
-        return ImageFiles([self.paths[number] for number in numbers.tolist()], self.labels[numbers].tolist())
+        paths = [self.paths[number] for number in numbers.tolist()]
+        return ImageFiles(paths, self.labels[numbers].tolist(), part_of=(self, numbers))
 
     def content(self) -> Iterator[Any]:
         """Names and sizes of the files: to read them all would take as long as an epoch."""
@@ -86,7 +103,16 @@ class ImageFiles(Dataset[Any]):
         yield "\n".join(f"{Path(path).name} {os.path.getsize(path)}" for path in self.paths).encode()
 
     def in_memory(self) -> HostImages:
-        """All decoded, by as many threads as there are processors."""
+        """All decoded; from the cache where there is one."""
+        if self._part_of is not None:
+            whole, numbers = self._part_of
+            return whole.in_memory().select(numbers)
+        shape = (len(self), SIDE, SIDE, 3)
+        images = decoded_once(self._cache, self.paths, shape, self._decode_all) if self._cache else self._decode_all()
+        return HostImages(torch.from_numpy(images), self.labels)
+
+    def _decode_all(self) -> NDArray[np.uint8]:
+        """By as many threads as there are processors."""
         images = np.empty((len(self), SIDE, SIDE, 3), np.uint8)
 
         def fill(number: int) -> None:
@@ -95,7 +121,7 @@ class ImageFiles(Dataset[Any]):
         with ThreadPoolExecutor() as pool:
             for _ in pool.map(fill, range(len(self))):
                 pass  # an error comes up here
-        return HostImages(torch.from_numpy(images), self.labels)
+        return images
 
 
 def _pillow() -> ModuleType:
@@ -140,7 +166,7 @@ def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
             )
         paths += found
         labels += [number] * len(found)
-    return ImageFiles(paths, labels)
+    return ImageFiles(paths, labels, cache=folder / FOLDER / "train.images")
 
 
 def validation_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
@@ -159,4 +185,5 @@ def validation_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
     if not labels:
         raise ORIGIN.damaged(path, "names no image")
     names = sorted(labels)
-    return ImageFiles([folder / "val" / "images" / name for name in names], [labels[name] for name in names])
+    paths = [folder / "val" / "images" / name for name in names]
+    return ImageFiles(paths, [labels[name] for name in names], cache=folder / FOLDER / "val.images")
