@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -77,10 +76,10 @@ def _read(cache: Path, source: bytes, shape: tuple[int, ...]) -> Images | None:
 
 
 def _write(cache: Path, source: bytes, images: Images) -> None:
-    """Whole or not at all: under another name first."""
-    descriptor, scratch = tempfile.mkstemp(dir=cache.parent)
+    """Whole or not at all: under another name first, which nobody else uses while the lock is held."""
+    scratch = cache.with_suffix(".partial")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with scratch.open("wb") as file:
             file.write(source + hashlib.sha256(images.data).digest())
             file.write(images.data)
             file.flush()
@@ -88,5 +87,5 @@ def _write(cache: Path, source: bytes, images: Images) -> None:
         os.replace(scratch, cache)
     except OSError:
         with suppress(OSError):
-            os.unlink(scratch)
+            scratch.unlink()
         raise
