@@ -11,6 +11,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Start the command line, or say which extra it needs."""
+    _say_once_who_is_lost()
     try:
         try:
             from divebatch.cli import app
@@ -29,12 +30,25 @@ def main() -> None:
         raise SystemExit(INTERRUPTED) from None
 
 
+def _say_once_who_is_lost() -> None:
+    """Leave it to our own errors: torch warns with a page of addresses where it loses the process that keeps its store.
+
+    It looks at this once, when it is imported.
+    """
+    if _is_one_of_several():
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _is_one_of_several() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def _leave_at_once(end: SystemExit) -> None:
     """End a process that is one of several ranks without waiting for threads that talk to ranks which may be gone.
 
     Those of gloo now and then abort a process in its very last moment, and a launcher would take that for a failure.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if _is_one_of_several():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from divebatch.errors import DivebatchError, without_passwords
+from divebatch.errors import DivebatchError, RankError, without_passwords
 
 FAILED = 1
 WRONG_USE = 2
@@ -28,6 +28,7 @@ OPTIONS = {
     r"\bchoose by method and seed\b": "choose with --method and --seed",
     r"\bdata_dir=": "--data-dir ",
     r"\banother folder\b": "another --out folder",
+    r"\brank_timeout\b": "--rank-timeout",
 }
 """Arguments as the errors of library and laboratory name them, and the options that set them."""
 
@@ -52,9 +53,11 @@ def leave(message: str, code: int) -> typer.Exit:
 
 @contextmanager
 def errors_exit_with(code: int) -> Iterator[None]:
-    """Inside, an error raised on purpose ends the program with this code."""
+    """Inside, an error raised on purpose ends the program with this code; the loss of a rank is nobody's wrong use."""
     try:
         yield
+    except RankError as error:
+        raise leave(str(error), FAILED) from error
     except DivebatchError as error:
         raise leave(str(error), code) from error
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import torch
 
@@ -13,7 +14,7 @@ after_step = runner.Saver._after_step
 
 
 def failing(saver: runner.Saver) -> None:
-    """Rank FAILING_RANK fails after FAILING_STEP steps; FAILURE is how: "error", or the name of a signal."""
+    """Rank FAILING_RANK fails after FAILING_STEP steps; FAILURE is how: "error", "sleep", or the name of a signal."""
     global steps
     steps += 1
     is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -24,6 +25,8 @@ def failing(saver: runner.Saver) -> None:
     ):
         if os.environ["FAILURE"] == "error":
             raise ValueError("the cat bit the cable")
+        if os.environ["FAILURE"] == "sleep":
+            time.sleep(1000.0)
         os.kill(os.getpid(), signal.Signals[os.environ["FAILURE"]])
     after_step(saver)
 

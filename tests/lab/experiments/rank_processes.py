@@ -45,8 +45,8 @@ class Job:
 
     processes: list[Any]
     log: Path
-    store: dist.TCPStore
-    """Kept alive here, as torchrun keeps it."""
+    store: dist.TCPStore | None
+    """Kept alive here, as torchrun keeps it; None where rank 0 keeps it."""
 
     def ends(self) -> list[int]:
         """The exit codes. When one rank has failed, the others are ended too, as torchrun does."""
@@ -58,6 +58,14 @@ class Job:
                 self.kill()
             time.sleep(0.01)
         return [int(process.exitcode) for process in self.processes]
+
+    def ends_of(self, *ranks: int) -> list[int | None]:
+        """The exit codes of these, which must end by themselves; the others are killed then."""
+        for rank in ranks:
+            self.processes[rank].join(PATIENCE)
+        found = [self.processes[rank].exitcode for rank in ranks]
+        self.kill()
+        return found
 
     def _wait(self, seconds: float) -> None:
         """For all to end, or so long."""
@@ -71,12 +79,14 @@ class Job:
             process.join()
 
 
-def launch(log: Path, size: int, function: Callable[..., None], *arguments: Any) -> Job:
+def launch(log: Path, size: int, function: Callable[..., None], *arguments: Any, by_hand: bool = False) -> Job:
+    """Start the ranks; `by_hand` leaves it to rank 0 to keep their store, as where no launcher does."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     log.touch()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places = [(rank, size, store.port, log) for rank in range(size)]
+    store = None if by_hand else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = free_port() if store is None else store.port
+    places = [(rank, size, port, by_hand, log) for rank in range(size)]
     processes = [context.Process(target=_be_a_rank, args=(*place, function, arguments)) for place in places]
     for process in processes:
         process.start()
@@ -89,13 +99,15 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def _be_a_rank(rank: int, size: int, port: int, log: Path, function: Callable[..., None], arguments: Any) -> None:
+def _be_a_rank(
+    rank: int, size: int, port: int, by_hand: bool, log: Path, function: Callable[..., None], arguments: Any
+) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
-    place.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, TORCHELASTIC_USE_AGENT_STORE=True)
+    place.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, TORCHELASTIC_USE_AGENT_STORE=not by_hand)
     os.environ.update({key: str(value) for key, value in place.items()})
     function(*arguments)
 

@@ -10,6 +10,7 @@ from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.run_workers import in_processes
 from divebatch.lab.experiments.runner import execute, make_stop
 from divebatch.lab.training import StopRequest
+from divebatch.lab.training.launch import why
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 
@@ -69,7 +70,7 @@ def _in_turn(
         except Exception as error:
             if not ranks.is_alone and not isinstance(error, DivergedError):  # a loss diverges on all ranks alike
                 name = f"{run.experiment.name} {run.method_name} seed {run.seed}"
-                raise RankError(f"rank {ranks.rank} of {ranks.size}, {name}: {_in_short(error)}") from error
+                raise RankError(f"rank {ranks.rank} of {ranks.size}, {name}: {why(error)}") from error
             failures.append(Failure(run, error))
     return failures
 
@@ -79,11 +80,3 @@ def _require_same(runs: Sequence[Run], ranks: Ranks) -> None:
     ranks.require_same({"the runs": [f"{run.method_name} seed {run.seed}" for run in runs]})
     for run in runs:
         ranks.require_same(run.settings_of_all_ranks)
-
-
-def _in_short(error: Exception) -> str:
-    """The first line, and what it means where another rank is gone: gloo and NCCL tell long stories."""
-    what = (str(error) or type(error).__name__).partition("\n")[0]
-    is_lost = isinstance(error, RuntimeError) and any(word in what for word in ("gloo", "NCCL", "ProcessGroup"))
-    hint = ": it was killed, is stopped, or took longer than the ranks' time limit"
-    return f"lost contact with another rank{hint} ({what[:200]})" if is_lost else what

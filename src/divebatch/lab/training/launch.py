@@ -1,25 +1,33 @@
 """What a launcher such as torchrun says of this process, and the group it belongs to."""
 
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
-from divebatch.errors import ArgumentError, DivebatchError
+from divebatch.errors import ArgumentError, DivebatchError, RankError
+from divebatch.lab.training.roll_call import RollCall, is_about_ranks
 from divebatch.ranks import Ranks
 
 T = TypeVar("T")
 
 TIMEOUT = 600.0
 """Seconds until a rank that waits for the others gives up; evaluation and loading take less."""
+LOOK = 0.1
+"""Seconds from one try to reach the store to the next."""
+LONGER_FOR_NCCL = 60.0
+"""Seconds by which gloo gives up before NCCL, which ends the process without a word."""
 
-_store: Store | None = None
+_roll_call: RollCall | None = None
 
 
 def is_launched() -> bool:
@@ -37,43 +45,131 @@ def is_restarted() -> bool:
     return may_be_restarted() and _num_restarts() > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among its ranks, and where they find each other."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    launcher_keeps_store: bool
+    """Else rank 0 does."""
+
+    @classmethod
+    def announced(cls) -> Self:
+        """As the launcher has it in the environment."""
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        found = {name: os.environ.get(name, "") for name in names}
+        for name, value in found.items():
+            if not value or (name != "MASTER_ADDR" and not value.isdigit()):
+                raise ArgumentError(
+                    f"WORLD_SIZE is set, but not all that a launcher sets with it: {name} is {value!r}. Set "
+                    f"{', '.join(names)}, or start the ranks with torchrun"
+                )
+        is_torchrun_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        rank, size, port = (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        return cls(rank, size, found["MASTER_ADDR"], port, is_torchrun_s)
+
+    @property
+    def keeper(self) -> str:
+        """Who keeps the store, in words."""
+        return "the launcher" if self.launcher_keeps_store else "rank 0"
+
+    def connect(self, timeout: float, *, may_keep: bool = True) -> Store:
+        """A connection to the store, which rank 0 opens where the launcher has not."""
+        is_keeper = may_keep and self.rank == 0 and not self.launcher_keeps_store
+        here, limit = f"{self.host}:{self.port} (MASTER_ADDR, MASTER_PORT)", timedelta(seconds=timeout)
+        if not is_keeper and not self._is_opened_within(timeout):
+            raise RankError(
+                f"rank {self.rank} of {self.size}: {self.keeper} does not answer at {here} within the ranks' time "
+                f"limit of {timeout:g} s: was it started? A larger rank_timeout waits longer"
+            )
+        try:
+            # Not waiting for the others: the roll call does, and says who is missing.
+            store = TCPStore(
+                self.host, self.port, is_master=is_keeper, timeout=limit, wait_for_workers=False, multi_tenant=True
+            )
+        except dist.DistError as error:
+            what = "open the ranks' store" if is_keeper else "use what answers"
+            raise RankError(f"rank {self.rank} of {self.size} cannot {what} at {here}: {_first_line(error)}") from error
+        return PrefixStore(f"start {_num_restarts()}", store)  # torchrun's own outlives the ranks that wrote into it
+
+    def _is_opened_within(self, seconds: float) -> bool:
+        """Whether somebody listens at the store's address; torch would wait, too, and then print its stack."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection((self.host, self.port), timeout=seconds).close()
+                return True
+            except OSError:
+                time.sleep(LOOK)
+        return False
+
+
 @contextmanager
 def process_group(device: str, *, timeout: float = TIMEOUT) -> Iterator[tuple[str, Ranks]]:
     """Inside, this process is one of those announced, if any. Yields the device that is its own, and all ranks.
 
-    A rank that waits `timeout` seconds for another gives up. CPU tensors go through gloo and a GPU's through NCCL.
-    After an error the group is left to the end of the process: to take leave of the others, which may be stuck, could
-    take for ever.
+    A rank that waits `timeout` seconds for others gives up, with a `RankError` that names them. CPU tensors go through
+    gloo and a GPU's through NCCL. After an error the group is left to the end of the process: to take leave of the
+    others, which may be stuck, could take for ever.
     """
-    global _store
+    global _roll_call
     if not is_launched():
         yield device, Ranks.here()
         return
     if device.startswith("cuda:"):
         raise ArgumentError(f"device {device}: each rank takes a GPU of its own; use device cuda")
-    limit = timedelta(seconds=timeout)
-    store, rank, size = _rendezvous(limit)
-    _store = PrefixStore(f"start {_num_restarts()}", store)  # torchrun's own outlives the ranks that wrote into it
     if device == "cuda":
         device = f"cuda:{_local_gpu()}"
         torch.cuda.set_device(torch.device(device))
-    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, store=PrefixStore("group", _store), rank=rank, world_size=size, timeout=limit)
-    yield device, Ranks.here()
-    _store = None
+    place = Place.announced()
+    store, notes = place.connect(timeout), place.connect(timeout, may_keep=False)
+    _roll_call = RollCall(notes, place.rank, place.size, keeper=place.keeper, timeout=timeout)
+    with _naming_who_is_lost(place), _roll_call:
+        _initialise(place, store, device, timeout)
+        yield device, Ranks.here()
+    _roll_call = None
     dist.destroy_process_group()
+
+
+def _initialise(place: Place, store: Store, device: str, timeout: float) -> None:
+    on_gpu = device.startswith("cuda")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=timeout),
+    )
+    if on_gpu:
+        group = dist.group.WORLD
+        assert group is not None
+        # Every few steps ranks wait for each other through gloo, too, and that raises an error that we can explain.
+        nccl = group._get_backend(torch.device("cuda"))
+        nccl._set_default_timeout(timedelta(seconds=timeout + LONGER_FOR_NCCL))
+
+
+@contextmanager
+def _naming_who_is_lost(place: Place) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_about_ranks(error):
+            raise
+        raise RankError(f"rank {place.rank} of {place.size}: {why(error)}") from error
+
+
+def why(error: Exception) -> str:
+    """An error in one line; where contact with other ranks was lost, it names them."""
+    what = _first_line(error)
+    return _roll_call.whom_we_lost(what) if _roll_call is not None and is_about_ranks(error) else what
 
 
 def speaks_first() -> bool:
     """Whether nobody has said yet why the job ends: of many errors the first is the cause, and others follow."""
-    if _store is None:
-        return True
-    try:
-        # The rank that brings the counter to one failed first; the others fail because of it.
-        return PrefixStore("said", _store).add("why", 1) == 1
-    except Exception:  # the store went down with the rank that kept it
-        # torchrun keeps the store itself and tells of a killed rank; without it nobody else would say a word.
-        return not may_be_restarted()
+    return _roll_call is None or _roll_call.speaks_first()
 
 
 def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -93,11 +189,8 @@ def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
-    try:
-        return next(rendezvous("env://", timeout=timeout))  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise ArgumentError(f"WORLD_SIZE is set, but not all that a launcher sets with it: {error}") from error
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
 
 
 def _num_restarts() -> int:
