@@ -18,10 +18,20 @@ CPU = torch.device("cpu")
 TEXT = (FOLDER / "synthetic-convex.toml").read_text(encoding="utf-8")
 
 
-def test_a_key_of_many_dots_is_not_read(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (".".join("a" * 40_000) + " = 1\n", "a line of 80003 bytes, where 2000 are allowed"),
+        ("\n".join(f"k{n}." + ".".join("a" * 450) + " = 1" for n in range(1000)), "more than the 100000 bytes"),
+        ('"\u2028".' * 200_000, "more than the 100000 bytes"),
+        ('"\u2028".' * 2000, "a line of 12000 bytes"),  # a line end to Python, but not in TOML
+    ],
+    ids=["one key", "many keys", "long", "a separator in a string"],
+)
+def test_keys_of_many_dots_are_not_read(tmp_path, text, message):
     path = tmp_path / "it.toml"
-    path.write_text(".".join("a" * 100_000) + " = 1\n")
-    with pytest.raises(ArgumentError, match="a line of 200003 characters, where 10000 are allowed"):
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=message):
         get_experiment(str(path))
 
 

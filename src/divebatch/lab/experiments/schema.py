@@ -28,8 +28,10 @@ FOLDER = Path(__file__).parent / "paper"
 
 ANY_LENGTH = 10**12
 """Samples of a run whose length is not known yet, where settings are only checked."""
-MOST_CHARACTERS = 10_000
-"""Of a line of an experiment file: a key of ten thousand dots would take the reader gigabytes."""
+MOST_BYTES = 100_000
+"""Of an experiment file; the largest that comes with the package has 6000."""
+LONGEST_LINE = 2000
+"""Of an experiment file, in bytes: the reader's time and memory grow with the square of the dots in a key."""
 
 COMPILED_MULTIPLE = 64
 """Samples by which compiled batch sizes differ."""
@@ -212,13 +214,20 @@ def get_experiment(name: str) -> Experiment:
 def read_experiment(path: Path) -> Experiment:
     """Read and check one file."""
     try:
-        text = path.read_text(encoding="utf-8")
-        if (longest := max(map(len, text.splitlines()), default=0)) > MOST_CHARACTERS:
-            raise ValueError(f"a line of {longest} characters, where {MOST_CHARACTERS} are allowed")
-        table = tomllib.loads(text)
+        table = tomllib.loads(_bounded_text(path))
     except (OSError, ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, too deep
         raise ArgumentError(f"cannot read experiment '{path}': {error}") from error
     return parse_experiment(table, str(path))
+
+
+def _bounded_text(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than the {MOST_BYTES} bytes that are read")
+    if (longest := max(map(len, content.split(b"\n")))) > LONGEST_LINE:
+        raise ValueError(f"a line of {longest} bytes, where {LONGEST_LINE} are allowed")
+    return content.decode()
 
 
 def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
