@@ -155,7 +155,7 @@ def test_a_torch_loop_of_ones_own_with_batch_noise():
 
     def restore(state):
         model.load_state_dict(state[0])
-        optimizer.load_state_dict(state[1])
+        optimizer.load_state_dict(copy.deepcopy(state[1]))
 
     def train(branch):
         for group in optimizer.param_groups:

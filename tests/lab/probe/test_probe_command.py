@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.lab.experiments import get_experiment
+from divebatch.lab.experiments.schema import Part
 from divebatch.lab.probe import Branch
 from divebatch.lab.probe.checkpoints import find_start, run_of
 from divebatch.lab.probe.policy_sizes import ask_policies, has_batch_norm, policies_for
@@ -96,6 +97,17 @@ def test_repeats_see_other_orders_and_branches_of_one_repeat_the_same(place):
         seen.append(sum(losses) / len(losses))  # the weights stay, so the mean depends on the samples alone
     assert seen[0] == pytest.approx(seen[1], rel=1e-5)
     assert seen[0] != pytest.approx(seen[2], rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", [Part(kind="sgd", settings={"momentum": 0.9}), Part(kind="adamw")])
+def test_every_branch_begins_with_the_optimizers_memory_as_it_was_saved(tmp_path, optimizer):
+    run_it(tiny_experiment(tmp_path, optimizer=optimizer), tmp_path / "runs", "sgd-small")
+    branches = branches_of(tmp_path)
+    state, courses = branches.save(), []
+    for _ in range(3):
+        branches.restore(state)
+        courses.append(branches.train(Branch(factor=1, batch_size=16, lr_factor=1.0, steps=5, repeat=0)))
+    assert courses[0] == courses[1] == courses[2]
 
 
 def test_policies_are_asked_from_the_checkpoint_and_leave_it(place):

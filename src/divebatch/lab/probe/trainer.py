@@ -57,8 +57,10 @@ class BranchTrainer:
         return copy.deepcopy({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Go back to what `save` gave, which stays as it is."""
         self.trainer.model.load_state_dict(state["model"])
-        self.trainer.optimizer.load_state_dict(state["optimizer"])
+        # A copy: an optimizer works on with the very tensors that it is given, and the next branch needs them too.
+        self.trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
     def train(self, branch: Branch) -> list[float]:
         """Train the branch and return the loss of each step."""
