@@ -60,8 +60,8 @@ class Controller:
         estimator: What measures the gradients: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or
             an object such as `Oracle(loss_fn)`. None for the policy's own.
         lr_coupling: How the learning rate follows the batch size: "none", "linear" or "adascale" (SGD), "sqrt" or
-            "adascale-sqrt" (Adam-like optimizers), or a list with one for each optimizer. None for the policy's own,
-            "none" where it has none.
+            "adascale-sqrt" (Adam-like optimizers), "adam" (Adam, AdamW, NAdam, Adamax: betas, eps and weight decay
+            follow too), or a list with one for each optimizer. None for the policy's own, "none" where it has none.
         scheduler: The scheduler that drives the optimizer, or a list of all that do.
         schedule_in: What a call of `scheduler.step` stands for: "steps" of the first batch size, which samples then
             count; "epochs" or just "calls", where each is one step of the schedule. None to tell by when calls come.
@@ -247,7 +247,7 @@ class Controller:
         return [self.policy, *self._shadows.values()]
 
     def close(self) -> None:
-        """Detach everything from model, loader and scheduler; batch size and learning rate stay as they are."""
+        """Detach everything from model, loader and scheduler; batch size and optimizer settings stay as they are."""
         self._is_closed = True
         self._steps.close()
         self._rates.close()

@@ -30,8 +30,8 @@ class Measuring:
             require_fit(estimator, scene.model)
             estimator.bind(scene)
             self.estimator = estimator
-            if policies[0] in self._asking and (caveat := estimator.caveat(scene)):
-                warn_user(f"{type(policies[0]).__name__} goes by the noise scale, and {caveat}")
+        self._scene, self._deciding, self._has_warned = scene, policies[0], False
+        self._warn_of_caveat()
         self.at_work: Estimator | None = None
         """The estimator while it measures."""
         self.was_at_work = False
@@ -68,6 +68,15 @@ class Measuring:
             self.at_work, self.was_at_work = self.estimator, True
         elif not due:
             self.stop()
+        if due:
+            self._warn_of_caveat()  # what was right at the beginning may have changed with the optimizer's settings
+
+    def _warn_of_caveat(self) -> None:
+        if self.estimator is None or self._has_warned or self._deciding not in self._asking:
+            return
+        if caveat := self.estimator.caveat(self._scene):
+            self._has_warned = True
+            warn_user(f"{type(self._deciding).__name__} goes by the noise scale, and {caveat}")
 
     def stop(self) -> None:
         """Detach the estimator, whatever it has seen."""

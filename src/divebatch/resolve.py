@@ -11,7 +11,7 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator, make_estimator
 from divebatch.estimators.catalog import names_where
-from divebatch.lr import BY_OPTIMIZER, COUPLINGS, coupling_for
+from divebatch.lr import BY_SIZE, COUPLINGS, coupling_for, require_adam
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_policy
 
@@ -84,13 +84,16 @@ def resolve_couplings(
     if lr_coupling is not None:
         for name in names:
             require_coupling(policy, name)
+    for name, optimizer in zip(names, optimizers, strict=True):
+        if name == "adam":
+            require_adam(optimizer)
     return names
 
 
 def require_coupling(policy: Policy, lr_coupling: str) -> None:
     """Raise if there is no such coupling, or the policy is made for another one."""
     require_choice("lr_coupling", lr_coupling, tuple(COUPLINGS))
-    fits = BY_OPTIMIZER if policy.needs_lr_coupling else tuple(COUPLINGS)
+    fits = BY_SIZE if policy.needs_lr_coupling else tuple(COUPLINGS)
     fits = fits if policy.lr_coupling is None else (policy.lr_coupling,)
     if lr_coupling not in fits:
         raise ArgumentError(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 from divebatch import (
@@ -28,6 +28,7 @@ from integrations.plain_loop import (
     plain_records,
     schedule,
 )
+from reference.adam_by_hand import train_by_hand
 from reference.per_sample import mean_loss, mlp
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -42,15 +43,16 @@ class Run:
     """A loop as Accelerate's users write it."""
 
     def __init__(self, policy: Policy, *, batch_size: int = 6, lr: float = 0.03, **settings: Any) -> None:
-        estimator = settings.pop("estimator", None)
+        estimator, kind = settings.pop("estimator", None), settings.pop("optimizer", SGD)
+        coupling = settings.pop("lr_coupling", "linear")
         self.accelerator = accelerate.Accelerator(cpu=True, **settings)
         model = mlp(dtype=torch.float32)
-        optimizer = SGD(model.parameters(), lr=lr)
+        optimizer = kind(model.parameters(), lr=lr)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, schedule(optimizer))
         self.loader = AdaptiveLoader(Numbered(), batch_size, seed=3)
         parts = (self.accelerator, self.model, self.optimizer, self.loader, policy)
         self.control = adapter.make_controller(
-            *parts, scheduler=self.scheduler, lr_coupling="linear", estimator=estimator
+            *parts, scheduler=self.scheduler, lr_coupling=coupling, estimator=estimator
         )
         self.records: list[Any] = []
         self.seen: dict[int, list[int]] = {}
@@ -75,6 +77,21 @@ def test_the_course_is_the_plain_loops():
     run = Run(DIVEBATCH).train()
     assert run.records == plain_records(mlp(dtype=torch.float32), DIVEBATCH, epochs=5, lr_coupling="linear")
     assert each_once(run.seen.values())
+
+
+def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
+    settings = {"optimizer": AdamW, "lr_coupling": "adam"}
+    run = Run(Course(GROWS_AND_SHRINKS), **settings).train()
+    first = Run(Course(GROWS_AND_SHRINKS), **settings).train(epochs=3, stop_in_epoch_3=True)
+    first.accelerator.save_state(str(tmp_path))
+    resumed = Run(Course(GROWS_AND_SHRINKS), batch_size=5, **settings)
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.train()
+    twin = mlp(dtype=torch.float32)
+    sizes = {"sizes": GROWS_AND_SHRINKS, "schedule": lambda epoch: 0.5 ** (epoch // 2)}
+    train_by_hand(twin, AdamW(twin.parameters(), lr=0.03), AdaptiveLoader(Numbered(), 6, seed=3), **sizes)
+    for each in (run, resumed):
+        assert all(torch.equal(*pair) for pair in zip(each.model.parameters(), twin.parameters(), strict=True))
 
 
 def test_every_sample_comes_once_an_epoch_on_a_written_course():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
@@ -35,6 +35,7 @@ from integrations.plain_loop import (
     plain_records,
     schedule,
 )
+from reference.adam_by_hand import train_by_hand
 from reference.per_sample import mean_loss, mlp, num_hooks
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -60,6 +61,7 @@ def module(
     automatic: bool = True,
     scheduler: Any = schedule,
     validates=False,
+    optimizer: Any = SGD,
 ):
     """A LightningModule of that package that notes which samples it saw, epoch by epoch."""
     base = import_module(package).LightningModule
@@ -86,8 +88,8 @@ def module(
             return None
 
         def configure_optimizers(self) -> Any:
-            optimizer = SGD(self.net.parameters(), lr=lr)
-            return [optimizer], [scheduler(optimizer)]
+            made = optimizer(self.net.parameters(), lr=lr)
+            return [made], [scheduler(made)]
 
     if validates:
         Module.validation_step = lambda self, batch, index: self.log("loss", mean_loss(self.net(batch[1]), batch[2]))
@@ -101,7 +103,8 @@ class Run:
         of_callback = {
             key: settings.pop(key) for key in ("lr_coupling", "step_schedule", "estimator") if key in settings
         }
-        of_module = {key: settings.pop(key) for key in ("lr", "automatic", "scheduler", "validates") if key in settings}
+        names = ("lr", "automatic", "scheduler", "validates", "optimizer")
+        of_module = {key: settings.pop(key) for key in names if key in settings}
         self.loader = AdaptiveLoader(Numbered(), settings.pop("batch_size", 6), seed=3)
         self.callback = BatchSizeCallback(self.loader, policy, **of_callback)
         self.module = module(package, **of_module)
@@ -138,6 +141,19 @@ def test_the_course_is_the_plain_loops(package, automatic):
     assert [record.steps for record in run.callback.records] == [record.steps for record in expected]
     assert each_once(run.module.seen.values())
     assert num_hooks(run.module) == 0
+
+
+def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
+    settings = {"optimizer": AdamW, "lr_coupling": "adam"}
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_epochs=2)
+    run = Run(Course(GROWS_AND_SHRINKS), callbacks=[saver], enable_checkpointing=True, **settings).fit()
+    twin = net()
+    sizes = {"sizes": GROWS_AND_SHRINKS, "schedule": lambda epoch: 0.5 ** (epoch // 2)}
+    train_by_hand(twin, AdamW(twin.parameters(), lr=0.03), AdaptiveLoader(Numbered(), 6, seed=3), **sizes)
+    path = sorted(tmp_path.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)[0]
+    resumed = Run(Course(GROWS_AND_SHRINKS), **settings).fit(ckpt_path=path)
+    for each in (run, resumed):
+        assert all(torch.equal(*pair) for pair in zip(each.module.net.parameters(), twin.parameters(), strict=True))
 
 
 def test_an_estimate_from_steps_is_the_plain_loops():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -16,6 +16,7 @@ from divebatch import AdaptiveBatchSampler, AdaptiveLoader, Auto, Controller, Di
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.integrations.accumulation_policies import InMultiples
 from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums, each_once
+from reference.adam_by_hand import train_by_hand
 from reference.per_sample import diversity_of, mean_loss, mlp, num_hooks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -119,6 +120,34 @@ def test_args_are_as_they_were_and_a_second_training_begins_at_the_first_size(tm
     assert courses[0] == courses[1]
     assert len({size for _, size, *_ in courses[0]}) > 2
     assert len(run.model.seen) == 10 * 48
+
+
+def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
+    """Up to the rounding of accumulated passes. Resumed it is the same, and a second training begins with one's own."""
+    settings = {"optim": "adamw_torch", "lr_coupling": "adam", "weight_decay": 0.1, "save_strategy": "epoch"}
+    run = trainer(Course(GROWS_AND_SHRINKS), tmp_path, **settings)
+    run.train()
+    resumed = trainer(Course(GROWS_AND_SHRINKS), tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    twin = mlp(dtype=torch.float32)
+    weights, biases = ([p for p in twin.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]  # as the Trainer's
+    loader, optimizer = AdaptiveLoader(Numbered(), 6, seed=3), AdamW(groups, 0.03)
+    train_by_hand(twin, optimizer, loader, GROWS_AND_SHRINKS)
+    expected = settings_of(optimizer)
+    for each in (run, resumed):
+        assert settings_of(each.optimizer) == expected
+        for pair in zip(each.model.net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-4)
+    steps = [float(state["step"]) for state in run.optimizer.state.values()]
+    run.train()
+    assert settings_of(run.optimizer) == expected
+    # A step more of the first size for each that it made there: both trainings saw as many samples.
+    assert [float(state["step"]) for state in run.optimizer.state.values()] == pytest.approx([2 * k for k in steps])
+
+
+def settings_of(optimizer: Any) -> list[Any]:
+    return [optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")]
 
 
 def test_args_are_as_they_were_after_an_error(tmp_path):

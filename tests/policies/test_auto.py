@@ -146,5 +146,5 @@ def test_a_coupling_that_would_change_the_noise_is_refused():
     parts = model, SGD(model.parameters(), 0.1), AdaptiveLoader(dataset(8), 4, seed=0)
     with pytest.raises(ArgumentError, match=r"Auto moves the learning rate.*pass lr_coupling='linear', got.*'sqrt'"):
         Controller(*parts, Auto(8, lr_coupling="linear"), lr_coupling="sqrt")
-    with pytest.raises(ArgumentError, match=r"leave lr_coupling out, or pass lr_coupling='linear' or 'sqrt', got"):
+    with pytest.raises(ArgumentError, match=r"leave lr_coupling out, or pass .*'linear' or 'sqrt' or 'adam', got"):
         Controller(*parts, Auto(8), lr_coupling="none")

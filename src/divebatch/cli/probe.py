@@ -26,7 +26,9 @@ def probe(
         int | None, typer.Option(min=1, help="Largest batch size; a quarter of the window by default.")
     ] = None,
     window_epochs: Annotated[float, typer.Option(help="Number of epochs that each branch trains.")] = 1.0,
-    coupling: Annotated[str, typer.Option(help="Learning rate of k times the batch: sqrt, linear, none.")] = "sqrt",
+    coupling: Annotated[
+        str, typer.Option(help="Learning rate of k times the batch: sqrt, linear, adam, none")
+    ] = "sqrt",
     repeats: Annotated[int, typer.Option(min=1, help="Number of data orders that each branch is trained on.")] = 3,
     tolerance: Annotated[float, typer.Option(help="Fraction by which the loss may exceed factor 1's.")] = 0.02,
     judge: Annotated[str, typer.Option(help="Loss to compare: train (smoothed) or validation (at the end).")] = "train",
@@ -56,6 +58,7 @@ def probe(
         run = work.run_of(start, planned, device=device, data_dir=data_dir, training=training)
         make_folder(out)
         branches = work.BranchTrainer(run, start)
+        branches.require_coupling(coupling)
         window = work.window_of(branches, window_epochs)
         chosen = work.checked_factors(work.factors_of(factors, cap, window, branches), start.batch_size, window)
     with errors_exit_with(FAILED):

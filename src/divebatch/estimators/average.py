@@ -301,6 +301,7 @@ class PairAverage:
             "skipped_samples": int(self.skipped_samples),
             "between": self._between.tolist(),
             "recent": [each.tolist() for each in self._recent],
+            "bounds_below": self.bounds_below,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, is_first: bool = True) -> None:
@@ -313,3 +314,4 @@ class PairAverage:
         self.num_samples, self.skipped_samples = state["num_samples"], state["skipped_samples"]
         self._between = np.array(state["between"])
         self._recent = [np.array(each) for each in state["recent"]][: self.reach]
+        self.bounds_below = state["bounds_below"]

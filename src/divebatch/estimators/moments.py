@@ -11,7 +11,7 @@ from divebatch.errors import CheckpointError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.chunk_gradients import Chunks, check_sums, require_second_moment
 from divebatch.estimators.estimator import Scene
-from divebatch.estimators.lagged_products import KEPT, Lagged, check_gradients, extrapolation
+from divebatch.estimators.lagged_products import KEPT, Lagged, LaggedRow, check_gradients, extrapolation
 from divebatch.estimators.optimizer_events import DropWatch, scale_of_gradients, when_gradients_are_used
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
@@ -85,9 +85,10 @@ class SuccessiveSteps(Source):
         if self._is_extrapolated(scene.require_optimizer(Moments.name)):
             return ""
         return (
-            "'moments' can only say how large it is at most where the optimizer has a momentum below 0.4 or a window "
-            "is set: policies that go by its interval will not grow a batch. Give the optimizer momentum, or the "
-            "controller estimator='per-sample' (a model without BatchNorm) or 'split' (batches as two micro_batches)"
+            "'moments' can only say how large it is at most where the optimizer has a momentum below 0.4, to which "
+            "lr_coupling='adam' may have lowered it, or a window is set: policies that go by its interval will not "
+            "grow a batch. Give the optimizer momentum, or the controller estimator='per-sample' (a model without "
+            "BatchNorm) or 'split' (batches as two micro_batches)"
         )
 
     def _is_extrapolated(self, optimizer: Optimizer) -> bool:
@@ -156,7 +157,11 @@ class SuccessiveSteps(Source):
         needed = KEPT if self._is_lagged else self._window or PAIR
         if self._chunks.num_chunks < needed:
             return
-        self._average.add_row(self._chunks.row())
+        row = self._chunks.row()
+        # Momentum may have fallen since: OneCycleLR moves it, and so does lr_coupling="adam" with the batch size.
+        if isinstance(row, LaggedRow) and row.factor == 0:
+            self._average.bounds_below = False
+        self._average.add_row(row)
         self._pause = max(0, self.every_steps - needed)
         if not self._is_lagged or self.every_steps > 1:
             self._chunks.forget()

@@ -110,6 +110,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         """Let go of the scheduler before: the Trainer makes another, and two would drive one optimizer."""
         if self.batch_control is None:
             return
+        self.batch_control._rates.put_own_back()
         self.batch_control, self.records = None, []
         if self._created_lr_scheduler:
             self.lr_scheduler = self.callback_handler.lr_scheduler = None

@@ -1,13 +1,14 @@
 """How the learning rate follows the batch size, under every scheduler and under none."""
 
-from divebatch.lr.coupling import BY_NOISE, BY_OPTIMIZER, COUPLINGS, CouplingName, GainSum, LrCoupling, coupling_for
+from divebatch.lr.adam import require_adam, scale_settings
+from divebatch.lr.coupling import BY_NOISE, BY_SIZE, COUPLINGS, CouplingName, GainSum, LrCoupling, coupling_for
 from divebatch.lr.hand_set import Reading
 from divebatch.lr.rates import Rates
 from divebatch.lr.schedule_steps import ScheduleIn
 
 __all__ = [
     "BY_NOISE",
-    "BY_OPTIMIZER",
+    "BY_SIZE",
     "COUPLINGS",
     "CouplingName",
     "GainSum",
@@ -16,4 +17,6 @@ __all__ = [
     "Reading",
     "ScheduleIn",
     "coupling_for",
+    "require_adam",
+    "scale_settings",
 ]

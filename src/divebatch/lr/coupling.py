@@ -18,26 +18,29 @@ from torch.optim import Optimizer
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.lr.adam import ADAM_RULES, GroupSettings
 from divebatch.lr.hand_set import HandSetRates, Reading
 from divebatch.measurement import gain
 
-CouplingName = Literal["none", "linear", "sqrt", "adascale", "adascale-sqrt"]
+CouplingName = Literal["none", "linear", "sqrt", "adam", "adascale", "adascale-sqrt"]
 
 COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
     "none": lambda ratio, noise: 1.0,
     "linear": lambda ratio, noise: ratio,
     "sqrt": lambda ratio, noise: math.sqrt(ratio),
+    "adam": lambda ratio, noise: math.sqrt(ratio),
     "adascale": gain,
     "adascale-sqrt": lambda ratio, noise: math.sqrt(gain(ratio, noise)),
 }
 """f(batch_size / base, noise): `linear` keeps lr / batch_size (SGD, Goyal 2017), `sqrt` suits Adam-like rules.
 
-`adascale` follows what was measured, `adascale-sqrt` is the same for Adam-like rules.
+`adam` moves betas, eps and weight decay too (`ADAM_RULES`). `adascale` follows what was measured, `adascale-sqrt` is
+the same for Adam-like rules.
 """
 BY_NOISE = frozenset({"adascale", "adascale-sqrt"})
 """Those that must know the noise scale."""
-BY_OPTIMIZER = ("linear", "sqrt")
-"""Those of which one suits the optimizer: see `coupling_for`."""
+BY_SIZE = ("linear", "sqrt", "adam")
+"""Those that follow the batch size by a power of it."""
 _ADAM_LIKE = tuple(
     kind
     for name in (
@@ -69,7 +72,8 @@ def coupling_for(optimizer: Optimizer, *, one_of: int = 1) -> Literal["linear", 
 class LrCoupling:
     """Keeps `param_groups[i]["lr"]` of one optimizer at the schedule's own rate times the batch size's factor.
 
-    A rate that the user's loop writes is noticed before the optimizer's next step, and the factor put on it.
+    A rate that the user's loop writes is noticed before the optimizer's next step, and the factor put on it. With
+    "adam" the groups' other settings follow too (`GroupSettings`).
 
     Args:
         optimizer: The optimizer whose rates follow.
@@ -104,6 +108,9 @@ class LrCoupling:
         self._replaced: dict[int, tuple[Any, float]] = {}
         """The rate that was in force before the loop's last write, and the schedule's own under it."""
         self._depth = 0
+        self._settings = GroupSettings(
+            optimizer, ADAM_RULES if kind == "adam" else {}, ratio=first_batch_size / self.base_batch_size
+        )
         self._write(self.factor)
 
     @property
@@ -139,6 +146,7 @@ class LrCoupling:
         self.gains.change(self._gain(batch_size), step)
         self._batch_factor = self._batch_factor_at(batch_size)
         self._decided_factor *= lr_factor
+        self._settings.follow(batch_size / self.base_batch_size)
         self._write(self.factor)
 
     def begin_at(self, batch_size: int) -> None:
@@ -152,6 +160,7 @@ class LrCoupling:
         self.first_batch_size = batch_size
         self.gains = GainSum(self._gain(batch_size))
         self._batch_factor = self._batch_factor_at(batch_size)
+        self._settings.follow(batch_size / self.base_batch_size)
         self._write(self.factor)
 
     def _batch_factor_at(self, batch_size: int) -> float:
@@ -165,7 +174,7 @@ class LrCoupling:
         return None if self._noise_scale is None else self._noise_scale / self.base_batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's own rates and the factors; the rates in force are their product."""
+        """The schedule's own rates and settings, and the factors; those in force follow from them."""
         self.take_in()
         return {
             "kind": self.kind,
@@ -178,6 +187,7 @@ class LrCoupling:
             "noise_scale": self._noise_scale,
             "gains": self.gains.state_dict(),
             "hand_set": self._hand_set.state_dict(),
+            "settings": self._settings.state_dict(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -189,6 +199,7 @@ class LrCoupling:
                 f"the checkpoint has {len(state['own'])} parameter groups, "
                 f"the optimizer {len(self.optimizer.param_groups)}"
             )
+        self._settings.check_state(state["settings"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another coupling stood. Optimizer and scheduler may be loaded before or after."""
@@ -199,6 +210,7 @@ class LrCoupling:
         self.base_batch_size, self._noise_scale = state["base_batch_size"], state["noise_scale"]
         self.gains = GainSum(**state["gains"])
         self._hand_set.load_state_dict(state["hand_set"])
+        self._settings.load_state_dict(state["settings"])
         self._write(self.factor)
 
     @property
@@ -208,10 +220,11 @@ class LrCoupling:
 
     @contextmanager
     def own_rates(self) -> Iterator[None]:
-        """Inside, the parameter groups show the schedule's own rates. Nested schedulers enter once."""
+        """Inside, the parameter groups show the schedule's own rates and settings. Nested schedulers enter once."""
         if self._depth == 0:
             self.take_in()
             self._write(1.0)
+            self._settings.show_own()
         self._depth += 1
         try:
             yield
@@ -220,6 +233,13 @@ class LrCoupling:
             if self._depth == 0:
                 self._own = self.rates()
                 self._write(self.factor)
+                self._settings.show_in_force()
+
+    def put_own_back(self) -> None:
+        """Leave the parameter groups with the schedule's own rates and settings."""
+        self.take_in()
+        self._write(1.0)
+        self._settings.follow(1.0)
 
     def _write(self, factor: float) -> None:
         self._highest_own = max(self._highest_own, self._own[0])
@@ -233,7 +253,8 @@ class LrCoupling:
         """What was put into the groups, to know it from what others put there, were it the same number."""
 
     def take_in(self) -> None:
-        """Make rates that were written by others the schedule's own, and put the factor on them."""
+        """Make rates and settings that were written by others the own ones, and put the factor on them."""
+        self._settings.take_in()
         found = [index for index, group in enumerate(self.optimizer.param_groups) if not self._is_ours(index, group)]
         if any(index < len(self._own) for index in found):
             self._on_foreign()
@@ -263,6 +284,7 @@ class LrCoupling:
 
     def was_loaded(self) -> None:
         """The optimizer has loaded a state: its rates are those that were in force when it was saved."""
+        self._settings.was_loaded()
         if len(self._own) == len(self.optimizer.param_groups):
             self._own = [
                 own if _same(rate, own * self.factor) else rate / self.factor

@@ -222,9 +222,14 @@ class Rates:
             self._looked_for_schedulers = True
 
     def close(self) -> None:
-        """Give schedulers and optimizers back as they were. The rates stay as they are."""
+        """Take all hooks off. Rates and settings stay as they are in the groups: training may go on with them."""
         while self._undo:
             self._undo.pop()()
+
+    def put_own_back(self) -> None:
+        """Give the groups the own rates and settings, for a training that begins anew with the first batch size."""
+        for coupling in self._couplings:
+            coupling.put_own_back()
 
     # State
 

@@ -10,7 +10,7 @@ from divebatch.policies.bounds import Capped
 from divebatch.policies.confidence import asked, require_diversity
 from divebatch.policies.wrappers import ramped
 
-POWERS = {"linear": 1.0, "sqrt": 0.5}
+POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5}
 """The power of the batch size that the learning rate follows with each coupling."""
 
 
@@ -29,7 +29,7 @@ class Auto(Capped):
     training "moments" is several times too large. Not for "trajectory", whose B is far too large. At the cap nothing is
     measured any more.
 
-    After each growth the learning rate gets to its new value over one further decision. Both couplings are made to
+    After each growth the learning rate gets to its new value over one further decision. All couplings are made to
     leave the noise of training as it was, so at the cap nothing is left that had to go into the rate.
 
     >>> Auto(4096)
@@ -39,8 +39,8 @@ class Auto(Capped):
         max_batch_size: The largest batch, in samples.
         step_cost: What one optimizer step is worth, in samples; None for the first batch. Where the fixed cost of a
             step is as long as that of many more samples than you start with, `advise` measures how many.
-        lr_coupling: "linear" or "sqrt"; None for the one that suits the optimizer, linear for SGD and the square root
-            for Adam-like ones.
+        lr_coupling: "linear", "sqrt" or "adam"; None for the one that suits the optimizer, linear for SGD and the
+            square root for Adam-like ones.
     """
 
     needs = frozenset({"diversity"})
@@ -51,7 +51,7 @@ class Auto(Capped):
 
     _: KW_ONLY
     step_cost: float | None = None
-    lr_coupling: Literal["linear", "sqrt"] | None = None
+    lr_coupling: Literal["linear", "sqrt", "adam"] | None = None
 
     def __post_init__(self) -> None:
         Capped.__post_init__(self)

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from divebatch.errors import ArgumentError
-from divebatch.lab.experiments import Run, check_parts, execute, get_experiment, parse_experiment
+from divebatch.lab.experiments import Run, check_parts, execute, get_experiment, make_trainer, parse_experiment
 from divebatch.lab.experiments.models import MODELS
 from divebatch.lab.experiments.optimizers import OPTIMIZERS, AdamW, Sgd
-from divebatch.lab.experiments.schema import Part
+from divebatch.lab.experiments.schema import Method, Part
 from divebatch.lab.experiments.tasks.next_token import NextToken
 from divebatch.lab.training.several_optimizers import together
 from divebatch.records import read_run
@@ -65,6 +65,31 @@ def test_an_experiment_trains_with_every_optimizer(tmp_path, kind):
     execute(whole)
     losses = [record.train_loss for record in read_run(whole.records_path)[1]]
     assert losses[-1] < losses[0]
+
+
+def test_an_experiment_lets_adams_settings_follow(tmp_path):
+    base = get_experiment("synthetic-convex").scaled(4)
+    table = {"num_samples": 64, "num_features": 4, "noise_variance": 0.1, "train_fraction": 0.5}
+    grows = Part(kind="adabatch", settings={"max_batch_size": 32, "every_epochs": 1})
+    method = Method(label="it", batch_size=8, lr=0.1, lr_coupling="adam", policy=grows)
+    optimizer = Part(kind="adamw", settings={"beta2": 0.95, "decay_vectors": False})
+    parts = {"data": Part(kind="synthetic", settings=table), "schedule": Part(kind="constant"), "optimizer": optimizer}
+    experiment = replace(base, methods={"it": method}, **parts)
+    trainer = make_trainer(Run(experiment, "it", 0, tmp_path))
+    list(trainer.control.loader), trainer.control.step()
+    for group in trainer.optimizer.param_groups:
+        assert (group["lr"], group["betas"]) == (pytest.approx(0.1 * 2**0.5), (0.9**2, 0.9025))
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == pytest.approx([0.01 * 2**0.5, 0.0])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "muon"])
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_adams_coupling_with_another_optimizer_is_refused_before_any_work(kind, by_policy):
+    policy = Part(kind="auto", settings={"max_batch_size": 32} | ({"lr_coupling": "adam"} if by_policy else {}))
+    method = Method(label="it", batch_size=8, lr=0.1, lr_coupling=None if by_policy else "adam", policy=policy)
+    experiment = replace(get_experiment("synthetic-convex"), methods={"it": method}, optimizer=Part(kind=kind))
+    with pytest.raises(ArgumentError, match=rf"\[methods.it\] has lr_coupling='adam'.*this one is '{kind}'"):
+        check_parts(experiment)
 
 
 def test_a_file_names_its_optimizer():

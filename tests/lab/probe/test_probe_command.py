@@ -17,6 +17,7 @@ from divebatch.lab.training import load_checkpoint, save_checkpoint
 from divebatch.lab.training.sharded_checkpoint import save_sharded
 from divebatch.ranks import Ranks
 from lab.probe.tiny_run import NAME, run_it, tiny_experiment
+from reference.adam_by_hand import set_by_hand
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,29 @@ def test_every_branch_begins_with_the_optimizers_memory_as_it_was_saved(tmp_path
         branches.restore(state)
         courses.append(branches.train(Branch(factor=1, batch_size=16, lr_factor=1.0, steps=5, repeat=0)))
     assert courses[0] == courses[1] == courses[2]
+
+
+def test_a_branch_by_adam_moves_betas_eps_and_weight_decay_too(tmp_path):
+    """Twin by hand."""
+    optimizer = Part(kind="adamw", settings={"beta2": 0.95, "weight_decay": 0.1})
+    run_it(tiny_experiment(tmp_path, optimizer=optimizer), tmp_path / "runs", "sgd-small")
+    branches, twin = branches_of(tmp_path), branches_of(tmp_path)
+    losses = branches.train(Branch(factor=2, batch_size=32, lr_factor=2**0.5, steps=5, repeat=0, coupling="adam"))
+    for group in (by_hand := twin.trainer.optimizer).param_groups:
+        set_by_hand(group, dict(group), 2.0)
+    for state in by_hand.state.values():
+        state["step"] /= 2
+    assert losses == twin.train(Branch(factor=2, batch_size=32, lr_factor=1.0, steps=5, repeat=0))
+    assert by_hand.param_groups[0]["betas"] == (0.9**2, 0.9025)
+    answer = call(tmp_path, "--coupling", "adam", "--factors", "2", "--repeats", 2, "--no-policies", "--out", tmp_path)
+    assert answer.exit_code == 0, answer.output
+    assert "learning rate by adam" in answer.output
+
+
+def test_a_probe_by_adam_is_for_adam(place, tmp_path):
+    answer = call(place, "--coupling", "adam", "--out", tmp_path)
+    assert answer.exit_code == 2
+    assert "SGD is none of them" in " ".join(answer.output.split())
 
 
 def test_policies_are_asked_from_the_checkpoint_and_leave_it(place):

@@ -163,12 +163,19 @@ REGISTRIES = (
 
 
 def check_parts(experiment: Experiment) -> None:
-    """Raise before any work for data, a model, an optimizer or a schedule that is unknown or has a wrong setting."""
+    """Raise before any work for what is unknown, has a wrong setting, or does not go together."""
     for registry, where in REGISTRIES:
         try:
             _settings(registry, getattr(experiment, where), where)
         except ArgumentError as error:
             raise ArgumentError(f"{experiment.name}: {error}") from error
+    for name, method in experiment.methods.items():
+        coupling = method.lr_coupling or build_policy(method.policy, ANY_LENGTH).lr_coupling
+        if coupling == "adam" and not OPTIMIZERS[experiment.optimizer.kind].takes_adam_coupling:
+            raise ArgumentError(
+                f"{experiment.name}: [methods.{name}] has lr_coupling='adam', which is for the optimizer 'adamw', and "
+                f"this one is {experiment.optimizer.kind!r}: use 'linear' for sgd, 'sqrt' for others"
+            )
 
 
 def place_for(run: Run) -> DataPlace:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from divebatch.errors import ArgumentError
 
 class OptimizerSettings(ABC):
     """A dataclass of settings that can build its optimizer, or several that share the parameters."""
+
+    takes_adam_coupling: ClassVar[bool] = False
+    """Whether `lr_coupling = "adam"` is for it."""
 
     @abstractmethod
     def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> list[Optimizer]:
@@ -44,6 +47,8 @@ class Sgd(OptimizerSettings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(OptimizerSettings):
     """torch.optim.AdamW. `decay_vectors`: whether biases and the scales of norm layers decay too, as torch has it."""
+
+    takes_adam_coupling = True
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -86,6 +91,8 @@ class Muon(AdamW):
     Args:
         momentum: That of Muon's matrices.
     """
+
+    takes_adam_coupling = False
 
     momentum: float = 0.95
     weight_decay: float = 0.1

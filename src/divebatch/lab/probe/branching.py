@@ -81,7 +81,12 @@ def smoothed(losses: Sequence[float], batch_size: int, horizon: float) -> list[f
 def _branch(factor: int, repeat: int, batch_size: int, window: int, coupling: str) -> Branch:
     size = factor * batch_size
     return Branch(
-        factor=factor, batch_size=size, lr_factor=COUPLINGS[coupling](factor, None), steps=window // size, repeat=repeat
+        factor=factor,
+        batch_size=size,
+        lr_factor=COUPLINGS[coupling](factor, None),
+        steps=window // size,
+        repeat=repeat,
+        coupling=coupling,
     )
 
 

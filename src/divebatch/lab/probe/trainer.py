@@ -17,6 +17,7 @@ from divebatch.lab.probe.checkpoints import Start
 from divebatch.lab.probe.verdict import Branch
 from divebatch.lab.training import Trainer, evaluate
 from divebatch.lab.training.device_options import device_settings
+from divebatch.lr import require_adam, scale_settings
 
 DROPOUT = (0, 6)
 """The purpose of a branch's random numbers beside its order."""
@@ -51,6 +52,11 @@ class BranchTrainer:
         """The learning rate at the checkpoint, of the first parameter group."""
         return float(self._state["optimizer"]["param_groups"][0]["lr"])
 
+    def require_coupling(self, coupling: str) -> None:
+        """Raise if the run's optimizer cannot follow the batch size by it."""
+        if coupling == "adam":
+            require_adam(self.trainer.optimizer)
+
     def save(self) -> dict[str, Any]:
         """Weights, statistics and the optimizer's memory."""
         trainer = self.trainer
@@ -69,6 +75,8 @@ class BranchTrainer:
         torch.manual_seed(mixed_seed(self.run.seed, *DROPOUT, branch.repeat))
         for group in trainer.optimizer.param_groups:
             group["lr"] = group["lr"] * branch.lr_factor
+        if branch.coupling == "adam":
+            scale_settings(trainer.optimizer, branch.factor)
         loader.batch_size = branch.batch_size
         trainer.model.train()
         step = trainer.step.under(BatchPlan)

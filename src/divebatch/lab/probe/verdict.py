@@ -15,7 +15,10 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One branch to train: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate."""
+    """One branch to train: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate.
+
+    With the coupling "adam" `divebatch.lr.scale_settings(optimizer, branch.factor)` moves the rest.
+    """
 
     factor: int
     batch_size: int
@@ -23,6 +26,8 @@ class Branch:
     steps: int
     repeat: int
     """From 0. All branches of a repeat should see the same data in the same order, another repeat another order."""
+    coupling: str = "sqrt"
+    """How the optimizer follows the batch size."""
 
     @property
     def samples(self) -> int:
