@@ -36,9 +36,10 @@ MAY_IMPORT = {
     "controller": BASE | CORE | {"resolve", "recording", "measuring", "step_count", "size_limit", "finished_epoch"},
     "integrations": BASE | CORE | {"controller", "resolve", "step_count"},
     "advice": BASE | CORE,
+    "research": BASE | {"data", "estimators", "norms", "ranks"},
     "lab.training": LIBRARY,
     "lab.loggers": BASE | {"records"},
-    "lab.experiments": LIBRARY | {"lab.training", "lab.loggers"},
+    "lab.experiments": LIBRARY | {"research", "lab.training", "lab.loggers"},
     "lab.probe": LIBRARY | {"lab.training", "lab.experiments"},
     "lab.search": LIBRARY | {"lab.training", "lab.experiments"},
     "report": BASE | {"records", "measurement", "student"},
@@ -100,7 +101,7 @@ def test_the_library_loads_nothing_of_the_laboratory() -> None:
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[1] for name in answer.stdout.split()}
     assert loaded
-    assert not loaded & {"lab", "report", "cli", "integrations"}
+    assert not loaded & {"lab", "report", "cli", "integrations", "research"}
 
 
 def test_the_library_does_not_load_the_compiler() -> None:

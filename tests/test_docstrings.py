@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-PARTS = ("divebatch", "divebatch.policies", "divebatch.estimators", "divebatch.norms", "divebatch.data")
+PARTS = tuple(f"divebatch{part}" for part in ("", ".policies", ".estimators", ".norms", ".data", ".research"))
 ADAPTERS = (("lightning", "BatchSizeCallback"), ("transformers", "BatchSizeTrainer"), ("accelerate", "make_controller"))
 
 

@@ -200,6 +200,7 @@ class Controller:
             seen,
             decision,
             at_fixed_weights=self._measuring.at_fixed_weights,
+            added_noise=self._measuring.added_noise,
             lr=self._rates.epoch_lr,
             next_lr=self._rates.lr,
             shadows=shadows or None,

@@ -7,6 +7,7 @@ from typing import Any
 from divebatch.checks import warn_user
 from divebatch.data.batch_plan import BatchPlan
 from divebatch.estimators import Estimator, Scene
+from divebatch.estimators.added_noise import AddedNoise, require_told_apart, sources_on
 from divebatch.estimators.catalog import require_fit
 from divebatch.measurement import Diversity
 from divebatch.policies import Policy
@@ -28,6 +29,7 @@ class Measuring:
         """None where nobody will ever ask."""
         if self._asking or always:
             require_fit(estimator, scene.model)
+            require_told_apart(estimator, sources_on(scene.model))
             estimator.bind(scene)
             self.estimator = estimator
         self._scene, self._deciding, self._has_warned = scene, policies[0], False
@@ -37,6 +39,9 @@ class Measuring:
         self.was_at_work = False
         """Whether anything of the epoch was measured."""
         self._found: Diversity | None = None
+        self._noise = AddedNoise(scene)
+        self.added_noise: float | None = None
+        """The variance, per sample, that was added to the gradients of the last reading; None for none."""
 
     @property
     def at_fixed_weights(self) -> bool:
@@ -51,7 +56,7 @@ class Measuring:
     def begin_epoch(self, epoch: int, batch_size: int) -> None:
         """Start anew. What was seen of a pass that was broken off does not count."""
         self.stop()
-        self.was_at_work = False
+        self.was_at_work, self.added_noise = False, None
         self.start_if_due(epoch, batch_size)
 
     def start_if_due(self, epoch: int, batch_size: int) -> None:
@@ -64,6 +69,7 @@ class Measuring:
         # A monotone policy at its cap has nothing left to decide and asks for no measurement.
         due = self._always or any(policy.measures(epoch, batch_size) for policy in self._asking)
         if due and self.at_work is None:
+            self._noise.start(self.estimator)
             self.estimator.start()
             self.at_work, self.was_at_work = self.estimator, True
         elif not due:
@@ -82,6 +88,7 @@ class Measuring:
         """Detach the estimator, whatever it has seen."""
         if self.at_work is not None:
             self.at_work.close()
+            self._noise.close()
         self.at_work = None
 
     def planned(self, plan: BatchPlan) -> BatchPlan:
@@ -98,15 +105,24 @@ class Measuring:
 
     def window(self) -> Diversity | None:
         """What was seen since the last reading within the epoch; measuring goes on."""
-        return self.at_work.window() if self.at_work is not None else None
+        return self._of_data(self.at_work.window()) if self.at_work is not None else None
 
     def end_of_epoch(self) -> Diversity | None:
         """What the epoch showed, however often it is asked for before `forget`; detaches the estimator."""
         if self.at_work is not None:
             # Not at the end of the iterator: frameworks that prefetch reach that before the last backward passes.
-            self._found = self.at_work.finish()
+            self._found = self._of_data(self.at_work.finish())
+            self._noise.close()
             self.at_work = None
         return self._found
+
+    def _of_data(self, found: Diversity) -> Diversity:
+        """What policies go by: noise that is added on purpose would only ask for more of itself."""
+        assert self.estimator is not None
+        self.added_noise = self._noise.take()
+        if self.added_noise is None or self.estimator.added_noise == "nowhere":
+            return found
+        return found.without_noise(self.added_noise)
 
     def forget(self) -> None:
         """The epoch is over and decided on."""
@@ -115,10 +131,11 @@ class Measuring:
     def state_dict(self) -> dict[str, Any]:
         """The estimator's sums, and whether there are any."""
         sums = self.estimator.state_dict() if self.estimator else {}
-        return {"estimator": sums, "was_at_work": self.was_at_work}
+        return {"estimator": sums, "was_at_work": self.was_at_work, "added_noise": self._noise.state_dict()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise if `state` cannot be loaded here."""
+        self._noise.check_state(state["added_noise"])
         if self.estimator is not None:
             self.estimator.check_state(state["estimator"])
 
@@ -130,3 +147,4 @@ class Measuring:
         self.was_at_work = state["was_at_work"]  # measuring may have stopped within the epoch
         if self.at_work is not None:
             self.at_work.load_state_dict(state["estimator"])
+        self._noise.load_state_dict(state["added_noise"])

@@ -4,23 +4,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from divebatch.checks import require_count
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.from_dataloader import Parts, parts_of
 from divebatch.data.listeners import Listener, Listeners
-from divebatch.data.order import (
-    Order,
-    Sequential,
-    Shuffled,
-    checked_seed,
-    drawn_seed,
-    in_parts,
-    restore,
-    size_of,
-    state_of,
-)
+from divebatch.data.order import Order, checked_seed, drawn_seed, in_parts, order_over, restore, state_of
 from divebatch.data.passes import Passes, require_same_way
 from divebatch.data.rank_shards import LocalPlaces, enough_for, every_sample, rank_shard_of, require_shareable
 from divebatch.data.sampler import checked_batch_size, num_batches
@@ -60,6 +50,7 @@ class AdaptiveLoader:
             pass one, else from torch's default one, so `torch.manual_seed` decides; ranks take rank 0's. `loader.seed`
             and the state tell it.
         drop_last: whether to leave out a last batch that is shorter.
+        order: what draws the epochs' orders in the place of plain shuffling, such as `StratifiedBatches(labels)`.
         transform: called in this process with each batch as it is delivered; its result takes the batch's place.
         delivery_size: samples per delivered batch where that is not `batch_size`: for a loop that sums several of them
             up for one optimizer step.
@@ -89,6 +80,7 @@ class AdaptiveLoader:
         shuffle: bool = True,
         seed: int | None = None,
         drop_last: bool = False,
+        order: Order | None = None,
         transform: Transform | None = None,
         delivery_size: int | None = None,
         epoch_samples: int | None = None,
@@ -98,9 +90,7 @@ class AdaptiveLoader:
         clash = sorted(_OURS & dataloader_kwargs.keys())
         if clash:
             raise ArgumentError(f"{', '.join(clash)} cannot be passed on; use AdaptiveLoader.wrap(DataLoader(...))")
-        order: Order | None = None
-        if not isinstance(dataset, IterableDataset):
-            order = Shuffled(size_of(dataset)) if shuffle else Sequential(size_of(dataset))
+        order = order_over(dataset, order, shuffle=shuffle)
         parts = Parts(dataset, batch_size, order, drop_last, dataloader_kwargs, dataloader_kwargs.get("generator"))
         self._setup(parts, seed, transform, delivery_size, epoch_samples, process_group)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
@@ -242,6 +242,27 @@ def size_of(dataset: Any) -> int:
     if size == 0:
         raise ArgumentError(f"the dataset is empty: len({type(dataset).__name__}) is 0")
     return size
+
+
+def order_over(dataset: Any, order: Order | None, *, shuffle: bool) -> Order | None:
+    """`order` if it was given and covers the dataset, else a shuffled or a plain one; None for a stream."""
+    if order is None:
+        if isinstance(dataset, IterableDataset):
+            return None
+        return Shuffled(size_of(dataset)) if shuffle else Sequential(size_of(dataset))
+    if not isinstance(order, Order):
+        raise ArgumentError(
+            f"order must be an Order such as StratifiedBatches(labels), got {type(order).__name__}; for a sampler of "
+            f"your own: AdaptiveLoader.wrap(DataLoader(..., sampler=...))"
+        )
+    if isinstance(dataset, IterableDataset) or not shuffle:
+        raise ArgumentError("order cannot be used with an IterableDataset or shuffle=False, which keep the data's own")
+    if len(order) != size_of(dataset):
+        raise ArgumentError(
+            f"{type(order).__name__} is an order of {len(order)} samples, and the dataset has {len(dataset)}: it must "
+            f"have one entry for each sample"
+        )
+    return order
 
 
 def order_of(sampler: Any) -> Order:

@@ -46,6 +46,7 @@ class RankChunks(Source):
 
     nothing_seen = NOTHING_CUT
     takes_replays = True
+    added_noise = "mixed"  # the chunks are without it, and their mean is what the optimizer gets
 
     def __init__(self) -> None:
         self._ranks = Ranks.alone()

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,6 +12,8 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Diversity
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.ranks import Ranks, RankShard
+
+NoiseSeen = Literal["nowhere", "in trace", "mixed"]
 
 
 class Delivery(Protocol):
@@ -118,6 +120,15 @@ class Estimator(ABC):
     """Whether the `Diversity` comes with its `inner_variance`."""
     sees_all_ranks: ClassVar[bool] = False
     """Whether each rank sees what all saw together, so that there is nothing to add up over ranks."""
+
+    @property
+    def added_noise(self) -> NoiseSeen:
+        """Where noise shows that is added to gradients on purpose, after their backward pass and before the step.
+
+        "nowhere" for an estimator that looks at backward passes, "in trace" for one that looks at steps and finds it in
+        tr(Sigma) alone; "mixed" where it cannot be told from what the data shows.
+        """
+        return "nowhere"
 
     @property
     def min_micro_batches(self) -> int:

@@ -75,6 +75,8 @@ class SuccessiveSteps(Source):
 
     def __init__(self, *, window: int | None, preconditioned: bool, every_steps: int) -> None:
         self._window, self._preconditioned, self.every_steps = window, preconditioned, every_steps
+        # Noise of different steps is independent, so products of gradients have none of it, and their squares have all.
+        self.added_noise = "mixed" if preconditioned else "in trace"
 
     def prepare(self, scene: Scene) -> None:
         scene.require_optimizer(Moments.name)

@@ -9,7 +9,7 @@ from torch import Tensor
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.estimator import Estimator, Scene
+from divebatch.estimators.estimator import Estimator, NoiseSeen, Scene
 from divebatch.measurement import Diversity
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
@@ -50,6 +50,8 @@ class Source(ABC):
     """Whether it can do with backward passes that are recorded once and replayed."""
     every_steps: int = 1
     """Steps from one estimate to the next, where most are left out."""
+    added_noise: NoiseSeen = "nowhere"
+    """Where noise shows that is added to gradients after their backward pass."""
 
     @property
     def min_micro_batches(self) -> int:
@@ -112,6 +114,12 @@ class Stepwise(Estimator):
         """What was seen, while an epoch is measured."""
         self._scene: Scene | None = None
         self._was_read = False
+
+    @property
+    def added_noise(self) -> NoiseSeen:
+        seen = self._source.added_noise
+        # An exponential mean goes on through readings, and the noise that was added is told for each by itself.
+        return "mixed" if seen == "in trace" and self._decay < 1 else seen
 
     @property
     def min_micro_batches(self) -> int:

@@ -1,0 +1,236 @@
+"""QSGD: what it does to a vector, exactly; and that it does so to each backward pass's gradient, and resumes."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.estimators.added_noise import sources_on
+from divebatch.estimators.optimizer_events import PassWatch
+from divebatch.norms.accumulators import trainable
+from divebatch.research import QuantizedGradients
+from divebatch.research.quantized_gradients import bits_to_send, rounded
+
+quickly = settings(max_examples=50, deadline=None)
+entries = st.floats(-10, 10, allow_subnormal=False).map(lambda x: 0.0 if abs(x) < 1e-6 else x)
+vectors = st.lists(entries, min_size=1, max_size=6).filter(any).map(lambda v: torch.tensor(v, dtype=torch.float64))
+
+
+def outcomes(vector, levels):
+    """Every outcome of rounding `vector`, with its probability: each entry goes down or up by itself."""
+    place = levels * vector.abs() / vector.norm()
+    chances = (place - place.floor()).tolist()
+    for ups in product((0, 1), repeat=len(vector)):
+        probability = 1.0
+        for up, chance in zip(ups, chances, strict=True):
+            probability *= chance if up else 1 - chance
+        if probability > 0:
+            draws = torch.tensor([0.0 if up else 1.0 for up in ups], dtype=torch.float64)
+            yield probability, rounded(vector, levels, draws)
+
+
+# One vector
+
+
+@quickly
+@given(vector=vectors, levels=st.integers(1, 8))
+def test_rounding_is_unbiased_and_has_exactly_the_variance_it_tells(vector, levels):
+    every = list(outcomes(vector, levels))
+    mean = sum(chance * each.value for chance, each in every)
+    variance = sum(chance * (each.value - vector).square().sum() for chance, each in every)
+    size, square = len(vector), vector.square().sum().item()
+    assert mean.tolist() == pytest.approx(vector.tolist(), abs=1e-9)
+    assert all(each.variance.item() == pytest.approx(variance.item(), abs=1e-9) for _, each in every)
+    assert variance.item() <= min(size / levels**2, size**0.5 / levels) * square + 1e-9
+
+
+@quickly
+@given(vector=vectors)
+def test_one_level_has_the_squares_and_the_zeros_of_the_theory(vector):
+    every = list(outcomes(vector, 1))
+    squares = sum(chance * each.value.square().sum() for chance, each in every)
+    nonzeros = sum(chance * each.nonzeros for chance, each in every)
+    assert squares.item() == pytest.approx((vector.norm() * vector.abs().sum()).item())
+    assert nonzeros.item() == pytest.approx((vector.abs().sum() / vector.norm()).item())
+
+
+@quickly
+@given(vector=vectors, levels=st.integers(1, 8), draw=st.floats(0, 1, exclude_max=True))
+def test_an_entry_is_rounded_to_a_neighbour_by_its_draw(vector, levels, draw):
+    step = vector.norm() / levels
+    value = rounded(vector, levels, torch.full_like(vector, draw)).value
+    assert ((value / step).round() - value / step).abs().max() < 1e-9
+    assert (value - vector).abs().max() < step * (1 + 1e-9)
+    assert ((value == 0) | (value.sign() == vector.sign())).all()
+
+
+def test_many_draws_scatter_as_told():
+    quantize, vector = QuantizedGradients(2, seed=3), torch.randn(50, generator=torch.Generator().manual_seed(0))
+    drawn = torch.stack([quantize(vector) for _ in range(3000)]).double()
+    variance = quantize.variance_added / 3000
+    assert (drawn - vector).square().sum(1).mean().item() == pytest.approx(variance, rel=0.02)
+    assert (drawn.mean(0) - vector).square().sum().item() < 2 * variance / 3000
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_type_and_the_shape_stay(dtype):
+    gradient = torch.randn(3, 4).to(dtype)
+    value = QuantizedGradients(4)(gradient)
+    assert (value.dtype, value.shape) == (dtype, gradient.shape)
+
+
+def test_zeros_stay_and_what_is_not_finite_is_seen_by_whoever_looks():
+    quantize = QuantizedGradients(4)
+    assert quantize(torch.zeros(5)).tolist() == [0.0] * 5
+    assert quantize(torch.tensor([1e-30, 0.0]), stream=1).norm() == pytest.approx(1e-30)
+    assert quantize.variance_added == 0.0
+    for bad in (torch.inf, torch.nan):
+        assert not quantize(torch.tensor([1.0, bad])).isfinite().all()
+
+
+def test_bits_are_those_of_the_shorter_form():
+    # 100 entries and 4 levels: 4 bits for each; or a count, and 7 + 1 + 2 for each that is not zero.
+    assert bits_to_send(100, torch.tensor(10), 4).item() == 32 + 1 + 32 + 10 * 10
+    assert bits_to_send(100, torch.tensor(99), 4).item() == 32 + 1 + 100 * 4
+    quantize = QuantizedGradients(1)
+    quantize(torch.zeros(1000))
+    assert (quantize.bits_sent, quantize.bits_unrounded) == (65, 32_000)
+
+
+@pytest.mark.parametrize("levels", [0, -1, 2.5, True, None])
+def test_levels_below_one_are_refused(levels):
+    with pytest.raises(ArgumentError, match="levels"):
+        QuantizedGradients(levels)
+
+
+def test_sparse_and_complex_gradients_are_refused():
+    for gradient in (torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex64)):
+        with pytest.raises(ArgumentError, match="dense real"):
+            QuantizedGradients(1)(gradient)
+
+
+# A model
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def passes(net, number):
+    """Backward passes of micro-batches, into the same gradients."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(number):
+        net(torch.randn(3, 4, generator=generator)).square().mean().backward()
+
+
+def gradients(net):
+    return [p.grad.clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("watched_first", [True, False])
+def test_each_backward_pass_is_rounded_by_itself_and_then_added(watched_first):
+    net, plain, seen = model(), model(), []
+    quantize, by_hand = QuantizedGradients(2, seed=7), QuantizedGradients(2, seed=7)
+    if not watched_first:
+        quantize.attach(net)
+    watch = PassWatch(trainable(net), lambda own, _: seen.append(own), is_wanted=lambda: True)
+    if watched_first:
+        quantize.attach(net)
+    passes(net, 3), passes(plain, 3)
+    watch.close()
+    for place, (name, parameter) in enumerate(net.named_parameters()):
+        torch.testing.assert_close(parameter.grad, sum(by_hand(own[name], stream=place) for own in seen))
+        # Hooks on parameters, which estimators use, see what the data says.
+        unrounded = plain.get_parameter(name).grad
+        torch.testing.assert_close(unrounded, sum(own[name] for own in seen))
+        assert not torch.equal(parameter.grad, unrounded)
+    assert quantize.variance_added == pytest.approx(by_hand.variance_added)
+
+
+def test_looking_at_gradients_is_no_training_and_after_close_nothing_is_rounded():
+    net, plain = model(), model()
+    quantize = QuantizedGradients(1).attach(net)
+    x = torch.ones(2, 4)
+    ours, theirs = (torch.autograd.grad(m(x).sum(), list(m.parameters())) for m in (net, plain))
+    assert all(map(torch.equal, ours, theirs))
+    assert quantize.bits_sent == 0
+    assert sources_on(net) == (quantize,)
+    quantize.close()
+    assert sources_on(net) == ()
+    passes(net, 1), passes(plain, 1)
+    assert all(map(torch.equal, gradients(net), gradients(plain)))
+
+
+def test_frozen_parameters_are_left_out_and_keep_their_number():
+    net, frozen = model(), model()
+    frozen[0].requires_grad_(False)
+    with QuantizedGradients(1, seed=2).attach(net), QuantizedGradients(1, seed=2).attach(frozen):
+        passes(net, 1), passes(frozen, 1)
+    assert torch.equal(net[2].weight.grad, frozen[2].weight.grad)
+
+
+def test_one_model_at_a_time_and_one_that_can_be_trained():
+    quantize = QuantizedGradients(1).attach(model())
+    with pytest.raises(UsageError, match="attached to a model already"):
+        quantize.attach(model())
+    with pytest.raises(ArgumentError, match="no trainable parameter"):
+        QuantizedGradients(1).attach(model().requires_grad_(False))
+
+
+def train(net, steps, first=0):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        net(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_a_resume_is_exact():
+    net, whole = model(), model()
+    quantize = QuantizedGradients(2, seed=1).attach(whole)
+    expected = train(whole, 6)
+    with QuantizedGradients(2, seed=1).attach(net) as first:
+        train(net, 3)
+    second = QuantizedGradients(2, seed=99).attach(net)
+    second.load_state_dict(first.state_dict())
+    assert all(map(torch.equal, train(net, 3, first=3), expected))
+    assert second.bits_sent == quantize.bits_sent
+    assert second.variance_added == pytest.approx(quantize.variance_added)
+    with pytest.raises(CheckpointError, match="levels=2"):
+        QuantizedGradients(3).load_state_dict(first.state_dict())
+
+
+# The variance of the gradients at hand
+
+
+def test_the_variance_at_hand_is_that_of_the_gradients_that_a_step_will_use():
+    net = model()
+    with QuantizedGradients(1).attach(net) as quantize:
+        passes(net, 1)
+        one = quantize.variance_added
+        passes(net, 1)
+        both = quantize.variance_added
+        assert 0 < one < both
+        assert float(quantize.take_variance()) == pytest.approx(both)
+        assert float(quantize.take_variance()) == 0.0
+        net.zero_grad()
+        passes(net, 1)  # dropped without a step
+        net.zero_grad()
+        before = quantize.variance_added
+        passes(net, 1)
+        assert float(quantize.take_variance()) == pytest.approx(quantize.variance_added - before)
+
+
+def test_what_multiplies_all_gradients_multiplies_the_noise():
+    net = model()
+    with QuantizedGradients(1).attach(net) as quantize:
+        passes(net, 1)
+        norm = float(nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+        assert float(quantize.take_variance()) == pytest.approx(quantize.variance_added * (0.1 / norm) ** 2, rel=1e-4)
