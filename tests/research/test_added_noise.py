@@ -135,7 +135,9 @@ def test_decisions_within_epochs_see_the_datas_part_of_their_window():
 
 
 @pytest.mark.parametrize(
-    "estimator", [AcrossRanks, lambda: Moments(decay=0.9), lambda: Moments(preconditioned=True)], ids=str
+    "estimator",
+    [AcrossRanks, lambda: Moments(decay=0.9), lambda: Moments(preconditioned=True)],
+    ids=["ranks", "decay", "preconditioned"],
 )
 def test_an_estimator_that_would_misread_it_is_an_error(estimator):
     net = nn.Linear(FEATURES, 1)
