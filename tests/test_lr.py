@@ -75,7 +75,7 @@ def two_groups(*, optimizer: type[Optimizer] = SGD, tensors: bool = False) -> Op
     return optimizer(groups, **settings)
 
 
-def coupled(optimizer: Optimizer, schedulers: Any, *, kind: str, batch_size: int = FIRST) -> Rates:
+def coupled(optimizer: Optimizer, schedulers: Any, *, kind: Any, batch_size: int = FIRST) -> Rates:
     return Rates(
         [optimizer],
         schedulers,
@@ -88,7 +88,7 @@ def coupled(optimizer: Optimizer, schedulers: Any, *, kind: str, batch_size: int
 class Run:
     """An optimizer with its scheduler, and the coupling where it has one."""
 
-    def __init__(self, case: str, *, kind: str | None = None, **settings: Any) -> None:
+    def __init__(self, case: str, *, kind: Any = None, **settings: Any) -> None:
         self.optimizer = two_groups(**settings)
         self.scheduler = SCHEDULERS[case](self.optimizer) if case in SCHEDULERS else None
         schedulers = [] if self.scheduler is None else [self.scheduler]
@@ -127,17 +127,22 @@ def times(rates: list[float], factor: float, *, rel: float = 1e-12) -> Any:
     return pytest.approx([rate * factor for rate in rates], rel=rel, abs=0)
 
 
-SHAPES = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": lambda ratio: ratio**0.5}
+SHAPES: dict[Any, Callable[[float], float]] = {
+    "none": lambda ratio: 1.0,
+    "linear": lambda ratio: ratio,
+    "sqrt": lambda ratio: ratio**0.5,
+    0.6: lambda ratio: math.exp(0.6 * math.log(ratio)),
+}
 
 
-def factor_after(step: int, kind: str) -> float:
+def factor_after(step: int, kind: Any) -> float:
     """f of the latest batch size, times every `lr_factor` so far."""
     done = [change for at, change in CHANGES.items() if at <= step]
     size = done[-1][0] if done else FIRST
     return SHAPES[kind](size / FIRST) * math.prod(lr_factor for _, lr_factor in done)
 
 
-def follow_course(run: Run, twin: Run, kind: str, steps: Iterable[int] = range(STEPS), **rel: float) -> None:
+def follow_course(run: Run, twin: Run, kind: Any, steps: Iterable[int] = range(STEPS), **rel: float) -> None:
     """Advance both and compare after every scheduler step and every change of the batch size."""
     for step in steps:
         run.advance(step)
@@ -154,7 +159,7 @@ def follow_course(run: Run, twin: Run, kind: str, steps: Iterable[int] = range(S
 
 @EVERY_CASE
 @pytest.mark.parametrize("kind", SHAPES)
-def test_the_rate_in_force_is_the_own_course_times_the_factors(case: str, kind: str):
+def test_the_rate_in_force_is_the_own_course_times_the_factors(case: str, kind: Any):
     twin = Run(case)
     follow_course(Run(case, kind=kind), twin, kind)
     assert case == "none" or twin.rates != Run(case).rates
@@ -168,6 +173,15 @@ def test_rates_that_are_tensors_follow_in_place(case: str):
     assert all(isinstance(group["lr"], torch.Tensor) for group in run.optimizer.param_groups)
     if case == "none":
         assert all(a is group["lr"] for a, group in zip(tensors, run.optimizer.param_groups, strict=True))
+
+
+@pytest.mark.parametrize(("power", "factor"), [(1, 4.0), (0.5, 2.0), (0.6, 4**0.6), (0.25, math.sqrt(2))])
+def test_a_power_of_the_batch_size_and_back_to_the_bit(power: float, factor: float):
+    run = Run("none", kind=power)
+    run.coupling.follow(4 * FIRST)
+    assert run.rates == pytest.approx([0.1 * factor, 0.02 * factor], rel=1e-14)
+    run.coupling.follow(FIRST)
+    assert run.rates == [0.1, 0.02]
 
 
 def test_adamw_with_the_square_root():
@@ -280,6 +294,18 @@ def test_a_scheduler_of_another_optimizer_gets_an_error(case: str):
 def test_an_unknown_coupling_gets_an_error_that_lists_the_known_ones():
     with pytest.raises(ArgumentError, match="'cubic'; known: none, linear, sqrt"):
         Run("none", kind="cubic")
+
+
+@pytest.mark.parametrize("kind", [-0.5, 0, 0.0, 1.5, float("nan"), float("inf"), True, [0.5]])
+def test_a_power_that_cannot_be_gets_an_error(kind: Any):
+    with pytest.raises(ArgumentError, match=r"\^p, above 0 and at most 1, got lr_coupling=.*'none'"):
+        Run("none", kind=kind)
+
+
+@pytest.mark.parametrize("text", ["0.6", "power:0.6", ""])
+def test_a_power_as_text_gets_an_error_that_says_to_pass_a_number(text: str):
+    with pytest.raises(ArgumentError, match=rf"unknown lr_coupling '{text}'; known: .*, or a power .* such as 0\.6"):
+        Run("none", kind=text)
 
 
 @pytest.mark.parametrize("lr_factor", [0.0, -1.0, float("nan"), float("inf")])

@@ -26,6 +26,15 @@ def require_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
         raise ArgumentError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")
 
 
+def require_coupling_power(name: str, value: Any) -> None:
+    """Raise unless `value` is a power of the batch size that a learning rate may follow."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:  # NaN fails too
+        raise ArgumentError(
+            f"{name} as a number is p in lr * (batch_size / base batch size)^p, above 0 and at most 1, got "
+            f"{name}={value!r}; a rate that stays is {name}='none'"
+        )
+
+
 _NOT_THE_USERS = frozenset({"divebatch", "torch", "contextlib"})
 
 

@@ -17,7 +17,7 @@ from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
 from divebatch.estimators import Estimator, Scene
 from divebatch.finished_epoch import finished_epoch, loss_of_all_ranks
-from divebatch.lr import BY_NOISE, CouplingName, Rates, Reading, ScheduleIn
+from divebatch.lr import BY_NOISE, Coupling, Rates, Reading, ScheduleIn
 from divebatch.measurement import Decision, Diversity, History, Measurement
 from divebatch.measuring import Measuring
 from divebatch.norms.loss_scale import LossReduction
@@ -61,7 +61,8 @@ class Controller:
             an object such as `Oracle(loss_fn)`. None for the policy's own.
         lr_coupling: How the learning rate follows the batch size: "none", "linear" or "adascale" (SGD), "sqrt" or
             "adascale-sqrt" (Adam-like optimizers), "adam" (Adam, AdamW, NAdam, Adamax: betas, eps and weight decay
-            follow too), or a list with one for each optimizer. None for the policy's own, "none" where it has none.
+            follow too), a number p such as 0.6 for the p-th power of the batch size, or a list with one for each
+            optimizer. None for the policy's own, "none" where it has none.
         scheduler: The scheduler that drives the optimizer, or a list of all that do.
         schedule_in: What a call of `scheduler.step` stands for: "steps" of the first batch size, which samples then
             count; "epochs" or just "calls", where each is one step of the schedule. None to tell by when calls come.
@@ -90,7 +91,7 @@ class Controller:
         policy: Policy,
         *,
         estimator: str | Estimator | None = None,
-        lr_coupling: CouplingName | Sequence[CouplingName] | None = None,
+        lr_coupling: Coupling | Sequence[Coupling] | None = None,
         scheduler: Any = None,
         schedule_in: ScheduleIn | None = None,
         hand_set_lr: Reading | None = None,

@@ -292,7 +292,7 @@ class Measurement:
         diversity: What the estimator measured; None where nothing asked for it.
         lr: The learning rate in force, of the first parameter group.
         lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling.
-        lr_coupling: How the learning rate follows the batch size in this training.
+        lr_coupling: How the learning rate follows the batch size in this training: a name, or a power of it.
         loss: The epoch's mean training loss, where the loop gave it: `Controller.step(loss=...)`.
         history: What was kept of the epochs before.
     """
@@ -307,7 +307,7 @@ class Measurement:
     diversity: Diversity | None = None
     lr: float | None = None
     lr_schedule_ratio: float | None = None
-    lr_coupling: str = "none"
+    lr_coupling: str | float = "none"
     loss: float | None = None
     history: History = History()
 

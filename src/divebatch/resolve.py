@@ -6,12 +6,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from divebatch.checks import require_choice, require_count
+from divebatch.checks import require_count
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator, make_estimator
 from divebatch.estimators.catalog import names_where
-from divebatch.lr import BY_SIZE, COUPLINGS, coupling_for, require_adam
+from divebatch.lr import BY_SIZE, Coupling, coupling_for, require_adam, require_known
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_policy
 
@@ -69,33 +69,34 @@ def as_list(given: Any) -> list[Any]:
 
 
 def resolve_couplings(
-    policy: Policy, lr_coupling: str | Sequence[str] | None, optimizers: Sequence[Optimizer]
-) -> list[str]:
+    policy: Policy, lr_coupling: Coupling | Sequence[Coupling] | None, optimizers: Sequence[Optimizer]
+) -> list[Coupling]:
     """Return how each optimizer's rate follows the batch size: as given, else as the policy says, else not at all."""
     if lr_coupling is None and policy.lr_coupling is None and policy.needs_lr_coupling:
         # Auto's case: linear for SGD, the square root for Adam-like optimizers.
         return [coupling_for(optimizer, one_of=len(optimizers)) for optimizer in optimizers]
-    named = lr_coupling or policy.lr_coupling or "none"
-    names = [named] * len(optimizers) if isinstance(named, str) else list(named)
-    if len(names) != len(optimizers):
+    named = policy.lr_coupling or "none" if lr_coupling is None else lr_coupling
+    couplings: list[Any] = [named] * len(optimizers) if isinstance(named, str | int | float) else list(named)
+    if len(couplings) != len(optimizers):
         raise ArgumentError(
-            f"lr_coupling must have one name for each of the {len(optimizers)} optimizers, got {len(names)}: {names}"
+            f"lr_coupling must have one name for each of the {len(optimizers)} optimizers, got {len(couplings)}: "
+            f"{couplings}"
         )
     if lr_coupling is not None:
-        for name in names:
-            require_coupling(policy, name)
-    for name, optimizer in zip(names, optimizers, strict=True):
-        if name == "adam":
+        for coupling in couplings:
+            require_coupling(policy, coupling)
+    for coupling, optimizer in zip(couplings, optimizers, strict=True):
+        if coupling == "adam":
             require_adam(optimizer)
-    return names
+    return couplings
 
 
-def require_coupling(policy: Policy, lr_coupling: str) -> None:
+def require_coupling(policy: Policy, lr_coupling: Coupling) -> None:
     """Raise if there is no such coupling, or the policy is made for another one."""
-    require_choice("lr_coupling", lr_coupling, tuple(COUPLINGS))
-    fits = BY_SIZE if policy.needs_lr_coupling else tuple(COUPLINGS)
-    fits = fits if policy.lr_coupling is None else (policy.lr_coupling,)
-    if lr_coupling not in fits:
+    require_known(lr_coupling)
+    fits: tuple[Any, ...] = BY_SIZE if policy.lr_coupling is None else (policy.lr_coupling,)
+    is_free = policy.lr_coupling is None and not (policy.needs_lr_coupling and isinstance(lr_coupling, str))
+    if not is_free and lr_coupling not in fits:
         raise ArgumentError(
             f"{type(policy).__name__} moves the learning rate with the batch size: leave lr_coupling out, or pass "
             f"lr_coupling={' or '.join(map(repr, fits))}, got lr_coupling={lr_coupling!r}"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -81,8 +82,8 @@ def test_it_waits_until_the_whole_interval_is_above_the_present_size():
     assert unsure.reason.endswith("no change")
 
 
-@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0)])
-def test_the_rate_comes_one_decision_after_the_size(coupling: str, jump: float):
+@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0), ("adam", 2.0), (0.6, 4**0.6)])
+def test_the_rate_comes_one_decision_after_the_size(coupling: Any, jump: float):
     policy = Auto(4096, lr_coupling=coupling)
     grown = policy.next(seen(128.0 * 16))
     assert grown.lr_factor == pytest.approx(1 / jump)
@@ -111,8 +112,8 @@ def test_nothing_around_it_may_change_its_size(wrap):
         wrap(Auto(4096))
 
 
-@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
-def test_the_rate_follows_by_the_coupling_in_force(coupling: str, jump: float):
+@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0), (0.6, 4**0.6)])
+def test_the_rate_follows_by_the_coupling_in_force(coupling: Any, jump: float):
     grown = Auto(4096).next(replace(seen(128.0 * 16), lr_coupling=coupling))
     assert (grown.batch_size, grown.lr_factor) == (512, pytest.approx(1 / jump))
 
@@ -148,3 +149,6 @@ def test_a_coupling_that_would_change_the_noise_is_refused():
         Controller(*parts, Auto(8, lr_coupling="linear"), lr_coupling="sqrt")
     with pytest.raises(ArgumentError, match=r"leave lr_coupling out, or pass .*'linear' or 'sqrt' or 'adam', got"):
         Controller(*parts, Auto(8), lr_coupling="none")
+    with pytest.raises(ArgumentError, match="above 0 and at most 1, got lr_coupling=-1"):
+        Auto(8, lr_coupling=-1)
+    Controller(*parts, Auto(8), lr_coupling=0.6, estimator="split").close()

@@ -27,7 +27,8 @@ def probe(
     ] = None,
     window_epochs: Annotated[float, typer.Option(help="Number of epochs that each branch trains.")] = 1.0,
     coupling: Annotated[
-        str, typer.Option(help="Learning rate of k times the batch: sqrt, linear, adam, none")
+        str,
+        typer.Option(help="Learning rate of k times the batch: sqrt, linear, adam, none, or a power like 0.6."),
     ] = "sqrt",
     repeats: Annotated[int, typer.Option(min=1, help="Number of data orders that each branch is trained on.")] = 3,
     tolerance: Annotated[float, typer.Option(help="Fraction by which the loss may exceed factor 1's.")] = 0.02,
@@ -51,14 +52,15 @@ def probe(
         device = chosen_device(device)
         require_matplotlib()
         work.require_valid(judge, window_epochs)
-        work.require_settings(coupling, repeats, tolerance, work.SMOOTHING)
+        follows = work.coupling_of(coupling)
+        work.require_settings(follows, repeats, tolerance, work.SMOOTHING)
         planned = work.get_experiment(experiment)
         start = work.find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
         training = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
         run = work.run_of(start, planned, device=device, data_dir=data_dir, training=training)
         make_folder(out)
         branches = work.BranchTrainer(run, start)
-        branches.require_coupling(coupling)
+        branches.require_coupling(follows)
         window = work.window_of(branches, window_epochs)
         chosen = work.checked_factors(work.factors_of(factors, cap, window, branches), start.batch_size, window)
     with errors_exit_with(FAILED):
@@ -69,7 +71,7 @@ def probe(
             restore=branches.restore,
             window=window,
             factors=chosen,
-            coupling=coupling,
+            coupling=follows,
             repeats=repeats,
             tolerance=tolerance,
             evaluate=branches.evaluate if judge == "validation" else None,

@@ -16,7 +16,7 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import refuse_loss
 from divebatch.integrations.versions import Requirement
-from divebatch.lr import CouplingName
+from divebatch.lr import Coupling
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
@@ -66,7 +66,7 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         policy: Policy,
         *,
         estimator: str | Estimator | None = None,
-        lr_coupling: CouplingName | None = None,
+        lr_coupling: Coupling | None = None,
         loss_reduction: LossReduction = "mean",
         step_schedule: bool = False,
     ) -> None:

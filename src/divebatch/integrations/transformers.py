@@ -22,7 +22,7 @@ from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import InMultiples, refuse_loss
 from divebatch.integrations.versions import Requirement
-from divebatch.lr import CouplingName
+from divebatch.lr import Coupling
 from divebatch.norms import rule_for
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.sample_gradients import Explicit, Form, Outer, positions
@@ -73,7 +73,7 @@ class BatchSizeTrainer(_Trainer):  # type: ignore[misc]
         *positional: Any,
         policy: Policy,
         estimator: str | Estimator | None = None,
-        lr_coupling: CouplingName | None = None,
+        lr_coupling: Coupling | None = None,
         step_schedule: bool = False,
         **settings: Any,
     ) -> None:

@@ -16,13 +16,15 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from divebatch.checks import require_choice
+from divebatch.checks import require_coupling_power
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.lr.adam import ADAM_RULES, GroupSettings
 from divebatch.lr.hand_set import HandSetRates, Reading
 from divebatch.measurement import gain
 
 CouplingName = Literal["none", "linear", "sqrt", "adam", "adascale", "adascale-sqrt"]
+Coupling = CouplingName | float
+"""A name, or a number p for the p-th power of the batch size."""
 
 COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
     "none": lambda ratio, noise: 1.0,
@@ -40,7 +42,7 @@ the same for Adam-like rules.
 BY_NOISE = frozenset({"adascale", "adascale-sqrt"})
 """Those that must know the noise scale."""
 BY_SIZE = ("linear", "sqrt", "adam")
-"""Those that follow the batch size by a power of it."""
+"""Those that follow the batch size by a power of it, as every number does."""
 _ADAM_LIKE = tuple(
     kind
     for name in (
@@ -49,6 +51,27 @@ _ADAM_LIKE = tuple(
     )
     if (kind := getattr(torch.optim, name, None)) is not None  # older versions of torch lack the last two
 )
+
+
+def require_known(coupling: Coupling) -> None:
+    """Raise for what is no coupling."""
+    if not isinstance(coupling, str):
+        require_coupling_power("lr_coupling", coupling)
+    elif coupling not in COUPLINGS:
+        raise ArgumentError(
+            f"unknown lr_coupling {coupling!r}; known: {', '.join(COUPLINGS)}, or a power of the batch size such as 0.6"
+        )
+
+
+def factor_of(coupling: Coupling, ratio: float, noise: float | None = None) -> float:
+    """Return what the rate is multiplied by.
+
+    Args:
+        coupling: A name of `COUPLINGS`, or a power.
+        ratio: The batch size over the base batch size.
+        noise: The noise scale over the base batch size, where it is known.
+    """
+    return COUPLINGS[coupling](ratio, noise) if isinstance(coupling, str) else float(ratio**coupling)
 
 
 def coupling_for(optimizer: Optimizer, *, one_of: int = 1) -> Literal["linear", "sqrt"]:
@@ -77,7 +100,7 @@ class LrCoupling:
 
     Args:
         optimizer: The optimizer whose rates follow.
-        kind: A name of `COUPLINGS`.
+        kind: A name of `COUPLINGS`, or a power of the batch size.
         first_batch_size: The batch size of the first step.
         base_batch_size: The one that the rates were chosen for; None for the first.
         hand_set_lr: How a rate that the loop writes is meant; None to find out.
@@ -88,13 +111,13 @@ class LrCoupling:
         self,
         optimizer: Optimizer,
         *,
-        kind: str,
+        kind: Coupling,
         first_batch_size: int,
         base_batch_size: int | None = None,
         hand_set_lr: Reading | None = None,
         on_foreign: Callable[[], None] = lambda: None,
     ) -> None:
-        require_choice("lr_coupling", kind, tuple(COUPLINGS))
+        require_known(kind)
         self.optimizer, self.kind, self.first_batch_size = optimizer, kind, first_batch_size
         self.base_batch_size, self._has_base = base_batch_size or first_batch_size, base_batch_size is not None
         self._noise_scale: float | None = None
@@ -164,7 +187,7 @@ class LrCoupling:
         self._write(self.factor)
 
     def _batch_factor_at(self, batch_size: int) -> float:
-        return COUPLINGS[self.kind](batch_size / self.base_batch_size, self._noise)
+        return factor_of(self.kind, batch_size / self.base_batch_size, self._noise)
 
     def _gain(self, batch_size: int) -> float:
         return gain(batch_size / self.base_batch_size, self._noise) if self.kind in BY_NOISE else 1.0

@@ -11,7 +11,7 @@ from divebatch.checks import warn_user
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import CheckpointError
 from divebatch.lr.adopted_scheduler import Adopted
-from divebatch.lr.coupling import BY_NOISE, GainSum, LrCoupling
+from divebatch.lr.coupling import BY_NOISE, Coupling, GainSum, LrCoupling
 from divebatch.lr.hand_set import Reading
 from divebatch.lr.schedule_steps import ScheduleIn, ScheduleSteps
 from divebatch.lr.schedulers_found import require_all_schedulers
@@ -27,7 +27,7 @@ class Rates:
     Args:
         optimizers: Those whose rates follow.
         schedulers: All that drive them.
-        kinds: Each optimizer's coupling, by its name.
+        kinds: Each optimizer's coupling.
         loader: Delivers the samples.
         first_batch_size: The samples of an optimizer step at the beginning.
         base_batch_size: Those that the rates were chosen for; None for the first.
@@ -40,7 +40,7 @@ class Rates:
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
         *,
-        kinds: Sequence[str],
+        kinds: Sequence[Coupling],
         loader: AdaptiveLoader,
         first_batch_size: int,
         base_batch_size: int | None = None,
@@ -97,7 +97,7 @@ class Rates:
         return self._couplings[0]
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Coupling:
         """How the first optimizer's rate follows the batch size."""
         return self._first.kind
 

@@ -4,14 +4,14 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from divebatch.checks import require_choice, require_positive
+from divebatch.checks import require_choice, require_coupling_power, require_positive
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.bounds import Capped
 from divebatch.policies.confidence import asked, require_diversity
 from divebatch.policies.wrappers import ramped
 
 POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5}
-"""The power of the batch size that the learning rate follows with each coupling."""
+"""The power of the batch size that the learning rate follows with each coupling by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Auto(Capped):
     training "moments" is several times too large. Not for "trajectory", whose B is far too large. At the cap nothing is
     measured any more.
 
-    After each growth the learning rate gets to its new value over one further decision. All couplings are made to
-    leave the noise of training as it was, so at the cap nothing is left that had to go into the rate.
+    After each growth the learning rate gets to its new value over one further decision. The named couplings
+    are made to leave the noise of training as it was, so at the cap nothing is left that had to go into the rate.
 
     >>> Auto(4096)
     Auto(max_batch_size=4096, step_cost=None, lr_coupling=None)
@@ -39,8 +39,8 @@ class Auto(Capped):
         max_batch_size: The largest batch, in samples.
         step_cost: What one optimizer step is worth, in samples; None for the first batch. Where the fixed cost of a
             step is as long as that of many more samples than you start with, `advise` measures how many.
-        lr_coupling: "linear", "sqrt" or "adam"; None for the one that suits the optimizer, linear for SGD and the
-            square root for Adam-like ones.
+        lr_coupling: "linear", "sqrt", "adam", or a number p for the p-th power of the batch size; None for the one that
+            suits the optimizer, linear for SGD and the square root for Adam-like ones.
     """
 
     needs = frozenset({"diversity"})
@@ -51,13 +51,16 @@ class Auto(Capped):
 
     _: KW_ONLY
     step_cost: float | None = None
-    lr_coupling: Literal["linear", "sqrt", "adam"] | None = None
+    lr_coupling: Literal["linear", "sqrt", "adam"] | float | None = None
 
     def __post_init__(self) -> None:
         Capped.__post_init__(self)
         if self.step_cost is not None:
             require_positive("step_cost", self.step_cost)
-        require_choice("lr_coupling", self.lr_coupling, (*POWERS, None))
+        if isinstance(self.lr_coupling, str | None):
+            require_choice("lr_coupling", self.lr_coupling, (*POWERS, None))
+        else:
+            require_coupling_power("lr_coupling", self.lr_coupling)
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         """Until the cap is reached: from there on nothing is left to decide."""
@@ -65,7 +68,8 @@ class Auto(Capped):
 
     def next(self, seen: Measurement) -> Decision:
         """Return the doubling nearest to the mean, and a learning rate that comes one decision after it."""
-        power = POWERS.get(self.lr_coupling or seen.lr_coupling, 0.0)
+        coupling = self.lr_coupling or seen.lr_coupling
+        power = POWERS.get(coupling, 0.0) if isinstance(coupling, str) else coupling
         # Cut to what can be had first: the learning rate must be made for the size that comes.
         return ramped(self._doubled(seen).at_most(seen.largest_batch_size), seen, decisions=1, power=power)
 

@@ -35,7 +35,7 @@ class Policy(ABC):
     """Which of "diversity", "inner_variance", "loss" and "throughputs" `next` reads; nothing else is measured."""
     estimator: str | None = None
     """The name of the estimator that measures for it where the controller is given none; None for "moments"."""
-    lr_coupling: str | None = None
+    lr_coupling: str | float | None = None
     """The coupling that the rule is made for; None where any will do."""
     needs_lr_coupling: bool = False
     """Whether the learning rate must follow the batch size: where no coupling is named, as suits the optimizer."""

@@ -21,7 +21,7 @@ class Around(Policy):
     policy: Policy
     needs: Set[str] = field(init=False, repr=False)
     estimator: str | None = field(init=False, repr=False)
-    lr_coupling: str | None = field(init=False, repr=False)
+    lr_coupling: str | float | None = field(init=False, repr=False)
     needs_lr_coupling: bool = field(init=False, repr=False)
     moves_lr: bool = field(init=False, repr=False)
     decides_within_epochs: bool = field(init=False, repr=False)

@@ -1,4 +1,5 @@
 import copy
+import math
 import tomllib
 from pathlib import Path
 
@@ -111,6 +112,9 @@ def change(path: str, value: object) -> dict:
             {"kind": "auto", "max_batch_size": 4096, "lr_coupling": "none"},
             r"\[methods.sgd-small\]: unknown lr_coupling 'none'; known: linear, sqrt",
         ),
+        ("methods/oracle/lr_coupling", -0.5, r"\[methods.oracle\]: lr_coupling as a number .* got lr_coupling=-0.5"),
+        ("methods/oracle/lr_coupling", math.nan, r"\[methods.oracle\]: lr_coupling as a number .* lr_coupling=nan"),
+        ("methods/oracle/lr_coupling", True, r"\[methods.oracle\]: lr_coupling must be one of none, .* or float, got"),
         ("methods/oracle/shadows", 3, r"\[methods.oracle\] shadows: must be a table, got 3"),
         ("methods/oracle/shadows", {"a": 3}, r"\[methods.oracle\] shadows.a: must be a table, got 3"),
         (
@@ -178,6 +182,14 @@ def test_auto_needs_nothing_else(tmp_path):
     experiment = parse_experiment(values, "file.toml")
     state = make_trainer(Run(experiment, "sgd-small", 0, tmp_path)).control.state_dict()
     assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", "linear")
+
+
+@pytest.mark.parametrize(("coupling", "factor"), [(0.6, 4**0.6), (1, 4.0), ("sqrt", 2.0)])
+def test_a_number_is_a_power_of_the_batch_size(tmp_path, coupling, factor):
+    values = change("methods/sgd-small/lr_coupling", coupling)
+    values["methods"]["sgd-small"]["base_batch_size"] = values["methods"]["sgd-small"]["batch_size"] // 4
+    trainer = make_trainer(Run(parse_experiment(values, "file.toml"), "sgd-small", 0, tmp_path))
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(values["methods"]["sgd-small"]["lr"] * factor)
 
 
 def test_a_task_brings_its_metric_and_a_file_may_name_another():

@@ -68,6 +68,9 @@ def test_the_same_command_gives_the_same_numbers(place, tmp_path):
     other = json.loads(call(place, *words, "--judge", "validation", "--coupling", "linear", "--no-policies").stdout)
     assert other["gaps"] != found["gaps"]
     assert other["asked"] == []
+    power = json.loads(call(place, *words, "--coupling", "0.6", "--no-policies").stdout)
+    assert power["coupling"] == 0.6
+    assert {branch["lr_factor"] for branch in power["branches"]} == {1.0, 2**0.6, 8**0.6}
 
 
 def test_the_first_repeat_goes_on_as_the_run_would_have(place):
@@ -203,6 +206,8 @@ def test_the_delta_asked_about_is_the_runs_own(place):
         (["--window-epochs", "nan"], "--window-epochs must be positive and finite, got nan"),
         (["--window-epochs", "inf"], "--window-epochs must be positive and finite, got inf"),
         (["--coupling", "adascale"], "unknown coupling 'adascale'; known: none, linear, sqrt"),
+        (["--coupling", "-0.5"], "above 0 and at most 1, got coupling=-0.5"),
+        (["--coupling", "nan"], "above 0 and at most 1, got coupling=nan"),
         (["--tolerance", "0"], "tolerance must be positive and finite, got tolerance=0.0"),
         (["--factors", "1,two"], "--factors must be whole numbers"),
         (["--epoch", "1"], "no checkpoint of sgd-small seed 0 after epoch 1; there are: 3, 4"),

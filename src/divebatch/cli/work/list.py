@@ -28,7 +28,7 @@ def _methods(experiment: Experiment) -> Table:
         policy = f"{method.policy.kind}({_settings(method.policy)})"
         if method.estimator is not None:
             policy += f" with {_estimator(method.estimator)}"
-        table.add_row(name, policy, str(method.batch_size), f"{method.lr:g}", method.lr_coupling or "policy's")
+        table.add_row(name, policy, str(method.batch_size), f"{method.lr:g}", str(method.lr_coupling or "policy's"))
     return table
 
 

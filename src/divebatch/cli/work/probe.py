@@ -35,6 +35,14 @@ __all__ = [
 JUDGES = ("train", "validation")
 
 
+def coupling_of(text: str) -> Any:
+    """What `--coupling` says: a name, or a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def require_valid(judge: str, window_epochs: float) -> None:
     """Raise for an option that cannot work."""
     require_choice("judge", judge, JUDGES)
@@ -102,7 +110,8 @@ def say_outcome(outcome: Outcome) -> None:
 def show_probe(heading: str, found: Probe, asked: list[Asked]) -> None:
     """Two tables, and between them the critical batch size."""
     console = make_console()
-    console.print(f"{heading}: branches of {found.window} samples, learning rate by {found.coupling}", highlight=False)
+    coupling = found.coupling if isinstance(found.coupling, str) else f"the power {found.coupling:g}"
+    console.print(f"{heading}: branches of {found.window} samples, learning rate by {coupling}", highlight=False)
     console.print(_gap_table(found))
     if found.problem:
         console.print(found.problem, highlight=False, markup=False)

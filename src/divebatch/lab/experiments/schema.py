@@ -16,7 +16,7 @@ from divebatch.lab.experiments.schedules import SCHEDULES
 from divebatch.lab.experiments.tasks import TASKS
 from divebatch.lab.experiments.typed_tables import build_table
 from divebatch.lab.training import DeviceOptions
-from divebatch.lr import CouplingName
+from divebatch.lr import Coupling
 from divebatch.policies import POLICIES, Policy, make_policy
 from divebatch.records import Metric, ReportSettings
 from divebatch.resolve import require_coupling
@@ -70,8 +70,8 @@ class Method:
     batch_size: int
     lr: float
     policy: Part
-    lr_coupling: CouplingName | None = None
-    """None for the policy's own."""
+    lr_coupling: Coupling | None = None
+    """A name, or a power of the batch size; None for the policy's own."""
     estimator: str | Part | None = None
     """A name, or one with settings; None for the policy's own."""
     warmup_epochs: int = 0

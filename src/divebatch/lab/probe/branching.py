@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from divebatch.checks import require_choice, require_count, require_positive
+from divebatch.checks import require_choice, require_count, require_coupling_power, require_positive
 from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
 from divebatch.lab.probe.verdict import Branch, Outcome, Probe
-from divebatch.lr import BY_NOISE, COUPLINGS
+from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, factor_of
 
 LEAST_STEPS = 4
 """The fewest steps of the largest branch, where the caller names no factors."""
@@ -23,7 +23,7 @@ def probe_critical_batch(
     restore: Callable[[Any], None],
     window: int,
     factors: Sequence[int] | None = None,
-    coupling: str = "sqrt",
+    coupling: Coupling = "sqrt",
     repeats: int = 3,
     tolerance: float = 0.02,
     smoothing: float = SMOOTHING,
@@ -78,12 +78,12 @@ def smoothed(losses: Sequence[float], batch_size: int, horizon: float) -> list[f
     return course
 
 
-def _branch(factor: int, repeat: int, batch_size: int, window: int, coupling: str) -> Branch:
+def _branch(factor: int, repeat: int, batch_size: int, window: int, coupling: Coupling) -> Branch:
     size = factor * batch_size
     return Branch(
         factor=factor,
         batch_size=size,
-        lr_factor=COUPLINGS[coupling](factor, None),
+        lr_factor=factor_of(coupling, factor),
         steps=window // size,
         repeat=repeat,
         coupling=coupling,
@@ -106,10 +106,12 @@ def _outcome(
     return Outcome(branch, loss, tuple(course))
 
 
-def require_settings(coupling: str, repeats: int, tolerance: float, smoothing: float) -> None:
+def require_settings(coupling: Coupling, repeats: int, tolerance: float, smoothing: float) -> None:
     """Raise for what no probe can be made with."""
-    known = tuple(name for name in COUPLINGS if name not in BY_NOISE)  # branches measure nothing
-    require_choice("coupling", coupling, known)
+    if isinstance(coupling, str):
+        require_choice("coupling", coupling, tuple(name for name in COUPLINGS if name not in BY_NOISE))  # not measured
+    else:
+        require_coupling_power("coupling", coupling)
     require_count("repeats", repeats)
     require_positive("tolerance", tolerance)
     require_positive("smoothing", smoothing)

@@ -52,7 +52,7 @@ class BranchTrainer:
         """The learning rate at the checkpoint, of the first parameter group."""
         return float(self._state["optimizer"]["param_groups"][0]["lr"])
 
-    def require_coupling(self, coupling: str) -> None:
+    def require_coupling(self, coupling: str | float) -> None:
         """Raise if the run's optimizer cannot follow the batch size by it."""
         if coupling == "adam":
             require_adam(self.trainer.optimizer)

@@ -26,8 +26,8 @@ class Branch:
     steps: int
     repeat: int
     """From 0. All branches of a repeat should see the same data in the same order, another repeat another order."""
-    coupling: str = "sqrt"
-    """How the optimizer follows the batch size."""
+    coupling: str | float = "sqrt"
+    """How the optimizer follows the batch size: a name, or a power of it."""
 
     @property
     def samples(self) -> int:
@@ -95,7 +95,7 @@ class Probe:
 
     batch_size: int
     window: int
-    coupling: str
+    coupling: str | float
     tolerance: float
     outcomes: tuple[Outcome, ...]
     problem: str = ""
