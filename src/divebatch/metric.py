@@ -40,6 +40,16 @@ class Metric:
         return WORDS[self.name]
 
     @property
+    def loss_word(self) -> str:
+        """What a loss is called in the unit of this metric, where a loss has it."""
+        return self.word if self.name == "bits_per_byte" else WORDS["val_loss"]
+
+    @property
+    def loss_factor(self) -> float:
+        """The number that brings a loss into that unit: losses are in nats."""
+        return 1 / math.log(2) if self.name == "bits_per_byte" else 1.0
+
+    @property
     def higher_is_better(self) -> bool:
         """Whether a run tries to raise it."""
         return self.better == "higher"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
-from divebatch.cli.options import DataDir, Device, chosen_device
+from divebatch.cli.options import DataDir, Device, chosen_device, whole_numbers
 from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
 from divebatch.report.drawing import require_matplotlib
@@ -48,7 +48,7 @@ def advise(
         require_matplotlib()
         if lr is not None and not 0 < lr < math.inf:
             raise ArgumentError(f"--lr must be positive and finite, got {lr}")
-        settings["batch_sizes"] = work.sizes_of(batch_sizes)
+        settings["batch_sizes"] = None if batch_sizes is None else whole_numbers("--batch-sizes", batch_sizes)
         make_folder(out)
         if work.is_import_path(target):
             if lr is not None:

@@ -20,6 +20,7 @@ OPTIONS = {
     r"\bon_device=False": "--data-on-host",
     r"\bmicro_batch_size=(\d+)": r"--micro-batch \1",
     r"\bnum_workers=(\d+)": r"--workers \1",
+    r"\bkeep_epochs=(-?\d+)": r"--keep-checkpoints \1",
     r"\brepeat=True": "--repeat",
     r"\bsamples=(\d+)": r"--samples \1",
     r"\bseconds=(-?[\w.]+)": r"--seconds \1",

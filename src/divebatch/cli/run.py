@@ -16,6 +16,7 @@ from divebatch.cli.options import (
     Quiet,
     chosen_device,
     comma_separated,
+    whole_numbers,
 )
 from divebatch.cli.progress import mode_of
 
@@ -63,6 +64,9 @@ def run(
     checkpoint_steps: Annotated[
         int | None, typer.Option(min=1, help="Also write one every so many steps within an epoch.")
     ] = None,
+    keep_checkpoints: Annotated[
+        str | None, typer.Option(help="Epochs whose checkpoints stay: 4,20,36; `divebatch probe` starts from them.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the records.")] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue runs that were begun, start the others.")] = False,
     logger: Annotated[
@@ -100,6 +104,7 @@ def run(
             num_workers=workers,
             checkpoint_every=checkpoint_every,
             checkpoint_steps=checkpoint_steps,
+            keep_epochs=whole_numbers("--keep-checkpoints", keep_checkpoints),
             sharding=sharding,
             loggers=work.known_loggers(logger),
         )

@@ -11,7 +11,7 @@ from divebatch.lab.experiments import get_experiment
 from divebatch.lab.experiments.schema import Part
 from divebatch.lab.probe import Branch
 from divebatch.lab.probe.checkpoints import find_start, run_of
-from divebatch.lab.probe.policy_sizes import ask_policies, has_batch_norm, policies_for
+from divebatch.lab.probe.policy_sizes import EUCLIDEAN, QUESTIONS, Question, ask_policies, policies_for
 from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.lab.training import load_checkpoint, save_checkpoint
 from divebatch.lab.training.sharded_checkpoint import save_sharded
@@ -51,11 +51,19 @@ def test_a_probe_ends_with_tables_a_file_and_a_picture(place, tmp_path):
     assert [gap["batch_size"] for gap in found["gaps"]] == [16, 32, 64, 128]
     assert [gap["steps"] for gap in found["gaps"]] == [56, 28, 14, 7]
     assert found["critical"]["size"] in (16, 32, 64, 128)
-    assert [each["estimator"] for each in found["asked"]] == ["split", "per-sample", "moments", "trajectory"]
-    split, per_sample = (found["asked"][k] for k in (0, 1))
+    assert [(each["norm"], each["estimator"]) for each in found["asked"]] == [
+        ("Euclidean", "split"),
+        ("Euclidean", "per-sample"),
+        ("Euclidean", "moments"),
+        ("preconditioned", "moments"),
+        ("Euclidean", "trajectory"),
+    ]
+    split, per_sample, _, preconditioned, trajectory = found["asked"]
     assert split["low"] <= per_sample["high"]  # two honest estimates of one thing: their intervals meet
     assert per_sample["low"] <= split["high"]
-    assert found["asked"][3]["low"] is None
+    assert trajectory["low"] is None
+    assert "got SGD" in preconditioned["problem"]
+    assert "not asked: moments, preconditioned: preconditioned=True is for optimizers" in answer.output
 
 
 def test_the_same_command_gives_the_same_numbers(place, tmp_path):
@@ -140,7 +148,7 @@ def test_a_probe_by_adam_is_for_adam(place, tmp_path):
 def test_policies_are_asked_from_the_checkpoint_and_leave_it(place):
     branches = branches_of(place)
     before = branches.save()
-    asked = {each.estimator: each for each in ask_policies(branches)}
+    asked = {str(each.question): each for each in ask_policies(branches, samples=0)}
     after = branches.save()
     assert all(torch.equal(before["model"][key], after["model"][key]) for key in before["model"])
     split = asked["split"]
@@ -155,7 +163,7 @@ def test_auto_is_asked_from_the_size_that_the_run_began_with(place):
     for first in (2, 16):
         branches = branches_of(place)
         branches.start.state["control"]["rates"]["couplings"][0]["first_batch_size"] = first
-        found[first] = {each.estimator: each for each in ask_policies(branches)}
+        found[first] = {str(each.question): each for each in ask_policies(branches, samples=0)}
         for kind in ("split", "per-sample", "moments"):
             asked = found[first][kind]
             low, wanted, high = (math.sqrt(first * noise) for noise in (asked.low, asked.noise_scale, asked.high))
@@ -175,8 +183,8 @@ def test_every_estimator_begins_at_the_checkpoint(place, monkeypatch):
             branches.trainer.model.weight += 1.0
 
     monkeypatch.setattr("divebatch.lab.probe.policy_sizes._ask", ask)
-    ask_policies(branches_of(place))
-    assert len(seen) == 4
+    ask_policies(branches_of(place), samples=0)
+    assert len(seen) == len(QUESTIONS)
     assert all(torch.equal(weight, seen[0]) for weight in seen)
 
 
@@ -189,8 +197,13 @@ def test_a_branch_begins_with_the_checkpoints_weights_and_rate(place):
 
 def test_the_delta_asked_about_is_the_runs_own(place):
     method = get_experiment(str(place / "tiny.toml")).method("divebatch")
-    assert "DiveBatch, delta 1" in policies_for("trajectory", method, 100, 16)
-    assert has_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+    assert "DiveBatch, delta 1" in policies_for(Question(EUCLIDEAN, "trajectory"), method, 100, 16)
+
+
+def test_in_another_norm_only_rules_by_the_noise_scale_are_asked(place):
+    method = get_experiment(str(place / "tiny.toml")).method("divebatch")
+    asked = policies_for(Question("preconditioned", "moments", {"preconditioned": True}), method, 100, 16)
+    assert list(asked) == ["Auto", "NoiseScale"]
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,6 @@ def _with_start(experiment: Experiment, name: str, batch_size: int | None, lr: f
     return replace(experiment, methods={**experiment.methods, name: changed})
 
 
-def sizes_of(text: str | None) -> list[int] | None:
-    """The sizes that `--batch-sizes` names; None for powers of two."""
-    try:
-        return None if text is None else [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise ArgumentError(f"--batch-sizes must be whole numbers such as 32,64,128, got {text!r}") from error
-
-
 def is_import_path(text: str) -> bool:
     """Whether it can be no experiment's name."""
     return ":" in text and not text.endswith(".toml")

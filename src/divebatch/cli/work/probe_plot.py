@@ -1,10 +1,11 @@
 """A probe as one picture: how far each branch falls behind, and which batch sizes policies ask for."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING
 
-from divebatch.estimators import ESTIMATORS
 from divebatch.lab.probe.policy_sizes import Asked
 from divebatch.lab.probe.verdict import Probe
 from divebatch.report.drawing import Drawing, add_heading, finish, require_matplotlib, settings
@@ -12,31 +13,37 @@ from divebatch.report.drawing import Drawing, add_heading, finish, require_matpl
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOR, LIMIT, ASKED = "#0072B2", "#D55E00", "#222222"
+COLOR, LIMIT = "#0072B2", "#D55E00"
+ESTIMATES = ("#0072B2", "#009E73", "#222222", "#882255", "#E69F00", "#56B4E9", "#CC79A7")
+"""Colours of the estimates, in the order in which they were asked."""
 MOST_BEHIND = 100.0
 """Percent at which the axis ends: a branch that diverged must not flatten the others."""
+FARTHEST = 50
+"""How many times the largest branch the axis of sizes goes to: an estimate of anything up to 10^9 must not either."""
 
 
-def draw_probe(name: str, heading: str, probe: Probe, asked: Sequence[Asked]) -> Drawing:
-    """Left the branches, right the policies, over the same batch sizes."""
+def draw_probe(name: str, heading: str, probe: Probe, asked: Sequence[Asked], *, word: str = "loss") -> Drawing:
+    """Left the branches, right the noise scales and policies. `word` is what was compared."""
     require_matplotlib()
     with settings():
         from matplotlib.figure import Figure
 
-        rows = list(_rows(asked))
-        figure = Figure(figsize=(9.6, max(3.6, 1.6 + 0.28 * len(rows))), layout="constrained")
+        rows = _rows([each for each in asked if not each.problem])
+        figure = Figure(figsize=(10.4, max(3.8, 1.8 + 0.28 * len(rows))), layout="constrained")
         left, right = figure.subplots(1, 2)
-        _draw_gaps(left, probe)
+        _draw_gaps(left, probe, word)
         _draw_asked(right, probe, rows)
         add_heading(figure, heading)
         caption = (
-            "Left: loss at the end of the window, relative to the present batch size on the same data; bars are 95 % "
-            "intervals over repeats. Right: batch sizes that policies ask for; the band is the critical batch.",
+            f"Left: {word} at the end of the window, relative to the present batch size on the same data; bars are "
+            "95 % intervals over repeats. Right: noise scales with their 95 % intervals, and the batch sizes that "
+            "policies ask for on them (an arrow: beyond the edge); the line is the critical batch, in the band where "
+            "it may lie.",
         )
         return finish(name, heading, figure, caption)
 
 
-def _draw_gaps(axes: "Axes", probe: Probe) -> None:
+def _draw_gaps(axes: "Axes", probe: Probe, word: str) -> None:
     from matplotlib.ticker import NullLocator
 
     gaps = probe.gaps
@@ -60,41 +67,78 @@ def _draw_gaps(axes: "Axes", probe: Probe) -> None:
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="Batch size (samples)")
-    axes.set_title("Loss above the present batch size's (%)", loc="left")
+    axes.set_title(f"{word.capitalize()} above the present batch size's (%)", loc="left")
 
 
 def _clip(percent: float) -> float:
     return min(max(percent, -MOST_BEHIND), MOST_BEHIND)
 
 
-def _draw_asked(axes: "Axes", probe: Probe, rows: list[tuple[str, float, tuple[float, float] | None]]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A size on the estimate with this name and colour, with the ends of its interval where it has one."""
+
+    estimate: str
+    color: str
+    size: float
+    ends: tuple[float, float] | None = None
+
+
+def _draw_asked(axes: "Axes", probe: Probe, rows: Mapping[str, Sequence[_Mark]]) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    critical = probe.critical
-    most = max([size for _, size, _ in rows] + [probe.gaps[-1].batch_size])
+    critical, sizes = probe.critical, [mark.size for marks in rows.values() for mark in marks]
+    largest = probe.gaps[-1].batch_size
+    most, least = max(largest, min(max(sizes, default=0), FARTHEST * largest)), min([*sizes, probe.batch_size])
     axes.axvspan(critical.low, critical.high or 2 * most, color=LIMIT, alpha=0.15, linewidth=0)
     axes.axvline(critical.size, color=LIMIT, linewidth=1.2)
     axes.axvline(probe.batch_size, color="#999999", linewidth=1.2, linestyle=(0, (3, 2)))
-    for place, (_, size, ends) in enumerate(rows):
-        if ends is not None:
-            axes.plot(ends, [place, place], color=ASKED, linewidth=1.2)
-        axes.plot([size], [place], color=ASKED, marker="o")
-    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+    for place, marks in enumerate(rows.values()):
+        for mark, height in zip(marks, _heights(place, len(marks)), strict=True):
+            if mark.ends is not None:
+                axes.plot(mark.ends, [height, height], color=mark.color, linewidth=1.2)
+            look = "o" if mark.size <= most else ">"
+            axes.plot([min(mark.size, most)], [height], color=mark.color, marker=look, linestyle="none")
+    axes.set_yticks(range(len(rows)), list(rows))
     axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     axes.set_xscale("log", base=10)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
-    axes.set_xlim(right=2 * most)
+    axes.set_xlim(least / 2, 2 * most)
     axes.set(xlabel="Batch size (samples); dashed: the present one")
     axes.set_title("Critical batch and what is asked for", loc="left")
+    _add_legend(axes, {mark.estimate: mark.color for marks in rows.values() for mark in marks})
 
 
-def _rows(asked: Sequence[Asked]) -> list[tuple[str, float, tuple[float, float] | None]]:
-    """(label, size, interval): the noise scale first, then the policies of each estimator."""
-    rows: list[tuple[str, float, tuple[float, float] | None]] = []
+def _heights(place: int, count: int) -> list[float]:
+    """Of the marks in a row, a little apart: equal sizes would hide each other."""
+    step = min(0.14, 0.6 / count)
+    return [place + step * (number - (count - 1) / 2) for number in range(count)]
+
+
+def _add_legend(axes: "Axes", colors: Mapping[str, str]) -> None:
+    from matplotlib.lines import Line2D
+
+    marks = [Line2D([], [], color=color, marker="o", linestyle="none", label=name) for name, color in colors.items()]
+    if marks:
+        axes.legend(handles=marks, loc="upper left", bbox_to_anchor=(1.0, 1.0), title="measured by", fontsize=9)
+
+
+def _rows(asked: Sequence[Asked]) -> dict[str, list[_Mark]]:
+    """What each row shows, by its label: first a row for each noise scale, then one for each policy."""
+    colors = dict(zip((str(each.question) for each in asked), cycle(ESTIMATES), strict=False))
+    rows: dict[str, list[_Mark]] = {}
     for each in asked:
-        if each.noise_scale is not None and ESTIMATORS[each.estimator].at_fixed_weights:
-            low, high = each.low or 1.0, each.high
-            ends = (max(1.0, low), high if high is not None and math.isfinite(high) else 10 * each.noise_scale)
-            rows.append((f"noise scale ({each.estimator})", max(1.0, each.noise_scale), ends))
-        rows += [(f"{policy} ({each.estimator})", float(size), None) for policy, size in each.sizes.items()]
+        name = str(each.question)
+        if each.noise_scale is not None and each.question.is_noise_scale:
+            mark = _Mark(name, colors[name], max(1.0, each.noise_scale), _ends(each, each.noise_scale))
+            rows.setdefault(f"noise scale, {each.question.norm}", []).append(mark)
+    for each in asked:
+        for policy, size in each.sizes.items():
+            rows.setdefault(policy, []).append(_Mark(str(each.question), colors[str(each.question)], float(size)))
     return rows
+
+
+def _ends(each: Asked, noise_scale: float) -> tuple[float, float]:
+    """Of its interval; one that has no end goes over the edge of the picture."""
+    high = each.high if each.high is not None and math.isfinite(each.high) else 1000 * noise_scale
+    return max(1.0, each.low or 1.0), high

@@ -41,6 +41,8 @@ class Run:
     """Epochs from one checkpoint to the next; the last epoch always has one."""
     checkpoint_steps: int | None = None
     """Steps from one checkpoint to the next within an epoch."""
+    keep_epochs: tuple[int, ...] = ()
+    """Epochs whose checkpoints stay, each in a file of its own, where others are replaced by later ones."""
     sharding: str = "ddp"
     """How several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
     loggers: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
@@ -48,6 +50,9 @@ class Run:
 
     def __post_init__(self) -> None:
         require_choice("sharding", self.sharding, SHARDINGS)
+        for epoch in self.keep_epochs:
+            if not 1 <= epoch <= self.experiment.epochs:
+                raise ArgumentError(f"keep_epochs={epoch}: the run has epochs 1 to {self.experiment.epochs}")
         if self.log_exact and self.sharding == "fsdp":
             raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
         if self.experiment.training.compile and self.sharding == "fsdp":
@@ -70,6 +75,10 @@ class Run:
     def checkpoint_path(self) -> Path:
         """The last checkpoint, beside the records."""
         return self.records_path.with_suffix(".ckpt")
+
+    def kept_checkpoint(self, epoch: int) -> Path:
+        """The checkpoint after an epoch of `keep_epochs`."""
+        return self.records_path.with_suffix(f".epoch-{epoch}.ckpt")
 
     @property
     def log_folder(self) -> Path:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -64,8 +65,8 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
         with reading_state(run):
             layout = partial(trainer.parallel.layout, trainer.optimizer)
             trainer.load_state_dict(progress.saved.state(trainer.clock.device, layout))
-    saver = Saver(run, trainer, stop)
     epoch = last_epoch(progress.epochs)
+    saver = Saver(run, trainer, stop, epoch)
     with trainer.control, _writing(run, trainer.ranks, progress) as write:
         while epoch < run.experiment.epochs:
             record = saver.run_epoch()
@@ -105,9 +106,9 @@ def _writing(run: Run, ranks: Ranks, progress: RunProgress) -> Iterator[Callable
 class Saver:
     """Decides when a run's state is written down."""
 
-    def __init__(self, run: Run, trainer: Trainer, stop: StopRequest) -> None:
+    def __init__(self, run: Run, trainer: Trainer, stop: StopRequest, epoch: int) -> None:
         self.run, self.trainer, self.stop = run, trainer, stop
-        self._steps = 0
+        self._epoch, self._steps = epoch, 0
 
     def run_epoch(self) -> EpochRecord:
         """An epoch with its pauses; where it diverges, the error says what there is to go back to."""
@@ -124,7 +125,11 @@ class Saver:
         """The record is on disk: a checkpoint never knows an epoch that the records do not."""
         is_last, is_asked = epoch == self.run.experiment.epochs, self.stop.now()  # once: a signal may come any time
         if is_last or epoch % self.run.checkpoint_every == 0 or is_asked:
-            self._save()
+            self._save(self.run.checkpoint_path)
+        # One batch may carry a run over several parts of its pass, and so over the epoch that is to be kept.
+        if any(self._epoch < kept <= epoch for kept in self.run.keep_epochs):
+            self._save(self.run.kept_checkpoint(epoch))
+        self._epoch = epoch
         if is_asked and not is_last:
             raise self._stopped()
 
@@ -133,7 +138,7 @@ class Saver:
         every, is_asked = self.run.checkpoint_steps, self.stop.after_step()
         if is_asked or (every is not None and self._steps % every == 0):
             self._require_finite()
-            self._save()
+            self._save(self.run.checkpoint_path)
         if is_asked:
             raise self._stopped()
 
@@ -152,10 +157,10 @@ class Saver:
                 return f"the model's '{name}' is no longer finite"
         return None
 
-    def _save(self) -> None:
+    def _save(self, path: Path) -> None:
         identity = identity_of(self.run, self.trainer.data_fingerprint)
         state = {"identity": identity, **self.trainer.state_dict()}
-        save_state(self.run.checkpoint_path, state, self.trainer.ranks)
+        save_state(path, state, self.trainer.ranks)
 
     def _stopped(self) -> StoppedError:
         return StoppedError(

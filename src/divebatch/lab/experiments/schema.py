@@ -175,10 +175,6 @@ class Experiment:
         methods = {name: method.scaled(ratio) for name, method in self.methods.items()}
         return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio, SCHEDULES), methods=methods)
 
-    def over_passes(self) -> "Experiment":
-        """The same experiment whose epochs are whole passes over the data, for those who go through it otherwise."""
-        return replace(self, one_pass=False, samples=None, seconds=None, repeat=False)
-
     def with_model(self, kind: str) -> "Experiment":
         """The same experiment with another network, at its own settings."""
         return replace(self, model=Part(kind=kind))

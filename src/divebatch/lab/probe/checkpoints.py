@@ -1,5 +1,6 @@
 """The checkpoint a probe starts from, and the run it belongs to."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +14,7 @@ from divebatch.lab.training import load_checkpoint
 from divebatch.records import RunHeader, read_run
 
 SUFFIXES = (".ckpt", ".ckpt.previous")
-PROBLEM = ("data", "model", "optimizer", "schedule")
+PROBLEM = ("task", "data", "model", "optimizer", "schedule", "one_pass", "clip_norm")
 """What of a run's configuration its experiment must share, for the checkpoint to be that experiment's."""
 
 
@@ -27,9 +28,16 @@ class Start:
 
     @property
     def epoch(self) -> int:
-        """The number of epochs trained before it."""
-        epoch = self.state["control"]["epoch"]
-        return int(epoch)
+        """The number of epochs trained before it; of a run over one pass, the number of its parts."""
+        parts = self.state["parts_done"]  # not the loader's epochs: one of them may have carried over several parts
+        return int(self.state["control"]["epoch"] if parts is None else parts)
+
+    @property
+    def samples(self) -> int:
+        """The samples that the run had seen, of all epochs."""
+        loader = self.state["control"]["loader"]
+        under_way = loader["pass"]["samples"] if loader["pass"] else 0
+        return int(loader["samples_before"] + under_way)
 
     @property
     def batch_size(self) -> int:
@@ -62,12 +70,16 @@ def find_start(place: Path, experiment: str, *, method: str | None, seed: int | 
         known = ", ".join(names or sorted({each.name for each in runs}))
         what = "several runs fit; choose by method and seed" if names else "no such run"
         raise ArgumentError(f"'{place}': {what}. There are: {known}")
-    starts = [each.load() for each in fitting]
-    chosen = [start for start in starts if epoch in (None, start.epoch)]
-    if not chosen:
-        epochs = ", ".join(str(start.epoch) for start in sorted(starts, key=lambda start: start.epoch))
+    chosen: Start | None = None
+    there = set()
+    for start in (each.load() for each in fitting):  # one at a time: they may be large
+        there.add(start.epoch)
+        if epoch in (None, start.epoch) and (chosen is None or start.epoch > chosen.epoch):
+            chosen = start
+    if chosen is None:
+        epochs = ", ".join(map(str, sorted(there)))
         raise ArgumentError(f"'{place}': no checkpoint of {names[0]} after epoch {epoch}; there are: {epochs}")
-    return max(chosen, key=lambda start: start.epoch)
+    return chosen
 
 
 def run_of(start: Start, experiment: Experiment, **settings: Any) -> Run:
@@ -102,7 +114,8 @@ class _Candidate:
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        records = path.with_name(path.name.removesuffix(".previous")).with_suffix(".jsonl")
+        # Those that a run keeps have the epoch in their name too.
+        records = path.with_name(re.sub(r"(\.epoch-\d+)?\.ckpt(\.previous)?$", "", path.name) + ".jsonl")
         if not records.exists():
             raise ArgumentError(f"'{path}' lacks the records of its run: '{records.name}' must lie beside it")
         return cls(path, read_run(records)[0])
@@ -115,8 +128,8 @@ class _Candidate:
         state = load_checkpoint(self.path, device=torch.device("cpu"))
         start = Start(self.path, self.header, state)
         try:
-            _ = start.epoch, start.batch_size, start.first_batch_size
-            _ = state["model"], state["optimizer"], self.header.config["training"]
+            _ = start.epoch, start.samples, start.batch_size, start.first_batch_size
+            _ = state["model"], state["optimizer"], state["identity"]["data"], self.header.config["training"]
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"'{self.path}' is not the checkpoint of a run: {what}") from error

@@ -1,63 +1,98 @@
 """What policies ask for at the point a probe starts from."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from divebatch.controller import Controller
+from divebatch.errors import ArgumentError, CoverageError
 from divebatch.estimators import ESTIMATORS
 from divebatch.lab.experiments.schema import Method, Part, build_estimator
 from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.lab.training import Tally, train_epoch
 from divebatch.lab.training.device_options import device_settings
+from divebatch.lab.training.several_optimizers import parts_of
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import CABS, Auto, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
 from divebatch.policies.wrappers import Around
 from divebatch.records import EpochRecord
 
-ASKED_OF = ("split", "per-sample", "moments", "trajectory")
-"""Estimators whose view is shown; the others need several processes or another pass over all data."""
 DELTA = 0.1
 """DiveBatch's delta where the run's own method has none."""
+EUCLIDEAN = "Euclidean"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A noise scale to ask for.
+
+    Args:
+        norm: What signal and noise are measured in: "Euclidean" as for SGD, "preconditioned" as an Adam-like optimizer
+            sees them, or another that an estimator has.
+        estimator: The kind that measures it.
+        settings: Its settings.
+    """
+
+    norm: str
+    estimator: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_noise_scale(self) -> bool:
+        """Whether what it measures is one: not along an epoch's changing weights, as the paper's."""
+        return ESTIMATORS[self.estimator].at_fixed_weights
+
+    def __str__(self) -> str:
+        return self.estimator if self.norm == EUCLIDEAN else f"{self.estimator}, {self.norm}"
+
+
+QUESTIONS = (
+    Question(EUCLIDEAN, "split"),
+    Question(EUCLIDEAN, "per-sample"),
+    Question(EUCLIDEAN, "moments"),
+    Question("preconditioned", "moments", {"preconditioned": True}),
+    Question(EUCLIDEAN, "trajectory"),
+)
+"""A new noise scale is one row. The other estimators need several processes or another pass over all data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one estimator saw over the epoch after the checkpoint, and the batch sizes policies made of it.
+    """What one estimator saw after the checkpoint, and the batch sizes policies made of it.
 
-    The noise scale is in samples, with its 95 % interval; an end is None where the interval has none.
+    The noise scale is in samples, with its 95 % interval; an end is None where the interval has none. `problem` says
+    why nothing could be measured, where it could not.
     """
 
-    estimator: str
-    noise_scale: float | None
-    low: float | None
-    high: float | None
-    sizes: Mapping[str, int]
+    question: Question
+    noise_scale: float | None = None
+    low: float | None = None
+    high: float | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    problem: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """All values, ready for JSON."""
-        return {**asdict(self), "sizes": dict(self.sizes)}
+        values = asdict(self)
+        return {**values.pop("question"), **values}
 
 
-def ask_policies(branches: BranchTrainer) -> list[Asked]:
-    """One epoch at the present batch size for each estimator, always from the checkpoint, policies as shadows."""
-    state = branches.save()
-    batch_norm = has_batch_norm(branches.trainer.model)
-    found = []
-    for kind in ASKED_OF:
-        if ESTIMATORS[kind].takes_batch_norm or not batch_norm:
-            branches.restore(state)
-            found.append(_ask(branches, kind))
+def ask_policies(branches: BranchTrainer, *, samples: int) -> list[Asked]:
+    """Ask each estimator at the present batch size, always from the checkpoint, with policies as shadows.
+
+    It looks at one epoch, and of a run over one pass at the next `samples` samples.
+    """
+    state, found = branches.save(), []
+    if branches.rest is not None:
+        branches.rest.window = samples
+    for question in QUESTIONS:
+        branches.restore(state)
+        try:
+            found.append(_ask(branches, question))
+        except (ArgumentError, CoverageError) as error:  # this optimizer or model is not for this estimator
+            found.append(Asked(question=question, problem=str(error)))
     branches.restore(state)
     return found
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether samples have no gradients of their own."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +106,13 @@ class BegunWith(Around):
         return self.policy.next(replace(seen, first_batch_size=self.first_batch_size))
 
 
-def policies_for(estimator: str, method: Method, dataset_size: int, first_batch_size: int) -> dict[str, Policy]:
+def policies_for(question: Question, method: Method, dataset_size: int, first_batch_size: int) -> dict[str, Policy]:
     """Free to grow up to the data and, but for `Auto`, to shrink.
 
-    On an estimate that is not at fixed weights, the paper's, only the rule that is made for it makes sense.
+    On an estimate that is not at fixed weights, the paper's, only the rule that is made for it makes sense; in another
+    norm than the Euclidean, only rules that take nothing but the noise scale.
     """
-    kind, delta = ESTIMATORS[estimator], float(method.policy.settings.get("delta", DELTA))
+    kind, delta = ESTIMATORS[question.estimator], float(method.policy.settings.get("delta", DELTA))
     policies: dict[str, Policy] = {
         "Auto": BegunWith(Auto(dataset_size), first_batch_size),
         "NoiseScale": NoiseScale(dataset_size, monotone=False),
@@ -86,7 +122,9 @@ def policies_for(estimator: str, method: Method, dataset_size: int, first_batch_
         f"DiveBatch, delta {delta:g}": DiveBatch(delta, dataset_size, monotone=False),
     }
     if not kind.at_fixed_weights:
-        return {name: policy for name, policy in policies.items() if policy.estimator == estimator}
+        return {name: policy for name, policy in policies.items() if policy.estimator == question.estimator}
+    if question.norm != EUCLIDEAN:
+        return {name: policies[name] for name in ("Auto", "NoiseScale")}
     return {
         name: policy
         for name, policy in policies.items()
@@ -94,29 +132,29 @@ def policies_for(estimator: str, method: Method, dataset_size: int, first_batch_
     }
 
 
-def _ask(branches: BranchTrainer, kind: str) -> Asked:
-    dataset_size = branches.loader.dataset_size
-    assert dataset_size is not None  # our datasets are no streams
-    policies = policies_for(kind, branches.run.method, dataset_size, branches.start.first_batch_size)
-    record = _measured_epoch(branches, kind, policies)
-    low, high = (_noise_scale(end, dataset_size) for end in (record.diversity_low, record.diversity_high))
-    noise = _noise_scale(record.diversity, dataset_size)
-    return Asked(estimator=kind, noise_scale=noise, low=low, high=high, sizes=record.shadows or {})
+def _ask(branches: BranchTrainer, question: Question) -> Asked:
+    size = branches.dataset_size
+    policies = policies_for(question, branches.run.method, size, branches.start.first_batch_size)
+    record = _measured_epoch(branches, question, policies)
+    low, high = (_noise_scale(end, size) for end in (record.diversity_low, record.diversity_high))
+    noise = _noise_scale(record.diversity, size)
+    return Asked(question=question, noise_scale=noise, low=low, high=high, sizes=record.shadows or {})
 
 
-def _measured_epoch(branches: BranchTrainer, kind: str, shadows: Mapping[str, Policy]) -> EpochRecord:
+def _measured_epoch(branches: BranchTrainer, question: Question, shadows: Mapping[str, Policy]) -> EpochRecord:
     trainer, loader = branches.trainer, branches.loader
     loader.batch_size = branches.start.batch_size
-    loader.set_epoch(branches.start.epoch)
+    loader.set_epoch(branches.first_epoch(0))
     trainer.model.train()
+    part = Part(kind=question.estimator, settings=question.settings)
     with (
         device_settings(trainer.options.precision, trainer.clock.device),
         Controller(
             trainer.model,
-            trainer.optimizer,
+            parts_of(trainer.optimizer),
             loader,
             Fixed(),
-            estimator=build_estimator(Part(kind=kind), trainer.options, trainer.loss_fn),
+            estimator=build_estimator(part, trainer.options, trainer.loss_fn),
             scheduler=trainer.all_schedulers,
             shadows=shadows,
         ) as control,

@@ -95,10 +95,11 @@ class PartSampler(Sampler[int]):
         first, wanted = self.length.loader.samples_delivered, self.length.next_part()
         while wanted > 0:
             number, start = divmod(first, self._size)
-            taken = self._order(number)[start : start + wanted].tolist()
+            taken = order_of_pass(self._size, self._seed, number)[start : start + wanted].tolist()
             yield from taken
             first, wanted = first + len(taken), wanted - len(taken)
 
-    def _order(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(mixed_seed(self._seed, number))
-        return torch.randperm(self._size, generator=generator)
+
+def order_of_pass(size: int, seed: int, number: int) -> Tensor:
+    """Return the samples of a run's pass over the data, counted from 0, in their order."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(mixed_seed(seed, number)))

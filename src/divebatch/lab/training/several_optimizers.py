@@ -11,6 +11,11 @@ def together(optimizers: Sequence[Optimizer]) -> Optimizer:
     return optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
 
 
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that `together` was given."""
+    return list(optimizer.parts) if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+
+
 class SeveralOptimizers(Optimizer):
     """Steps its parts one after the other. The parameter groups are the very ones of the parts.
 
