@@ -155,20 +155,17 @@ class QuantizedGradients:
         """Round the gradients of `model` from its next backward pass on, until `close` or the end of a with block."""
         if self._endings:
             raise UsageError("these QuantizedGradients are attached to a model already: make others for each")
-        named = list(inside_ddp(model).named_parameters())
-        places = {p: number for number, (_, p) in enumerate(named) if p.requires_grad}
-        if not places or any(map(is_sharded, places)):
-            what = "FSDP2 has sharded its parameters" if places else "it has no trainable parameter"
-            raise ArgumentError(f"QuantizedGradients cannot work on this {type(model).__name__}: {what}")
-        self._places, self._probe = places, max(places, key=nn.Parameter.numel)
-        self._rank = _rank_in(model)
-        for parameter, stream in places.items():
-            self._watch(parameter, stream, rounds=not isinstance(model, DistributedDataParallel))
+        places = _places_in(model)
+        probe = max(places, key=nn.Parameter.numel)
         if isinstance(model, DistributedDataParallel):
-            self._group = model.process_group
+            self._group, self._rank = model.process_group, dist.get_rank(model.process_group)
             model.register_comm_hook(self, _comm_hook)
         else:
-            self._endings.append(self._probe.register_post_accumulate_grad_hook(self._note).remove)
+            _require_one_process()
+            self._endings.append(probe.register_post_accumulate_grad_hook(self._note).remove)
+        self._places, self._probe = places, probe
+        for parameter, stream in places.items():
+            self._watch(parameter, stream, rounds=not isinstance(model, DistributedDataParallel))
         self._endings.append(announce(places, self))
         return self
 
@@ -199,7 +196,10 @@ class QuantizedGradients:
     ) -> tuple[Tensor, ...] | None:
         if parameter.grad is None:  # what was added to the last gradient went with it
             self._pending.pop(stream, None)
-        return (self(gradients[0], stream=stream),) if rounds and gradients[0] is not None else None
+        if not rounds or gradients[0] is None:
+            return None
+        _require_one_process()  # a model may be wrapped after it was attached to
+        return (self(gradients[0], stream=stream),)
 
     def _round_bucket(self, bucket: Any) -> None:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -285,12 +285,20 @@ class _Sum:
         return self._before + sum(map(float, self._more.values()))
 
 
-def _rank_in(model: nn.Module) -> int:
-    if isinstance(model, DistributedDataParallel):
-        return dist.get_rank(model.process_group)
+def _places_in(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The number of each trainable parameter among all of the model's, so that freezing some renumbers none."""
+    named = inside_ddp(model).named_parameters()
+    places = {parameter: number for number, (_, parameter) in enumerate(named) if parameter.requires_grad}
+    if not places or any(map(is_sharded, places)):
+        what = "FSDP2 has sharded its parameters" if places else "it has no trainable parameter"
+        raise ArgumentError(f"QuantizedGradients cannot work on this {type(model).__name__}: {what}")
+    return places
+
+
+def _require_one_process() -> None:
+    """Raise where ranks train together: what a rank rounds is what DDP is about to send."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ArgumentError(
-            f"{dist.get_world_size()} ranks train together, and this {type(model).__name__} is not the model that "
-            f"averages their gradients: attach QuantizedGradients to the DistributedDataParallel around it"
+            f"{dist.get_world_size()} ranks train together, and QuantizedGradients are attached to the model of one of "
+            f"them: attach them to the DistributedDataParallel around it, which averages the gradients"
         )
-    return 0

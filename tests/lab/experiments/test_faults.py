@@ -84,6 +84,19 @@ def test_stopped_after_any_step_it_resumes_to_the_same_bits(tmp_path, checkpoint
         assert_same_end(broken, whole)
 
 
+@pytest.mark.usefixtures("counting")
+def test_quantized_gradients_resume_to_the_same_bits(tmp_path):
+    name, experiment = "divebatch-16-levels", small("inducing")
+    whole, broken = (Run(experiment, name, 0, tmp_path / folder) for folder in ("whole", "broken"))
+    execute(whole)
+    assert all(line["noisy_diversity"] > line["diversity"] for line in records(whole))
+    lives = 1
+    while stopped(broken, 3, resume=lives > 1):
+        lives += 1
+    assert lives > 2
+    assert_same_end(broken, whole)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DroppingNet(ModelSettings):
     """Convolutions, BatchNorm and dropout: buffers and random numbers that a resume must bring back."""

@@ -107,6 +107,7 @@ def change(path: str, value: object) -> dict:
         ("methods/oracle/every_steps", 0, r"\[methods.oracle\]: every_steps must be an integer of at least 1"),
         ("methods/oracle/base_batch_size", 0, r"base_batch_size must be an integer of at least 1"),
         ("methods/oracle/multiple_of", 0, r"multiple_of must be an integer of at least 1"),
+        ("methods/oracle/quantize", 0, r"\[methods.oracle\]: quantize must be an integer of at least 1"),
         (
             "methods/sgd-small/policy",
             {"kind": "auto", "max_batch_size": 4096, "lr_coupling": "none"},

@@ -35,10 +35,11 @@ from divebatch.lab.training.several_optimizers import together
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded
 from divebatch.ranks import Ranks
+from divebatch.research import QuantizedGradients
 from divebatch.resolve import estimator_of
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
-DATA, MODEL, SIGNS = (0, 2), (0, 3), (0, 5)
+DATA, MODEL, SIGNS, QUANTIZER = (0, 2), (0, 3), (0, 5), (0, 7)
 NO_END = 2**62
 """Samples of a run that ends by the clock alone."""
 
@@ -60,6 +61,8 @@ def make_trainer(run: Run) -> Trainer:
         model, method.lr, fused=True if is_fused else None
     )
     schedulers, step_schedulers = _make_schedulers(run, optimizers, length)
+    if method.quantize is not None:  # before there is a controller, which looks for it
+        QuantizedGradients(method.quantize, seed=mixed_seed(run.seed, *QUANTIZER)).attach(parallel.module)
     control = _make_controller(run, parallel.module, optimizers, length, task.loss_fn, [*schedulers, *step_schedulers])
     trainer = Trainer(
         model=model,

@@ -81,6 +81,8 @@ class Method:
     """What the policy's sizes are rounded down to."""
     measure_always: bool = False
     """Whether epochs are measured for the record that the policy does not ask for."""
+    quantize: int | None = None
+    """Levels that gradients are rounded to at random (`research/quantized_gradients.py`); None: they are left alone."""
     shadows: Mapping[str, Part] | None = None
 
     def scaled(self, ratio: float) -> "Method":
@@ -281,7 +283,7 @@ def _method(table: Any, where: str) -> Method:
         require_positive("lr", method.lr)
         if method.warmup_epochs < 0:
             raise ArgumentError(f"warmup_epochs must not be negative, got {method.warmup_epochs}")
-        for name in ("every_steps", "base_batch_size", "multiple_of"):
+        for name in ("every_steps", "base_batch_size", "multiple_of", "quantize"):
             if getattr(method, name) is not None:
                 require_count(name, getattr(method, name))
         policy = build_policy(method.policy, ANY_LENGTH)
