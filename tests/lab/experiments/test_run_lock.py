@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import time
@@ -198,6 +199,22 @@ def test_a_folder_that_cannot_be_written_is_named(run):
     with pytest.raises(RecordError, match=r"cannot write '.*lock': Is a directory\. Choose another"):  # noqa: SIM117
         with locked_runs([run], Ranks.alone()):
             pass
+
+
+def test_a_disk_that_is_full_at_the_first_write_is_named_and_blocks_nothing_later(run):
+    """The system itself refuses every byte; the file can still be made."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        full = call(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert full.exit_code == 2
+    said = f"divebatch: cannot write '{run.folder / '.lock'}': File too large. Choose another --out folder.\n"
+    assert full.output == said
+    assert not list(run.folder.iterdir())
+    assert call(run).exit_code == 0
+    assert_complete(run)
 
 
 def test_more_runs_than_a_process_may_open_files_take_one_file(tmp_path):

@@ -51,9 +51,8 @@ def _locked(path: Path, names: Sequence[str]) -> Iterator[None]:
         except OSError as error:
             what = f"the system cannot lock '{path}' ({error.strerror or error})"
             logger.warning("%s: see to it yourself that no other command writes the same runs", what)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "runs": names}) + "\n")
-        file.flush()
         try:
+            _note_holder(file, path, names)
             yield
         finally:
             _clear_away(file, path)
@@ -100,6 +99,15 @@ def _byte_of(name: str) -> int:
     """Far beyond the file's end, where locks may be all the same."""
     # A byte for each run, not the whole folder: two commands may rightly work in it with other seeds.
     return 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+
+
+def _note_holder(file: TextIO, path: Path, names: Sequence[str]) -> None:
+    note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "runs": names}) + "\n"
+    try:
+        # Past the file's buffer, which a full disk would make fail a second time when it is closed.
+        os.write(file.fileno(), note.encode())
+    except OSError as error:
+        raise RecordError(f"cannot write '{path}': {error.strerror}. Choose another folder.") from error
 
 
 def _holder(file: TextIO, name: str) -> str:
