@@ -11,18 +11,21 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
 BASE = {"errors", "checks"}
 CORE = {"lr", "ranks", "measurement", "records", "policies", "norms", "estimators", "data"}
-LIBRARY = BASE | CORE | {"student", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
+LIBRARY = (
+    BASE | CORE | {"student", "step_line", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
+)
 LIBRARY |= {"step_count", "size_limit", "finished_epoch", "advice", "integrations"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
     "student": set(),
+    "step_line": set(),
     "metric": BASE,
     "ranks": BASE,
     "measurement": BASE | {"student"},
     "record_line": {"records"},
     "records": BASE | {"record_line", "metric"},
-    "policies": BASE | {"measurement"},
+    "policies": BASE | {"measurement", "step_line"},
     "norms": BASE | {"measurement", "ranks"},
     "estimators": BASE | {"norms", "measurement", "ranks"},
     "data": BASE | {"ranks", "norms"},
@@ -35,17 +38,17 @@ MAY_IMPORT = {
     "finished_epoch": BASE | {"data"},
     "controller": BASE | CORE | {"resolve", "recording", "measuring", "step_count", "size_limit", "finished_epoch"},
     "integrations": BASE | CORE | {"controller", "resolve", "step_count"},
-    "advice": BASE | CORE,
+    "advice": BASE | CORE | {"step_line"},
     "research": BASE | {"data", "estimators", "norms", "ranks"},
     "lab.training": LIBRARY,
     "lab.loggers": BASE | {"records"},
     "lab.experiments": LIBRARY | {"research", "lab.training", "lab.loggers"},
     "lab.probe": LIBRARY | {"lab.training", "lab.experiments"},
     "lab.search": LIBRARY | {"lab.training", "lab.experiments"},
-    "report": BASE | {"records", "measurement", "student"},
+    "report": BASE | {"records", "measurement", "student", "step_line"},
     "cli": LIBRARY | {"report", "lab.training", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},
 }
-WITHOUT_TORCH = {"errors", "checks", "student", "measurement", "policies", "report"}
+WITHOUT_TORCH = {"errors", "checks", "student", "step_line", "measurement", "policies", "report"}
 WITHOUT_TORCH |= {"metric", "records", "record_line", "recording"}
 
 

@@ -27,8 +27,8 @@ from divebatch.policies import (
     SmithSchedule,
 )
 from divebatch.policies.confidence import asked, ratio
-from divebatch.policies.goodput import step_time
 from divebatch.policies.simigrad import cosines
+from divebatch.step_line import step_line
 
 CAP, N = 4096, 50_000
 
@@ -253,9 +253,9 @@ def test_padadamp_is_a_straight_line_and_geodamp_doubles():
 
 def test_step_time_is_a_line_through_what_was_measured():
     truth = [(b, 0.5 + 0.01 * b) for b in (64, 128, 512)]
-    assert step_time(truth) == pytest.approx((0.5, 0.01))
-    assert step_time([(100, 10.0), (200, 20.0)]) == pytest.approx((0.0, 0.1))
-    assert step_time([(100, 1.0), (200, 0.5)])[1] == 0.0  # larger batches that take less time: noise
+    assert step_line(truth) == pytest.approx((0.5, 0.01))
+    assert step_line([(100, 10.0), (200, 20.0)]) == pytest.approx((0.0, 0.1))
+    assert step_line([(100, 1.0), (200, 0.5)])[1] == 0.0  # larger batches that take less time: noise
 
 
 def timed(fixed: float, each: float, *sizes: int) -> History:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import gain
-from divebatch.policies.goodput import step_time
+from divebatch.step_line import line_misfit, step_line
 
 SLACK = 0.05
 """A batch that takes at most this part longer than the best is as good; of several the smallest is taken."""
@@ -43,13 +43,12 @@ class StepTimes:
         >>> StepTimes(((10, 3.0), (20, 5.0), (40, 9.0))).line()
         (1.0, 0.2)
         """
-        return step_time(self.measured)
+        return step_line(self.measured)
 
     @property
     def misfit(self) -> float:
         """The largest part by which a time is off the line."""
-        fixed, per_sample = self.line()
-        return max(abs(fixed + size * per_sample - seconds) / seconds for size, seconds in self.measured)
+        return line_misfit(self.measured)
 
     @property
     def balance(self) -> float:

@@ -8,9 +8,7 @@ from divebatch.checks import require_count, require_positive
 from divebatch.measurement import Decision, Measurement, gain
 from divebatch.policies.bounds import Capped
 from divebatch.policies.confidence import require_diversity
-
-Line = tuple[float, float]
-"""(seconds of a step whatever its size, seconds for each of its samples)."""
+from divebatch.step_line import Line, step_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +84,7 @@ def goodput(batch_size: int, first_batch_size: int, noise_scale: float, line: Li
 
 def _line_through(times: Sequence[tuple[int, float]]) -> Line:
     if len(times) > 1:
-        return step_time(times)
+        return step_line(times)
     size, seconds = times[0]
     # Half as fixed cost is a guess that makes a second size worth trying; from then on the line is measured.
     return (seconds / 2, seconds / 2 / size)
-
-
-def step_time(times: Sequence[tuple[int, float]]) -> Line:
-    """Fit seconds = fixed + batch_size * per_sample, neither below zero, with the least relative errors.
-
-    >>> step_time([(10, 3.0), (20, 5.0), (40, 9.0)])
-    (1.0, 0.2)
-
-    Args:
-        times: (batch size, seconds of a step) at one size or more; a single one counts as having no fixed cost.
-    """
-    x, y = [1 / seconds for _, seconds in times], [size / seconds for size, seconds in times]
-    xx, yy, xy = _dot(x, x), _dot(y, y), _dot(x, y)
-    determinant = xx * yy - xy**2
-    if determinant <= 1e-12 * xx * yy:  # a single size: nothing tells the two apart
-        return (0.0, sum(y) / yy)
-    fixed, per_sample = (yy * sum(x) - xy * sum(y)) / determinant, (xx * sum(y) - xy * sum(x)) / determinant
-    if fixed < 0:
-        return (0.0, sum(y) / yy)
-    if per_sample < 0:
-        return (sum(x) / xx, 0.0)
-    return (round(fixed, 12), round(per_sample, 15))
-
-
-def _dot(first: Sequence[float], second: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(first, second, strict=True))
