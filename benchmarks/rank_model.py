@@ -4,9 +4,8 @@
     python benchmarks/rank_model.py --measure  # first the two constants of gloo between two processes of this machine
 
 Compute: seconds of a step on one GPU, a constant and a part for each sample, through the two batch sizes in
-`results/benchmarks/trainer-h200-before-graphs.jsonl` (measured, one H200). Network: an all-reduce of B bytes over n
-takes 2 (n-1) a + 2 (n-1)/n B/w in a ring and 2 log2(n) a + 2 B/w in a tree, whichever is less; a is the seconds of a
-hop and w the bytes a second of a link. Machines of eight add up inside, then across, then hand out.
+`results/benchmarks/trainer-h200-before-graphs.jsonl` (measured, one H200). Network: the model of
+`divebatch.report.network`.
 """
 
 import argparse
@@ -17,46 +16,17 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from divebatch.report.network import BYTES_OF_A_GRADIENT, all_reduce, overlapped
+
 RECORDS = Path(__file__).parents[1] / "results" / "benchmarks" / "trainer-h200-before-graphs.jsonl"
 NUM_SAMPLES, NUM_PARAMETERS, LOCAL_BATCH = 50_000, 11_173_962, 128
 EPOCH_SAMPLES = 1_281_167
 """Of the table: ImageNet's. CIFAR-10's fifty thousand are one batch of the last rows."""
-GPUS_OF_A_MACHINE = 8
-EFFICIENCY = 0.8
-"""Assumed: of a link's nominal bandwidth."""
-BACKWARD_SHARE = 2 / 3
-"""Assumed: of a step's compute, behind which DDP hides its all-reduce."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """Seconds of a hop and bytes a second in one direction."""
-
-    hop: float
-    bandwidth: float
-
-    def all_reduce(self, ranks: int, num_bytes: float) -> float:
-        if ranks == 1:
-            return 0.0
-        ring = 2 * (ranks - 1) * self.hop + 2 * (ranks - 1) / ranks * num_bytes / self.bandwidth
-        tree = 2 * math.log2(ranks) * self.hop + 2 * num_bytes / self.bandwidth
-        return min(ring, tree)
-
-    def spread(self, ranks: int, num_bytes: float) -> float:
-        """A reduce-scatter, or an all-gather."""
-        return (ranks - 1) * self.hop + (ranks - 1) / ranks * num_bytes / self.bandwidth
-
-
-# Bandwidths of NVIDIA's data sheets: NVLink 4 with 900 GB/s in both directions together, NDR InfiniBand with 400 Gb/s
-# a port and one port a GPU. Hops are assumptions of the usual size, measured by nobody here.
-NVLINK = Link(3e-6, EFFICIENCY * 450e9)
-INFINIBAND = Link(8e-6, EFFICIENCY * 50e9)
 
 
 def step_compute() -> tuple[float, float]:
@@ -72,19 +42,11 @@ def step_compute() -> tuple[float, float]:
     return fast - each * small, each
 
 
-def all_reduce(ranks: int, num_bytes: float) -> float:
-    """Within one machine, or inside, across, inside."""
-    if ranks <= GPUS_OF_A_MACHINE:
-        return NVLINK.all_reduce(ranks, num_bytes)
-    across = INFINIBAND.all_reduce(ranks // GPUS_OF_A_MACHINE, num_bytes / GPUS_OF_A_MACHINE)
-    return 2 * NVLINK.spread(GPUS_OF_A_MACHINE, num_bytes) + across
-
-
 def row(ranks: int, local_batch: int) -> list[str]:
     fixed, each = step_compute()
-    compute, num_bytes = fixed + each * local_batch, 4.0 * NUM_PARAMETERS
+    compute, num_bytes = fixed + each * local_batch, float(BYTES_OF_A_GRADIENT * NUM_PARAMETERS)
     network = all_reduce(ranks, num_bytes)
-    step = compute + max(0.0, network - BACKWARD_SHARE * compute)
+    step = overlapped(compute, network)
     steps = math.ceil(EPOCH_SAMPLES / (ranks * local_batch))
     measuring = network + 5 * all_reduce(ranks, 64)
     return [

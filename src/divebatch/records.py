@@ -32,6 +32,7 @@ class ReportSettings:
         race_in: What the headline compares: "seconds" of training, or "epochs" where times mean little.
         chance: The metric's value of a model that has learned nothing; None where it is not known.
         figures: The paper's figures that the experiment has, each with the methods it shows; all where none is named.
+        customary: The method with the batch size that one would take without thinking; None where there is none.
     """
 
     baselines: list[str] = field(default_factory=list)
@@ -39,6 +40,7 @@ class ReportSettings:
     race_in: Literal["seconds", "epochs"] = "seconds"
     chance: float | None = None
     figures: dict[str, list[str]] = field(default_factory=dict)
+    customary: str | None = None
 
     def __post_init__(self) -> None:
         if self.race_in not in ("seconds", "epochs"):
@@ -72,6 +74,7 @@ class RunHeader:
         config: All settings of the run.
         versions: Versions of the packages it ran with.
         hardware: What it ran on: `device`, `name` and so on.
+        num_parameters: Numbers that are trained, each with its gradient; None where not known.
         git_commit: Of the source, where known.
         started: When, as ISO 8601.
     """
@@ -85,6 +88,7 @@ class RunHeader:
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
+    num_parameters: int | None = None
     git_commit: str | None = None
     started: str | None = None
 

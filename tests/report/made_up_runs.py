@@ -53,6 +53,7 @@ def write_run(
     report: ReportSettings = PLAIN,
     metric: Metric | None = None,
     label: str | None = None,
+    num_parameters: int | None = None,
 ) -> Path:
     """`epochs` holds the fields of epoch 1, 2, ...; `place` is the folder below `folder`, EXPERIMENT/METHOD if None.
 
@@ -68,6 +69,7 @@ def write_run(
         config={"epochs": len(epochs)} if config is None else config,
         versions={"python": "3.12.1", "torch": "2.13.0"},
         hardware={"device": "cpu", "cpus": 2} if hardware is None else hardware,
+        num_parameters=num_parameters,
         git_commit="0123abcd",
     )
     path = folder / (place or f"{experiment}/{method}") / f"seed-{seed}.jsonl"

@@ -9,19 +9,22 @@ from rich.table import Table as RichTable
 
 from divebatch.cli.console import make_console
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.cli.more_devices import Parameters, StepTimes, device_inputs
 from divebatch.report import Report, Table, write_report
 
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `divebatch run --out` wrote.")],
     out: Annotated[Path | None, typer.Option(help="Where to write the report; the first folder if not given.")] = None,
+    step_times: StepTimes = None,
+    parameters: Parameters = None,
 ) -> None:
     """Print the tables and write report.html, report.md and every figure and table as files."""
     for folder in folders:
         if not folder.is_dir():
             raise leave(f"'{folder}' is not a folder", WRONG_USE)
     with errors_exit_with(FAILED):
-        written = write_report(*folders, out=out)
+        written = write_report(*folders, out=out, devices=device_inputs(step_times, parameters))
     _print_results(written)
     for problem in written.problems:
         typer.echo(f"skipped: {problem}", err=True)
@@ -33,7 +36,7 @@ def report(
 
 def _print_results(written: Report) -> None:
     console = make_console()
-    for answer in written.answers:
+    for answer in (*written.answers, *written.gains):
         console.print(escape(answer), style="bold", highlight=False)
     for details in written.details:
         console.print(escape(details), highlight=False)

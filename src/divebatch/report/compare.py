@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from divebatch.records import Metric
 from divebatch.report.analysis import Analysis, MethodResult, trained_alike
+from divebatch.report.devices import DEVICES, DeviceModel, Untold, assumptions
 from divebatch.report.runs import RecordedRun
 from divebatch.student import t_quantile
 
@@ -96,6 +97,8 @@ class Comparison:
     seeds: tuple[int, ...]
     answers: tuple[Answer, ...]
     cautions: tuple[str, ...]
+    assumptions: tuple[str, ...] = ()
+    """Of the answers that come from a model."""
 
 
 def compare_methods(
@@ -105,6 +108,7 @@ def compare_methods(
     *,
     against: Analysis | None = None,
     names: tuple[str, str] | None = None,
+    devices: DeviceModel | Untold | None = None,
 ) -> Comparison:
     """Compare two methods by their final value, their best value and their time to the common target.
 
@@ -114,22 +118,24 @@ def compare_methods(
         second: Another one, of `against` where that is given.
         against: The same experiment from another folder.
         names: What the two are called in the answers; their method names where not given.
+        devices: What training would take on more devices; None where nobody asks.
     """
     results = (analysis.method(first), (against or analysis).method(second))
     metric, called = analysis.metric, names or (first, second)
-    pairs = _pairs(*results, metric)
+    pairs = seed_pairs(*results, metric)
     answers: list[Answer] = []
     if len(pairs) > 1:
-        for which, value in (("final", _final), ("best", _best)):
+        for which, value in (("final", final_value), ("best", _best)):
             values = [(value(one, metric), value(other, metric)) for one, other in pairs]
             answers.append(_values(which, values, metric, called))
         answers += _times(pairs, results, analysis, called)
     seeds = tuple(run.header.seed for run, _ in pairs)
     cautions = tuple(_cautions(results, pairs, called))
-    return Comparison(analysis.experiment.name, *called, seeds, tuple(answers), cautions)
+    comparison = Comparison(analysis.experiment.name, *called, seeds, tuple(answers), cautions)
+    return comparison if devices is None else _on_more_devices(comparison, pairs, devices)
 
 
-def _pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
+def seed_pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
     """Finished runs that have a value of the metric, two of each seed."""
     first, second = (
         {run.header.seed: run for run in result.runs if result.num_finished and _values_of(run, metric)}
@@ -143,8 +149,8 @@ def _values_of(run: RecordedRun, metric: Metric) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _final(run: RecordedRun, metric: Metric) -> float:
-    """A run that ended without a value, because it diverged, has the worst one."""
+def final_value(run: RecordedRun, metric: Metric) -> float:
+    """The metric at a run's end. A run that ended without a value, because it diverged, has the worst one."""
     value = metric.of(run.epochs[-1])
     return metric.worst if value is None else value
 
@@ -174,7 +180,7 @@ def _values(which: str, values: Sequence[tuple[float, float]], metric: Metric, n
 def _times(
     pairs: Pairs, results: tuple[MethodResult, MethodResult], analysis: Analysis, names: tuple[str, str]
 ) -> Iterator[Answer]:
-    """Training time to the common target. Times differ by a factor, so their logarithms are compared."""
+    """Training time to the common target."""
     target = analysis.target
     if target is None:
         return
@@ -185,7 +191,33 @@ def _times(
     if min(counts) < len(pairs):
         yield Answer(measure, None, _no_average("reached it, with a time,", names, counts, len(pairs)))
         return
-    found = pair([math.log(one / other) for one, other in times])
+    found = pair_ratios(times)
+    yield _ratio(measure, found, names, found.effect_in_words)
+
+
+def _on_more_devices(comparison: Comparison, pairs: Pairs, devices: DeviceModel | Untold) -> Comparison:
+    """The same with the time of the whole training by the model, or with why there is none."""
+    if isinstance(devices, Untold):
+        return replace(comparison, cautions=(*comparison.cautions, devices.note))
+    if len(pairs) < 2:
+        return comparison
+    answers = list(comparison.answers)
+    for count in DEVICES:
+        times = [(devices.seconds(one, count), devices.seconds(other, count)) for one, other in pairs]
+        measure = f"training on {count} devices (a model, not a measurement)"
+        found = pair_ratios(times)
+        names = (comparison.first, comparison.second)
+        # No effect size: the model knows no noise, so that the spread over seeds means little.
+        answers.append(_ratio(measure, found, names, f"{found.num_pairs} seeds"))
+    return replace(comparison, answers=tuple(answers), assumptions=tuple(assumptions(devices)))
+
+
+def pair_ratios(values: Sequence[tuple[float, float]]) -> Paired:
+    """Of the logarithms of ratios, for what differs by a factor; both of a pair must be positive."""
+    return pair([math.log(one / other) for one, other in values])
+
+
+def _ratio(measure: str, found: Paired, names: tuple[str, str], certainty: str) -> Answer:
     low, high = map(math.exp, found.interval)
     factor = math.exp(found.mean)
     if found.excludes_zero:
@@ -194,7 +226,7 @@ def _times(
     else:
         text = f"no difference shown between {names[0]} and {names[1]}"
     ratio = f"time of {names[0]} over that of {names[1]}: {factor:.2f}, {LEVEL:.0%} interval {low:.2f} to {high:.2f}"
-    yield Answer(measure, found, f"{text} ({ratio}; {found.effect_in_words}).")
+    return Answer(measure, found, f"{text} ({ratio}; {certainty}).")
 
 
 def _seconds_by_seed(result: MethodResult, metric: Metric, target: float) -> dict[int, float]:

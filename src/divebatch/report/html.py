@@ -79,15 +79,16 @@ def _opening(sections: Sequence[Section], problems: Sequence[str]) -> Iterator[s
 
 
 def _section(section: Section, number: int) -> str:
-    first, *others = section.tables
+    tables = [_table(section, table, place) for place, table in enumerate(section.tables, 1)]
     parts = [
         f'<section class="experiment" id="{escape(section.stem)}" data-section="{number}">',
         f"<h2>{escape(section.name)}</h2>",
         f"<p>{escape(section.summary)}</p>" if section.summary else "",
         f'<p class="answer">{escape(section.answer)}</p>',
-        _table(section, first, 1, section.details),
+        f'<p class="answer">{escape(section.gains)}</p>' if section.gains else "",
+        *tables[: section.num_first],
         *render_figures(section, number),
-        *(_table(section, table, place) for place, table in enumerate(others, 2)),
+        *tables[section.num_first :],
         *_settings(section),
         *render_runs(section.experiment),
         "</section>",
@@ -95,8 +96,9 @@ def _section(section: Section, number: int) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _table(section: Section, table: Table, place: int, details: str = "") -> str:
-    words = f'<p class="verdict">{escape(details)}</p>\n' if details else ""
+def _table(section: Section, table: Table, place: int) -> str:
+    is_first = place == 1
+    words = f'<p class="verdict">{escape(section.details)}</p>\n' if is_first and section.details else ""
     notes = f'<div class="notes">{render_list(table.notes)}</div>' if table.notes else ""
     return f"<h3>{escape(table.title)}</h3>\n{render_table(table, section.table_links(place))}\n{words}{notes}"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from divebatch.errors import RecordError
+from divebatch.report.devices import FROM_RECORDS, DeviceInputs
 from divebatch.report.drawing import require_matplotlib
 from divebatch.report.export import (
     bars_to_csv,
@@ -39,26 +40,29 @@ class Report:
     """Of all experiments, in order."""
     answers: tuple[str, ...]
     """One sentence for each experiment."""
+    gains: tuple[str, ...]
+    """What changing the batch size gained over fixed batches, of the experiments that have both."""
     details: tuple[str, ...]
     """What stands behind the answers, of the experiments that have something to compare."""
     problems: tuple[str, ...]
     """Record files that were left out, and why."""
 
 
-def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
+def write_report(folder: Path, *more: Path, out: Path | None = None, devices: DeviceInputs = FROM_RECORDS) -> Report:
     """Write report.html, report.md, figures/ and tables/.
 
     Args:
         folder: Where the runs are, as `load_runs` takes it.
         more: Further folders of the same kind.
         out: Where to write; the first folder if not given.
+        devices: What the model of more devices takes beside the records.
 
     Equal records give equal files. Raises `RecordError` where there is no run to report or nothing can be written,
     and `MissingExtraError` without matplotlib.
     """
     require_matplotlib()
     runs = load_runs(folder, *more)
-    sections = make_sections(runs.experiments)
+    sections = make_sections(runs.experiments, devices=devices)
     target = out or folder
     files = {
         "report.html": _encoded(render_html(sections, runs.problems)),
@@ -73,6 +77,7 @@ def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
         paths=tuple(target / name for name in files),
         tables=tables,
         answers=tuple(section.answer for section in sections),
+        gains=tuple(section.gains for section in sections if section.gains),
         details=tuple(section.details for section in sections if section.details),
         problems=runs.problems,
     )
@@ -132,6 +137,7 @@ def _section_blocks(section: Section) -> list[str]:
         f"## {escape_markdown(section.name)}",
         escape_markdown(section.summary),
         _answer(section),
+        f"**{escape_markdown(section.gains)}**" if section.gains else "",
         escape_markdown(section.details),
     ]
     for table in section.tables:

@@ -44,13 +44,19 @@ class RecordedRun:
         return str(self.header.hardware.get("name", self.header.hardware.get("device", "?")))
 
     @property
+    def planned_batch_size(self) -> int | None:
+        """What its configuration says it begins with, where it says so."""
+        method = self.header.config.get("method")
+        size = method.get("batch_size") if isinstance(method, Mapping) else None
+        return size if isinstance(size, int) else None
+
+    @property
     def batch_sizes(self) -> list[int]:
         """All that were in force, in order, those within epochs too; an epoch's record only has its last."""
         sizes: list[int] = []
-        method = self.header.config.get("method")
-        began = method.get("batch_size") if isinstance(method, Mapping) else None
+        began = self.planned_batch_size
         for record in self.epochs:
-            sizes += [began] if record.changes and isinstance(began, int) else []
+            sizes += [began] if record.changes and began is not None else []
             sizes += [change.batch_size for change in record.changes or []] or [record.batch_size]
             began = record.next_batch_size
         return sizes

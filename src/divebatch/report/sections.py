@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from divebatch.report.analysis import Analysis, analyse
 from divebatch.report.charts import Chart, TargetBars, Track, make_bars, make_charts, make_tracks
 from divebatch.report.detail_tables import memory_table, settings_tables, summary_line
+from divebatch.report.devices import FROM_RECORDS, DeviceInputs, DeviceModel, Untold, device_model, devices_table
 from divebatch.report.drawing import Drawing, draw_bars, draw_chart
+from divebatch.report.gain_words import gains_in_words, gains_table
+from divebatch.report.gains import find_gains
 from divebatch.report.paper_figures import draw_paper_figures
 from divebatch.report.runs import RecordedExperiment
 from divebatch.report.tables import Table, cost_table, result_table
@@ -24,9 +27,13 @@ class Section:
     """Safe in file names and links, different for each section of a report."""
     answer: str
     """One sentence."""
+    gains: str
+    """What changing the batch size gained over fixed batches; empty where there is nothing to compare."""
     details: str
     """What stands behind the answer, in a few sentences; empty where there is nothing to compare."""
     tables: Sequence[Table]
+    num_first: int
+    """So many of the tables stand before the figures of a page."""
     drawings: Sequence[Drawing]
     """The paper's figures."""
     tracks: Sequence[Track]
@@ -55,25 +62,33 @@ class Section:
         return {kind: f"tables/{self.file_name(f'table{place}', suffix)}" for kind, suffix in suffixes.items()}
 
 
-def make_sections(experiments: Sequence[RecordedExperiment]) -> list[Section]:
-    """One section an experiment, in order."""
+def make_sections(experiments: Sequence[RecordedExperiment], *, devices: DeviceInputs = FROM_RECORDS) -> list[Section]:
+    """One section an experiment, in order; `devices` is what the model of more devices takes beside the records."""
     stems = file_stems([experiment.name for experiment in experiments])
-    return [make_section(experiment, stem) for experiment, stem in zip(experiments, stems, strict=True)]
+    return [
+        make_section(experiment, stem, devices=devices) for experiment, stem in zip(experiments, stems, strict=True)
+    ]
 
 
-def make_section(experiment: RecordedExperiment, stem: str) -> Section:
+def make_section(experiment: RecordedExperiment, stem: str, *, devices: DeviceInputs = FROM_RECORDS) -> Section:
     """All of it, drawings included; `stem` begins the names of its files."""
     analysis = analyse(experiment)
     tracks, bars = make_tracks(analysis), make_bars(analysis)
     charts = make_charts(tracks)
     drawn = [draw_chart(chart, experiment.name) for chart in charts]
+    model = device_model(experiment.runs, inputs=devices)
+    gains = find_gains(analysis, model)
+    first = [result_table(analysis), gains_table(analysis, gains, model)]
+    first_tables = [table for table in first if table is not None]
     return Section(
         experiment=experiment,
         summary=summary_line(experiment),
         stem=stem,
         answer=headline(analysis),
+        gains=gains_in_words(analysis, gains),
         details=details(analysis),
-        tables=_result_tables(analysis),
+        tables=[*first_tables, *_cost_tables(analysis, model)],
+        num_first=len(first_tables),
         drawings=draw_paper_figures(analysis, tracks),
         tracks=tracks,
         charts=charts,
@@ -83,8 +98,12 @@ def make_section(experiment: RecordedExperiment, stem: str) -> Section:
     )
 
 
-def _result_tables(analysis: Analysis) -> list[Table]:
-    tables = [result_table(analysis), cost_table(analysis), memory_table(analysis.experiment)]
+def _cost_tables(analysis: Analysis, model: DeviceModel | Untold) -> list[Table]:
+    cost, memory = cost_table(analysis), memory_table(analysis.experiment)
+    if isinstance(model, Untold):
+        tables = [replace(cost, notes=[*cost.notes, model.note]), memory]
+    else:
+        tables = [cost, devices_table(analysis, model), memory]
     return [table for table in tables if table is not None]
 
 

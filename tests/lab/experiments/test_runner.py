@@ -57,6 +57,7 @@ def test_records_hold_what_the_contract_says(tmp_path, method):
     assert lines[0]["kind"] == "run"
     assert lines[0]["config"]["method"]["batch_size"] == run.method.batch_size
     assert lines[0]["versions"]["torch"] == torch.__version__
+    assert lines[0]["num_parameters"] == 16 + 1 + 1 + 1  # one hidden unit over 16 features
     assert [line["epoch"] for line in lines[1:]] == [1, 2, 3, 4]
     for line in lines[1:]:
         assert line["kind"] == "epoch"

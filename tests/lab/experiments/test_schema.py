@@ -140,6 +140,7 @@ def change(path: str, value: object) -> dict:
         ),
         ("report/baselines", [1], r"\[report\]: baselines, .* must be lists of method names, got \[1\]"),
         ("report/order", "sgd-small", r"\[report\]: order must be list"),
+        ("report/customary", "sgd", r"\[report\] customary 'sgd'; known: sgd-small"),
         ("report/colour", "red", r"\[report\]: unknown key 'colour'; known: baselines, order"),
     ],
 )

@@ -107,8 +107,8 @@ class Run:
         ranks = Ranks.here()
         return {} if ranks.is_alone else {"ranks": ranks.size, "sharding": self.sharding}
 
-    def header(self) -> RunHeader:
-        """The first line of the records."""
+    def header(self, *, num_parameters: int | None = None) -> RunHeader:
+        """The first line of the records; `num_parameters` are the model's that are trained, once it is built."""
         return RunHeader(
             experiment=self.experiment.name,
             method=self.method_name,
@@ -119,6 +119,7 @@ class Run:
             config=self.config,
             versions=_versions(),
             hardware={**_hardware(torch.device(self.device)), **self._ranks},
+            num_parameters=num_parameters,
             git_commit=_git_commit(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
         )

@@ -67,7 +67,7 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
             trainer.load_state_dict(progress.saved.state(trainer.clock.device, layout))
     epoch = last_epoch(progress.epochs)
     saver = Saver(run, trainer, stop, epoch)
-    with trainer.control, _writing(run, trainer.ranks, progress) as write:
+    with trainer.control, _writing(run, trainer, progress) as write:
         while epoch < run.experiment.epochs:
             record = saver.run_epoch()
             epoch = record.epoch
@@ -78,12 +78,13 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
 
 
 @contextmanager
-def _writing(run: Run, ranks: Ranks, progress: RunProgress) -> Iterator[Callable[[EpochRecord], None]]:
+def _writing(run: Run, trainer: Trainer, progress: RunProgress) -> Iterator[Callable[[EpochRecord], None]]:
     """Takes epochs to the records and the loggers, on rank 0."""
-    if not ranks.is_first:
+    if not trainer.ranks.is_first:
         yield lambda record: None
         return
-    header = run.header()
+    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+    header = run.header(num_parameters=sum(each.numel() for each in trained))  # fsdp's parts tell their whole
     with (
         RecordWriter(run.records_path) as writer,
         logging_to(run.loggers, header, run.log_folder, epochs_done=len(progress.epochs)) as log,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from divebatch.checks import require_count, require_positive
+from divebatch.checks import require_choice, require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.experiments.schedules import SCHEDULES
@@ -246,6 +246,8 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     values["methods"] = {name: _method(entry, f"{where}: [methods.{name}]") for name, entry in methods.items()}
     experiment = build_table(Experiment, values, where)
     _require_metric(experiment, where)
+    if experiment.report.customary is not None:
+        require_choice(f"{where}: [report] customary", experiment.report.customary, tuple(experiment.methods))
     for key in ("trials", "epochs"):
         require_count(f"{where}: {key}", getattr(experiment, key))
     for name in (experiment.name, *experiment.methods):  # they become folders
