@@ -68,14 +68,16 @@ def drawing(order: Order) -> Callable[[], None]:
 
 
 def main() -> None:
-    print("| | plain | QuantizedGradients(4) | LangevinNoise |\n|---|---|---|---|")
+    print("| | plain | QuantizedGradients(4) | LangevinNoise | bits sent, of the gradients in full |\n|---|---|---|---|---|")
     for network in NETWORKS:
+        quantize = QuantizedGradients(4)
         loops = {
             "plain": training(network, lambda *_: None),
-            "quantized": training(network, lambda model, _: QuantizedGradients(4).attach(model)),
+            "quantized": training(network, lambda model, _, quantize=quantize: quantize.attach(model)),
             "langevin": training(network, lambda _, optimizer: LangevinNoise(optimizer, temperature=1e-6)),
         }
-        print(f"| {network} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios(loops).values()) + " |", flush=True)
+        times = " | ".join(f"{ratio:.2f}" for ratio in ratios(loops).values())
+        print(f"| {network} | {times} | {quantize.bits_sent / quantize.bits_unrounded:.1%} |", flush=True)
     size = 10**5
     labels = torch.randint(10, (size,))
     orders = ratios({"plain": drawing(Shuffled(size)), "stratified": drawing(StratifiedBatches(labels))})
