@@ -68,7 +68,9 @@ def drawing(order: Order) -> Callable[[], None]:
 
 
 def main() -> None:
-    print("| | plain | QuantizedGradients(4) | LangevinNoise | bits sent, of the gradients in full |\n|---|---|---|---|---|")
+    print(
+        "| | plain | QuantizedGradients(4) | LangevinNoise | bits sent, of the gradients in full |\n|---|---|---|---|---|"
+    )
     for network in NETWORKS:
         quantize = QuantizedGradients(4)
         loops = {

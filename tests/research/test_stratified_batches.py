@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Fixed, micro_batches
 from divebatch.data.order import Shuffled
@@ -105,6 +105,14 @@ def test_ranks_and_parts_of_an_epoch_are_stratified_too():
         assert order[place].bincount(minlength=3).tolist() == pytest.approx([5, 3, 2], abs=1.5)
     parts = loader_of(epoch_samples=25)
     assert sorted(chain(*numbers(parts), *numbers(parts))) == list(range(N))
+
+
+def test_a_dataloader_may_bring_it_as_its_sampler():
+    data = TensorDataset(torch.arange(N))
+    wrapped = AdaptiveLoader.wrap(DataLoader(data, 10, sampler=StratifiedBatches(LABELS)), seed=5)
+    assert numbers(wrapped) == numbers(loader_of())
+    with pytest.raises(ArgumentError, match="order of 49 samples"):
+        AdaptiveLoader.wrap(DataLoader(data, 10, sampler=StratifiedBatches(LABELS[1:])))
 
 
 def test_labels_that_do_not_cover_the_data_are_refused():

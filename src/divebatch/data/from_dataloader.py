@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from divebatch.data.order import Order, order_of
+from divebatch.data.order import Order, order_of, order_over
 from divebatch.errors import ArgumentError
 
 _PASSED_ON = (
@@ -50,6 +50,11 @@ def parts_of(dataloader: Any) -> Parts:
     settings = {name: getattr(dataloader, name) for name in _PASSED_ON}
     if dataloader.generator is not None:
         settings["generator"] = dataloader.generator
-    order = None if isinstance(dataloader.dataset, IterableDataset) else order_of(cutting.sampler)
+    if isinstance(dataloader.dataset, IterableDataset):
+        order = None
+    elif isinstance(cutting.sampler, Order):
+        order = order_over(dataloader.dataset, cutting.sampler, shuffle=True)
+    else:
+        order = order_of(cutting.sampler)
     generator = dataloader.generator or getattr(cutting.sampler, "generator", None)
     return Parts(dataloader.dataset, cutting.batch_size, order, cutting.drop_last, settings, generator)
