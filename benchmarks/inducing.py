@@ -68,9 +68,8 @@ def drawing(order: Order) -> Callable[[], None]:
 
 
 def main() -> None:
-    print(
-        "| | plain | QuantizedGradients(4) | LangevinNoise | bits sent, of the gradients in full |\n|---|---|---|---|---|"
-    )
+    print("| | plain | QuantizedGradients(4) | LangevinNoise | bits sent, of the gradients in full |")
+    print("|---|---|---|---|---|")
     for network in NETWORKS:
         quantize = QuantizedGradients(4)
         loops = {
