@@ -79,8 +79,8 @@ class QuantizedGradients:
 
     The draws depend on the seed, the rank, the parameter and how often it was rounded, so they do not depend on the
     order in which gradients come, and a resume is exact: the state is in `Controller.state_dict`, and in `state_dict`
-    for a loop without one. Bits are counted as an encoder would send them (`bits_to_send`); what DDP really sends is
-    whole numbers.
+    for a loop without one. Bits are counted as an encoder would send them (`bits_to_send`); what DDP sends is
+    every entry in full.
 
     Args:
         levels: Levels above zero, at least 1: 1 keeps signs and a norm, more keep more.
