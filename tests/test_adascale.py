@@ -1,4 +1,4 @@
-"""AdaScale's coupling: the gain by definition, measured on the way, summed over steps."""
+"""Couplings that go by the noise: AdaScale's gain by definition, measured on the way, summed; and 1 / (1 + B / b)."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, Oracle, gradient_diversity
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
-from divebatch.lr import GainSum
+from divebatch.lr import GainSum, LrCoupling
 from divebatch.measurement import gain
 from divebatch.policies import PadaDamp, Policy
 from reference.per_sample import dataset, mean_loss, mlp
@@ -112,6 +112,54 @@ def test_samples_that_agree_gain_nothing():
     for x, y in loader:
         mean_loss(model(x), y).backward()
     assert control.step().next_lr == pytest.approx(0.01, rel=1e-6)
+
+
+# Beside it: 1 / (1 + B / b), which also goes by the noise at a constant batch
+
+
+NOISES = [(3.0, 1.0), (3.0, 1.0), (12.0, 1.0), (1.0, 2.0), (0.0, 1.0)]
+"""tr(Sigma) and ||G||^2 as they are measured after each epoch."""
+
+
+@pytest.mark.parametrize("base", [None, 2, 10**9], ids=["first batch", "smaller batch", "no noise"])
+def test_the_rate_is_what_the_formula_says_at_every_noise(base: int | None):
+    run = Training(PadaDamp(16, rate=0.4), kind="1/(1+B/b)", base_batch_size=base, estimator=Says(*NOISES))
+    assert run.lr == 0.01
+    base = base or 8
+    highest = 0.01 * (1 + 3.0 / base)  # the best rate without noise, of which 0.01 is the best at the base
+    for trace, sq_norm in NOISES:
+        record = run.epoch()
+        noise, size = trace / sq_norm, record.next_batch_size
+        assert record.next_lr == pytest.approx(highest / (1 + noise / size), rel=1e-14)
+        assert run.control.effective_steps == run.control._steps.made
+    assert record.next_batch_size > 8
+
+
+@given(noise=st.floats(0, 1e6), first=st.floats(0, 1e6), size=st.integers(1, 4096), base=st.integers(1, 4096))
+def test_it_is_adascales_gain_times_what_the_noise_has_changed(noise: float, first: float, size: int, base: int):
+    """So at a noise that stays it is AdaScale, and only the rate without a norm at the base is a rule of its own."""
+    factors = []
+    for kind in ("1/(1+B/b)", "adascale"):
+        coupling = LrCoupling(SGD([torch.ones(1)], 1.0), kind=kind, first_batch_size=base)
+        for measured in (first, noise):
+            coupling.follow(size, noise_scale=measured)
+        factors.append(coupling.factor)
+    assert factors[0] == pytest.approx(factors[1] * (1 + first / base) / (1 + noise / base), rel=1e-12)
+
+
+def test_a_noise_without_end_says_nothing_of_the_rate():
+    answers = [(1.0, 0.0), (8.0, 1.0), (1.0, -1.0), (math.nan, math.nan), (24.0, 1.0)]
+    run = Training(Fixed(), kind="1/(1+B/b)", estimator=Says(*answers))
+    assert [run.epoch().next_lr for _ in answers] == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.01 * 2 / 4])
+
+
+def test_the_noise_first_measured_survives_a_resume():
+    run = Training(Fixed(), kind="1/(1+B/b)", estimator=Says((8.0, 1.0), (24.0, 1.0)))
+    run.epoch(), run.epoch()
+    fresh = Training(Fixed(), kind="1/(1+B/b)", estimator=Says((56.0, 1.0)))
+    fresh.control.load_state_dict(run.control.state_dict())
+    assert fresh.lr == run.lr == pytest.approx(0.01 * 2 / 4)
+    assert fresh.epoch().next_lr == pytest.approx(0.01 * 2 / 8)
 
 
 # The base batch

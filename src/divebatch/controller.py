@@ -59,9 +59,9 @@ class Controller:
         policy: The rule that sets it, such as `Auto(max_batch_size=4096)`.
         estimator: What measures the gradients: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or
             an object such as `Oracle(loss_fn)`. None for the policy's own.
-        lr_coupling: How the learning rate follows the batch size: "none", "linear" or "adascale" (SGD), "sqrt" or
-            "adascale-sqrt" (Adam-like optimizers), "adam" (Adam, AdamW, NAdam, Adamax: betas, eps and weight decay
-            follow too), a number p such as 0.6 for the p-th power of the batch size, or a list with one for each
+        lr_coupling: How the learning rate follows the batch size: "none"; "linear", "adascale" or "1/(1+B/b)" (SGD);
+            "sqrt" or "adascale-sqrt" (Adam-like optimizers); "adam" (Adam, AdamW, NAdam, Adamax: betas, eps and weight
+            decay follow too); a number p such as 0.6 for the p-th power of the batch size; or a list with one for each
             optimizer. None for the policy's own, "none" where it has none.
         scheduler: The scheduler that drives the optimizer, or a list of all that do.
         schedule_in: What a call of `scheduler.step` stands for: "steps" of the first batch size, which samples then

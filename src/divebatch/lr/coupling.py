@@ -11,85 +11,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from divebatch.checks import require_coupling_power
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.lr.adam import ADAM_RULES, GroupSettings
+from divebatch.lr.factors import BY_GAIN, Coupling, factor_of, require_known
 from divebatch.lr.hand_set import HandSetRates, Reading
 from divebatch.measurement import gain
-
-CouplingName = Literal["none", "linear", "sqrt", "adam", "adascale", "adascale-sqrt"]
-Coupling = CouplingName | float
-"""A name, or a number p for the p-th power of the batch size."""
-
-COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
-    "none": lambda ratio, noise: 1.0,
-    "linear": lambda ratio, noise: ratio,
-    "sqrt": lambda ratio, noise: math.sqrt(ratio),
-    "adam": lambda ratio, noise: math.sqrt(ratio),
-    "adascale": gain,
-    "adascale-sqrt": lambda ratio, noise: math.sqrt(gain(ratio, noise)),
-}
-"""f(batch_size / base, noise): `linear` keeps lr / batch_size (SGD, Goyal 2017), `sqrt` suits Adam-like rules.
-
-`adam` moves betas, eps and weight decay too (`ADAM_RULES`). `adascale` follows what was measured, `adascale-sqrt` is
-the same for Adam-like rules.
-"""
-BY_NOISE = frozenset({"adascale", "adascale-sqrt"})
-"""Those that must know the noise scale."""
-BY_SIZE = ("linear", "sqrt", "adam")
-"""Those that follow the batch size by a power of it, as every number does."""
-_ADAM_LIKE = tuple(
-    kind
-    for name in (
-        *("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam"),
-        *("RMSprop", "Adagrad", "Adadelta", "Adafactor", "Muon"),
-    )
-    if (kind := getattr(torch.optim, name, None)) is not None  # older versions of torch lack the last two
-)
-
-
-def require_known(coupling: Coupling) -> None:
-    """Raise for what is no coupling."""
-    if not isinstance(coupling, str):
-        require_coupling_power("lr_coupling", coupling)
-    elif coupling not in COUPLINGS:
-        raise ArgumentError(
-            f"unknown lr_coupling {coupling!r}; known: {', '.join(COUPLINGS)}, or a power of the batch size such as 0.6"
-        )
-
-
-def factor_of(coupling: Coupling, ratio: float, noise: float | None = None) -> float:
-    """Return what the rate is multiplied by.
-
-    Args:
-        coupling: A name of `COUPLINGS`, or a power.
-        ratio: The batch size over the base batch size.
-        noise: The noise scale over the base batch size, where it is known.
-    """
-    return COUPLINGS[coupling](ratio, noise) if isinstance(coupling, str) else float(ratio**coupling)
-
-
-def coupling_for(optimizer: Optimizer, *, one_of: int = 1) -> Literal["linear", "sqrt"]:
-    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient.
-
-    `one_of` is the number of optimizers that train together.
-    """
-    # By type and not by name: a user's subclass of Adam is Adam-like too.
-    if isinstance(optimizer, _ADAM_LIKE):
-        return "sqrt"
-    if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD):
-        return "linear"
-    one = "Auto(..., lr_coupling='sqrt')"
-    several = "Controller(..., lr_coupling=[...]) with a name for each optimizer: 'sqrt'"
-    raise ArgumentError(
-        f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how the learning rate must "
-        f"follow the batch size: pass {one if one_of == 1 else several} if it is Adam-like, 'linear' if it is like SGD"
-    )
 
 
 class LrCoupling:
@@ -121,6 +52,9 @@ class LrCoupling:
         self.optimizer, self.kind, self.first_batch_size = optimizer, kind, first_batch_size
         self.base_batch_size, self._has_base = base_batch_size or first_batch_size, base_batch_size is not None
         self._noise_scale: float | None = None
+        """What was measured last, in samples."""
+        self._first_noise_scale: float | None = None
+        """What was measured first: the rates were chosen for the base batch at that noise."""
         self.gains = GainSum(self._gain(first_batch_size))
         """The sum of the gains of the steps so far."""
         self._batch_factor, self._decided_factor = self._batch_factor_at(first_batch_size), 1.0
@@ -165,12 +99,20 @@ class LrCoupling:
         if not 0 < lr_factor < math.inf:
             raise ArgumentError(f"lr_factor must be positive and finite, got lr_factor={lr_factor!r}")
         self.take_in()
-        self._noise_scale = self._noise_scale if noise_scale is None else max(0.0, noise_scale)
+        self._measured(noise_scale)
         self.gains.change(self._gain(batch_size), step)
         self._batch_factor = self._batch_factor_at(batch_size)
         self._decided_factor *= lr_factor
         self._settings.follow(batch_size / self.base_batch_size)
         self._write(self.factor)
+
+    def _measured(self, noise_scale: float | None) -> None:
+        # An infinite one is an estimate that found no signal, and 1 / (1 + B / b) would end training on it.
+        if noise_scale is None or (noise_scale == math.inf and self.kind not in BY_GAIN):
+            return
+        self._noise_scale = max(0.0, noise_scale)
+        if self._first_noise_scale is None:
+            self._first_noise_scale = self._noise_scale
 
     def begin_at(self, batch_size: int) -> None:
         """Take `batch_size` for the size that training began with: it turned out to be another before any change.
@@ -187,14 +129,17 @@ class LrCoupling:
         self._write(self.factor)
 
     def _batch_factor_at(self, batch_size: int) -> float:
-        return factor_of(self.kind, batch_size / self.base_batch_size, self._noise)
+        # Over what it is for the base batch at the noise first measured, which is 1 for all but 1 / (1 + B / b).
+        at_base = factor_of(self.kind, 1.0, self._per_base(self._first_noise_scale))
+        return factor_of(self.kind, batch_size / self.base_batch_size, self._per_base(self._noise_scale)) / at_base
 
     def _gain(self, batch_size: int) -> float:
-        return gain(batch_size / self.base_batch_size, self._noise) if self.kind in BY_NOISE else 1.0
+        if self.kind not in BY_GAIN:
+            return 1.0
+        return gain(batch_size / self.base_batch_size, self._per_base(self._noise_scale))
 
-    @property
-    def _noise(self) -> float | None:
-        return None if self._noise_scale is None else self._noise_scale / self.base_batch_size
+    def _per_base(self, noise_scale: float | None) -> float | None:
+        return None if noise_scale is None else noise_scale / self.base_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's own rates and settings, and the factors; those in force follow from them."""
@@ -208,6 +153,7 @@ class LrCoupling:
             "highest_own": self._highest_own,
             "base_batch_size": self.base_batch_size,
             "noise_scale": self._noise_scale,
+            "first_noise_scale": self._first_noise_scale,
             "gains": self.gains.state_dict(),
             "hand_set": self._hand_set.state_dict(),
             "settings": self._settings.state_dict(),
@@ -230,7 +176,8 @@ class LrCoupling:
         self.first_batch_size, self._highest_own = state["first_batch_size"], state["highest_own"]
         self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
         self._own = list(state["own"])
-        self.base_batch_size, self._noise_scale = state["base_batch_size"], state["noise_scale"]
+        self.base_batch_size = state["base_batch_size"]
+        self._noise_scale, self._first_noise_scale = state["noise_scale"], state["first_noise_scale"]
         self.gains = GainSum(**state["gains"])
         self._hand_set.load_state_dict(state["hand_set"])
         self._settings.load_state_dict(state["settings"])

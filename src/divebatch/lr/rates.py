@@ -11,7 +11,8 @@ from divebatch.checks import warn_user
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import CheckpointError
 from divebatch.lr.adopted_scheduler import Adopted
-from divebatch.lr.coupling import BY_NOISE, Coupling, GainSum, LrCoupling
+from divebatch.lr.coupling import GainSum, LrCoupling
+from divebatch.lr.factors import BY_GAIN, BY_NOISE, Coupling
 from divebatch.lr.hand_set import Reading
 from divebatch.lr.schedule_steps import ScheduleIn, ScheduleSteps
 from divebatch.lr.schedulers_found import require_all_schedulers
@@ -109,7 +110,7 @@ class Rates:
     @property
     def gains(self) -> GainSum:
         """The sum of AdaScale's gains, of the first optimizer that has one."""
-        return next((each for each in self._couplings if each.kind in BY_NOISE), self._first).gains
+        return next((each for each in self._couplings if each.kind in BY_GAIN), self._first).gains
 
     def schedule_ratio(self) -> float:
         """The schedule's own rate of the first optimizer's first group relative to its highest; NaN for zero."""
