@@ -3,9 +3,12 @@
 The twin is the same scheduler on a second optimizer that nothing is coupled to.
 """
 
+import ast
 import io
 import math
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch import AdaptiveLoader
 from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.lr import Rates
+from divebatch.lr import COUPLINGS, LrCoupling, Rates
 
 FIRST = 32
 # After which scheduler step: batch size and lr_factor of the decision.
@@ -220,6 +223,48 @@ def test_two_schedulers_of_one_optimizer():
             for scheduler in pair:
                 scheduler.step()
         assert run.rates == times(twin.rates, 3.0)
+
+
+# The documentation's table
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "learning-rate.md"
+SIZES = (256, 64, 512, 2048)
+
+
+def documented() -> list[tuple[Any, str, list[str]]]:
+    """Coupling, setting, and the numbers at `SIZES`, of each row."""
+    section = PAGE.read_text().split("## Which learning rate at my batch")[1].split("\n## ")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    (_, _, *sizes), _, *rows = cells
+    assert sizes == list(map(str, SIZES))
+    found, coupling = [], None
+    for name, setting, *numbers in rows:
+        coupling = ast.literal_eval(name.strip("`")) if name else coupling
+        found.append((coupling, setting, numbers))
+    return found
+
+
+@pytest.mark.parametrize(("coupling", "setting", "numbers"), documented())
+def test_every_number_of_the_documented_table(coupling: Any, setting: str, numbers: list[str]):
+    rate = 0.1 if coupling in ("none", "linear", "adascale", "1/(1+B/b)") else 0.001
+    own = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = AdamW([nn.Parameter(torch.ones(1))], lr=rate, **own)
+    follows = LrCoupling(optimizer, kind=coupling, first_batch_size=256)
+    name, _, at = setting.partition(" at ")
+    for noise in reversed(re.findall(r"\d+", at)):  # what was measured first stands last
+        follows.follow(256, noise_scale=float(noise))
+    found = []
+    for size in SIZES:
+        follows.follow(size)
+        group = optimizer.param_groups[0]
+        values = {**group, "beta1": group["betas"][0], "beta2": group["betas"][1]}
+        found.append(f"{values[name]:.4g}")
+    assert found == numbers
+
+
+def test_the_documented_table_has_every_coupling():
+    assert {coupling for coupling, *_ in documented()} == {*COUPLINGS, 0.6}
 
 
 # State
