@@ -24,6 +24,7 @@ from lab.experiments.compare_runs import assert_same_end
 from lab.experiments.dataset_tests.image_files import write_cifar10
 from lab.experiments.small_experiment import small
 
+CIFAR10 = get_experiment("cifar10").with_model("resnet20")
 LIMIT = 60.0
 """Seconds until a command that hangs is given up."""
 
@@ -60,6 +61,10 @@ SWAPS = {
         r"schedule\.kind is 'constant' there and 'step' here",
     ),
     "length": (lambda run: replace(run, experiment=replace(run.experiment, epochs=9)), r"epochs is 9 there and 4 here"),
+    "precision": (
+        lambda run: replace(run, experiment=run.experiment.with_training(precision="bf16")),
+        r"training\.precision is 'bf16' there and 'fp32' here",
+    ),
     "exact": (lambda run: replace(run, log_exact=True), r"log_exact is True there and False here"),
 }
 
@@ -77,10 +82,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_the_error_names_what_differs
 
 
 def test_a_checkpoint_of_other_data_of_the_same_size_is_refused(tmp_path):
-    experiment = get_experiment("cifar10").scaled(3).with_model("resnet20")
     for name, seed in (("a", 0), ("b", 1)):
         write_cifar10(tmp_path / name, per_file=4, seed=seed)
-    run = Run(experiment, "sgd-small", 0, tmp_path / "runs", data_dir=tmp_path / "a")
+    run = Run(CIFAR10.scaled(3), "sgd-small", 0, tmp_path / "runs", data_dir=tmp_path / "a")
     stop_after(run, 1)
     with pytest.raises(CheckpointError, match=r"the fingerprint of the data is '.*' there and '.*' here"):
         execute(replace(run, data_dir=tmp_path / "b"), resume=True)
@@ -99,6 +103,38 @@ def test_its_own_checkpoint_is_taken(tmp_path, broken):
     execute(whole)
     execute(broken, resume=True)
     assert_same_end(broken, whole)
+
+
+# Another micro-batch
+
+
+def with_micro_batch(run: Run, size: int) -> Run:
+    return replace(run, experiment=run.experiment.with_training(micro_batch_size=size))
+
+
+def test_another_micro_batch_continues_the_run_up_to_rounding(tmp_path, broken, caplog):
+    """What the advice for a run that is out of memory says."""
+    whole = replace(broken, folder=tmp_path / "whole")
+    execute(whole)
+    execute(with_micro_batch(broken, 7), resume=True)
+    ours, theirs = read_run(broken.records_path), read_run(whole.records_path)
+    assert [epoch.micro_batch_size for epoch in ours[1]] == [None, None, 7, 7]
+    assert ours[0].config["training"]["micro_batch_size"] == 7
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        assert (one.batch_size, one.steps, one.samples) == (other.batch_size, other.steps, other.samples)
+        assert [one.train_loss, one.val_loss, one.diversity] == pytest.approx(
+            [other.train_loss, other.val_loss, other.diversity], rel=1e-4
+        )
+    assert not caplog.text
+
+
+def test_another_micro_batch_is_told_where_batch_norm_sees_it(tmp_path, caplog):
+    write_cifar10(tmp_path / "data", per_file=4)
+    run = Run(CIFAR10.scaled(2), "sgd-small", 0, tmp_path / "runs", data_dir=tmp_path / "data")
+    stop_after(run, 1)
+    execute(with_micro_batch(run, 8), resume=True)
+    assert len(read_run(run.records_path)[1]) == 2
+    assert f"'{run.records_path}' goes on with micro_batch_size=8 after None: BatchNorm takes its" in caplog.text
 
 
 # What is gone

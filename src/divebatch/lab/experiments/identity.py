@@ -1,15 +1,22 @@
 """Whose a checkpoint is: the run's configuration, its seed, its data and the code that wrote it, all compared."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from divebatch import __version__
 from divebatch.errors import CheckpointError
 from divebatch.lab.experiments.run import Run
+from divebatch.lab.training.forward import has_batch_norm
 
-WORDS = {"summary", "paper", "trials"}
-"""Settings that may differ between a run and its resume."""
+logger = logging.getLogger(__name__)
+
+MICRO_BATCH = "micro_batch_size"
+MAY_CHANGE = {"summary", "paper", "trials", f"training.{MICRO_BATCH}"}
+"""Settings that may differ between a run and its resume: words, and how a batch is cut to fit into memory."""
 
 
 def identity_of(run: Run, data: str) -> dict[str, Any]:
@@ -35,6 +42,25 @@ def require_own(run: Run, path: Path, state: Mapping[str, Any], *, data: str | N
         )
 
 
+def tell_of_micro_batches(run: Run, state: Mapping[str, Any], model: nn.Module) -> None:
+    """Warn where a resume cuts batches otherwise and that changes more than rounding.
+
+    Args:
+        run: The run that goes on.
+        state: Its own checkpoint's, as `require_own` has found it.
+        model: What is trained.
+    """
+    before, now = state["identity"]["config"]["training"].get(MICRO_BATCH), run.experiment.training.micro_batch_size
+    if before != now and has_batch_norm(model):
+        logger.warning(
+            "'%s' goes on with micro_batch_size=%s after %s: BatchNorm takes its statistics from each micro-batch, so "
+            "the run is no longer the one that was begun",
+            run.records_path,
+            now,
+            before,
+        )
+
+
 def _differences(run: Run, found: Mapping[str, Any], data: str | None) -> Iterator[tuple[str, Any, Any]]:
     yield from differences(found["config"], run.config)
     if found.get("divebatch") != __version__:
@@ -52,7 +78,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[t
     may_be_longer = not here.get("one_pass")  # whose epochs are parts of it
     for place, (one, other) in _leaves(there, here, ""):
         is_longer = place == "epochs" and may_be_longer and isinstance(one, int) and other > one
-        if place not in WORDS and not is_longer:
+        if place not in MAY_CHANGE and not is_longer:
             yield place, one, other
 
 

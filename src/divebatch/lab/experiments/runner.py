@@ -10,7 +10,7 @@ import torch
 
 from divebatch.errors import DivergedError, RecordError, StoppedError
 from divebatch.lab.experiments.assembly import make_trainer
-from divebatch.lab.experiments.identity import identity_of, require_own
+from divebatch.lab.experiments.identity import identity_of, require_own, tell_of_micro_batches
 from divebatch.lab.experiments.progress import RunProgress, last_epoch, read_progress, reading_state
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.loggers import logging_to
@@ -62,6 +62,8 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
     trainer = make_trainer(run)
     if progress.saved is not None:
         require_own(run, progress.saved.path, progress.saved.rest, data=trainer.data_fingerprint)
+        if trainer.ranks.is_first:
+            tell_of_micro_batches(run, progress.saved.rest, trainer.model)
         with reading_state(run):
             layout = partial(trainer.parallel.layout, trainer.optimizer)
             trainer.load_state_dict(progress.saved.state(trainer.clock.device, layout))

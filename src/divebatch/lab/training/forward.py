@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 LossFn = Callable[[Any, Any], Tensor]
 """The mean loss of a batch, from the model's outputs and the targets."""
@@ -21,6 +22,11 @@ def predict(model: nn.Module, inputs: Any, precision: str) -> Any:
     with torch.autocast(inputs.device.type, torch.bfloat16):
         outputs = model(inputs)
     return outputs.float()
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether the samples of a pass change each other's outputs, so that none has a gradient of its own."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def loss_of(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any, precision: str) -> Tensor:
