@@ -290,7 +290,8 @@ def test_the_table_has_the_measured_time_beside_the_models(tmp_path: Path) -> No
     table = devices_table(analyse(experiment), model_of(tmp_path))
     assert table.title == "e: training s on more devices (a model, not a measurement)"
     assert table.columns == [
-        *("method", "measured here", "model: 1 device", "8 devices", "64 devices", "512 devices"),
+        *("method", "measured here", "model: 1 device"),
+        *("model: 8 devices", "model: 64 devices", "model: 512 devices"),
         "measuring adds, ms a step",
     ]
     cells = {row[0]: row[1:] for row in table.rows}

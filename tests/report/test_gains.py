@@ -104,7 +104,7 @@ def test_ratios_on_devices_are_those_of_the_model(tmp_path: Path) -> None:
     gain = gains_of(tmp_path)["auto", "small"]
     for count in (8, 64, 512):
         one, other = (model.seconds(analysis.method(name).runs[0], count) for name in ("auto", "small"))
-        assert gain.ratios[f"seconds on {count} devices"].value == pytest.approx(one / other)
+        assert gain.ratios[f"seconds on {count} devices (model)"].value == pytest.approx(one / other)
     (without, *_) = find_gains(analysis, NOT_TOLD)
     assert set(without.ratios) == {STEPS, HERE}
 
@@ -158,7 +158,7 @@ def test_one_method_may_be_the_best_and_the_customary(tmp_path: Path) -> None:
     write(tmp_path, "other", B)
     write(tmp_path, "auto", B, policy="auto")
     assert [gain.baseline.roles for gain in gains_of(tmp_path).values()] == [(BEST, CUSTOMARY)]
-    assert "small (batch 100), the best fixed batch and the customary batch" in words_of(tmp_path)
+    assert "small (100), the best fixed batch and the customary batch" in words_of(tmp_path)
 
 
 def test_a_customary_batch_that_was_not_run_is_said(tmp_path: Path) -> None:
@@ -187,14 +187,16 @@ def test_the_table_and_the_sentence_tell_gains(tmp_path: Path) -> None:
     table = table_of(tmp_path)
     assert table.title == "e: does it pay?"
     cells = dict(zip(table.columns, table.rows[0], strict=True))
-    assert cells["against"] == "small (batch 100), the best fixed batch and the customary batch"
+    assert cells["against"] == "small (100), best fixed and customary"
     assert (cells["seeds"], cells["accuracy (points)"]) == ("5", "2.00 better (0.76 to 3.24)")
     assert (cells["steps"], cells["seconds here"]) == ("0.60", "0.40")
     assert words_of(tmp_path) == (
-        "Does it pay? auto against small (batch 100), the best fixed batch and the customary batch, over 5 seeds: "
+        "Does it pay? auto against small (100), the best fixed batch and the customary batch, over 5 seeds: "
         "2.00 points better in accuracy (0.76 to 3.24), 0.60 times the steps, 0.40 times the seconds here, "
-        f"{cells['seconds on 64 devices']} times the seconds on 64 devices by a model."
+        f"{cells['seconds on 64 devices (model)']} times the seconds on 64 devices (model)."
     )
+    write(tmp_path, "other", A, policy="divebatch")
+    assert words_of(tmp_path).endswith(" The table has 1 more method that changes its batch size.")
 
 
 def test_no_difference_is_not_called_one(tmp_path: Path) -> None:
@@ -202,8 +204,8 @@ def test_no_difference_is_not_called_one(tmp_path: Path) -> None:
     write(tmp_path, "auto", [0.94, 0.90, 0.93, 0.91, 0.92], policy="auto")
     table = table_of(tmp_path)
     cells = dict(zip(table.columns, table.rows[0], strict=True))
-    assert cells["accuracy (points)"].startswith("no difference shown: +0.00 (-")
-    assert cells["steps"] == "no difference shown: 1.00 (1.00 to 1.00)"
+    assert cells["accuracy (points)"].startswith("none shown: +0.00 (-")
+    assert (cells["steps"], cells["seconds here"]) == ("1.00", "none shown: 1.00 (1.00 to 1.00)")
     text = words_of(tmp_path)
     assert "no difference in accuracy shown (+0.00 points, -3.1" in text
     assert "no difference in steps shown (1.00 times, 1.00 to 1.00)" in text
@@ -262,7 +264,7 @@ def test_the_report_has_both_tables_and_the_sentence(tmp_path: Path) -> None:
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert sentence in markdown
     assert "### e: does it pay?" in markdown
-    assert "tuned (batch 200), the best fixed batch" in (tmp_path / "tables" / "e-table2.csv").read_text()
+    assert "tuned (200), best fixed" in (tmp_path / "tables" / "e-table2.csv").read_text()
 
 
 @pytest.mark.usefixtures("quick_figures")

@@ -202,7 +202,7 @@ def devices_table(analysis: Analysis, model: DeviceModel) -> Table:
         analysis: The experiment's, from `analyse`.
         model: That of its runs.
     """
-    columns = ["method", "measured here", "model: 1 device", *(f"{count} devices" for count in DEVICES)]
+    columns = ["method", "measured here", "model: 1 device", *(f"model: {count} devices" for count in DEVICES)]
     columns += ["measuring adds, ms a step"]
     rows = [
         [

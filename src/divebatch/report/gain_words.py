@@ -3,14 +3,33 @@
 from collections.abc import Iterator, Sequence
 
 from divebatch.records import Metric
-from divebatch.report.analysis import Analysis
+from divebatch.report.analysis import Analysis, MethodResult
 from divebatch.report.devices import DeviceModel, Untold
-from divebatch.report.gains import BEST, HERE, RATIOS, STEPS, Change, Gain, best_fixed, is_fixed, on_devices
+from divebatch.report.gains import (
+    BEST,
+    CUSTOMARY,
+    HERE,
+    RATIOS,
+    STEPS,
+    Baseline,
+    Change,
+    Gain,
+    best_fixed,
+    is_fixed,
+    on_devices,
+)
 from divebatch.report.tables import MISSING, Table
 
-NO_DIFFERENCE = "no difference shown"
+NONE_SHOWN = "none shown"
+"""No difference, that is; the table is wide enough as it is."""
+SHORT_ROLES = {BEST: "best fixed", CUSTOMARY: "customary"}
 TOLD = (STEPS, HERE, on_devices(64))
 """The ratios that the sentence has; the table has all."""
+
+
+def with_size(result: MethodResult) -> str:
+    """A method with the batch size it begins with, for instance `sgd-tuned (512)`."""
+    return f"{result.method} ({result.first_batch_size or 0:.0f})"
 
 
 # As a table
@@ -31,22 +50,28 @@ def gains_table(analysis: Analysis, gains: Sequence[Gain], devices: DeviceModel 
     rows = [
         [
             gain.method,
-            f"{gain.baseline.name}, {' and '.join(gain.baseline.roles)}",
+            _against(gain.baseline),
             f"{gain.num_seeds}",
             _difference(gain.metric, analysis.metric),
-            *(_ratio(gain.ratios.get(name)) for name in RATIOS),
+            *(_ratio(gain.ratios.get(name), alone=name != HERE) for name in RATIOS),
         ]
         for gain in gains
     ]
     return Table(f"{analysis.experiment.name}: does it pay?", columns, rows, list(_notes(analysis, devices)))
 
 
+def _against(baseline: Baseline) -> str:
+    """For instance `sgd-tuned (512), best fixed`."""
+    roles = " and ".join(SHORT_ROLES[role] for role in baseline.roles)
+    return f"{with_size(baseline.result)}, {roles}"
+
+
 def _difference(change: Change | None, metric: Metric) -> str:
-    """For instance `0.39 worse (0.11 to 0.67)`, or `no difference shown: -0.03 (-0.16 to +0.11)` with plus for gain."""
+    """For instance `0.39 worse (0.11 to 0.67)`, or `none shown: -0.03 (-0.16 to +0.11)` with a plus for a gain."""
     if change is None:
         return MISSING
     if change.is_shown is False:
-        return f"{NO_DIFFERENCE}: {_signed(change.value, metric)} ({_span(change, metric)})"
+        return f"{NONE_SHOWN}: {_signed(change.value, metric)} ({_span(change, metric)})"
     text = f"{_size(change, metric)} {_direction(change)}"
     return f"{text} ({_span(change, metric)})" if change.is_shown else text
 
@@ -71,14 +96,14 @@ def _direction(change: Change) -> str:
     return "better" if change.value >= 0 else "worse"
 
 
-def _ratio(change: Change | None) -> str:
-    """For instance `0.71 (0.70 to 0.72)`; the value alone with a single seed, and where all seeds agree."""
+def _ratio(change: Change | None, *, alone: bool = False) -> str:
+    """For instance `0.71 (0.70 to 0.72)`; the value `alone`, and with a single seed or where all seeds agree."""
     if change is None:
         return MISSING
-    if change.is_shown is False:
-        return f"{NO_DIFFERENCE}: {change.value:.2f} ({_ends(change)})"
-    low, high = _ends(change).split(" to ")
-    return f"{change.value:.2f}" if change.is_shown is None or low == high else f"{change.value:.2f} ({_ends(change)})"
+    value, (low, high) = f"{change.value:.2f}", _ends(change).split(" to ")
+    if alone or change.is_shown is None or (change.is_shown and low == high):
+        return value
+    return f"{value} ({low} to {high})" if change.is_shown else f"{NONE_SHOWN}: {value} ({low} to {high})"
 
 
 def _ends(change: Change) -> str:
@@ -88,8 +113,9 @@ def _ends(change: Change) -> str:
 def _notes(analysis: Analysis, devices: DeviceModel | Untold) -> Iterator[str]:
     yield (
         f"Final {analysis.metric.word}: how much better or worse than the fixed batch. All others: ratios to the fixed "
-        "batch, below 1 where less was needed. Means over the seeds that both have finished, with Student's 95 % "
-        f"interval. '{NO_DIFFERENCE.capitalize()}': the interval holds a gain and a loss; a plus sign is a gain."
+        "batch, below 1 where less was needed. Means over the seeds that both have finished, in parentheses with "
+        f"Student's 95 % interval. '{NONE_SHOWN}': no difference is shown, since the interval holds a gain (plus sign) "
+        "and a loss."
     )
     yield (
         "Seconds are those of training, without evaluation and compilation. What it takes to find the best fixed batch "
@@ -107,7 +133,7 @@ def _notes(analysis: Analysis, devices: DeviceModel | Untold) -> Iterator[str]:
 def _baseline_notes(analysis: Analysis) -> Iterator[str]:
     best, name = best_fixed(analysis), analysis.experiment.settings.customary
     if best is not None:
-        fixed = [f"{each.method} ({each.first_batch_size or 0:.0f})" for each in analysis.methods if is_fixed(each)]
+        fixed = [with_size(each) for each in analysis.methods if is_fixed(each)]
         yield (
             f"{BEST.capitalize()}: {best.method}, the best in final {analysis.metric.word} or, of those within one "
             f"standard error of the best, the quickest. Fixed batches here: {', '.join(fixed)}."
@@ -124,7 +150,11 @@ def gains_in_words(analysis: Analysis, gains: Sequence[Gain]) -> str:
     if not gains:
         return ""
     first = [gain for gain in gains if gain.method == gains[0].method]
-    return "Does it pay? " + " ".join(_sentence(gain, analysis.metric) for gain in first)
+    sentences = [_sentence(gain, analysis.metric) for gain in first]
+    others = len({gain.method for gain in gains}) - 1
+    what = "method that changes its batch size" if others == 1 else "methods that change their batch size"
+    more = f"The table has {others} more {what}." if others else ""
+    return " ".join(filter(None, ["Does it pay?", *sentences, more]))
 
 
 def _sentence(gain: Gain, metric: Metric) -> str:
@@ -132,7 +162,7 @@ def _sentence(gain: Gain, metric: Metric) -> str:
     told = [_ratio_in_words(name, gain.ratios[name]) for name in TOLD if name in gain.ratios]
     parts = [_metric_in_words(gain.metric, metric), *told] if gain.metric is not None else told
     roles = " and ".join(gain.baseline.roles)
-    return f"{gain.method} against {gain.baseline.name}, {roles}, over {seeds}: {', '.join(parts)}."
+    return f"{gain.method} against {with_size(gain.baseline.result)}, {roles}, over {seeds}: {', '.join(parts)}."
 
 
 def _metric_in_words(change: Change, metric: Metric) -> str:
@@ -145,8 +175,7 @@ def _metric_in_words(change: Change, metric: Metric) -> str:
 
 
 def _ratio_in_words(name: str, change: Change) -> str:
-    what = name if name in (STEPS, HERE) else f"{name} by a model"
     if change.is_shown is False:
-        return f"no difference in {what} shown ({change.value:.2f} times, {_ends(change)})"
+        return f"no difference in {name} shown ({change.value:.2f} times, {_ends(change)})"
     value, _, ends = _ratio(change).partition(" ")
-    return f"{value} times the {what} {ends}".strip()
+    return f"{value} times the {name} {ends}".strip()

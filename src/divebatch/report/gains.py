@@ -21,7 +21,7 @@ STEPS, HERE = "steps", "seconds here"
 
 def on_devices(count: int) -> str:
     """The name of a ratio of modelled seconds."""
-    return f"seconds on {count} devices"
+    return f"seconds on {count} devices (model)"
 
 
 RATIOS = (STEPS, HERE, *map(on_devices, DEVICES))
@@ -50,11 +50,6 @@ class Baseline:
 
     result: MethodResult
     roles: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """For instance `sgd-tuned (batch 512)`."""
-        return f"{self.result.method} (batch {self.result.first_batch_size or 0:.0f})"
 
 
 @dataclass(frozen=True, slots=True)
