@@ -6,6 +6,7 @@ from torch.nn.functional import gelu, layer_norm
 
 from divebatch import gradient_diversity
 from divebatch.errors import ArgumentError
+from divebatch.lab.experiments import get_experiment
 from divebatch.lab.experiments.models import MODELS
 from divebatch.lab.experiments.tasks import TASKS
 from reference.per_sample import diversity as diversity_by_loop
@@ -23,6 +24,14 @@ def test_sizes_are_those_of_the_design():
     assert MODELS["gpt"]().sequence_length == 512
     assert MODELS["gpt-tiny"]().sequence_length == 64
     assert sum(each.numel() for each in tiny().parameters()) < 150_000
+
+
+def test_the_larger_language_model_has_the_size_that_its_file_says():
+    settings = get_experiment("lm-124m").model.settings
+    with torch.device("meta"):
+        count = sum(each.numel() for each in MODELS["gpt"](**settings).build(0, 256).parameters())
+    assert count == 12 * (12 * 896**2 + 4 * 896) + (256 + 256 + 512) * 896 + 2 * 896
+    assert 116e6 < count < 117e6
 
 
 def test_scores_do_not_depend_on_what_comes_after():

@@ -17,12 +17,13 @@ from divebatch.records import read_run
 
 def test_sgd_is_what_an_experiment_gets_that_names_none():
     assert get_experiment("synthetic-convex").optimizer.kind == "sgd"
-    (optimizer,) = Sgd(momentum=0.9, weight_decay=0.1).build(nn.Linear(2, 1), 0.5)
+    (optimizer,) = Sgd(momentum=0.9, weight_decay=0.1, nesterov=True).build(nn.Linear(2, 1), 0.5)
     assert isinstance(optimizer, torch.optim.SGD)
-    assert {key: optimizer.param_groups[0][key] for key in ("lr", "momentum", "weight_decay")} == {
+    assert {key: optimizer.param_groups[0][key] for key in ("lr", "momentum", "weight_decay", "nesterov")} == {
         "lr": 0.5,
         "momentum": 0.9,
         "weight_decay": 0.1,
+        "nesterov": True,
     }
 
 
@@ -45,7 +46,8 @@ def test_adamw_decays_matrices_alone_where_it_is_told():
         ("adamw", {"eps": 0.0}, "eps must be positive"),
         ("adamw", {"momentum": 0.9}, "unknown key 'momentum'; known: beta1, beta2"),
         ("muon", {"momentum": 1.0}, "momentum must be at least 0 and below 1"),
-        ("sgd", {"nesterov": True}, "unknown key 'nesterov'; known: momentum, weight_decay"),
+        ("sgd", {"dampening": 0.1}, "unknown key 'dampening'; known: momentum, weight_decay"),
+        ("sgd", {"nesterov": True}, "nesterov=True needs a momentum above 0"),
         ("sgd", {"weight_decay": -1.0}, "weight_decay must be positive"),
         ("lion", {}, "unknown optimizer kind 'lion'; known: sgd, adamw, muon"),
     ],

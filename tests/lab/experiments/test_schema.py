@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from divebatch.errors import ArgumentError
-from divebatch.lab.experiments import experiment_names, get_experiment, parse_experiment
+from divebatch.lab.experiments import check_parts, experiment_names, get_experiment, parse_experiment
 from divebatch.lab.experiments.assembly import make_trainer
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schema import FOLDER
@@ -44,6 +44,22 @@ def test_the_experiments_with_every_policy_have_every_policy(name):
     assert {method.policy.kind for method in methods.values()} == set(POLICIES)
     assert {"sgd-small", "sgd-tuned", "sgd-large-warmup", "adabatch", "divebatch-split", "adascale"} <= set(methods)
     assert {method.lr_coupling for method in methods.values()} == {None, "linear", "sqrt", "adascale"}
+
+
+WORKLOADS = ["policies-cifar10", "policies-cifar100", "lm-bytes", "lm-124m", "fast-cifar10"]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_what_asks_whether_it_pays_has_a_sweep_a_customary_batch_and_auto(name):
+    experiment = get_experiment(name)
+    plain = [method for method in experiment.methods.values() if method.policy.kind == "fixed"]
+    fixed = {method.batch_size for method in plain if method.lr_coupling is None}
+    assert len(fixed) >= 5
+    assert experiment.method(experiment.report.customary).policy.kind == "fixed"
+    first = next(method for method in experiment.methods.values() if method.policy.kind == "auto")
+    assert first.batch_size in fixed
+    assert {method.policy.kind for method in experiment.methods.values()} > {"fixed", "auto"}
+    check_parts(experiment)
 
 
 def test_for_a_compiler_every_policy_keeps_to_few_sizes():
@@ -126,7 +142,7 @@ def change(path: str, value: object) -> dict:
         ("methods/oracle/shadows", {"a": {"kind": "cabs"}}, r"\[methods.oracle\] shadows.a: .*max_batch_size"),
         ("methods", None, r"needs at least one \[methods.NAME\]"),
         ("data", 3, r"\[data\]: must be a table, got 3"),
-        ("task", {"kind": "sorting"}, r"\[task\]: kind must be one of classification, next-token, got 'sorting'"),
+        ("task", {"kind": "sorting"}, r"\[task\]: kind must be one of classification, .*next-token, got 'sorting'"),
         ("metric", "val_loss", r"\[metric\]: must be a table, got 'val_loss'"),
         (
             "metric",

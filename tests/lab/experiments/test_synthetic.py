@@ -57,6 +57,7 @@ def test_each_seed_has_its_own_data_and_always_the_same():
         ("resnet18-imagenet", 1000, 11_689_512),
         ("resnet18-imagenet", 200, 11_279_112),
         ("resnet20", 10, 272_474),
+        ("resnet9", 10, 6_573_120),
     ],
 )
 def test_parameter_counts(kind, num_classes, count):
@@ -64,7 +65,9 @@ def test_parameter_counts(kind, num_classes, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-@pytest.mark.parametrize(("kind", "size"), [("resnet18", 32), ("resnet18-imagenet", 64), ("resnet20", 32)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("resnet18", 32), ("resnet18-imagenet", 64), ("resnet20", 32), ("resnet9", 32)]
+)
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_networks_give_one_score_a_class(kind, size, norm):
     assert MODELS[kind](norm=norm).build(0, 7)(torch.randn(2, 3, size, size)).shape == (2, 7)

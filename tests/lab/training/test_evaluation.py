@@ -56,3 +56,14 @@ def test_outputs_of_another_shape_are_an_error(task, scores):
     outputs, targets = torch.zeros(scores), torch.zeros(2, 5, dtype=torch.long)
     with pytest.raises(ArgumentError, match=r"outputs of shape .* do not fit targets of shape \(2, 5\)"):
         evaluate(nn.Identity(), [(outputs, targets)], task)
+
+
+def test_smoothed_labels_train_and_plain_ones_judge():
+    task, scores, labels = TASKS["smoothed-classification"](), torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
+    log_softmax = scores.log_softmax(1)
+    wanted = torch.full((5, 4), 0.1 / 4)
+    wanted[torch.arange(5), labels] += 0.9
+    torch.testing.assert_close(task.loss_fn(scores, labels), -(wanted * log_softmax).sum(1).mean())
+    torch.testing.assert_close(task.judge(scores, labels), CLASSIFICATION.judge(scores, labels))
+    with pytest.raises(ArgumentError, match="wants a score for each class, got a single logit"):
+        task.loss_fn(torch.randn(5, 1), torch.rand(5, 1))

@@ -36,9 +36,12 @@ class Sgd(OptimizerSettings):
 
     momentum: float = 0.0
     weight_decay: float = 0.0
+    nesterov: bool = False
 
     def __post_init__(self) -> None:
         _require_not_negative(momentum=self.momentum, weight_decay=self.weight_decay)
+        if self.nesterov and not self.momentum:
+            raise ArgumentError("nesterov=True needs a momentum above 0, got momentum=0.0")
 
     def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> list[Optimizer]:
         return [torch.optim.SGD(model.parameters(), lr=lr, **asdict(self), fused=fused)]

@@ -3,6 +3,7 @@
 from divebatch.lab.experiments.models.gpt import Gpt, GptTiny
 from divebatch.lab.experiments.models.model import ModelSettings
 from divebatch.lab.experiments.models.resnet import ResNet18, ResNet18ImageNet, ResNet20
+from divebatch.lab.experiments.models.resnet9 import ResNet9
 from divebatch.lab.experiments.models.synthetic import LogisticRegression, Mlp
 
 MODELS: dict[str, type[ModelSettings]] = {
@@ -11,6 +12,7 @@ MODELS: dict[str, type[ModelSettings]] = {
     "resnet18": ResNet18,
     "resnet18-imagenet": ResNet18ImageNet,
     "resnet20": ResNet20,
+    "resnet9": ResNet9,
     "gpt": Gpt,
     "gpt-tiny": GptTiny,
 }

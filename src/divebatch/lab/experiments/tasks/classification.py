@@ -12,6 +12,8 @@ from divebatch.errors import ArgumentError
 from divebatch.lab.training.task import Counts, Evaluation, Task
 from divebatch.metric import Metric
 
+SMOOTHING = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classification(Task):
@@ -28,12 +30,25 @@ class Classification(Task):
 
     def judge(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the sums of losses and of right answers."""
-        loss_sum = self.loss_fn(outputs, targets).double() * len(targets)
+        loss_sum = Classification.loss_fn(outputs, targets).double() * len(targets)
         return torch.stack([loss_sum, is_right(outputs, targets).sum()])
 
     def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
         loss_sum, num_right = sums
         return Evaluation(loss_sum / counts.samples, accuracy=num_right / counts.targets)
+
+
+class SmoothedClassification(Classification):
+    """Trained towards labels of which a tenth is spread over all classes; judged as any classification is."""
+
+    @staticmethod
+    def loss_fn(outputs: Any, targets: Any) -> Tensor:
+        """Return the mean cross-entropy with the smoothed labels."""
+        if outputs.shape[-1] == 1:
+            raise ArgumentError(
+                "smoothed-classification wants a score for each class, got a single logit: use the task classification"
+            )
+        return cross_entropy(outputs, targets, label_smoothing=SMOOTHING)
 
 
 def is_right(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+"""The experiments that ask whether it pays run on a CPU at a tiny size, from data in the format of the real ones."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from divebatch.lab.experiments import Run, execute, get_experiment
+from divebatch.lab.experiments.schema import Part
+from divebatch.records import read_run
+from lab.experiments.dataset_tests.image_files import write_cifar10, write_cifar100
+from lab.experiments.dataset_tests.text_files import write_corpus
+
+TINY_GPT = Part(kind="gpt-tiny", settings={"layers": 1, "width": 16, "heads": 2, "sequence_length": 16})
+
+
+def test_the_fast_network_learns_a_few_images(tmp_path: Path) -> None:
+    write_cifar10(tmp_path, per_file=1)
+    experiment = get_experiment("fast-cifar10").scaled(4)
+    # Five images, of noise: to know them by heart takes small batches and a small rate.
+    method = replace(experiment.method("auto-256"), batch_size=2, lr=0.02)
+    experiment = replace(
+        experiment, methods={"auto-256": method}, data=Part(kind="cifar10", settings={"augment": False})
+    )
+    run = Run(experiment, "auto-256", 0, tmp_path / "out", data_dir=tmp_path, checkpoint_every=4)
+    execute(run)
+    header, epochs = read_run(run.records_path)
+    assert header.num_parameters == 6_573_120
+    assert header.report.customary == "fixed-512"
+    assert [record.epoch for record in epochs] == [1, 2, 3, 4]
+    assert epochs[-1].train_loss < 0.8 * epochs[0].train_loss
+    # A triangle: up over a quarter of the samples, down to zero at the last one.
+    assert epochs[-1].next_lr == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("method", ["sgd-small", "auto-256"])
+def test_cifar100_runs(tmp_path: Path, method: str) -> None:
+    write_cifar100(tmp_path)
+    experiment = replace(get_experiment("policies-cifar100").scaled(1), model=Part(kind="resnet20"))
+    run = Run(experiment, method, 0, tmp_path / "out", data_dir=tmp_path)
+    execute(run)
+    assert read_run(run.records_path)[1][-1].epoch == 1
+
+
+def test_a_language_model_ends_after_its_seconds(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    experiment = replace(get_experiment("lm-124m"), model=TINY_GPT).with_training(precision="fp32")
+    assert (experiment.seconds, experiment.repeat) == (300.0, True)
+    run = Run(experiment.scaled(4).ending(seconds=0.2), "auto-16", 0, tmp_path / "out", data_dir=tmp_path)
+    execute(run)
+    _, epochs = read_run(run.records_path)
+    assert epochs[-1].epoch == 4
+    assert epochs[-1].bits_per_byte is not None
