@@ -1,10 +1,19 @@
 import json
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from divebatch import Advice
+from divebatch.advice.noise import NoiseCourse, NoiseEstimate
+from divebatch.advice.tradeoff import StepTimes
 from divebatch.cli import app
+from divebatch.cli.work.advise import command_for
+from divebatch.lab.experiments import Run, get_experiment
+from divebatch.lab.experiments.schema import FOLDER
+from lab.experiments.dataset_tests.text_files import write_corpus
 from lab.probe.tiny_run import tiny_experiment
 
 OWN = """
@@ -64,17 +73,72 @@ def test_batch_size_and_rate_can_be_ones_own(tmp_path):
 
 
 def test_a_function_of_ones_own_by_its_import_path(own):
-    answer = call("my_training_code:parts", "--batch-size", 16, "--steps", 100, "--batch-sizes", "16,64", "--json")
+    words = ("--batch-size", 16, "--steps", 100, "--batch-sizes", "16,64", "--seconds", 3, "--json")
+    answer = call("my_training_code:parts", *words)
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout)
     assert found["target"] == "my_training_code:parts"
     assert found["reference_lr"] == 0.01
+    assert found["deadline"]["samples"] is None  # as many epochs as the time is enough for
+    assert found["deadline"]["command"] == ""
     assert (own / "runs" / "advice" / "my_training_code-parts.svg").exists()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="older torch")
+def test_a_language_model_with_two_optimizers_gets_a_deadline(tmp_path):
+    file = tmp_path / "muon.toml"
+    file.write_text((FOLDER / "lm-bytes.toml").read_text().replace('"adamw"', '"muon"'))
+    data = write_corpus(tmp_path / "data", train=60)
+    words = ("--model", "gpt-tiny", "--data-dir", data, "--steps", 24, "--batch-sizes", "8,16", "--seconds", 999)
+    answer = call(file, *words, "--json", "--out", tmp_path)
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert found["reference_batch_size"] == 16  # the experiment's baseline
+    assert found["lr_coupling"] == "sqrt"
+    assert found["deadline"]["samples"] == 212  # one pass
+    assert [reach["steps"] for reach in found["deadline"]["reaches"]] == [26, 13]
+
+
+COMMANDS = {
+    "one pass": ("lm-bytes", 32, {"samples": 5000}, "--seconds 60 --methods fixed-32,auto-32"),
+    "again and again": ("lm-bytes", 8, {}, "--seconds 60 --repeat --methods fixed-8,auto-8"),
+    "epochs": ("cifar10", 128, {}, "--epochs 3 --methods sgd-small"),
+    "no such batch": ("lm-bytes", 48, {}, "No method of lm-bytes has batch 48: give one batch_size = 48 and lr = 0.1"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_trains_the_best_batch_for_the_time(name):
+    target, size, most, expected = COMMANDS[name]
+    now = NoiseEstimate(1, 100, 0.0, 0.0, 0.0)
+    times = StepTimes(((size, 0.02), (size + 1, 9.0)))
+    dataset_size = size * 1000  # 3000 steps in 60 s
+    advice = Advice(
+        noise=NoiseCourse((now,), now),
+        times=times,
+        reference_batch_size=size,
+        reference_lr=0.1,
+        adaptive=True,
+        dataset_size=dataset_size,
+    )
+    run = Run(get_experiment(target), "", 0, Path("out"), data_dir=Path("data"))
+    found = command_for(run, advice.for_deadline(60.0, **most), target, ["--precision", "fp32"])
+    assert expected in found
+    if "No method" not in expected:
+        assert found.startswith(f"divebatch run {target} --precision fp32 --data-dir data --device cpu --")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["synthetic-convex", "--seconds", "0"], "--seconds must be positive and finite, got 0.0"),
+        (["synthetic-convex", "--seconds", "-3"], "--seconds must be positive and finite, got -3.0"),
+        (["synthetic-convex", "--seconds", "nan"], "--seconds must be positive and finite, got nan"),
+        (["synthetic-convex", "--repeat"], "--repeat says how --seconds are filled"),
+        (
+            ["my_training_code:parts", "--batch-size", "16", "--batch-sizes", "16,32", "--seconds", "1e-7"],
+            "--seconds 1e-07 are too few: the fastest step, of batch",
+        ),
         (["my_training_code:nothing"], "cannot import 'my_training_code:nothing'"),
         (["no_such_module:parts"], "cannot import 'no_such_module:parts'"),
         (["my_training_code:few"], "or (model, loss_fn, dataset, optimizer), got 2 objects"),

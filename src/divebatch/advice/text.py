@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from divebatch.advice.deadline import Deadline, Reach
 from divebatch.advice.noise import NoiseEstimate
 from divebatch.advice.result import MOST_MISFIT, Advice
 from divebatch.advice.tradeoff import SLACK, good_size, time_to_progress
@@ -17,6 +18,48 @@ def in_words(advice: Advice) -> str:
 def step_in_words(batch_size: int, seconds: float) -> str:
     """One size, as it is timed."""
     return f"batch {batch_size}: {_seconds(seconds)} a step, {_rate_of(batch_size / seconds)} samples a second"
+
+
+def deadline_in_words(deadline: Deadline) -> str:
+    """How far each batch size gets in the time, and which one to take."""
+    lines = [f"In {deadline.seconds:g} s of training, as far as noise and step times tell:"]
+    lines += [_reach(reach) for reach in deadline.reaches]
+    return "\n".join([*lines, _farthest(deadline), *_end_of_data(deadline)])
+
+
+def _reach(reach: Reach) -> str:
+    return (
+        f"batch {reach.batch_size}: {reach.steps} steps, {reach.samples} samples, "
+        f"{100 * reach.progress:.0f} % of the most progress"
+    )
+
+
+def _farthest(deadline: Deadline) -> str:
+    size, (low, high) = deadline.batch_size, deadline.batch_size_range
+    if size is None:
+        return f"The noise scale cannot be told, so neither can the best batch: between {low} and {high}."
+    least, most = deadline.close
+    close = f"{least} to {most} within 2 %" if least != most else "no other within 2 %"
+    allowed = f"; the noise scale's interval allows {low} to {high}" if low != high else ""
+    rate = "" if deadline.lr is None else f", learning rate {deadline.lr:.3g}"
+    later = "the same" if deadline.grown == size else f"batch {deadline.grown}"
+    return (
+        f"The best by the model is batch {size} ({close}{allowed}){rate}. Noise grows in training, so this is the "
+        f"least to take: at ten times the noise the best is {later}."
+    )
+
+
+def _end_of_data(deadline: Deadline) -> Iterator[str]:
+    """Where the data end before the time does, or are gone through several times."""
+    size, there = deadline.batch_size or deadline.close[0], deadline.advice.dataset_size
+    chosen = next(reach for reach in deadline.reaches if reach.batch_size == size)
+    if deadline.samples is not None and chosen.samples + size > deadline.samples:
+        yield (
+            f"The one pass over {deadline.samples} samples ends before the time does: batch {size} is through after "
+            f"{_seconds(chosen.seconds)}. Beyond it smaller batches make more of the data, or it is gone through again."
+        )
+    elif there is not None and chosen.samples > there:
+        yield f"Batch {size} goes through the {there} samples {chosen.samples / there:.2g} times."
 
 
 def _noise(advice: Advice) -> str:

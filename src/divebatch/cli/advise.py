@@ -19,10 +19,18 @@ def advise(
         str,
         typer.Argument(help="An experiment, a TOML file, or module:function that returns model, loss_fn, dataset, ..."),
     ],
-    method: Annotated[str, typer.Option(help="Method whose batch size and rate an experiment uses.")] = "sgd-small",
+    method: Annotated[
+        str | None, typer.Option(help="Method whose batch size and rate an experiment uses; its baseline by default.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Another network for an experiment, such as resnet20.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=2, help="Batch size that the learning rate belongs to.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of an experiment, instead of the method's.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Also say which batch size gets farthest in so many seconds of training.")
+    ] = None,
+    repeat: Annotated[
+        bool, typer.Option("--repeat", help="With --seconds: an experiment of one pass may go through its data again.")
+    ] = False,
     batch_sizes: Annotated[str | None, typer.Option(help="Sizes to time: 32,64,128; powers of two by default.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of the short run that shows the noise.")] = 300,
     timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing; warming up is not counted.")] = 60.0,
@@ -46,22 +54,33 @@ def advise(
     with errors_exit_with(WRONG_USE):
         settings["device"] = device = chosen_device(device)
         require_matplotlib()
-        if lr is not None and not 0 < lr < math.inf:
-            raise ArgumentError(f"--lr must be positive and finite, got {lr}")
+        for option, value in (("--lr", lr), ("--seconds", seconds)):
+            if value is not None and not 0 < value < math.inf:
+                raise ArgumentError(f"{option} must be positive and finite, got {value}")
+        if repeat and seconds is None:
+            raise ArgumentError("--repeat says how --seconds are filled: give them too")
         settings["batch_sizes"] = None if batch_sizes is None else whole_numbers("--batch-sizes", batch_sizes)
         make_folder(out)
         if work.is_import_path(target):
             if lr is not None:
                 raise ArgumentError("--lr is for experiments; of your own the optimizer's learning rate counts")
-            parts = {**work.own_parts(target), "batch_size": batch_size}
+            run, parts = None, {**work.own_parts(target), "batch_size": batch_size}
         else:
             run = work.run_of(target, method, model, batch_size, lr, seed, device, data_dir, out)
             parts = work.parts_of(run)
-        advice = work.as_trained(parts, settings, precision=precision, compile=compile)
+        clip_norm = None if run is None else run.experiment.clip_norm
+        advice = work.as_trained(parts, settings, precision=precision, compile=compile, clip_norm=clip_norm)
+        deadline = work.deadline_of(advice, seconds, run, repeat=repeat)
     name = re.sub(r"[^\w.-]+", "-", Path(target).stem if target.endswith(".toml") else target)
-    values = {"target": target, **advice.to_dict()}
+    values, words = {"target": target, **advice.to_dict()}, [str(advice)]
+    if deadline is not None:
+        options = ["--precision", precision]
+        options += (["--model", model] if model else []) + (["--compile"] if compile else [])
+        command = work.command_for(run, deadline, target, options)
+        values |= {"deadline": {**deadline.to_dict(), "command": command}}
+        words += [str(deadline), *([command] if command else [])]
     # Before the files: minutes of measuring must not be lost to a full disk.
-    typer.echo(to_json(values) if json else str(advice))
+    typer.echo(to_json(values) if json else "\n".join(words))
     with errors_exit_with(FAILED):
         paths = write_results(out, name, values, work.drawing_of(name, advice))
     if not json:

@@ -1,5 +1,6 @@
 """Several optimizers that train one model together, as one."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,10 @@ class SeveralOptimizers(Optimizer):
 
     def _take_groups(self) -> None:
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SeveralOptimizers":
+        # torch copies parameter groups and state alone.
+        return SeveralOptimizers(copy.deepcopy(self.parts, memo))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step each part."""
