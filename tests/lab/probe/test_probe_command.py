@@ -14,7 +14,6 @@ from divebatch.lab.probe.checkpoints import find_start, run_of
 from divebatch.lab.probe.policy_sizes import EUCLIDEAN, QUESTIONS, Question, ask_policies, policies_for
 from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.lab.training import load_checkpoint, save_checkpoint
-from divebatch.lab.training.forward import has_batch_norm
 from divebatch.lab.training.sharded_checkpoint import save_sharded
 from divebatch.ranks import Ranks
 from lab.probe.tiny_run import NAME, run_it, tiny_experiment

@@ -11,7 +11,6 @@ from divebatch.lab.experiments.schema import Method, Part, build_estimator
 from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.lab.training import Tally, train_epoch
 from divebatch.lab.training.device_options import device_settings
-from divebatch.lab.training.forward import has_batch_norm
 from divebatch.lab.training.several_optimizers import parts_of
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import CABS, Auto, DiveBatch, Fixed, InnerProductTest, NoiseScale, NormTest, Policy
