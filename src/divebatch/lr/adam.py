@@ -178,7 +178,7 @@ def count_steps_in(optimizer: Optimizer, ratio: float) -> None:
     """Count the steps so far in steps of `ratio` times the samples.
 
     Adam divides its means by 1 - beta^step, the sum of their weights, with the beta of today. Where that was another
-    for the steps so far, beta^ratio^(step / ratio) is what they really left.
+    for the steps so far, (beta^ratio)^(step / ratio) is what they really left.
     """
     for state in optimizer.state.values():
         if isinstance(step := state.get("step"), Tensor):
