@@ -16,10 +16,11 @@ import divebatch.lab.experiments.identity as identity
 from divebatch.cli import app
 from divebatch.errors import CheckpointError, RecordError
 from divebatch.lab.experiments import Run, execute, get_experiment
+from divebatch.lab.experiments.identity import RecordsSoFar
 from divebatch.lab.experiments.schema import Part
 from divebatch.lab.search import to_toml
 from divebatch.lab.training.checkpoint import previous
-from divebatch.records import read_run
+from divebatch.records import EpochRecord, RunHeader, read_run
 from lab.experiments.compare_runs import assert_same_end
 from lab.experiments.dataset_tests.image_files import write_cifar10
 from lab.experiments.small_experiment import small
@@ -96,6 +97,29 @@ def test_a_checkpoint_of_another_version_is_refused(broken, monkeypatch):
     monkeypatch.setattr(identity, "__version__", "9.9")
     with pytest.raises(CheckpointError, match=r"the version of divebatch is '0\.1\.0' there and '9\.9' here"):
         execute(broken, resume=True)
+
+
+def test_records_that_were_changed_are_noticed(broken):
+    """Any digit of any line, in the header and in an epoch; what stands behind the checkpoint is written again."""
+    lines = broken.records_path.read_text().splitlines(keepends=True)
+    changes = {0: '"cpus": ', 1: '"train_loss": ', 2: '"train_seconds": '}
+    for number, key in changes.items():
+        at = lines[number].index(key) + len(key)
+        digit = "1" if lines[number][at] != "1" else "2"
+        changed = lines[number][:at] + digit + lines[number][at + 1 :]
+        broken.records_path.write_text("".join([*lines[:number], changed, *lines[number + 1 :]]))
+        with pytest.raises(CheckpointError, match=r"seed-0\.jsonl' was changed after its checkpoint .*seed-0\.ckpt'"):
+            execute(broken, resume=True)
+    broken.records_path.write_text("".join([*lines, lines[-1].replace('"epoch": 2', '"epoch": 3')]))
+    execute(broken, resume=True)
+    assert len(read_run(broken.records_path)[1]) == 4
+
+
+def test_numbers_that_records_cannot_hold_change_nothing():
+    huge = EpochRecord(epoch=1, batch_size=8, lr=0.1, steps=1, samples=8, train_loss=1e300, val_loss=float("nan"))
+    header = RunHeader(experiment="it", method="it", seed=0)
+    read_back = EpochRecord.from_dict(json.loads(huge.to_json()))
+    assert RecordsSoFar(header, [huge]).fingerprint == RecordsSoFar(header, [read_back]).fingerprint
 
 
 def test_its_own_checkpoint_is_taken(tmp_path, broken):

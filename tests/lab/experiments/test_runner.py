@@ -113,7 +113,8 @@ def test_a_kill_between_record_and_checkpoint_takes_the_record_back(tmp_path):
     execute(whole)
     interrupted(broken, 2)
     lines = whole.records_path.read_text().splitlines(keepends=True)
-    broken.records_path.write_text("".join(lines[:4]) + lines[4][:20])  # epoch 3 recorded, epoch 4 half-written
+    with broken.records_path.open("a") as records:
+        records.write(lines[3] + lines[4][:20])  # epoch 3 recorded, epoch 4 half-written
     execute(broken, resume=True)
     assert without_times(broken.records_path) == without_times(whole.records_path)
 

@@ -1,7 +1,10 @@
-"""Whose a checkpoint is: the run's configuration, its seed, its data and the code that wrote it, all compared."""
+"""Whose a checkpoint is: the run's configuration, seed, data and records, and the code that wrote it, all compared."""
 
+import hashlib
+import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from divebatch import __version__
 from divebatch.errors import CheckpointError
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.training.forward import has_batch_norm
+from divebatch.records import EpochRecord, RunHeader
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +23,37 @@ MAY_CHANGE = {"summary", "paper", "trials", f"training.{MICRO_BATCH}"}
 """Settings that may differ between a run and its resume: words, and how a batch is cut to fit into memory."""
 
 
-def identity_of(run: Run, data: str) -> dict[str, Any]:
+class RecordsSoFar:
+    """A fingerprint of a run's records, which grows with them: a digit that is changed on disk changes it.
+
+    Args:
+        header: The first line, whose configuration is left out: it is compared setting by setting.
+        epochs: Those that are recorded already.
+    """
+
+    def __init__(self, header: RunHeader, epochs: Iterable[EpochRecord] = ()) -> None:
+        self._hash = hashlib.sha256(_as_read_back(replace(header, config={})))
+        for record in epochs:
+            self.add(record)
+
+    def add(self, record: EpochRecord) -> None:
+        """One more epoch."""
+        self._hash.update(_as_read_back(record))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all so far."""
+        return self._hash.hexdigest()
+
+
+def _as_read_back(record: RunHeader | EpochRecord) -> bytes:
+    """Its line without what reading leaves out, such as numbers that are too large."""
+    return type(record).from_dict(json.loads(record.to_json())).to_json().encode()
+
+
+def identity_of(run: Run, data: str, records: RecordsSoFar) -> dict[str, Any]:
     """What a checkpoint of this run says of itself; `data` is the fingerprint of its samples."""
-    return {"divebatch": __version__, "config": run.config, "data": data}
+    return {"divebatch": __version__, "config": run.config, "data": data, "records": records.fingerprint}
 
 
 def require_own(run: Run, path: Path, state: Mapping[str, Any], *, data: str | None = None) -> None:
@@ -39,6 +71,22 @@ def require_own(run: Run, path: Path, state: Mapping[str, Any], *, data: str | N
     for what, there, here in _differences(run, found, data):
         raise CheckpointError(
             f"checkpoint '{path}' belongs to another run: {what} is {there!r} there and {here!r} here. {_way_out(run)}"
+        )
+
+
+def require_records(run: Run, path: Path, state: Mapping[str, Any], records: RecordsSoFar) -> None:
+    """Raise unless a run's records are still those that its checkpoint followed.
+
+    Args:
+        run: The run that wants to go on.
+        path: The checkpoint's place, for the error.
+        state: Its state, as `require_own` has found it.
+        records: Those on disk, up to the checkpoint.
+    """
+    if state["identity"].get("records") != records.fingerprint:
+        raise CheckpointError(
+            f"'{run.records_path}' was changed after its checkpoint '{path}' was written, or is damaged. Put the "
+            f"records back, or remove '{run.records_path.stem}.*' to start this run again."
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from divebatch.errors import ArgumentError, CheckpointError, DivebatchError, RecordError
-from divebatch.lab.experiments.identity import differences, require_own
+from divebatch.lab.experiments.identity import RecordsSoFar, differences, require_own, require_records
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES
 from divebatch.lab.experiments.schema import Experiment
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 class RunProgress:
     """How far a run has got: its records up to the checkpoint, and the checkpoint."""
 
+    header: RunHeader | None = None
+    """The records' first line; None where there are none yet."""
     epochs: list[EpochRecord] = field(default_factory=list)
     saved: Saved | None = None
     is_begun: bool = False
@@ -55,12 +57,14 @@ def read_progress(run: Run, *, resume: bool, ranks: Ranks) -> RunProgress:
         first_does(ranks, lambda: _start_again(run, len(epochs)))
         return RunProgress()
     done = _epochs_of(saved.rest, run, len(epochs)) if saved is not None else len(epochs)
+    if saved is not None:
+        require_records(run, saved.path, saved.rest, RecordsSoFar(header, epochs[:done]))
     if last_epoch(epochs[:done]) >= run.experiment.epochs:
-        return RunProgress(epochs, is_begun=True)
+        return RunProgress(header, epochs, is_begun=True)
     # The checkpoint is what a run can go on from: epochs beyond it are trained, and recorded, again.
     planned = replace(header, config=run.config)  # perhaps for more epochs than before
     first_does(ranks, lambda: rewrite_run(run.records_path, planned, epochs[:done]))
-    return RunProgress(epochs[:done], saved, is_begun=True)
+    return RunProgress(planned, epochs[:done], saved, is_begun=True)
 
 
 def _records_so_far(run: Run, *, resume: bool) -> tuple[RunHeader, list[EpochRecord]] | None:

@@ -10,7 +10,7 @@ import torch
 
 from divebatch.errors import DivergedError, RecordError, StoppedError
 from divebatch.lab.experiments.assembly import make_trainer
-from divebatch.lab.experiments.identity import identity_of, require_own, tell_of_micro_batches
+from divebatch.lab.experiments.identity import RecordsSoFar, identity_of, require_own, tell_of_micro_batches
 from divebatch.lab.experiments.progress import RunProgress, last_epoch, read_progress, reading_state
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.loggers import logging_to
@@ -19,7 +19,7 @@ from divebatch.lab.training.checkpoint_store import save_state
 from divebatch.lab.training.distributed import is_finite_everywhere
 from divebatch.lab.training.stop_signals import AgreedStop
 from divebatch.ranks import Ranks
-from divebatch.records import EpochRecord, RecordWriter, RunStop
+from divebatch.records import EpochRecord, RecordWriter, RunHeader, RunStop
 
 
 def _say_nothing(_: EpochRecord) -> None:
@@ -68,25 +68,32 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
             layout = partial(trainer.parallel.layout, trainer.optimizer)
             trainer.load_state_dict(progress.saved.state(trainer.clock.device, layout))
     epoch = last_epoch(progress.epochs)
-    saver = Saver(run, trainer, stop, epoch)
-    with trainer.control, _writing(run, trainer, progress) as write:
+    header = progress.header or _first_header(run, trainer)
+    saver = Saver(run, trainer, stop, epoch, RecordsSoFar(header, progress.epochs))
+    with trainer.control, _writing(run, trainer.ranks, progress, header) as write:
         while epoch < run.experiment.epochs:
             record = saver.run_epoch()
             epoch = record.epoch
             write(record)
             # After the record, so that a checkpoint never knows an epoch that the records do not.
-            saver.after_epoch(epoch)
+            saver.after_epoch(record)
             report(record)
 
 
+def _first_header(run: Run, trainer: Trainer) -> RunHeader:
+    """The first line of new records."""
+    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+    return run.header(num_parameters=sum(each.numel() for each in trained))  # fsdp's parts tell their whole
+
+
 @contextmanager
-def _writing(run: Run, trainer: Trainer, progress: RunProgress) -> Iterator[Callable[[EpochRecord], None]]:
+def _writing(
+    run: Run, ranks: Ranks, progress: RunProgress, header: RunHeader
+) -> Iterator[Callable[[EpochRecord], None]]:
     """Takes epochs to the records and the loggers, on rank 0."""
-    if not trainer.ranks.is_first:
+    if not ranks.is_first:
         yield lambda record: None
         return
-    trained = [each for each in trainer.model.parameters() if each.requires_grad]
-    header = run.header(num_parameters=sum(each.numel() for each in trained))  # fsdp's parts tell their whole
     with (
         RecordWriter(run.records_path) as writer,
         logging_to(run.loggers, header, run.log_folder, epochs_done=len(progress.epochs)) as log,
@@ -109,8 +116,8 @@ def _writing(run: Run, trainer: Trainer, progress: RunProgress) -> Iterator[Call
 class Saver:
     """Decides when a run's state is written down."""
 
-    def __init__(self, run: Run, trainer: Trainer, stop: StopRequest, epoch: int) -> None:
-        self.run, self.trainer, self.stop = run, trainer, stop
+    def __init__(self, run: Run, trainer: Trainer, stop: StopRequest, epoch: int, records: RecordsSoFar) -> None:
+        self.run, self.trainer, self.stop, self.records = run, trainer, stop, records
         self._epoch, self._steps = epoch, 0
 
     def run_epoch(self) -> EpochRecord:
@@ -124,8 +131,10 @@ class Saver:
             raise DivergedError(f"{error}. {saved} A smaller learning rate may help.") from error
         return record
 
-    def after_epoch(self, epoch: int) -> None:
+    def after_epoch(self, record: EpochRecord) -> None:
         """The record is on disk: a checkpoint never knows an epoch that the records do not."""
+        self.records.add(record)
+        epoch = record.epoch
         is_last, is_asked = epoch == self.run.experiment.epochs, self.stop.now()  # once: a signal may come any time
         if is_last or epoch % self.run.checkpoint_every == 0 or is_asked:
             self._save(self.run.checkpoint_path)
@@ -161,7 +170,7 @@ class Saver:
         return None
 
     def _save(self, path: Path) -> None:
-        identity = identity_of(self.run, self.trainer.data_fingerprint)
+        identity = identity_of(self.run, self.trainer.data_fingerprint, self.records)
         state = {"identity": identity, **self.trainer.state_dict()}
         save_state(path, state, self.trainer.ranks)
 
