@@ -148,6 +148,11 @@ def test_more_devices_are_told_as_a_model(tmp_path):
         "(time of a over that of b: 0.55, 95% interval 0.55 to 0.55; 2 seeds)."
     ) in answer.output
     assert "A model, not a measurement: nothing here ran on more than one device." in answer.output
+    for seed in range(2):
+        write_run(tmp_path, "e", "stepless", seed, [{"val_accuracy": 0.5, "steps": 0, "samples": 0}])
+    answer = call(tmp_path, "a", "stepless", "--parameters", 1000)
+    assert answer.exit_code == 0, answer.output
+    assert "training on 8 devices" not in answer.output
     path = tmp_path / "advice.json"
     path.write_text('{"step_seconds": [{"batch_size": 1, "seconds": 1}, {"batch_size": 2, "seconds": 1}]}')
     answer = call(tmp_path, "a", "b", "--parameters", 1000, "--step-times", path)

@@ -140,6 +140,30 @@ def test_epochs_without_steps_or_times_are_no_obstacle() -> None:
     assert [epoch.seconds for epoch in course_of(run_of(*epochs))] == [None, 2.0]
 
 
+@given(
+    st.lists(
+        st.builds(
+            record,
+            st.just(1),
+            st.integers(-5, 100),
+            st.integers(-5, 100),
+            st.integers(-5, 5000),
+            train_seconds=st.none() | st.floats(-10, 10),
+            measured=st.booleans(),
+            next_batch_size=st.none() | st.integers(-5, 100),
+            changes=st.none() | st.lists(st.builds(Change, st.integers(-5, 100), st.integers(-5, 100), st.just(0.1))),
+        ),
+        max_size=5,
+    ),
+    st.none() | st.integers(-5, 100),
+)
+def test_no_record_is_too_strange_for_the_model(epochs: list[EpochRecord], first: int | None) -> None:
+    run = run_of(*epochs, first=first)
+    model = device_model([run], inputs=DeviceInputs(num_parameters=10, step_times=[(1.0, 1.0), (2.0, 1.5)]))
+    assert isinstance(model, DeviceModel)
+    assert all(math.isfinite(model.seconds(run, devices)) for devices in (1, 8, 512))
+
+
 # The model
 
 

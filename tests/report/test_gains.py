@@ -193,7 +193,7 @@ def test_the_table_and_the_sentence_tell_gains(tmp_path: Path) -> None:
     assert words_of(tmp_path) == (
         "Does it pay? auto against small (100), the best fixed batch and the customary batch, over 5 seeds: "
         "2.00 points better in accuracy (0.76 to 3.24), 0.60 times the steps, 0.40 times the seconds here, "
-        f"{cells['seconds on 64 devices (model)']} times the seconds on 64 devices (model)."
+        f"{cells['seconds on 64 devices (model)']} times the seconds on 64 devices by a model."
     )
     write(tmp_path, "other", A, policy="divebatch")
     assert words_of(tmp_path).endswith(" The table has 1 more method that changes its batch size.")

@@ -204,11 +204,11 @@ def _on_more_devices(comparison: Comparison, pairs: Pairs, devices: DeviceModel 
     answers = list(comparison.answers)
     for count in DEVICES:
         times = [(devices.seconds(one, count), devices.seconds(other, count)) for one, other in pairs]
-        measure = f"training on {count} devices (a model, not a measurement)"
-        found = pair_ratios(times)
-        names = (comparison.first, comparison.second)
-        # No effect size: the model knows no noise, so that the spread over seeds means little.
-        answers.append(_ratio(measure, found, names, f"{found.num_pairs} seeds"))
+        if min(map(min, times)) > 0:  # else a run has recorded no steps
+            measure = f"training on {count} devices (a model, not a measurement)"
+            # No effect size: the model knows no noise, so that the spread over seeds means little.
+            certainty = f"{len(pairs)} seeds"
+            answers.append(_ratio(measure, pair_ratios(times), (comparison.first, comparison.second), certainty))
     return replace(comparison, answers=tuple(answers), assumptions=tuple(assumptions(devices)))
 
 
@@ -217,9 +217,14 @@ def pair_ratios(values: Sequence[tuple[float, float]]) -> Paired:
     return pair([math.log(one / other) for one, other in values])
 
 
+def factors(found: Paired) -> tuple[float, float, float]:
+    """The mean ratio and the ends of its interval, of what `pair_ratios` found; infinite where no float holds it."""
+    mean, low, high = (math.exp(value) if value < 700 else math.inf for value in (found.mean, *found.interval))
+    return mean, low, high
+
+
 def _ratio(measure: str, found: Paired, names: tuple[str, str], certainty: str) -> Answer:
-    low, high = map(math.exp, found.interval)
-    factor = math.exp(found.mean)
+    factor, low, high = factors(found)
     if found.excludes_zero:
         faster, slower, by = (*names, 1 / factor) if factor < 1 else (*names[::-1], factor)
         text = f"{faster} is {by:.2f} times as fast as {slower}"

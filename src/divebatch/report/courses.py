@@ -32,7 +32,7 @@ class EpochCourse:
     @property
     def step_seconds(self) -> float | None:
         """Mean over the epoch's steps; None where it has no time."""
-        return self.seconds / self.num_steps if self.seconds else None
+        return self.seconds / self.num_steps if self.seconds is not None and self.seconds > 0 else None
 
     @property
     def samples_of_a_step(self) -> float:
@@ -41,11 +41,11 @@ class EpochCourse:
 
 
 def course_of(run: RecordedRun) -> Iterator[EpochCourse]:
-    """The epochs of a run that have steps, in order."""
+    """The epochs of a run that have steps and samples, in order."""
     start = EpochRecord(epoch=0, batch_size=1, lr=0.0, steps=0, samples=0, train_seconds=0.0)
     began = run.planned_batch_size
     for before, record in pairwise([start, *run.epochs]):
-        if record.steps > before.steps:
+        if record.steps > before.steps and record.samples > before.samples:
             yield EpochCourse(
                 _steps(before, record, began),
                 record.steps - before.steps,

@@ -84,7 +84,7 @@ class DeviceModel:
     def step_seconds(self, samples: float, devices: int, num_parameters: int) -> float:
         """Of one step that measures nothing; with fewer samples than devices only so many of them work."""
         fixed, per_sample = self.line
-        share, working = math.ceil(samples / devices), min(devices, math.ceil(samples))
+        share, working = math.ceil(samples / devices), min(devices, max(1, math.ceil(samples)))
         network = all_reduce(working, float(BYTES_OF_A_GRADIENT * num_parameters))
         return overlapped(fixed + per_sample * share, network)
 
@@ -222,6 +222,12 @@ def _mean_seconds(result: MethodResult, model: DeviceModel, devices: int) -> flo
     return fmean(model.seconds(run, devices) for run in begun) if begun else None
 
 
+def _short(value: float) -> str:
+    """Seconds with three digits in a unit that suits them."""
+    unit, scale = next(((unit, scale) for unit, scale in (("s", 1), ("ms", 1e3)) if value * scale >= 1), ("us", 1e6))
+    return f"{value * scale:.3g} {unit}"
+
+
 def _text(value: float | None) -> str:
     return MISSING if value is None else seconds(value)
 
@@ -231,7 +237,7 @@ def assumptions(model: DeviceModel) -> Iterator[str]:
     (fixed, per_sample), sizes = model.line, [size for size, _ in model.times]
     yield "A model, not a measurement: nothing here ran on more than one device."
     yield (
-        f"A step on one device takes {1e3 * fixed:.3g} ms and {1e6 * per_sample:.3g} us a sample: a straight line "
+        f"A step on one device takes {_short(fixed)} and {_short(per_sample)} a sample: a straight line "
         f"through the step times of {model.source} at {len(sizes)} sizes, {min(sizes):.0f} to {max(sizes):.0f} "
         f"samples, which are off it by up to {line_misfit(model.times):.0%}. Below {min(sizes):.0f} samples the line "
         "goes on unmeasured, so that a step of few takes little more than the fixed time."

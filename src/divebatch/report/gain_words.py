@@ -175,7 +175,8 @@ def _metric_in_words(change: Change, metric: Metric) -> str:
 
 
 def _ratio_in_words(name: str, change: Change) -> str:
+    what = name.replace(" (model)", " by a model")
     if change.is_shown is False:
-        return f"no difference in {name} shown ({change.value:.2f} times, {_ends(change)})"
+        return f"no difference in {what} shown ({change.value:.2f} times, {_ends(change)})"
     value, _, ends = _ratio(change).partition(" ")
-    return f"{value} times the {name} {ends}".strip()
+    return f"{value} times the {what} {ends}".strip()

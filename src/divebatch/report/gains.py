@@ -11,7 +11,7 @@ from statistics import fmean
 
 from divebatch.records import Metric
 from divebatch.report.analysis import Analysis, MethodResult
-from divebatch.report.compare import Pairs, final_value, pair, pair_ratios, seed_pairs
+from divebatch.report.compare import Pairs, factors, final_value, pair, pair_ratios, seed_pairs
 from divebatch.report.devices import DEVICES, DeviceModel, Untold
 from divebatch.report.runs import RecordedRun
 
@@ -181,5 +181,4 @@ def _ratio(values: Sequence[tuple[float | None, float | None]]) -> Change | None
     if len(known) == 1:
         return Change(known[0][0] / known[0][1])
     found = pair_ratios(known)
-    low, high = map(math.exp, found.interval)
-    return Change(math.exp(found.mean), low, high, found.excludes_zero)
+    return Change(*factors(found), found.excludes_zero)
