@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEMO_DIR := runs/demo
 PEERS := opacus backpack-for-pytorch einops unfoldNd scipy
 
-.PHONY: help install demo test check bench reproduce clean
+.PHONY: help install demo test check docs dist bench reproduce clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -35,6 +35,14 @@ check: install  ## Lint, type-check, test: what CI runs
 	$(BIN)/mypy
 	$(MAKE) test
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## Build the site into build/site
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site
+	@echo 'open build/site/index.html'
+
 bench: install  ## Measure the overhead of measuring, as ratios to a plain loop and beside other libraries (6 minutes)
 	$(BIN)/python benchmarks/synthetic_step.py
 	$(BIN)/python -W ignore benchmarks/norms.py --peers
@@ -45,4 +53,4 @@ reproduce: install  ## The paper's synthetic experiments in full (minutes on two
 	$(BIN)/divebatch report runs/paper
 
 clean:  ## Remove the virtual environment, runs and caches
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

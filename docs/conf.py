@@ -1,36 +1,42 @@
 """How Sphinx makes the site: `make docs`.
 
 The whole repository is the source folder, so that links from `docs/` to `results/` and to CONTRIBUTING.md lead to pages
-of the site just as they do on a code host. `PAGES` says which files those are, and in which order the side bar has them.
+of the site just as they do on a code host. `PAGES` says which files these are, in the order of the side bar.
 """
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
+
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 import divebatch  # noqa: E402
 
+ALL_NAMES = ROOT / "docs" / "api" / "divebatch.md"
+FILES = ["CONTRIBUTING", "CHANGELOG", "SECURITY"]
 PAGES = {
-    "Begin": ["own-loops", "integrations"],
+    "Begin": ["which-learning-rate", "migrating", "own-loops", "integrations"],
     "Library": ["policies", "learning-rate", "estimators", "norms", "data", "distributed", "advise"],
     "Laboratory": ["training", "language-models", "report", "search", "probe", "logging"],
     "Measured": ["benchmarks", "reproduction", "reproduction-cifar10", "reproduction-tiny-imagenet"],
-    "API": [f"api/{page.stem}" for page in sorted((ROOT / "docs" / "api").glob("*.md"))],
-    "Project": ["design", "/CONTRIBUTING", "/CHANGELOG", "/SECURITY"],
+    "API": ["api/divebatch", *(f"api/{page.stem}" for page in sorted(ROOT.glob("docs/api/*.md")) if page != ALL_NAMES)],
+    "Project": ["design", *(f"/{name}" for name in FILES)],
     "Records": [f"/results/{page.parent.name}/summary" for page in sorted(ROOT.glob("results/*/summary.md"))],
 }
 TOCTREE = "\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
+AUTODATA = "\n```{{eval-rst}}\n.. autodata:: {name}\n   :no-value:\n```\n"
 
 project = "divebatch"
 author = "The divebatch authors"
 copyright = author
 release = version = divebatch.__version__
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/api/*.md", "results/*/summary.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+include_patterns = ["docs/*.md", "docs/api/*.md", "results/*/summary.md", *(f"{name}.md" for name in FILES)]
 exclude_patterns = [".*", "build", "dist", "runs", "data"]  # not searched for pages
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -54,23 +60,44 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = f"divebatch {release}"
 html_static_path = ["site/static"]
-html_css_files = ["site.css"]
+html_favicon = "site/static/favicon.svg"
 html_extra_path = ["site/root"]
 html_copy_source = False
 html_show_sourcelink = False
-html_theme_options = {"source_repository": ""}
 
 
-def add_navigation(app: Any, name: str, source: list[str]) -> None:
-    """The side bar's pages, told here: as a directive in index.md they would be noise on a code host."""
+def complete(app: Any, name: str, source: list[str]) -> None:
+    """Add what would be noise in the files themselves: the side bar to index.md, constants to the pages of the API."""
     if name == root_doc:
         source[0] += "".join(TOCTREE.format(caption=each, pages="\n".join(pages)) for each, pages in PAGES.items())
+    for module in re.findall(r"^\.\. automodule:: (\S+)$", source[0], flags=re.MULTILINE):
+        source[0] += "".join(AUTODATA.format(name=f"{module}.{constant}") for constant in constants(module))
 
 
-def skip_described_above(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
+def constants(module: str) -> list[str]:
+    """Public names that are neither classes nor functions; Sphinx describes those of a module only where it is told."""
+    part = import_module(module)
+    return [name for name in getattr(part, "__all__", ()) if not callable(getattr(part, name)) or is_alias(part, name)]
+
+
+def is_alias(part: object, name: str) -> bool:
+    """Whether it is a type such as Literal["a", "b"], which can be called but is no class."""
+    return get_origin(getattr(part, name)) is not None
+
+
+def leave_out_twins(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
     """What `divebatch` itself exports is described there, and not again in the part it comes from."""
-    module = app.env.temp_data.get("autodoc:module")
-    return True if module not in (None, "divebatch") and name in divebatch.__all__ else None
+    is_twin = app.env.current_document.autodoc_module != "divebatch" and name in divebatch.__all__
+    return True if is_twin else None
+
+
+def describe_constant(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """Sphinx looks for the text below a constant where it is exported; ours stands where it is defined."""
+    if what == "data":
+        part, _, constant = name.rpartition(".")
+        modules = [module for module in sys.modules if module.startswith(f"{part}.")]
+        texts = [ModuleAnalyzer.for_module(module).find_attr_docs().get(("", constant)) for module in modules]
+        lines[:] = next(filter(None, texts), [])
 
 
 def read_as_plain_text(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
@@ -83,6 +110,7 @@ def read_as_plain_text(app: Any, what: str, name: str, obj: object, options: Any
 
 
 def setup(app: Any) -> None:
-    app.connect("source-read", add_navigation)
-    app.connect("autodoc-skip-member", skip_described_above)
+    app.connect("source-read", complete)
+    app.connect("autodoc-skip-member", leave_out_twins)
+    app.connect("autodoc-process-docstring", describe_constant, priority=300)
     app.connect("autodoc-process-docstring", read_as_plain_text, priority=400)  # before napoleon's 500

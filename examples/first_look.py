@@ -122,7 +122,7 @@ for name, curve in (("fixed, 64", fixed), ("Auto", auto)):
     print(f"{name}: loss {curve['loss'][-1]:.3f} after {curve['steps'][-1]} steps, {curve['seconds'][-1]:.0f} s")
 
 # %% [markdown]
-# In the run that is stored here, the fixed batch made three times the steps in the same epochs and ended a little lower;
-# at equal time `Auto` was ahead. A batch of 64 was never tuned for this model, and a larger fixed one would be faster
-# too: what `Auto` saves is finding it. Against a batch that somebody has tuned it saves little on one device. The
-# documentation has [measurements of both kinds](../docs/policies.md#side-by-side).
+# In the run that is stored here, the fixed batch made three times the steps in the same epochs and ended a little
+# lower; at equal time `Auto` was ahead. A batch of 64 was never tuned for this model, and a larger fixed one would be
+# faster too: what `Auto` saves is finding it. Against a batch that somebody has tuned it saves little on one device.
+# The documentation has [measurements of both kinds](../docs/policies.md#side-by-side).

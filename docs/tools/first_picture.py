@@ -27,7 +27,9 @@ class Method(NamedTuple):
 
 METHODS = {
     "auto-256": Method("policies-cifar10", "policies-cifar10", "Auto from 256", "#0072B2", "Auto's batch size"),
-    "sgd-tuned": Method("policies-cifar10", "policies-cifar10", "the best fixed batch, 512", "#E69F00", "best fixed: 512"),
+    "sgd-tuned": Method(
+        "policies-cifar10", "policies-cifar10", "the best fixed batch, 512", "#E69F00", "best fixed: 512"
+    ),
     "sgd-small": Method("cifar10-40", "cifar10", "the paper's fixed batch, 128", "#999999", "the paper's: 128"),
 }
 BELOW: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.16)}

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import Browser, find_chromium, open_browser
 from made_up_runs import GPU, real_config, write_run
 
+from chromium import Browser, find_chromium, open_browser
 from divebatch.report import write_report
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine")

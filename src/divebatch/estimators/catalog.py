@@ -19,6 +19,7 @@ from divebatch.norms.sharded import is_sharded
 ESTIMATORS: dict[str, type[Estimator]] = {
     kind.name: kind for kind in (Trajectory, Oracle, PerSample, Split, Moments, AcrossRanks)
 }
+"""Every estimator by the name that `Controller(estimator=...)` takes."""
 
 
 def names_where(holds: Callable[[type[Estimator]], bool]) -> str:

@@ -40,6 +40,7 @@ POLICIES: dict[str, type[Policy]] = {
     "sample-schedule": SampleSchedule,
     "plateau": Plateau,
 }
+"""Every policy by the name that experiment files give it."""
 
 
 def make_policy(kind: str, **settings: Any) -> Policy:
