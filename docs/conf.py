@@ -21,7 +21,7 @@ ALL_NAMES = ROOT / "docs" / "api" / "divebatch.md"
 FILES = ["CONTRIBUTING", "CHANGELOG", "SECURITY"]
 PAGES = {
     "Begin": ["which-learning-rate", "migrating", "own-loops", "integrations"],
-    "Library": ["policies", "learning-rate", "estimators", "norms", "data", "distributed", "advise"],
+    "Library": ["policies", "learning-rate", "estimators", "norms", "data", "distributed", "advise", "inducing"],
     "Laboratory": ["training", "language-models", "report", "search", "probe", "logging"],
     "Measured": ["benchmarks", "reproduction", "reproduction-cifar10", "reproduction-tiny-imagenet"],
     "API": ["api/divebatch", *(f"api/{page.stem}" for page in sorted(ROOT.glob("docs/api/*.md")) if page != ALL_NAMES)],
@@ -42,12 +42,7 @@ exclude_patterns = [".*", "build", "dist", "runs", "data"]  # not searched for p
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
-nitpicky = True  # a type that is nowhere described is a warning, and warnings are errors
-nitpick_ignore_regex = [
-    ("py:obj", ".*"),  # `code` in docstrings: a link where it names something public, else code
-    ("py:.*", r"(?!divebatch\.).*"),  # types of torch and of Python: links to them would need their sites
-]
-default_role = "py:obj"
+default_role = "py:obj"  # `code` in docstrings: a link where it names something that is described, else code
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

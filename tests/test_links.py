@@ -54,3 +54,8 @@ def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
     page.write_text("# One\n## Two, three\n## One\n[a](#one-1) [b](#two-three) [c](#four) [d](other.md) `[e](f.md)`\n")
     assert links(page) == ["#one-1", "#two-three", "#four", "other.md"]
     assert [target for target in links(page) if problem(page, target)] == ["#four", "other.md"]
+
+
+@pytest.mark.parametrize("page", [page.stem for page in ROOT.glob("docs/*.md") if page.stem != "index"])
+def test_every_page_is_in_the_side_bar(page: str) -> None:
+    assert f'"{page}"' in (ROOT / "docs" / "conf.py").read_text(), "add it to PAGES in docs/conf.py"
