@@ -34,6 +34,8 @@ class Problem:
     epochs: int = 3
     policy: Policy = field(default_factory=lambda: DiveBatch(0.2, 300))
     estimator: str = "trajectory"
+    sketch_size: int | None = None
+    """For moments by sketches."""
     reduction: str = "mean"
     micro: int | None = None
     sync_each: bool = True
@@ -160,7 +162,9 @@ class Run:
         self.loader = AdaptiveLoader(
             dataset(problem), problem.batch_size, seed=5, process_group=ranks._group or "alone"
         )
-        settings = {"loss_fn": self.loss} if ESTIMATORS[problem.estimator].needs_loss_fn else {}
+        settings: dict[str, Any] = {"loss_fn": self.loss} if ESTIMATORS[problem.estimator].needs_loss_fn else {}
+        if problem.sketch_size is not None:
+            settings["sketch_size"] = problem.sketch_size
         self.estimator = keeping(make_estimator(problem.estimator, **settings))
         self.control = Controller(
             self.net if problem.give_inner else self.model,

@@ -36,6 +36,15 @@ def test_four_ranks_measure_what_one_process_does(pool: RankPool, estimator: str
             assert mine == pytest.approx(theirs, rel=1e-9)
 
 
+def test_ranks_sketch_with_the_same_signs(pool: RankPool) -> None:
+    problem = replace(GROWING, estimator="moments", sketch_size=50)
+    single, exact = (trained(Ranks.alone(), each)["sums"] for each in (problem, replace(problem, sketch_size=None)))
+    assert single != exact
+    for answer in pool.run(2, trained, problem):
+        for mine, theirs in zip(answer["sums"], single, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9)
+
+
 def shares(problem: Problem, size: int) -> list[list[Tensor]]:
     """Per-sample gradients: of each batch, of each rank that has samples of it."""
     x, targets = dataset(problem).tensors

@@ -99,6 +99,14 @@ def test_decisions_within_epochs_go_on_too(pool: RankPool) -> None:
         assert_same((weights, records + later), expected)
 
 
+def test_sketches_go_on_with_another_number_of_ranks(pool: RankPool) -> None:
+    problem = replace(PROBLEM, estimator="moments", sketch_size=50)
+    first = pool.run(4, run_before_the_stop, problem)
+    expected = run_without_a_stop(Ranks.alone(), problem)
+    for weights, later, _ in pool.run(2, run_after_the_stop, problem, first[0][0]):
+        assert_same((weights, first[0][1] + later), expected)
+
+
 @pytest.mark.parametrize("estimator", ["per-sample", "split", "moments", "ranks"])
 def test_every_estimator_goes_on_with_the_sums_of_all_ranks(pool: RankPool, estimator: str) -> None:
     problem = replace(PROBLEM, estimator=estimator, micro=4, sync_each=False)

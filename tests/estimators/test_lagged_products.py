@@ -12,7 +12,10 @@ from torch.optim import SGD, Adam, Optimizer
 from divebatch import AdaptiveLoader, Controller, Diversity
 from divebatch.errors import CheckpointError
 from divebatch.estimators import Estimator, Moments, Scene
+from divebatch.estimators.kept_gradients import Copies
 from divebatch.estimators.lagged_products import Lagged, extrapolation
+from divebatch.estimators.step_gradients import StepGradients
+from divebatch.norms.accumulators import trainable
 from divebatch.policies import InnerProductTest, NoiseScale
 from reference.delivery import Delivered
 from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
@@ -180,18 +183,19 @@ def test_strides_and_types_of_parameters_are_kept_apart():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
     model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
     torch.manual_seed(0)
-    lagged, kept = Lagged(model, SGD(model.parameters(), 0.1, momentum=0.9)), []
+    lagged, kept = Lagged(Copies(trainable(model), 3), SGD(model.parameters(), 0.1, momentum=0.9)), []
     for step in range(5):
         there = {name: p for name, p in model.named_parameters() if step % 2 or name != "rare"}
         gradients = {name: torch.randn_like(p).detach() for name, p in there.items()}
-        lagged.add(gradients, 4, scale=0.5)
+        lagged.add_step(StepGradients(gradients, scale=0.5), 4)
         whole = [0.5 * gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
         kept.append(torch.cat([each.double().flatten() for each in whole]))
     row = lagged.row()
     expected = [kept[3] @ kept[3], kept[4] @ kept[4], kept[4] @ kept[3], kept[4] @ kept[2]]
     assert [float(part) for part in row.parts] == pytest.approx([float(each) for each in expected], rel=1e-5)
     # Else a GPU would copy them one by one.
-    assert lagged._views[0]["0.weight"].stride() == model[0].weight.stride() != model[0].weight.contiguous().stride()
+    weight, view = model[0].weight, lagged.kept.views[0]["0.weight"]
+    assert view.stride() == weight.stride() != weight.contiguous().stride()
 
 
 def test_the_noise_along_the_gradient_is_that_of_a_step_and_the_one_before():
@@ -205,15 +209,15 @@ def test_the_noise_along_the_gradient_is_that_of_a_step_and_the_one_before():
 
 def test_complex_gradients_have_real_products():
     model = nn.ParameterDict({"real": nn.Parameter(torch.ones(3).double()), "other": nn.Parameter(torch.ones(2) * 1j)})
-    lagged = Lagged(model, SGD(model.parameters(), 0.1, momentum=0.9))
+    lagged = Lagged(Copies(trainable(model), 3), SGD(model.parameters(), 0.1, momentum=0.9))
     for _ in range(3):
-        lagged.add({name: p.detach() for name, p in model.named_parameters()}, 4)
+        lagged.add_step(StepGradients({name: p.detach() for name, p in model.named_parameters()}), 4)
     row = lagged.row()
     assert [float(part) for part in row.parts] == [5.0] * 4
 
 
 def test_a_long_vector_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("divebatch.estimators.lagged_products.LONGEST_DOT", 7)
+    monkeypatch.setattr("divebatch.estimators.kept_gradients.LONGEST_DOT", 7)
     loop = Loop(Moments(), "momentum", lr=0.01)
     for batch in batches(20, 4):
         loop.step(batch)
@@ -342,11 +346,11 @@ def test_adams_division_is_done_at_each_step():
     kind, found = "Adam", []
     loop = Loop(Moments(preconditioned=True), kind, lr=0.01)
     for number, batch in enumerate(batches(24, 4)):
-        if number:
+        loop.step(batch)
+        if number:  # what a step leaves behind is what it has divided by
             states = [loop.optimizer.state[p] for p in loop.model.parameters()]
             corrected = [s["exp_avg_sq"] / (1 - 0.99 ** float(s["step"])) for s in states]
             found.append(torch.cat([each.flatten().sqrt() + 1e-8 for each in corrected]).clone())
-        loop.step(batch)
     loop.gradients = [g / by for g, by in zip(loop.gradients[1:], found, strict=True)]
     loop.sizes = loop.sizes[1:]
     measured = loop.estimator.finish()

@@ -1,5 +1,6 @@
 """Estimates for Adam-like optimizers against all gradients kept, each coordinate divided by hand."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
+from divebatch.estimators.second_moment import Preconditioner
+from divebatch.estimators.step_gradients import StepGradients
 from divebatch.policies import GradientDamp
 from reference import per_sample
 from reference.delivery import Delivered
@@ -49,16 +52,20 @@ class Loop:
         self.optimizer.step()
 
 
-def divided_rows(kind: str) -> list[tuple[Tensor, Tensor]]:
-    """For each batch its per-sample gradients, and what divides them: the moments by their definition, before it."""
+def divided_rows(kind: str, *, own: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """For each batch its per-sample gradients, and what divides them: the moments by their definition.
+
+    Those before the batch's step, or with its `own` square in them.
+    """
     moment, largest, result = torch.zeros(()), torch.zeros(()), []
     for step, (x, y) in enumerate(batches()):
         rows = per_sample.gradients(mlp(), mean_loss, x, y)
-        correction = 1.0 if kind == "RMSprop" else 1 - BETA**step
-        held = largest if kind == "AMSGrad" else moment
-        result.append((rows, (held / correction).sqrt() + EPS if step else torch.tensor(torch.nan)))
+        before = moment, largest
         moment = BETA * moment + (1 - BETA) * rows.mean(0).square()
         largest = torch.maximum(largest, moment)
+        held = (moment, largest) if own else before
+        correction = 1.0 if kind == "RMSprop" else 1 - BETA ** (step + own)
+        result.append((rows, (held[kind == "AMSGrad"] / correction).sqrt() + EPS if step else torch.tensor(torch.nan)))
     return result
 
 
@@ -87,12 +94,35 @@ def test_split_equals_the_plain_estimate_of_the_divided_gradients(kind: str):
 
 
 @any_optimizer
-def test_moments_divide_a_window_by_what_its_first_step_was(kind: str):
+def test_moments_divide_each_step_by_what_the_optimizer_will(kind: str):
     loop = Loop(Moments(window=3, preconditioned=True), OPTIMIZERS[kind])
     for batch in batches():
         loop.step(batch)
-    rows = divided_rows(kind)
-    assert_means(loop.estimator.finish(), [pair_of([each / rows[1][1] for each, _ in rows[1:]])])
+    rows = divided_rows(kind, own=True)
+    assert_means(loop.estimator.finish(), [pair_of([each / by for each, by in rows[1:]])])
+
+
+def test_a_coordinate_that_was_never_seen_is_not_all_of_the_noise():
+    """Divided by the moments before its step, an entry without any would count by 1 / eps."""
+    weights = torch.nn.Parameter(torch.ones(2))
+    optimizer = AdamW([weights], lr=0.0, betas=(0.5, BETA))
+    for gradient in ([1.0, 0.0], [1.0, 1.0]):
+        step = StepGradients({"": torch.tensor(gradient)}, preconditioner=Preconditioner(optimizer, {"": weights}))
+        found = [each.tolist() for _, each in step]
+        weights.grad = torch.tensor(gradient)
+        optimizer.step()
+    assert found == [pytest.approx([1.0, math.sqrt((1 - BETA**2) / (1 - BETA))])]
+
+
+def test_a_grad_scaler_left_to_the_optimizer_is_undone_before_the_division():
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weights], lr=0.0)
+    weights.grad = torch.tensor([1.0, 2.0, 3.0])
+    optimizer.step()
+    divides = Preconditioner(optimizer, {"": weights})
+    ((_, plain),) = StepGradients({"": torch.tensor([3.0, 1.0, 0.5])}, preconditioner=divides)
+    ((_, scaled),) = StepGradients({"": torch.tensor([24.0, 8.0, 4.0])}, grad_scale=8.0, preconditioner=divides)
+    torch.testing.assert_close(scaled, plain)
 
 
 @pytest.mark.parametrize("make", [Split, lambda **k: Moments(window=3, **k)], ids=["split", "moments"])

@@ -6,7 +6,7 @@ before they are read, many steps at once, and then on the host.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -82,8 +82,8 @@ class Readable(Protocol):
         """All that is to be read."""
         ...
 
-    def numbers(self, values: Sequence[float]) -> tuple[float, float, float]:
-        """tr(Sigma), ||G||^2 and Var_i<g_i, g>, from what `parts` were read as."""
+    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
+        """tr(Sigma), ||G||^2, Var_i<g_i, g> and what else is averaged, from what `parts` were read as."""
         ...
 
 
@@ -124,8 +124,8 @@ class Row:
         return (*unbiased(weighted, mean, count, total), inner)
 
 
-def numbers_of(rows: Sequence[Readable]) -> Iterator[tuple[float, float, float]]:
-    """The three numbers of each row, in order; one look at the device for all."""
+def numbers_of(rows: Sequence[Readable]) -> Iterator[tuple[float, ...]]:
+    """The numbers of each row, in order; one look at the device for all."""
     values = iter(read([part for row in rows for part in row.parts]))
     for row in rows:
         yield row.numbers(list(itertools.islice(values, len(row.parts))))
@@ -134,7 +134,7 @@ def numbers_of(rows: Sequence[Readable]) -> Iterator[tuple[float, float, float]]
 class PairAverage:
     """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
 
-    A third number may come with each pair: the variance of <g_i, g>.
+    A third number may come with each pair: the variance of <g_i, g>. Those after it are averaged for `widen` alone.
 
     With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
     weights, so its start does not pull it towards zero. Sums stay on the device they come from until they are read, and
@@ -149,6 +149,7 @@ class PairAverage:
 
     `trusts_negative=False` is for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
     Where `bounds_below` is set to False, an unknown bias makes noise scales too large: the interval then goes to zero.
+    `widen` gets the spread and the means of all numbers, and adds what the scatter between estimates does not show.
     """
 
     def __init__(self, *, decay: float = 1.0, reach: int = 0, trusts_negative: bool = True) -> None:
@@ -156,6 +157,7 @@ class PairAverage:
             raise ArgumentError(f"decay must be above 0 and at most 1, got decay={decay!r}")
         self.decay, self.reach, self._trusts_negative = float(decay), reach, trusts_negative
         self.bounds_below = True
+        self.widen: Callable[[Spread, Sequence[float]], Spread] = lambda spread, _: spread
         self.forget()
 
     def forget(self) -> None:
@@ -239,8 +241,8 @@ class PairAverage:
         """The means and their spread; waits for the device."""
         self._settle()
         total, *sums = self._first.tolist()
-        trace, sq_norm, *inner = (each / total for each in sums)
-        spread = self._spread(total, trace, sq_norm)
+        trace, sq_norm, *inner = means = [each / total for each in sums]
+        spread = self.widen(self._spread(total, trace, sq_norm), means)
         if sq_norm < 0 and not self._trusts_negative:
             # A biased estimate below zero says nothing of the noise scale: the interval gets no ends.
             spread = replace(spread, sq_norm_variance=math.inf)

@@ -5,17 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adadelta, Optimizer
+from torch.optim import Optimizer
 
-from divebatch.errors import ArgumentError
 from divebatch.estimators.average import Norms, Row, norms_of, read
-from divebatch.norms.accumulators import addend, check_shapes, trainable
+from divebatch.estimators.second_moment import Preconditioner, rescaled
+from divebatch.norms.accumulators import addend, check_shapes
 from divebatch.norms.sketch import sum_dtype
-
-SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
-"""Where torch's optimizers keep it: AMSGrad, Adam and its kin, RMSprop. The first there is counts."""
-CORRECTED = "betas"
-"""Optimizers with these correct the running mean for its start at zero."""
 
 
 class Chunks:
@@ -25,8 +20,8 @@ class Chunks:
     chunks that belong together; that costs a second copy.
     """
 
-    def __init__(self, model: nn.Module, *, optimizer: Optimizer | None = None) -> None:
-        self.parameters = trainable(model)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, optimizer: Optimizer | None = None) -> None:
+        self.parameters = parameters
         self._preconditioner = Preconditioner(optimizer, self.parameters) if optimizer is not None else None
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in self.parameters.items()}
         self.forget()
@@ -102,7 +97,7 @@ class Chunks:
         self._scales = state["scales"]
 
 
-def check_sums(state: dict[str, Any], parameters: Mapping[str, Tensor]) -> None:
+def check_sums(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
     """Raise if the sums of a `Chunks`'s state are not those of the parameters here; before a chunk there are none."""
     if state["sums"]:
         check_shapes("gradient sums", state["sums"], parameters)
@@ -112,50 +107,3 @@ def sq_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The squared norm of all tensors as one vector, in float64; 0 where there are none."""
     norms = norms_of(tensors)
     return norms.double().square().sum() if isinstance(norms, Tensor) else torch.zeros((), dtype=torch.float64)
-
-
-class Preconditioner:
-    """1 / (sqrt(v) + eps) for each parameter, v the optimizer's second moment, corrected as the optimizer does."""
-
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        require_second_moment(optimizer)
-        self._optimizer, self._parameters = optimizer, parameters
-        groups = ((p, group) for group in optimizer.param_groups for p in group["params"])
-        self._groups: dict[Tensor, dict[str, Any]] = dict(groups)
-
-    def scales(self) -> dict[str, Tensor] | None:
-        """By parameter name; None before the optimizer's first step, when there is no second moment yet."""
-        found = {name: self._scale(p) for name, p in self._parameters.items()}
-        scales = {name: scale for name, scale in found.items() if scale is not None}
-        return scales or None
-
-    def _scale(self, parameter: nn.Parameter) -> Tensor | None:
-        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
-        key = next((key for key in SECOND_MOMENTS if key in state), None)
-        if key is None:
-            if state:
-                raise ArgumentError(
-                    f"{type(self._optimizer).__name__} keeps no running second moment (it has {', '.join(state)}): "
-                    f"preconditioned=True is for Adam, AdamW, RMSprop and their kin"
-                )
-            return None
-        group = self._groups[parameter]
-        moment: Tensor = state[key].detach()
-        if CORRECTED in group:
-            # Adam's own correction: its running mean starts at zero and is too small at first.
-            moment = moment / (1 - group[CORRECTED][1] ** torch.as_tensor(state["step"], device=moment.device))
-        return (moment.sqrt() + float(group["eps"])).reciprocal()
-
-
-def rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients times the scales, by coordinate; without parameters that the optimizer has not moved yet."""
-    return {name: addend(g, scales[name]) * scales[name] for name, g in gradients.items() if name in scales}
-
-
-def require_second_moment(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that divides by nothing."""
-    if "eps" not in optimizer.defaults or optimizer.defaults.get("centered") or isinstance(optimizer, Adadelta):
-        raise ArgumentError(
-            f"preconditioned=True is for optimizers that divide by the root of a running second moment (Adam, AdamW, "
-            f"RMSprop without centering), got {type(optimizer).__name__}"
-        )

@@ -1,24 +1,20 @@
 """Products of gradients one and two steps apart, from which that of gradients no step apart is extrapolated."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from divebatch.estimators.average import Norms, inner_variance, read
-from divebatch.estimators.chunk_gradients import Preconditioner, rescaled
-from divebatch.norms.accumulators import addend, check_shapes, trainable
-from divebatch.norms.sketch import sum_dtype
+from divebatch.estimators.gradient_sketch import with_shared_error
+from divebatch.estimators.kept_gradients import Kept
+from divebatch.estimators.step_gradients import StepGradients
+from divebatch.measurement import Spread
 
 FARTHEST = 2.5
 """The largest factor of the extrapolation below: it multiplies the noise of the products, too."""
 KEPT = 3
-LONGEST_DOT = 2**24
-"""Entries: in float32 a product of 10^8 came out 0.3 to 0.8 % too small on a CPU, one of 2^24 by 0.02 %."""
 
 
 def extrapolation(optimizer: Optimizer) -> float:
@@ -63,26 +59,25 @@ class LaggedRow:
         """Samples of this step."""
         return self.sizes[1]
 
-    def numbers(self, values: Sequence[float]) -> tuple[float, float, float]:
-        """tr(Sigma), ||G||^2 and Var_i<g_i, g>, from what `parts` were read as."""
+    def numbers(self, values: Sequence[float]) -> tuple[float, float, float, float]:
+        """tr(Sigma), ||G||^2, Var_i<g_i, g> and what of the first was taken off for the second."""
         (size, own_size), (before, own, one, two) = self.sizes, values
         sq_norm = one + self.factor * (one - two)
         mean = (size**2 * before + 2 * size * own_size * one + own_size**2 * own) / (size + own_size) ** 2
-        return own_size * (own - sq_norm), sq_norm, inner_variance((before, own), self.sizes, mean)
+        inner = inner_variance((before, own), self.sizes, mean)
+        return own_size * (own - sq_norm), sq_norm, inner, own_size * sq_norm
 
 
 class Lagged:
-    """The mean gradients of the last three steps: costs three copies of the trainable parameters.
+    """The mean gradients of the last three steps, whole or sketched, and their products."""
 
-    With `preconditioned` each is first divided by the root of the optimizer's second moment, as it stands at its step;
-    before the first step there is none, and that gradient is left out.
-    """
+    needed = KEPT
+    reach = KEPT - 1
+    """An estimate has gradients in common with so many of those before it, where there is one a step."""
+    bounds_below = True
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, preconditioned: bool = False) -> None:
-        self.parameters = trainable(model)
-        self._optimizer, self._group = optimizer, _largest_group(optimizer)
-        self._preconditioner = Preconditioner(optimizer, self.parameters) if preconditioned else None
-        self._vectors, self._views = zip(*(_flat(self.parameters) for _ in range(KEPT)), strict=True)
+    def __init__(self, kept: Kept, optimizer: Optimizer) -> None:
+        self.kept, self._optimizer, self._group = kept, optimizer, _largest_group(optimizer)
         self.forget()
 
     def forget(self) -> None:
@@ -97,70 +92,36 @@ class Lagged:
         """Steps whose gradients are kept."""
         return min(self._count, KEPT)
 
-    def add(self, gradients: Mapping[str, Tensor], num_samples: int, *, scale: float = 1.0) -> None:
-        """A step on `num_samples` samples whose mean gradient is `scale` times `gradients`."""
-        if self._preconditioner is not None:
-            scales = self._preconditioner.scales()
-            if scales is None:
-                return
-            gradients = rescaled(gradients, scales)
-        vector, views = self._vectors[self._count % KEPT], self._views[self._count % KEPT]
-        if len(gradients) < len(views):
-            vector.zero_()
-        places = [views[name] for name in gradients]
-        torch._foreach_copy_(places, [addend(g, place) for g, place in zip(gradients.values(), places, strict=True)])
-        if scale != 1.0:
-            vector.mul_(scale)
+    def widened(self, spread: Spread, means: Sequence[float]) -> Spread:
+        """The spread with what a sketch's error adds that all steps share."""
+        return with_shared_error(spread, means, self.kept.relative_variance)
+
+    def add_step(self, step: StepGradients, num_samples: int) -> None:
+        """A step on `num_samples` samples."""
+        sq_norm = self.kept.put(self._count % KEPT, step)
         self._count += 1
         self._sizes = [num_samples, *self._sizes[: KEPT - 1]]
-        self._sq_norms = [_dot(vector, vector), *self._sq_norms[: KEPT - 1]]
+        self._sq_norms = [sq_norm, *self._sq_norms[: KEPT - 1]]
 
     def row(self) -> LaggedRow:
         """The row of the last three steps."""
-        newest, last, before = (self._vectors[(self._count - lag) % KEPT] for lag in (1, 2, 3))
-        parts = [self._sq_norms[1], self._sq_norms[0], _dot(newest, last), _dot(newest, before)]
+        newest, last, before = ((self._count - lag) % KEPT for lag in (1, 2, 3))
+        products = [self.kept.dot(newest, last), self.kept.dot(newest, before)]
         factor = _factor(self._optimizer.param_groups[self._group])  # it may change, and groups are replaced by a load
-        return LaggedRow((self._sizes[1], self._sizes[0]), factor, parts)
+        return LaggedRow((self._sizes[1], self._sizes[0]), factor, [self._sq_norms[1], self._sq_norms[0], *products])
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients that the next steps will be multiplied with."""
         # The oldest of the three is written over by the next step, so two are enough.
-        held = [self._views[(self._count - lag) % KEPT] for lag in range(1, min(self._count, KEPT - 1) + 1)]
-        gradients = [{name: view.clone() for name, view in views.items()} for views in held]
-        kept = len(held)
-        return {"sizes": self._sizes[:kept], "sq_norms": read(self._sq_norms[:kept]), "gradients": gradients}
+        held = [(self._count - lag) % KEPT for lag in range(1, min(self._count, KEPT - 1) + 1)]
+        sq_norms = read(self._sq_norms[: len(held)])
+        gradients = [self.kept.state_of(slot) for slot in held]
+        return {"sizes": self._sizes[: len(held)], "sq_norms": sq_norms, "gradients": gradients}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved gradients."""
-        check_gradients(state, self.parameters)
         self.forget()
         for gradients in reversed(state["gradients"]):
-            for name, gradient in gradients.items():
-                self._views[self._count][name].copy_(gradient)
+            self.kept.load(self._count, gradients)
             self._count += 1
         self._sizes, self._sq_norms = list(state["sizes"]), list(state["sq_norms"])
-
-
-def check_gradients(state: dict[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Raise if the gradients of a `Lagged`'s state are not those of the parameters here."""
-    for gradients in state["gradients"]:
-        check_shapes("gradients", gradients, parameters)
-
-
-def _flat(parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, dict[str, Tensor]]:
-    """A vector with room for all, and each parameter's place in it, strided as it is: all are copied at once."""
-    first = next(iter(parameters.values()))
-    dtype = functools.reduce(torch.promote_types, (sum_dtype(p.dtype) for p in parameters.values()))
-    vector = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=dtype, device=first.device)
-    parts = vector.split([p.numel() for p in parameters.values()])
-    strides = {name: torch.empty_like(p, device="meta").stride() for name, p in parameters.items()}
-    places = zip(parameters.items(), parts, strict=True)
-    return vector, {name: part.as_strided(p.shape, strides[name]) for (name, p), part in places}
-
-
-def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """The real part, where parameters are complex."""
-    # In parts: a long float32 product on a CPU comes out too small (see LONGEST_DOT).
-    parts = zip(one.split(LONGEST_DOT), other.split(LONGEST_DOT), strict=True)
-    first, *rest = (torch.vdot(*each).real for each in parts)
-    return sum(rest, first)

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.chunk_gradients import Chunks, check_sums, require_second_moment
+from divebatch.estimators.chunk_gradients import Chunks, check_sums
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_used
+from divebatch.estimators.second_moment import require_second_moment
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
@@ -80,7 +81,7 @@ class BatchChunks(Source):
     def attach(self, scene: Scene, decay: float) -> PairAverage:
         self._num_batches = 0
         self._average = PairAverage(decay=decay)
-        self._chunks = Chunks(scene.model, optimizer=scene.optimizer if self._preconditioned else None)
+        self._chunks = Chunks(trainable(scene.model), optimizer=scene.optimizer if self._preconditioned else None)
         self._batches = BatchWatch(scene, self._chunks.parameters, self._add, self._end_of_batch, self._is_looking)
         return self._average
 

@@ -1,0 +1,141 @@
+"""Gradients as Adam and its kin see them: each coordinate divided by the root of its running second moment."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adadelta, Optimizer
+
+from divebatch.errors import ArgumentError
+from divebatch.norms.accumulators import addend
+from divebatch.norms.sketch import sum_dtype
+
+LARGEST_MOMENT = "max_exp_avg_sq"
+"""Where AMSGrad keeps the largest second moment so far, by which it divides."""
+SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
+"""Where torch's optimizers keep it: Adam and its kin, RMSprop."""
+CORRECTED = "betas"
+"""Optimizers with these correct the running mean for its start at zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An optimizer's second moment of one parameter, as it stands before a step."""
+
+    mean: Tensor
+    """The running mean of squares."""
+    largest: Tensor | None
+    """AMSGrad's."""
+    step: Tensor
+    """Steps so far, on whichever device the optimizer counts them."""
+    decay: float
+    """How much of the mean the step keeps."""
+    eps: float
+    is_corrected: bool
+
+
+class Preconditioner:
+    """Knows what an optimizer divides gradients by: sqrt(v) + eps, v its second moment, corrected as it does.
+
+    `divided` takes the v that the step about to come will have, with the gradient's own square in it. Without that, a
+    coordinate that was hardly ever seen (the embedding of a rare token) would be divided by next to nothing, and a few
+    of them would be all of the noise, while Adam's own step never exceeds 1 / sqrt(1 - beta2) there.
+
+    `scales` takes the v before the step: for chunks of a batch, which must all be divided by the same.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        require_second_moment(optimizer)
+        self._optimizer, self._parameters = optimizer, parameters
+
+    def moments(self) -> dict[str, Moment]:
+        """By parameter name, of those that the optimizer has moved; none before its first step."""
+        # Asked anew each time, since groups are replaced where a state is loaded.
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        found = ((name, self._moment(p, groups.get(id(p)))) for name, p in self._parameters.items())
+        return {name: moment for name, moment in found if moment is not None}
+
+    def scales(self) -> dict[str, Tensor] | None:
+        """1 / (sqrt(v) + eps) by parameter name; None before the optimizer's first step."""
+        scales = {
+            name: _divisor_from(_summed(each.mean).clone(), each, 0).reciprocal_()
+            for name, each in self.moments().items()
+        }
+        return scales or None
+
+    def _moment(self, parameter: nn.Parameter, group: Mapping[str, Any] | None) -> Moment | None:
+        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        if not state or group is None:
+            return None
+        key = next((key for key in SECOND_MOMENTS if key in state), None)
+        if key is None:
+            raise ArgumentError(
+                f"{type(self._optimizer).__name__} keeps no running second moment (it has {', '.join(state)}): "
+                f"preconditioned=True is for Adam, AdamW, RMSprop and their kin"
+            )
+        is_corrected = CORRECTED in group
+        decay = float(group[CORRECTED][1] if is_corrected else group["alpha"])
+        largest = _real(state[LARGEST_MOMENT]) if LARGEST_MOMENT in state else None
+        step = torch.as_tensor(state["step"])
+        return Moment(_real(state[key]), largest, step, decay, float(group["eps"]), is_corrected)
+
+
+def divided(gradient: Tensor, moment: Moment, scale: float) -> Tensor:
+    """`scale` times the gradient, divided. `scale` makes it what the optimizer will square, without a GradScaler's."""
+    return _by_parts(gradient, partial(_divided, moment=moment, scale=scale))
+
+
+def _divided(gradient: Tensor, moment: Moment, scale: float) -> Tensor:
+    before = _summed(moment.mean)
+    gradient = addend(gradient, before)
+    gradient = gradient if scale == 1.0 else gradient * scale
+    divisor = _divisor_from(gradient.square().lerp_(before, moment.decay), moment, 1)
+    return torch.div(gradient, divisor, out=divisor)
+
+
+def _divisor_from(mean: Tensor, moment: Moment, steps_more: int) -> Tensor:
+    """What the optimizer divides by, so many steps from now, if `mean` is its second moment then; written over it."""
+    if moment.largest is not None:
+        torch.maximum(mean, moment.largest.to(mean.dtype), out=mean)
+    if moment.is_corrected:
+        # Adam's own correction: its running mean starts at zero and is too small at first.
+        mean.div_(1 - moment.decay ** (moment.step.to(mean) + steps_more))
+    return mean.sqrt_().add_(moment.eps)
+
+
+def rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients times the scales, by coordinate; without parameters that the optimizer has not moved yet."""
+    return {
+        name: _by_parts(gradient, partial(_multiplied, scale=scales[name]))
+        for name, gradient in gradients.items()
+        if name in scales
+    }
+
+
+def _multiplied(gradient: Tensor, scale: Tensor) -> Tensor:
+    return addend(gradient, scale) * scale
+
+
+def _by_parts(gradient: Tensor, divide: Callable[[Tensor], Tensor]) -> Tensor:
+    """Real and imaginary part each by itself, as torch's optimizers do."""
+    return torch.view_as_complex(divide(_real(gradient))) if gradient.is_complex() else divide(gradient)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    return tensor.to(sum_dtype(tensor.dtype))
+
+
+def require_second_moment(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that divides by nothing."""
+    if "eps" not in optimizer.defaults or optimizer.defaults.get("centered") or isinstance(optimizer, Adadelta):
+        raise ArgumentError(
+            f"preconditioned=True is for optimizers that divide by the root of a running second moment (Adam, AdamW, "
+            f"RMSprop without centering), got {type(optimizer).__name__}"
+        )
