@@ -14,7 +14,7 @@ CORE = {"lr", "ranks", "measurement", "records", "policies", "norms", "estimator
 LIBRARY = (
     BASE | CORE | {"student", "step_line", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
 )
-LIBRARY |= {"step_count", "size_limit", "finished_epoch", "advice", "integrations"}
+LIBRARY |= {"step_count", "size_limit", "finished_epoch", "advice", "integrations", "noise_meter"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "size_limit": {"measurement"},
     "finished_epoch": BASE | {"data"},
     "controller": BASE | CORE | {"resolve", "recording", "measuring", "step_count", "size_limit", "finished_epoch"},
-    "integrations": BASE | CORE | {"controller", "resolve", "step_count"},
+    "noise_meter": BASE | {"estimators", "norms"},
+    "integrations": BASE | CORE | {"controller", "resolve", "step_count", "noise_meter"},
     "advice": BASE | CORE | {"step_line"},
     "research": BASE | {"data", "estimators", "norms", "ranks"},
     "lab.training": LIBRARY,

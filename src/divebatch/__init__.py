@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from divebatch.errors import DivebatchError
     from divebatch.estimators import Oracle, Trajectory
     from divebatch.measurement import Decision, Diversity, Measurement
+    from divebatch.noise_meter import NoiseMeter
     from divebatch.norms import NormMeter, gradient_diversity, rule_for
     from divebatch.policies import AdaBatch, Auto, DiveBatch, Fixed, Policy
     from divebatch.records import EpochRecord
@@ -29,6 +30,7 @@ __all__ = [
     "Trajectory",
     "Oracle",
     "NormMeter",
+    "NoiseMeter",
     "gradient_diversity",
     "micro_batches",
     "rule_for",
@@ -49,6 +51,7 @@ _HOMES = {
     "errors": ("DivebatchError",),
     "estimators": ("Oracle", "Trajectory"),
     "measurement": ("Decision", "Diversity", "Measurement"),
+    "noise_meter": ("NoiseMeter",),
     "norms": ("NormMeter", "gradient_diversity", "rule_for"),
     "policies": ("AdaBatch", "Auto", "DiveBatch", "Fixed", "Policy"),
     "records": ("EpochRecord",),

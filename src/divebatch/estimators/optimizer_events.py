@@ -41,7 +41,7 @@ def when_gradients_are_used(
     """
     optimizers = (scene.require_optimizer(name), *scene.other_optimizers)
     tell = then if len(optimizers) == 1 else _OncePerDelivery(scene, then, reads_gradients=reads_gradients)
-    handles = [_when_used(optimizer, partial(tell, optimizer)) for optimizer in optimizers]
+    handles = [when_used(optimizer, partial(tell, optimizer)) for optimizer in optimizers]
 
     def end() -> None:
         for handle in handles:
@@ -50,7 +50,7 @@ def when_gradients_are_used(
     return end
 
 
-def _when_used(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHandle:
+def when_used(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHandle:
     """Call `then` once a step: before it, or where the step makes its gradients by a closure, after that first ran.
 
     A hook before `step(closure)` finds the gradients of the step before. Lightning always steps like that.
