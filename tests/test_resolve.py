@@ -1,10 +1,13 @@
 """What a controller takes where it is told nothing, and which parts it refuses."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 from divebatch import (
@@ -26,8 +29,6 @@ from divebatch.lr import coupling_for
 from divebatch.policies import POLICIES, InnerProductTest, NoiseScale, Seesaw, SmithSchedule
 from divebatch.resolve import resolve_couplings, resolve_estimator
 from reference.per_sample import dataset, mean_loss, mlp
-
-pytestmark = pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # plain SGD has no momentum
 
 LINEAR = ("SGD", "ASGD")
 SQRT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
@@ -219,21 +220,88 @@ def test_every_epoch_can_be_measured_for_the_record():
     assert control.step().measured
 
 
+class OwnLayer(nn.Module):
+    """Without a norm rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "covered": mlp,
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)),
+    "no rule": lambda: nn.Sequential(nn.Linear(4, 3), OwnLayer()),
+    "compiled": lambda: torch.compile(mlp()),
+}
+
+
+def chosen(model: nn.Module, policy: Policy, *, momentum: float = 0.0, batch_size: int = 4, **settings: Any) -> str:
+    """The class of the estimator that a controller takes; a warning is an error where it is not expected."""
+    driver = SGD(model.parameters(), 0.01, momentum=momentum)
+    control = Controller(model, driver, AdaptiveLoader(dataset(24), batch_size, seed=0), policy, **settings)
+    return str(control.state_dict()["settings"]["estimator"])
+
+
+TOLD = r"goes by .* Give the optimizer momentum, or .* estimator='per-sample'"
+
+
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("momentum", "estimator"), [(0.0, None), (0.3, None), (0.9, Moments(window=2))])
-def test_an_estimate_that_no_policy_grows_on_is_told_at_once(momentum, estimator):
-    model = mlp()
-    optimizer = SGD(model.parameters(), 0.01, momentum=momentum)
-    with pytest.warns(UserWarning, match=r"Auto goes by .* Give the optimizer momentum, or .* estimator='per-sample'"):
-        Controller(model, optimizer, AdaptiveLoader(dataset(24), 4, seed=0), Auto(16), estimator=estimator)
+@pytest.mark.parametrize("momentum", [0.0, 0.3])
+def test_without_momentum_single_samples_are_measured_where_they_can_be(momentum: float):
+    assert chosen(mlp(), Auto(16), momentum=momentum) == "PerSample"
+    assert chosen(mlp(), NoiseScale(16), momentum=momentum) == "PerSample"
+    assert chosen(mlp(), Auto(16), momentum=0.9) == "Moments"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["BatchNorm", "no rule", "compiled"])
+def test_where_they_cannot_be_the_warning_says_what_to_change(name: str):
+    with warnings.catch_warnings(action="ignore"):  # of torch's own compiler
+        model = MODELS[name]()
+    with pytest.warns(UserWarning, match=TOLD):
+        assert chosen(model, Auto(16)) == "Moments"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_sample_a_pass_and_policies_that_need_more_keep_the_policys_own():
+    with pytest.warns(UserWarning, match=TOLD):
+        assert chosen(mlp(), Auto(16), batch_size=1) == "Moments"
+    with pytest.warns(UserWarning, match=TOLD):
+        assert chosen(mlp(), InnerProductTest(16)) == "Moments"
+    with pytest.warns(UserWarning, match=TOLD):
+        assert chosen(mlp(), Auto(16), shadows={"inner": InnerProductTest(16)}) == "Moments"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("estimator", ["moments", Moments(window=2)])
+def test_an_estimate_that_was_asked_for_stays_and_is_told_about(estimator: Any):
+    with pytest.warns(UserWarning, match=TOLD):
+        assert chosen(mlp(), Auto(16), momentum=0.0, estimator=estimator) == "Moments"
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("momentum", "estimator"), [(0.9, None), (0.0, "per-sample"), (0.0, "split")])
 def test_an_estimate_that_policies_grow_on_is_no_reason_for_a_warning(momentum, estimator):
+    chosen(mlp(), Auto(16), momentum=momentum, estimator=estimator)
+
+
+def test_auto_grows_with_plain_sgd_and_nothing_chosen():
+    torch.manual_seed(0)
     model = mlp()
-    optimizer = SGD(model.parameters(), 0.01, momentum=momentum)
-    Controller(model, optimizer, AdaptiveLoader(dataset(24), 4, seed=0), Auto(16), estimator=estimator)
+    driver, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(400), 2, seed=0)
+    control = Controller(model, driver, loader, Auto(64))
+    for _ in range(4):
+        for x, y in loader:
+            driver.zero_grad()
+            mean_loss(model(x), y).backward()
+            driver.step()
+        record = control.step()
+    assert record.next_batch_size > 2
+    assert record.diversity_low > 0
 
 
 @pytest.mark.filterwarnings("error")

@@ -21,8 +21,6 @@ from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Policy
 from reference.per_sample import dataset, mean_loss, mlp
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # plain SGD has no momentum
-
 FIRST, DATA = 4, dataset(40)
 SIZES = (4, 8, 16, 12)
 

@@ -15,7 +15,7 @@ from divebatch.data.epoch_progress import EpochProgress, warn_if_endless
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.rank_shards import rank_shard_of
 from divebatch.errors import CheckpointError, UsageError
-from divebatch.estimators import Estimator, Scene
+from divebatch.estimators import Estimator
 from divebatch.finished_epoch import finished_epoch, loss_of_all_ranks
 from divebatch.lr import BY_NOISE, Coupling, Rates, Reading, ScheduleIn
 from divebatch.measurement import Decision, Diversity, History, Measurement
@@ -24,17 +24,16 @@ from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_same_settings, settings_of
-from divebatch.ranks import inside_ddp
 from divebatch.recording import epoch_record
 from divebatch.records import Change, EpochRecord
 from divebatch.resolve import (
+    Trained,
     as_list,
     require_parts,
     require_same_setup,
     require_step_cadence,
     resolve_couplings,
     resolve_estimator,
-    training,
 )
 from divebatch.size_limit import SizeLimit
 from divebatch.step_count import StepCount, in_multiples
@@ -111,7 +110,8 @@ class Controller:
         require_choice("schedule_in", schedule_in, (None, "epochs", "steps", "calls"))
         require_choice("hand_set_lr", hand_set_lr, (None, "own", "in force"))
         couplings = resolve_couplings(policy, lr_coupling, optimizers)
-        chosen = resolve_estimator(policy, estimator, shadows=self._shadows)
+        trained = Trained(model, optimizers, loader)
+        chosen = resolve_estimator(policy, estimator, trained, shadows=self._shadows)
         self.ranks = loader.ranks
         require_same_setup(
             optimizers,
@@ -139,10 +139,10 @@ class Controller:
         )
         self._needs = frozenset[str]().union(*(each.needs for each in self._policies))
         self.epoch = loader.epoch
-        first, *others = training(model, optimizers)
+        scene = trained.scene(loss_reduction)
         self._measuring = Measuring(
             chosen,
-            Scene(inside_ddp(model), loader, first, other_optimizers=tuple(others), loss_reduction=loss_reduction),
+            scene,
             self._policies,
             always=measure_always or not BY_NOISE.isdisjoint(couplings),
         )
@@ -152,7 +152,9 @@ class Controller:
         self._every_steps = every_steps
         if every_steps is not None:
             require_step_cadence(every_steps, policy, self._measuring.estimator)
-        self._steps.watch(first)  # before the rates look: what a step holds is known when they do
+        self._steps.watch(
+            scene.require_optimizer("a controller")
+        )  # before the rates look: what a step holds is known when they do
         self._rates = Rates(
             optimizers,
             as_list(scheduler),

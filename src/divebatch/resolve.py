@@ -1,46 +1,93 @@
 """What a controller is made of: the parts that were left out are chosen here, and all are checked to fit together."""
 
+import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from divebatch.checks import require_count
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Estimator, make_estimator
+from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
 from divebatch.estimators.catalog import names_where
 from divebatch.lr import BY_SIZE, Coupling, coupling_for, require_adam, require_known
+from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_policy
+from divebatch.ranks import inside_ddp
 
 DEFAULT_ESTIMATOR = "moments"
 """For shadows, couplings and policies that name none: right at fixed weights, for every model and optimizer."""
 
 
-def estimator_of(policy: Policy) -> str:
-    """Return the name of the estimator that measures for `policy` where none is given."""
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What an estimator would measure in: the model, who trains it, and with which batches.
+
+    Args:
+        model: The model, or the DDP wrapper around it.
+        optimizers: Those that train it, in any order.
+        loader: Who delivers the batches.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    loader: AdaptiveLoader
+
+    def scene(self, loss_reduction: LossReduction = "mean") -> Scene:
+        """What an estimator may look at."""
+        first, *others = training(self.model, self.optimizers)
+        return Scene(
+            inside_ddp(self.model), self.loader, first, other_optimizers=tuple(others), loss_reduction=loss_reduction
+        )
+
+
+def estimator_of(policy: Policy, trained: Trained | None = None, *, shadows: Mapping[str, Policy] | None = None) -> str:
+    """Return the name of the estimator that measures for `policy` where none is given.
+
+    That is the policy's own, or the one that stands in for it where policies would not act on what it measures there.
+    """
     # Controller, adapters and experiment files all ask here, so a default means the same everywhere.
-    return policy.estimator or DEFAULT_ESTIMATOR
+    name = policy.estimator or DEFAULT_ESTIMATOR
+    if trained is None or "diversity" not in policy.needs:
+        return name
+    stand_in = ESTIMATORS.get(ESTIMATORS[name].stand_in)
+    needing = [each for each in (policy, *(shadows or {}).values()) if "inner_variance" in each.needs]
+    if stand_in is None or (needing and not stand_in.has_inner_variance):
+        return name
+    scene, size = trained.scene(), trained.loader.delivery_size or trained.loader.batch_size
+    is_better = bool(make_estimator(name).caveat(scene)) and stand_in.can_measure(scene, size)
+    return stand_in.name if is_better else name
 
 
 def resolve_estimator(
     policy: Policy,
     estimator: str | Estimator | None,
+    trained: Trained | None = None,
     *,
     shadows: Mapping[str, Policy] | None = None,
     grad_scaler: Any = None,
 ) -> Estimator:
-    """Return the estimator that measures for `policy`: the one that was given, else the policy's own.
+    """Return the estimator that measures for `policy`: the one that was given, else as `estimator_of` says.
 
     Args:
         policy: The policy that decides.
         estimator: A name, an object, or None for the policy's own.
+        trained: What would be measured, for the choice of one where none is given.
         shadows: Policies that only watch; they take what measures for `policy`.
         grad_scaler: The GradScaler that multiplies the losses, where there is one; an object must know it already.
     """
-    made = estimator if isinstance(estimator, Estimator) else _made(estimator or estimator_of(policy), grad_scaler)
+    if isinstance(estimator, Estimator):
+        made = estimator
+    else:
+        name = estimator or estimator_of(policy, trained, shadows=shadows)
+        is_stand_in = estimator is None and name != estimator_of(policy)
+        # Whoever did not ask for this estimator was not told either to make it with the scaler.
+        made = _made(name, grad_scaler or (_living_scaler() if is_stand_in else None))
     for each in (policy, *(shadows or {}).values()):
         if "inner_variance" in each.needs and not made.has_inner_variance:
             raise ArgumentError(
@@ -61,6 +108,16 @@ def _made(name: str, grad_scaler: Any) -> Estimator:
             f"use bfloat16, which has none, or one of: {known}"
         )
     return make_estimator(name, grad_scaler=grad_scaler)
+
+
+def _living_scaler() -> Any:
+    """Return the GradScaler that a loop of the user's own may scale its losses with; None where that is not clear.
+
+    A wrong one does no harm: a noise scale is a ratio, and the scale of a scaler that nobody uses never changes.
+    """
+    gc.collect()  # those of a loop that has ended may still be there
+    found = [each for each in gc.get_objects() if issubclass(type(each), GradScaler) and each.is_enabled()]
+    return found[0] if len(found) == 1 else None
 
 
 def as_list(given: Any) -> list[Any]:

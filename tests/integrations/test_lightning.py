@@ -42,7 +42,6 @@ pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed
 BatchSizeCallback = pytest.importorskip("divebatch.integrations.lightning").BatchSizeCallback
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments."),  # plain SGD has no momentum
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning 2.6 on torch 2.13
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
@@ -156,6 +155,7 @@ def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
         assert all(torch.equal(*pair) for pair in zip(each.module.net.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # plain SGD has no momentum
 def test_an_estimate_from_steps_is_the_plain_loops():
     """Lightning makes gradients within the step, by a closure."""
     policy = Watched((6, 6, 6))
@@ -375,7 +375,7 @@ def test_auto_needs_nothing_else(passes: int):
     trainer.fit(module(), loader)
     assert [record.measured for record in callback.records] == [True, True]
     state = callback.state_dict()
-    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", "linear")
+    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("PerSample", "linear")
 
 
 class Scaled(pl.plugins.MixedPrecision):

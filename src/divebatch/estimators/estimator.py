@@ -114,12 +114,19 @@ class Estimator(ABC):
     """Whether it is right under a GradScaler without being told of it."""
     takes_batch_norm: ClassVar[bool] = True
     """Whether it is right where BatchNorm in training mode makes each sample's gradient depend on its batch."""
+    stand_in: ClassVar[str] = ""
+    """The estimator to take where policies would not act on this one (`caveat`) and that one `can_measure`; or none."""
     has_window: ClassVar[bool] = True
     """Whether `window` may be asked within an epoch."""
     has_inner_variance: ClassVar[bool] = False
     """Whether the `Diversity` comes with its `inner_variance`."""
     sees_all_ranks: ClassVar[bool] = False
     """Whether each rank sees what all saw together, so that there is nothing to add up over ranks."""
+
+    @classmethod
+    def can_measure(cls, scene: Scene, batch_size: int) -> bool:
+        """Whether it is right for this model and batches of so many samples, as far as that shows before training."""
+        return True
 
     @property
     def added_noise(self) -> NoiseSeen:

@@ -54,6 +54,7 @@ class Moments(Stepwise):
     """
 
     name = "moments"
+    stand_in = "per-sample"
     undoes_grad_scale = True
     has_inner_variance = True
     sees_all_ranks = True

@@ -11,8 +11,11 @@ from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms import DiversityMeter
+from divebatch.norms.compilation import is_compiled
 from divebatch.norms.diversity import PassSums
 from divebatch.norms.meter import MODES
+from divebatch.norms.registry import cover
+from divebatch.norms.sharded import is_sharded
 from divebatch.ranks import Ranks
 
 
@@ -39,6 +42,20 @@ class PerSample(Stepwise):
     measures_norms = True
     takes_batch_norm = False
 
+    @classmethod
+    def can_measure(cls, scene: Scene, batch_size: int) -> bool:
+        """Whether each sample has gradients of its own, every layer a rule, and each pass more than one sample."""
+        model = scene.model
+        if batch_size <= scene.delivery.ranks.size or is_compiled(model) or any(map(is_sharded, model.parameters())):
+            return False
+        if any(isinstance(each, _BatchNorm) for each in model.modules()):
+            return False
+        try:
+            cover(model)
+        except CoverageError:
+            return False
+        return True
+
     def __init__(
         self,
         *,
@@ -62,7 +79,10 @@ class PerSample(Stepwise):
 class SamplePasses(Source):
     """Single backward passes, whose samples are chunks of one; `settings` are the meter's."""
 
-    nothing_seen = "the epoch has ended, but no backward pass of two or more samples was seen in it"
+    nothing_seen = (
+        "the epoch has ended, but no backward pass of two or more samples was seen in it. Where each pass has one "
+        "sample, or is inside compiled code, pass another estimator to the controller, such as 'moments'"
+    )
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings

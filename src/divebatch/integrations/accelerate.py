@@ -11,7 +11,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.integrations.versions import Requirement
 from divebatch.policies import Policy
-from divebatch.resolve import as_list, resolve_estimator
+from divebatch.resolve import Trained, as_list, resolve_estimator
 
 REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
 REQUIREMENT.installed()
@@ -53,12 +53,18 @@ def make_controller(
     schedulers = [_unwrapped(part, accelerator.num_processes) for part in as_list(scheduler)]
     # The loader is not prepared, so nobody else moves its batches to the device.
     loader.transform = _OnDevice(loader.transform, accelerator.device)
+    whole = accelerator.unwrap_model(model)
+    optimizers = [
+        each.optimizer if isinstance(each, _optimizer.AcceleratedOptimizer) else each for each in as_list(optimizer)
+    ]
     control = Controller(
-        accelerator.unwrap_model(model),
-        [each.optimizer if isinstance(each, _optimizer.AcceleratedOptimizer) else each for each in as_list(optimizer)],
+        whole,
+        optimizers,
         loader,
         policy,
-        estimator=resolve_estimator(policy, estimator, grad_scaler=accelerator.scaler),
+        estimator=resolve_estimator(
+            policy, estimator, Trained(whole, optimizers, loader), grad_scaler=accelerator.scaler
+        ),
         scheduler=schedulers,
         **settings,
     )

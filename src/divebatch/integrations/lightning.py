@@ -20,7 +20,7 @@ from divebatch.lr import Coupling
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
-from divebatch.resolve import resolve_estimator
+from divebatch.resolve import Trained, resolve_estimator
 
 REQUIREMENT = Requirement(
     ["lightning", "pytorch-lightning"],
@@ -101,7 +101,10 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
             self.loader,
             self.policy,
             estimator=resolve_estimator(
-                self.policy, self._estimator, grad_scaler=getattr(trainer.precision_plugin, "scaler", None)
+                self.policy,
+                self._estimator,
+                Trained(pl_module, trainer.optimizers, self.loader),
+                grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
             ),
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
             batches_per_step=self._num_passes,

@@ -28,7 +28,7 @@ from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.sample_gradients import Explicit, Form, Outer, positions
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
-from divebatch.resolve import resolve_estimator
+from divebatch.resolve import Trained, resolve_estimator
 
 REQUIREMENT = Requirement(["transformers"], extra="transformers", oldest="5.22", too_new="5.23")
 REQUIREMENT.installed()
@@ -234,12 +234,18 @@ class _Follow(_TrainerCallback):  # type: ignore[misc]
             for module in trainer.model.modules()
             if isinstance(module, nn.Embedding)
         ]
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         trainer.batch_control = Controller(
             trainer.model,
-            getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            optimizer,
             trainer.train_loader,
             InMultiples(trainer.policy, trainer._train_batch_size),
-            estimator=resolve_estimator(trainer.policy, trainer._estimator, grad_scaler=trainer.accelerator.scaler),
+            estimator=resolve_estimator(
+                trainer.policy,
+                trainer._estimator,
+                Trained(trainer.model, [optimizer], trainer.train_loader),
+                grad_scaler=trainer.accelerator.scaler,
+            ),
             lr_coupling=trainer.lr_coupling,
             scheduler=trainer.lr_scheduler,
             schedule_in="calls",  # it counts samples by itself

@@ -17,9 +17,14 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return wrapped
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model, or a module in it, is under `torch.compile`."""
+    return any(module._compiled_call_impl is not None or uncompiled(module) is not module for module in model.modules())
+
+
 def warn_if_compiled(model: nn.Module) -> None:
     """Hooks on a compiled model break its graph, and code that was compiled before them does not call them."""
-    if any(module._compiled_call_impl is not None or uncompiled(module) is not module for module in model.modules()):
+    if is_compiled(model):
         told = (
             "the model is under torch.compile and this meter is not: its hooks break the compiler's graph, and code "
             f"that was compiled before measures nothing; {WAY_OUT}"

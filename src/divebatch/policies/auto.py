@@ -23,11 +23,11 @@ class Auto(Capped):
     grows soon; later B grows by orders of magnitude, and the size only with its root.
 
     It moves by doublings, so that a compiler sees few shapes; never down; and only where the whole 95 % interval of the
-    estimate lies above the present size. It takes the estimator "moments" unless the controller is given one.
-    Without momentum that tells an upper bound alone, and nothing grows: pass "split" or "per-sample" there. "split" is
-    also better where batches go through in two or more parts, and for decisions within epochs: in the first steps of a
-    training "moments" is several times too large. Not for "trajectory", whose B is far too large. At the cap nothing is
-    measured any more.
+    estimate lies above the present size. It takes the estimator "moments" unless the controller is given one. Without
+    momentum that tells an upper bound alone, and "per-sample" stands in where it can: not under BatchNorm, nor where a
+    layer has no norm rule, where a warning says so and nothing grows. "split" is better where batches go through in two
+    or more parts, and for decisions within epochs: in the first steps of a training "moments" is several times too
+    large. Not for "trajectory", whose B is far too large. At the cap nothing is measured any more.
 
     After each growth the learning rate gets to its new value over one further decision. The named couplings
     are made to leave the noise of training as it was, so at the cap nothing is left that had to go into the rate.

@@ -38,12 +38,11 @@ def test_every_method_runs_and_says_what_it_did(tmp_path: Path, method: str):
     assert any(record.measured for record in epochs) == (measures or method in BRING_THEIR_OWN)
 
 
-@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # the experiment has no momentum
 def test_a_policy_brings_its_estimator_where_the_method_names_none(tmp_path: Path):
     experiment = small()
     method = replace(experiment.method("auto"), estimator=None)
     run = Run(replace(experiment, methods={"auto": method}), "auto", 0, tmp_path)
-    assert make_trainer(run).control.state_dict()["settings"]["estimator"] == "Moments"
+    assert make_trainer(run).control.state_dict()["settings"]["estimator"] == "PerSample"  # there is no momentum
 
 
 def test_a_method_that_decides_within_epochs_records_where(tmp_path: Path):

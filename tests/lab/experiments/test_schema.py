@@ -193,13 +193,15 @@ def test_shadows_are_policy_parts_and_shrink_with_the_epochs():
     assert none.methods["oracle"].shadows is none.scaled(40).methods["oracle"].shadows is None
 
 
-@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # the experiment has no momentum
 def test_auto_needs_nothing_else(tmp_path):
     values = change("methods/sgd-small/policy", {"kind": "auto", "max_batch_size": 4096})
     values["methods"]["sgd-small"].pop("lr_coupling", None)
     experiment = parse_experiment(values, "file.toml")
     state = make_trainer(Run(experiment, "sgd-small", 0, tmp_path)).control.state_dict()
-    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", "linear")
+    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == (
+        "PerSample",
+        "linear",
+    )  # no momentum
 
 
 @pytest.mark.parametrize(("coupling", "factor"), [(0.6, 4**0.6), (1, 4.0), ("sqrt", 2.0)])

@@ -36,7 +36,7 @@ from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded
 from divebatch.ranks import Ranks
 from divebatch.research import QuantizedGradients
-from divebatch.resolve import estimator_of
+from divebatch.resolve import Trained, estimator_of
 
 # Apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL, SIGNS, QUANTIZER = (0, 2), (0, 3), (0, 5), (0, 7)
@@ -140,16 +140,17 @@ def _make_controller(
     run: Run, module: nn.Module, optimizers: list[Optimizer], length: RunLength, loss_fn: LossFn, schedulers: list[Any]
 ) -> Controller:
     method = run.method
+    shadows = {name: build_policy(part, length.samples) for name, part in (method.shadows or {}).items()}
     return Controller(
         module,
         optimizers,
         length.loader,
         _policy(method, length.samples),
-        estimator=_estimator(run, loss_fn),
+        estimator=_estimator(run, loss_fn, Trained(module, optimizers, length.loader), shadows),
         lr_coupling=method.lr_coupling,
         base_batch_size=method.base_batch_size,
         every_steps=method.every_steps,
-        shadows={name: build_policy(part, length.samples) for name, part in (method.shadows or {}).items()},
+        shadows=shadows,
         scheduler=schedulers,
         schedule_in="calls",  # warm-ups last so many steps, whatever their size
         measure_always=method.measure_always,
@@ -214,8 +215,8 @@ def _policy(method: Method, total_samples: int) -> Policy:
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
-def _estimator(run: Run, loss_fn: LossFn) -> Estimator:
-    chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH))
+def _estimator(run: Run, loss_fn: LossFn, trained: Trained, shadows: dict[str, Policy]) -> Estimator:
+    chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH), trained, shadows=shadows)
     part = Part(kind=chosen) if isinstance(chosen, str) else chosen
     return build_estimator(part, run.experiment.training, loss_fn)
 
