@@ -7,6 +7,7 @@ import typer
 from divebatch import __version__
 from divebatch.cli.advise import advise
 from divebatch.cli.compare import compare
+from divebatch.cli.doctor import doctor
 from divebatch.cli.list import list_experiments
 from divebatch.cli.probe import probe
 from divebatch.cli.report import report
@@ -40,3 +41,4 @@ app.command("watch")(watch)
 app.command("search")(search)
 app.command("probe")(probe)
 app.command("advise")(advise)
+app.command("doctor")(doctor)
