@@ -147,7 +147,7 @@ def test_more_devices_are_told_as_a_model(tmp_path):
         "training on 8 devices (a model, not a measurement): a is 1.81 times as fast as b "
         "(time of a over that of b: 0.55, 95% interval 0.55 to 0.55; 2 seeds)."
     ) in answer.output
-    assert "A model, not a measurement: nothing here ran on more than one device." in answer.output
+    assert "A model, not a measurement: no time on more devices was measured." in answer.output
     for seed in range(2):
         write_run(tmp_path, "e", "stepless", seed, [{"val_accuracy": 0.5, "steps": 0, "samples": 0}])
     answer = call(tmp_path, "a", "stepless", "--parameters", 1000)

@@ -322,7 +322,7 @@ def test_the_table_has_the_measured_time_beside_the_models(tmp_path: Path) -> No
     # 120 steps of 1 ms and 15360 samples of 10 us.
     assert cells["small"][:2] == ["0.27", "0.27"]
     assert (cells["small"][-1], cells["auto"][-1]) == ("-", "2.00")
-    assert table.notes[0] == "A model, not a measurement: nothing here ran on more than one device."
+    assert table.notes[0] == "A model, not a measurement: no time on more devices was measured."
     assert (
         "takes 1 ms and 10 us a sample: a straight line through the step times of runs on A made-up GPU"
         in (table.notes[1])

@@ -235,6 +235,14 @@ def test_seconds_of_different_machines_are_not_compared(tmp_path: Path) -> None:
     assert "Seconds here are left out where two methods ran on different hardware." in table.notes
 
 
+def test_runs_that_end_by_the_clock_are_said_to(tmp_path: Path) -> None:
+    write(tmp_path, "small", B)
+    write(tmp_path, "auto", A, policy="auto")
+    assert not any("end after some seconds" in note for note in table_of(tmp_path).notes)
+    write_run(tmp_path, "e", "timed", 0, [{"val_accuracy": 0.5}], config={"epochs": 1, "seconds": 3.0}, hardware=GPU)
+    assert any("end after some seconds" in note for note in table_of(tmp_path).notes)
+
+
 def test_a_run_that_diverged_has_no_difference_in_loss(tmp_path: Path) -> None:
     write(tmp_path, "small", [2.0, 2.0], metric=LOSS)
     write(tmp_path, "auto", [1.0, None], policy="auto", metric=LOSS)

@@ -235,7 +235,7 @@ def _text(value: float | None) -> str:
 def assumptions(model: DeviceModel) -> Iterator[str]:
     """What the model takes for granted, in sentences."""
     (fixed, per_sample), sizes = model.line, [size for size, _ in model.times]
-    yield "A model, not a measurement: nothing here ran on more than one device."
+    yield "A model, not a measurement: no time on more devices was measured."
     yield (
         f"A step on one device takes {_short(fixed)} and {_short(per_sample)} a sample: a straight line "
         f"through the step times of {model.source} at {len(sizes)} sizes, {min(sizes):.0f} to {max(sizes):.0f} "

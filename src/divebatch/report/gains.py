@@ -85,9 +85,9 @@ def find_gains(analysis: Analysis, devices: DeviceModel | Untold) -> list[Gain]:
         analysis: The experiment's, from `analyse`.
         devices: What its runs would take on more devices.
     """
-    gains = []
+    gains, baselines = [], baselines_of(analysis)
     for result in adaptive_methods(analysis):
-        for baseline in baselines_of(analysis):
+        for baseline in baselines:
             pairs = seed_pairs(result, baseline.result, analysis.metric)
             if pairs:
                 ratios = _ratios(pairs, devices)
