@@ -128,8 +128,8 @@ def _notes(analysis: Analysis, devices: DeviceModel | Untold) -> Iterator[str]:
         yield "Seconds on N devices are a model, not a measurement; its assumptions are below the table of devices."
     if any(run.header.config.get("seconds") is not None for run in analysis.experiment.runs):
         yield (
-            "Runs end after some seconds of training, so that methods see different numbers of samples; on more devices "
-            "the times are those of what each did here."
+            "Runs end after some seconds of training, so that methods see different numbers of samples; times on more "
+            "devices are those of what each did here."
         )
     if len(analysis.experiment.machines) > 1:
         yield "Seconds here are left out where two methods ran on different hardware."
