@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "divebatch"
-BASE = {"errors", "checks"}
+BASE = {"errors", "checks", "state_checks"}
 CORE = {"lr", "ranks", "measurement", "records", "policies", "norms", "estimators", "data"}
 LIBRARY = (
     BASE | CORE | {"student", "step_line", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
 )
-LIBRARY |= {"step_count", "size_limit", "finished_epoch", "advice", "integrations", "noise_meter"}
+LIBRARY |= {"step_count", "size_limit", "finished_epoch", "control_state", "advice", "integrations", "noise_meter"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
+    "state_checks": {"errors"},
     "student": set(),
     "step_line": set(),
     "metric": BASE,
@@ -34,9 +35,12 @@ MAY_IMPORT = {
     "recording": BASE | {"measurement", "records"},
     "measuring": BASE | {"data", "estimators", "measurement", "policies"},
     "step_count": BASE | {"measurement", "policies"},
-    "size_limit": {"measurement"},
+    "size_limit": BASE | {"measurement"},
     "finished_epoch": BASE | {"data"},
-    "controller": BASE | CORE | {"resolve", "recording", "measuring", "step_count", "size_limit", "finished_epoch"},
+    "control_state": BASE | {"data", "measurement", "measuring", "policies", "lr", "size_limit", "step_count"},
+    "controller": BASE
+    | CORE
+    | {"resolve", "recording", "measuring", "step_count", "size_limit", "finished_epoch", "control_state"},
     "noise_meter": BASE | {"estimators", "norms"},
     "integrations": BASE | CORE | {"controller", "resolve", "step_count", "noise_meter"},
     "advice": BASE | CORE | {"step_line"},
@@ -49,7 +53,7 @@ MAY_IMPORT = {
     "report": BASE | {"records", "measurement", "student", "step_line"},
     "cli": LIBRARY | {"report", "lab.training", "lab.experiments", "lab.search", "lab.loggers", "lab.probe"},
 }
-WITHOUT_TORCH = {"errors", "checks", "student", "step_line", "measurement", "policies", "report"}
+WITHOUT_TORCH = {"errors", "checks", "state_checks", "student", "step_line", "measurement", "policies", "report"}
 WITHOUT_TORCH |= {"metric", "records", "record_line", "recording"}
 
 

@@ -373,7 +373,7 @@ def test_a_resumed_epoch_knows_that_earlier_steps_were_measured():
 
 def test_a_state_of_another_cadence_is_refused():
     state = Training(Fixed(), every_steps=3).control.state_dict()
-    with pytest.raises(CheckpointError, match="every_steps=3, this run None"):
+    with pytest.raises(CheckpointError, match="every_steps is 3 in the checkpoint, and None in this run"):
         Training(Fixed()).control.load_state_dict(state)
 
 

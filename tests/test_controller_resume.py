@@ -230,10 +230,10 @@ def assert_refused(run: Training, state: dict[str, Any], message: str | None = N
 
 
 OTHERS: dict[str, Callable[[], Training]] = {
-    "the checkpoint's policy has delta=": other_policy,
-    "dataset_size=24, this one dataset_size=25": other_data,
-    "lr_coupling='linear', this run 'sqrt'": other_coupling,
-    "2 parameter groups, the optimizer 1": other_groups,
+    "control.settings.policy.delta is 0.4 in the checkpoint, and ": other_policy,
+    "control.loader.dataset_size is 24 in the checkpoint, and 25 in this run": other_data,
+    "control.rates.couplings.0.kind is 'linear' in the checkpoint, and 'sqrt' in this run": other_coupling,
+    "control.rates.couplings.0.own has 2 parameter groups in the checkpoint, and 1 in this run": other_groups,
 }
 
 

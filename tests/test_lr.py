@@ -287,8 +287,11 @@ def test_fresh_objects_carry_on(case: str, order: tuple[str, ...]):
 
 
 OTHER_RUNS = {
-    "lr_coupling='linear', this run 'sqrt'": (two_groups, "sqrt"),
-    "2 parameter groups, the optimizer 1": (lambda: SGD([torch.ones(1)], 0.1), "linear"),
+    "kind is 'linear' in the checkpoint, and 'sqrt' in this run": (two_groups, "sqrt"),
+    "own has 2 parameter groups in the checkpoint, and 1 ": (
+        lambda: SGD([torch.ones(1)], 0.1),
+        "linear",
+    ),
 }
 
 

@@ -10,11 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from divebatch.checks import require_choice, require_count
+from divebatch.control_state import STATE_VERSION, control_state
 from divebatch.data.batch_plan import BatchPlan
 from divebatch.data.epoch_progress import EpochProgress, warn_if_endless
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.rank_shards import rank_shard_of
-from divebatch.errors import CheckpointError, UsageError
+from divebatch.errors import UsageError
 from divebatch.estimators import Estimator
 from divebatch.finished_epoch import finished_epoch, loss_of_all_ranks
 from divebatch.lr import BY_NOISE, Coupling, Rates, Reading, ScheduleIn
@@ -23,7 +24,7 @@ from divebatch.measuring import Measuring
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.policies import Policy
-from divebatch.policies.policy import require_same_settings, settings_of
+from divebatch.policies.policy import settings_of
 from divebatch.recording import epoch_record
 from divebatch.records import Change, EpochRecord
 from divebatch.resolve import (
@@ -36,9 +37,8 @@ from divebatch.resolve import (
     resolve_estimator,
 )
 from divebatch.size_limit import SizeLimit
+from divebatch.state_checks import Check
 from divebatch.step_count import StepCount, in_multiples
-
-STATE_VERSION = 1
 
 
 class Controller:
@@ -372,24 +372,17 @@ class Controller:
         estimator = type(self._measuring.estimator).__name__
         return {"policy": settings_of(self.policy), "estimator": estimator, "every_steps": self._every_steps}
 
+    def _state_check(self) -> Check:
+        return control_state(self._settings(), self.policy, self.loader, self._measuring, self._rates)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved controller stood. Nothing is changed if the state does not fit."""
-        if state.get("version") != STATE_VERSION:
-            raise CheckpointError(f"state has version {state.get('version')}, this code reads {STATE_VERSION}")
-        require_same_settings("checkpoint", state["settings"], self._settings())
         # All checks come before the first change, so that a state that does not fit leaves everything as it was.
-        self._measuring.check_state(state["measuring"])
-        self.loader._check_state(state["loader"])
-        self._rates.check_state(state["rates"])
+        self._state_check()("control", state)
         self.loader.load_state_dict(state["loader"])
         self._rates.load_state_dict(state["rates"])
         self._steps.load_state_dict(state["steps"])
         self.epoch, self._history = state["epoch"], History.from_dict(state["history"])
         self._changes, self._limit = [Change(*change) for change in state["changes"]], SizeLimit(**state["limit"])
         self._is_under_way = state["loader"]["pass"] is not None
-        self._measuring.load_state_dict(
-            state["measuring"],
-            is_under_way=self._is_under_way,
-            epoch=self.epoch + 1,
-            batch_size=self._steps.batch_size,
-        )
+        self._measuring.load_state_dict(state["measuring"], is_under_way=self._is_under_way)

@@ -11,6 +11,7 @@ from divebatch.estimators.added_noise import AddedNoise, require_told_apart, sou
 from divebatch.estimators.catalog import require_fit
 from divebatch.measurement import Diversity
 from divebatch.policies import Policy
+from divebatch.state_checks import Check, anything, table, truth, wrong
 
 
 class Measuring:
@@ -131,20 +132,34 @@ class Measuring:
     def state_dict(self) -> dict[str, Any]:
         """The estimator's sums, and whether there are any."""
         sums = self.estimator.state_dict() if self.estimator else {}
-        return {"estimator": sums, "was_at_work": self.was_at_work, "added_noise": self._noise.state_dict()}
+        return {
+            "estimator": sums,
+            "is_at_work": self.at_work is not None,
+            "was_at_work": self.was_at_work,
+            "added_noise": self._noise.state_dict(),
+        }
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if `state` cannot be loaded here."""
-        self._noise.check_state(state["added_noise"])
-        if self.estimator is not None:
-            self.estimator.check_state(state["estimator"])
+    def state_check(self) -> Check:
+        """What `state_dict` gives here."""
+        fields = {"is_at_work": truth, "was_at_work": truth, "added_noise": self._noise.state_check()}
 
-    def load_state_dict(self, state: dict[str, Any], *, is_under_way: bool, epoch: int, batch_size: int) -> None:
+        def check(place: str, state: Any) -> None:
+            table({**fields, "estimator": anything})(place, state)
+            if state["is_at_work"] and (self.estimator is None or not state["was_at_work"]):
+                raise wrong(f"{place}.is_at_work", True, "no estimator at work")
+            sums = self.estimator.state_check() if self.estimator and state["is_at_work"] else table({})
+            sums(f"{place}.estimator", state["estimator"])
+
+        return check
+
+    def load_state_dict(self, state: dict[str, Any], *, is_under_way: bool) -> None:
         """Go on where another one stood, within an epoch where one is under way."""
         self.stop()
-        if is_under_way:
-            self.start_if_due(epoch, batch_size)
-        self.was_at_work = state["was_at_work"]  # measuring may have stopped within the epoch
-        if self.at_work is not None:
+        # As it was, and not as policies ask for now: measuring may have stopped within the epoch.
+        if is_under_way and state["is_at_work"] and self.estimator is not None:
+            self._noise.start(self.estimator)
+            self.estimator.start()
+            self.at_work = self.estimator
             self.at_work.load_state_dict(state["estimator"])
+        self.was_at_work = state["was_at_work"]
         self._noise.load_state_dict(state["added_noise"])

@@ -3,6 +3,8 @@
 import math
 from functools import lru_cache
 
+MOST_DEGREES = 1e6
+"""From here on t is taken for normal."""
 _TINY = 1e-300
 """Stands in for a zero denominator of the continued fraction."""
 
@@ -16,6 +18,8 @@ def t_quantile(probability: float, degrees: float) -> float:
     """
     if degrees < 1:
         return math.inf
+    # Beyond, the two are equal to six digits, and the gamma function's own digits run out.
+    degrees = min(degrees, MOST_DEGREES)
     low, high = 0.0, 1.0
     while t_cdf(high, degrees) < probability:
         low, high = high, 2 * high

@@ -147,7 +147,7 @@ def test_a_state_from_within_an_epoch_carries_on(case: str):
                 estimator = CASES[case]()
                 estimator.bind(scene(model, loader, optimizer))
                 estimator.start()
-                estimator.check_state(state)
+                estimator.state_check()("estimator", state)
                 estimator.load_state_dict(state)
         results.append(estimator.finish())
     assert results[0] == results[1]
@@ -174,8 +174,8 @@ def test_sums_of_another_model_are_refused(case: str):
         estimator.start()
         train(model, optimizer, loader)
         states.append(estimator.state_dict())
-    with pytest.raises(CheckpointError, match=r"another model's: parameter '0\.\w+' has shape"):
-        estimator.check_state(states[0])
+    with pytest.raises(CheckpointError, match=r"estimator\..*\.0\.\w+ has shape .*: it is another model's"):
+        estimator.state_check()("estimator", states[0])
 
 
 @pytest.mark.parametrize("case", BY_RULES)

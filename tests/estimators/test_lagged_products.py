@@ -317,7 +317,7 @@ def test_a_state_that_is_extrapolated_is_refused_where_there_is_a_window():
     with pytest.raises(
         CheckpointError, match=r"is extrapolated, and here .* from 2 steps .* go on with Moments\(\), without"
     ):
-        other.check_state(loop.estimator.state_dict())
+        other.state_check()("estimator", loop.estimator.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["momentum", "none"])
@@ -335,7 +335,7 @@ def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
                 group["momentum"] = 0.9 - momentum
                 loop.estimator.bind(loop.scene)
                 loop.estimator.start()
-                loop.estimator.check_state(state)
+                loop.estimator.state_check()("estimator", state)
                 loop.estimator.load_state_dict(state)
                 group["momentum"] = momentum
         found.append(loop.estimator.finish())

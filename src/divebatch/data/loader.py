@@ -10,14 +10,16 @@ from divebatch.checks import require_count
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.from_dataloader import Parts, parts_of
 from divebatch.data.listeners import Listener, Listeners
+from divebatch.data.loader_state import loader_state
 from divebatch.data.order import Order, checked_seed, drawn_seed, in_parts, order_over, restore, state_of
-from divebatch.data.passes import Passes, require_same_way
+from divebatch.data.passes import Passes
 from divebatch.data.rank_shards import LocalPlaces, enough_for, every_sample, rank_shard_of, require_shareable
 from divebatch.data.sampler import checked_batch_size, num_batches
 from divebatch.data.source import make_source
 from divebatch.data.stream import StreamReader, StreamSource, length_of_stream
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.ranks import Ranks, RankShard
+from divebatch.state_checks import Check
 
 STATE_VERSION = 1
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
@@ -361,12 +363,14 @@ class AdaptiveLoader:
             "num_workers": self._num_workers if self._order is None else None,  # deals out a stream's samples
         }
 
-    def _check_state(self, state: dict[str, Any]) -> None:
-        require_same_way(state, self._way_of_cutting())
+    def _state_check(self) -> Check:
+        """What `state_dict` gives for the same data, cut in the same way."""
+        generator = self._settings.get("generator")
+        return loader_state(self._way_of_cutting(), self.dataset, self._order, self._reader, generator)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where the saved loader stood: the next pass yields exactly what it had not delivered."""
-        self._check_state(state)
+        self._state_check()("loader", state)
         self._passes.load_counts(state)
         self._is_seed_drawn = False
         self._reseed(state["seed"])

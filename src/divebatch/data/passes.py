@@ -3,7 +3,8 @@
 from typing import Any
 
 from divebatch.data.epoch_progress import EpochProgress, not_finished
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
+from divebatch.state_checks import Check, optional, whole
 
 
 class Passes:
@@ -92,17 +93,14 @@ class Passes:
             "pass": self.current.state_dict(with_order=with_order) if self.current and self.has_begun else None,
         }
 
+    @staticmethod
+    def state_check(one_pass: Check) -> dict[str, Check]:
+        """What `state_dict` gives, as fields of the loader's state; `one_pass` checks the pass under way."""
+        counts = dict.fromkeys(("epoch", "batches_before", "samples_before"), whole())
+        return {**counts, "pass": optional(one_pass)}
+
     def load_counts(self, state: dict[str, Any]) -> None:
         """Take over all counts but the pass under way, which is the loader's to make."""
         self.epoch, self.current, self.finished = state["epoch"], None, None
         self._batches_before, self._samples_before = state["batches_before"], state["samples_before"]
         self.is_resumed = state["pass"] is not None
-
-
-def require_same_way(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise if a state belongs to other data or another way of cutting it; what is not known on a side may differ."""
-    if saved.get("version") != here["version"]:
-        raise CheckpointError(f"loader state has version {saved.get('version')}, this code reads {here['version']}")
-    for key, value in here.items():
-        if saved[key] != value and None not in (saved[key], value):
-            raise CheckpointError(f"the checkpoint's loader has {key}={saved[key]}, this one {key}={value}")

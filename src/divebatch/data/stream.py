@@ -8,6 +8,10 @@ from torch.utils.data import DataLoader, default_collate
 
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.order import worker_seed
+from divebatch.state_checks import Check, list_of, row_of, table, whole
+
+MOST_OF_STREAM = 10_000_000
+"""Samples of a batch in a state: a stream is asked for a batch by a list of as many entries."""
 
 Taken = list[list[int]]
 """Sizes of batches in the order they were taken, as pairs of a size and how many had it one after the other."""
@@ -123,6 +127,11 @@ class StreamReader:
         """How often the stream has come to its end, where passes are parts of it."""
         self._is_resumed = False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether each pass goes on where the one before ended."""
+        return self._part is not None
+
     def rest(self, current: EpochProgress, seed: int) -> Iterator[tuple[int, Any]]:
         """What the pass has still to deliver; its size may change on the way."""
         self._begin(current, seed)
@@ -151,7 +160,8 @@ class StreamReader:
         number = current.epoch if self._part is None else self._round
         self._batches = self._source.open(self._requests, seed=(seed, number))
         for _ in range(sum(count for _, count in self._taken)):
-            next(self._batches, None)
+            if next(self._batches, None) is None:
+                break
 
     def _next(self, current: EpochProgress) -> tuple[int, Any] | None:
         assert self._requests is not None
@@ -184,6 +194,10 @@ class StreamReader:
         """Which batches were taken since the stream began."""
         taken = self._taken if is_under_way or self._part is not None else []
         return {"round": self._round, "taken": [list(pair) for pair in taken]}
+
+    def state_check(self) -> Check:
+        """What `state_dict` gives."""
+        return table({"round": whole(), "taken": list_of(row_of(whole(1, MOST_OF_STREAM), whole(1)))})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another reader stood."""

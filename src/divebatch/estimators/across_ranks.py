@@ -6,7 +6,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from divebatch.errors import CheckpointError
 from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.estimators.chunk_gradients import sq_norm
 from divebatch.estimators.estimator import Scene
@@ -15,6 +14,7 @@ from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
+from divebatch.state_checks import Check, list_of, number, row_of, table
 
 COLUMNS = 4
 """Numbers of a step's row: sum of s_j ||g_j||^2, squared norm of the mean, chunks, samples. Rows of ranks add up."""
@@ -112,9 +112,12 @@ class RankChunks(Source):
             "sum_of_weights": self._sum_of_weights,
         }
 
-    def check_state(self, scene: Scene, state: dict[str, Any]) -> None:
-        if any(len(row) != COLUMNS for row in state["estimates"]["rows"]):
-            raise CheckpointError(f"the checkpoint's estimator does not have rows of {COLUMNS} numbers")
+    def state_check(self, scene: Scene) -> Check:
+        sums = {"weighted": list_of(number(finite=False)), "sum_of_weights": number(at_least=0)}
+        return table({**BatchWatch.state_check(), **sums})
+
+    def estimates_check(self) -> Check:
+        return RankRows.state_check()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches.load_state_dict(state)
@@ -152,6 +155,12 @@ class RankRows:
     def state_dict(self) -> dict[str, Any]:
         """The rows, as numbers."""
         return {"rows": [row.tolist() for row in self.rows]}
+
+    @staticmethod
+    def state_check() -> Check:
+        """What `state_dict` gives."""
+        of_norms, of_counts = number(finite=False), number(at_least=0)
+        return table({"rows": list_of(row_of(of_norms, of_norms, of_counts, of_counts))})
 
     def load_state_dict(self, state: dict[str, Any], *, is_first: bool) -> None:
         """Go on with saved rows. Other ranks than the first have rows of zeros, which add nothing."""

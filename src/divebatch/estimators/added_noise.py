@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.estimators.optimizer_events import scale_of_gradients, when_gradients_are_used
+from divebatch.state_checks import Check, anything, list_of, number, row_of, table, whole
 
 
 class NoiseSource(Protocol):
@@ -26,6 +27,10 @@ class NoiseSource(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the draws to come depend on; the same on all ranks."""
+        ...
+
+    def state_check(self) -> Check:
+        """Return what raises for a state that cannot be loaded here: see `divebatch.state_checks`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,22 +153,29 @@ class AddedNoise:
     def state_dict(self) -> dict[str, Any]:
         """The sums of all ranks, and the state of what adds noise; a collective where there are ranks and noise."""
         sources = sources_on(self._scene.model)
-        counted = {"total": self._over_ranks(), "samples": self._samples} if self._sources else {}
-        return {**counted, "sources": [source.state_dict() for source in sources]}
+        total = self._over_ranks() if self._sources else 0.0
+        return {"total": total, "samples": self._samples, "sources": [source.state_dict() for source in sources]}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if something else adds noise here than there."""
-        there, here = len(state["sources"]), len(sources_on(self._scene.model))
-        if there != here:
-            raise CheckpointError(
-                f"the checkpoint's run had {there} that add noise to the gradients, such as QuantizedGradients, and "
-                f"here are {here}: attach the same to the model before loading"
-            )
+    def state_check(self) -> Check:
+        """What `state_dict` gives here."""
+        sources = sources_on(self._scene.model)
+        numbers = {"total": number(at_least=0, finite=False), "samples": whole()}
+
+        def check(place: str, state: Any) -> None:
+            table({**numbers, "sources": list_of(anything)})(place, state)
+            if (there := len(state["sources"])) != len(sources):
+                raise CheckpointError(
+                    f"{place}.sources: the checkpoint's run had {there} that add noise to the gradients, such as "
+                    f"QuantizedGradients, and here are {len(sources)}: attach the same to the model before loading"
+                )
+            row_of(*(source.state_check() for source in sources))(f"{place}.sources", state["sources"])
+
+        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved sums, which the first rank takes over; called after `start`."""
         for source, saved in zip(sources_on(self._scene.model), state["sources"], strict=True):
             source.load_state_dict(saved)
-        if self._sources and "samples" in state:
+        if self._sources:
             self._total = state["total"] if self._scene.delivery.ranks.is_first else 0.0
             self._samples = state["samples"]

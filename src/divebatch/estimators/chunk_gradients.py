@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from divebatch.estimators.average import Norms, Row, norms_of, read
 from divebatch.estimators.second_moment import Preconditioner, rescaled
-from divebatch.norms.accumulators import addend, check_shapes
+from divebatch.norms.accumulators import addend, tensors_like
 from divebatch.norms.sketch import sum_dtype
+from divebatch.state_checks import Check, list_of, number, optional, table, whole
 
 
 class Chunks:
@@ -87,7 +88,7 @@ class Chunks:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved sums."""
-        check_sums(state, self.parameters)
+        chunks_state(self.parameters)("chunks", state)
         self.forget()
         self._sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
         # The saved squares have their factors in them already.
@@ -97,10 +98,22 @@ class Chunks:
         self._scales = state["scales"]
 
 
-def check_sums(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Raise if the sums of a `Chunks`'s state are not those of the parameters here; before a chunk there are none."""
-    if state["sums"]:
-        check_shapes("gradient sums", state["sums"], parameters)
+def chunks_state(parameters: Mapping[str, Tensor]) -> Check:
+    """Accept the state of a `Chunks` of these parameters; before a chunk there are no sums."""
+
+    def check(place: str, state: Any) -> None:
+        chunks = len(state["sizes"]) if isinstance(state, dict) and isinstance(state.get("sizes"), list) else 0
+        fields = {
+            "sizes": list_of(whole(1)),
+            "sq_norms": list_of(number(finite=False), length=chunks),
+            "before_last": optional(number(finite=False)),
+            "sums": tensors_like(parameters) if chunks else table({}),
+            # Parameters that the optimizer has not moved yet have no scale.
+            "scales": optional(tensors_like(parameters, some=True)),
+        }
+        table(fields)(place, state)
+
+    return check
 
 
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:

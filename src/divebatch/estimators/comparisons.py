@@ -5,20 +5,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from divebatch.checks import require_choice, require_count
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators.average import Readable
-from divebatch.estimators.chunk_gradients import Chunks, check_sums
-from divebatch.estimators.chunk_products import SketchedChunks
+from divebatch.estimators.chunk_gradients import Chunks, chunks_state
+from divebatch.estimators.chunk_products import SketchedChunks, products_state
 from divebatch.estimators.gradient_sketch import LEAST_SIZE, SignSketch, fitting_size
 from divebatch.estimators.kept_gradients import Copies, Sketches
-from divebatch.estimators.lagged_products import KEPT, Lagged, extrapolation
+from divebatch.estimators.lagged_products import KEPT, Lagged, extrapolation, lagged_state
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
-from divebatch.norms.accumulators import check_shapes
+from divebatch.norms.accumulators import tensor_like, tensors_like
+from divebatch.state_checks import Check, optional, table, table_of, text, truth, whole
 
 PAIR = 2
 
@@ -136,22 +138,19 @@ class Comparing:
         window = self.window or PAIR
         return WholeChunks(parameters, window) if signs is None else SketchedChunks(signs, window)
 
-    def check_state(
-        self, made_with: Mapping[str, Any], chunks: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
-    ) -> None:
-        """Raise if a comparison's state is not that of the parameters and settings here."""
-        if made_with["is_lagged"] and self.window is not None:
-            raise CheckpointError(
-                f"the checkpoint's estimate by moments is extrapolated, and here it is made from {self.window} steps "
-                f"at a time: go on with Moments(), without a window"
-            )
-        if made_with["sketch"] is not None:
-            _check_entries(made_with["sketch"]["entries"], _entries(parameters))
-            return
-        if not made_with["is_lagged"]:
-            check_sums(chunks, parameters)
-        for gradients in chunks["gradients"] if made_with["is_lagged"] else ():
-            check_shapes("gradients", gradients, parameters)
+    def made_with_check(self, parameters: Mapping[str, nn.Parameter]) -> Check:
+        """Accept what `start` gives for these parameters and settings, whatever the optimizer's momentum."""
+        sketch = {"size": whole(1), "seed": whole(), "entries": _same_entries(_entries(parameters))}
+
+        def check(place: str, state: Any) -> None:
+            table({"is_lagged": truth, "sketch": optional(table(sketch))})(place, state)
+            if state["is_lagged"] and self.window is not None:
+                raise CheckpointError(
+                    f"{place}.is_lagged: the checkpoint's estimate by moments is extrapolated, and here it is made "
+                    f"from {self.window} steps at a time: go on with Moments(), without a window"
+                )
+
+        return check
 
     def _size(self, parameters: Mapping[str, nn.Parameter], *, sketches: int) -> int:
         """Numbers of a sketch; 0 where gradients are kept whole."""
@@ -167,11 +166,25 @@ def _entries(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
     return {name: p.numel() for name, p in parameters.items()}
 
 
-def _check_entries(there: Mapping[str, int], here: Mapping[str, int]) -> None:
-    """Raise where a sketch is of other parameters, or of the same in another order, which has other signs."""
-    for was, now in itertools.zip_longest(there.items(), here.items()):
-        if was != now:
-            raise CheckpointError(
-                f"the checkpoint's sketches are another model's: among its parameters and their entries is {was} "
-                f"there where {now} is here"
-            )
+def chunks_check(made_with: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Check:
+    """Accept the state of a comparison that was made so."""
+    sketch = made_with["sketch"]
+    if made_with["is_lagged"]:
+        kept = tensors_like(parameters) if sketch is None else tensor_like(torch.empty(sketch["size"], device="meta"))
+        return lagged_state(kept)
+    return chunks_state(parameters) if sketch is None else products_state(sketch["size"])
+
+
+def _same_entries(here: Mapping[str, int]) -> Check:
+    """Accept the same parameters in the same order: another order has other signs."""
+
+    def check(place: str, there: Any) -> None:
+        table_of(text, whole())(place, there)
+        for was, now in itertools.zip_longest(there.items(), here.items()):
+            if was != now:
+                raise CheckpointError(
+                    f"{place}: the checkpoint's sketches are another model's: among its parameters and their entries "
+                    f"is {was} there where {now} is here"
+                )
+
+    return check

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.comparisons import Comparing, Comparison
+from divebatch.estimators.comparisons import Comparing, Comparison, chunks_check
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.lagged_products import LaggedRow
 from divebatch.estimators.optimizer_events import DropWatch, scale_of_gradients, when_gradients_are_used
@@ -15,6 +15,7 @@ from divebatch.estimators.second_moment import Preconditioner, require_second_mo
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
+from divebatch.state_checks import Check, anything, table, whole
 
 
 class Moments(Stepwise):
@@ -183,9 +184,16 @@ class SuccessiveSteps(Source):
             "pause": self._pause,
         }
 
-    def check_state(self, scene: Scene, state: dict[str, Any]) -> None:
-        source = state["source"]
-        self._comparing.check_state(source["made_with"], source["chunks"], trainable(scene.model))
+    def state_check(self, scene: Scene) -> Check:
+        parameters = trainable(scene.model)
+        fields = {"made_with": self._comparing.made_with_check(parameters), "chunks": anything}
+        counts = {"since_step": whole(), "pause": whole(at_most=self.every_steps)}
+
+        def check(place: str, state: Any) -> None:
+            table({**fields, **counts})(place, state)
+            chunks_check(state["made_with"], parameters)(f"{place}.chunks", state["chunks"])
+
+        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         made_with = state["made_with"]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.chunk_gradients import Chunks, check_sums
+from divebatch.estimators.chunk_gradients import Chunks, chunks_state
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_used
 from divebatch.estimators.second_moment import require_second_moment
@@ -15,6 +15,7 @@ from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
+from divebatch.state_checks import Check, table, whole
 
 HOW_TO_CUT = (
     "cut each batch into two or more: for (x, y), weight in divebatch.micro_batches(batch, size): "
@@ -116,8 +117,9 @@ class BatchChunks(Source):
         chunks = self._chunks.state_dict()
         return {**self._batches.state_dict(), "chunks": chunks, "num_batches": self._num_batches}
 
-    def check_state(self, scene: Scene, state: dict[str, Any]) -> None:
-        check_sums(state["source"]["chunks"], trainable(scene.model))
+    def state_check(self, scene: Scene) -> Check:
+        chunks = chunks_state(trainable(scene.model))
+        return table({**BatchWatch.state_check(), "chunks": chunks, "num_batches": whole()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches.load_state_dict(state)
@@ -199,6 +201,11 @@ class BatchWatch:
         if self._num_samples and not self._scene.delivery.ranks.is_alone:
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
         return {"since_step": self._since_step(), "num_samples": self._num_samples}
+
+    @staticmethod
+    def state_check() -> dict[str, Check]:
+        """What `state_dict` gives, as fields of its owner's state."""
+        return {"since_step": whole(), "num_samples": whole()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on within a batch."""

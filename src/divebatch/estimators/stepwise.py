@@ -13,6 +13,7 @@ from divebatch.estimators.estimator import Estimator, NoiseSeen, Scene
 from divebatch.measurement import Diversity
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
+from divebatch.state_checks import Check, table, truth
 
 
 class Estimates(Protocol):
@@ -85,8 +86,13 @@ class Source(ABC):
         """Return what is under way beside the estimates."""
         return {}
 
-    def check_state(self, scene: Scene, state: dict[str, Any]) -> None:  # noqa: B027 (some have nothing to check)
-        """Raise if the state of a `Stepwise`, whose "source" is what `state_dict` gave, is another model's."""
+    def state_check(self, scene: Scene) -> Check:
+        """Return what raises for a state that cannot be loaded here."""
+        return table({})
+
+    def estimates_check(self) -> Check:
+        """Return the same for the state of what `attach` returns."""
+        return PairAverage.state_check()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (some have nothing to load)
         """Go on with what was under way; called after `attach`."""
@@ -183,15 +189,15 @@ class Stepwise(Estimator):
             "was_read": self._was_read,
         }
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        if state:
-            self._source.check_state(self._bound(), state)
+    def state_check(self) -> Check:
+        source = self._source
+        parts = {"estimates": source.estimates_check(), "source": source.state_check(self._bound())}
+        return table({**parts, "was_read": truth})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            self._source.load_state_dict(state["source"])
-            self._at_work().load_state_dict(state["estimates"], is_first=self._ranks().is_first)
-            self._was_read = state["was_read"]
+        self._source.load_state_dict(state["source"])
+        self._at_work().load_state_dict(state["estimates"], is_first=self._ranks().is_first)
+        self._was_read = state["was_read"]
 
     def _seen(self) -> Diversity:
         average = self._at_work().over(self._ranks()).average()

@@ -12,6 +12,7 @@ from divebatch.norms import DiversityMeter
 from divebatch.norms.accumulators import are_finite
 from divebatch.norms.meter import MODES
 from divebatch.norms.sharded import is_sharded
+from divebatch.state_checks import Check
 
 
 class Trajectory(Estimator):
@@ -99,13 +100,11 @@ class Trajectory(Estimator):
     def state_dict(self) -> dict[str, Any]:
         return self._bound().state_dict() if self._bound().is_attached else {}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        if state:
-            self._bound().check_state(state)
+    def state_check(self) -> Check:
+        return self._bound().state_check()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            self._bound().load_state_dict(state)
+        self._bound().load_state_dict(state)
 
     def _bound(self) -> DiversityMeter:
         if self._meter is None:

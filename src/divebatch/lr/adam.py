@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
+from divebatch.state_checks import Check, list_of, number, row_of, table
 
 Mark = tuple[Any, int]
 """The very object that holds a value, and how often it was written to in place."""
@@ -151,11 +152,13 @@ class GroupSettings:
         """The own values and the ratio, from which those in force follow."""
         return {"own": copy.deepcopy(self._own), "ratio": self._ratio}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if `state` is that of another kind of optimizer."""
-        saved, here = [list(own) for own in state["own"]], list(map(self._names, self._optimizer.param_groups))
-        if saved != here:
-            raise CheckpointError(f"the checkpoint's batch size moved {saved} of the parameter groups, here {here}")
+    def state_check(self) -> Check:
+        """What `state_dict` gives here: that of another kind of optimizer has other settings."""
+        own = (
+            table({name: list_of(number(at_least=0), length=len(_values(group[name]))) for name in self._names(group)})
+            for group in self._optimizer.param_groups
+        )
+        return table({"own": row_of(*own, of="parameter groups"), "ratio": number(above=0)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another one stood."""

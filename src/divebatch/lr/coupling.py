@@ -11,16 +11,17 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
 from divebatch.lr.adam import ADAM_RULES, GroupSettings
 from divebatch.lr.factors import BY_GAIN, Coupling, factor_of, require_known
 from divebatch.lr.hand_set import HandSetRates, Reading
 from divebatch.measurement import gain
+from divebatch.state_checks import Check, list_of, number, optional, same, table, whole, wrong
 
 
 class LrCoupling:
@@ -129,14 +130,18 @@ class LrCoupling:
         self._write(self.factor)
 
     def _batch_factor_at(self, batch_size: int) -> float:
+        noise, first_noise = self._per_base(self._noise_scale), self._per_base(self._first_noise_scale)
+        return self._factor_at(batch_size / self.base_batch_size, noise, first_noise)
+
+    def _factor_at(self, ratio: float, noise: float | None, first_noise: float | None) -> float:
         # Over what it is for the base batch at the noise first measured, which is 1 for all but 1 / (1 + B / b).
-        at_base = factor_of(self.kind, 1.0, self._per_base(self._first_noise_scale))
-        return factor_of(self.kind, batch_size / self.base_batch_size, self._per_base(self._noise_scale)) / at_base
+        return factor_of(self.kind, ratio, noise) / factor_of(self.kind, 1.0, first_noise)
 
     def _gain(self, batch_size: int) -> float:
-        if self.kind not in BY_GAIN:
-            return 1.0
-        return gain(batch_size / self.base_batch_size, self._per_base(self._noise_scale))
+        return self._gain_at(batch_size / self.base_batch_size, self._per_base(self._noise_scale))
+
+    def _gain_at(self, ratio: float, noise: float | None) -> float:
+        return gain(ratio, noise) if self.kind in BY_GAIN else 1.0
 
     def _per_base(self, noise_scale: float | None) -> float | None:
         return None if noise_scale is None else noise_scale / self.base_batch_size
@@ -159,20 +164,45 @@ class LrCoupling:
             "settings": self._settings.state_dict(),
         }
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if `state` cannot be loaded here."""
-        if state["kind"] != self.kind:
-            raise CheckpointError(f"the checkpoint has lr_coupling={state['kind']!r}, this run {self.kind!r}")
-        if len(state["own"]) != len(self.optimizer.param_groups):
-            raise CheckpointError(
-                f"the checkpoint has {len(state['own'])} parameter groups, "
-                f"the optimizer {len(self.optimizer.param_groups)}"
-            )
-        self._settings.check_state(state["settings"])
+    def state_check(self) -> Check:
+        """What `state_dict` gives here."""
+        noise = optional(number(at_least=0, finite=self.kind not in BY_GAIN))
+        return table(
+            {
+                "kind": same(self.kind),
+                "first_batch_size": whole(1),
+                "batch_factor": number(above=0),
+                "decided_factor": number(above=0),
+                "own": list_of(number(at_least=0), length=len(self.optimizer.param_groups), of="parameter groups"),
+                "highest_own": number(at_least=0),
+                "base_batch_size": whole(1),
+                "noise_scale": noise,
+                "first_noise_scale": noise,
+                "gains": GainSum.state_check,
+                "hand_set": HandSetRates.state_check(),
+                "settings": self._settings.state_check(),
+            }
+        )
+
+    def require_factor(self, place: str, state: dict[str, Any], batch_size: int) -> None:
+        """Raise unless a state's factors are those of the batch size that it belongs to."""
+        base = state["base_batch_size"]
+        noise, first_noise = (
+            None if each is None else each / base for each in (state["noise_scale"], state["first_noise_scale"])
+        )
+        ratio = batch_size / base
+        for name, found, fitting in (
+            ("batch_factor", state["batch_factor"], self._factor_at(ratio, noise, first_noise)),
+            ("gains.gain", state["gains"]["gain"], self._gain_at(ratio, noise)),
+            ("settings.ratio", state["settings"]["ratio"], ratio),
+        ):
+            if not _same(found, fitting):
+                expected = f"{fitting:.6g}, which belongs to a batch of {batch_size} with a base of {base},"
+                raise wrong(f"{place}.{name}", found, expected)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another coupling stood. Optimizer and scheduler may be loaded before or after."""
-        self.check_state(state)
+        self.state_check()("coupling", state)
         self.first_batch_size, self._highest_own = state["first_batch_size"], state["highest_own"]
         self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
         self._own = list(state["own"])
@@ -277,6 +307,10 @@ def _same(rate: float, other: float) -> bool:
 @dataclass(slots=True)
 class GainSum:
     """The sum over steps of the gain in force: how many steps at the base batch they were worth."""
+
+    state_check: ClassVar[Check] = table(
+        {"gain": number(above=0), "before": number(at_least=0), "steps": whole(), "handed_out": whole()}
+    )
 
     gain: float
     """The gain in force."""

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from divebatch.checks import warn_user
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.errors import CheckpointError
 from divebatch.lr.adopted_scheduler import Adopted
 from divebatch.lr.coupling import GainSum, LrCoupling
 from divebatch.lr.factors import BY_GAIN, BY_NOISE, Coupling
@@ -17,6 +16,7 @@ from divebatch.lr.hand_set import Reading
 from divebatch.lr.schedule_steps import ScheduleIn, ScheduleSteps
 from divebatch.lr.schedulers_found import require_all_schedulers
 from divebatch.measurement import Decision, Measurement
+from divebatch.state_checks import Check, number, row_of, table, truth, whole
 
 A_COURSE = 3
 """So many steps in succession with rates that the loop wrote make a course."""
@@ -244,18 +244,28 @@ class Rates:
             "is_used": self._is_used,
         }
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise if `state` cannot be loaded here."""
-        for name, mine in (("couplings", self._optimizers), ("steps", self._schedulers)):
-            if len(state[name]) != len(mine):
-                what = "optimizers" if name == "couplings" else "schedulers"
-                raise CheckpointError(f"the checkpoint has {len(state[name])} {what}, this run {len(mine)}")
-        for coupling, saved in zip(self._couplings, state["couplings"], strict=True):
-            coupling.check_state(saved)
+    def state_check(self) -> Check:
+        """What `state_dict` gives here."""
+        fields = table(
+            {
+                "couplings": row_of(*(coupling.state_check() for coupling in self._couplings), of="optimizers"),
+                "steps": row_of(*(steps.state_check() for steps in self._steps), of="schedulers"),
+                "batch_size": whole(1),
+                "epoch_lr": number(at_least=0),
+                "is_used": truth,
+            }
+        )
+
+        def check(place: str, state: Any) -> None:
+            fields(place, state)
+            for index, coupling in enumerate(self._couplings):
+                coupling.require_factor(f"{place}.couplings.{index}", state["couplings"][index], state["batch_size"])
+
+        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where others stood. Optimizers and schedulers may be loaded before or after."""
-        self.check_state(state)
+        self.state_check()("rates", state)
         for part, saved in zip(self._couplings, state["couplings"], strict=True):
             part.load_state_dict(saved)
         for steps, saved in zip(self._steps, state["steps"], strict=True):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.errors import CheckpointError
+from divebatch.state_checks import Check, table, wrong
 
 _OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of as many bytes."""
@@ -41,14 +42,24 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def check_shapes(what: str, there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
-    """Raise where a checkpoint's tensors are not those of the parameters here."""
-    for name in sorted({*there, *here}):
-        was, now = (tuple(each[name].shape) if name in each else None for each in (there, here))
-        if was != now:
-            raise CheckpointError(
-                f"the checkpoint's {what} are another model's: parameter '{name}' has shape {was} there and {now} here"
-            )
+def tensors_like(here: Mapping[str, Tensor], *, some: bool = False) -> Check:
+    """Accept a tensor for each of these, or for `some` of them, of its shape and kind of numbers."""
+    return table({name: tensor_like(each) for name, each in here.items()}, some=some)
+
+
+def tensor_like(mine: Tensor) -> Check:
+    """Accept a tensor of the same shape and kind of numbers: whole, real or complex ones."""
+
+    def check(place: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise wrong(place, value, "a tensor")
+        if value.shape != mine.shape:
+            shapes = f"{tuple(value.shape)} in the checkpoint, and {tuple(mine.shape)} in this run"
+            raise CheckpointError(f"{place} has shape {shapes}: it is another model's")
+        if (value.is_floating_point(), value.is_complex()) != (mine.is_floating_point(), mine.is_complex()):
+            raise CheckpointError(f"{place} has type {value.dtype} in the checkpoint, and {mine.dtype} in this run")
+
+    return check
 
 
 def addend(gradient: Tensor, total: Tensor) -> Tensor:

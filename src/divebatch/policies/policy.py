@@ -1,11 +1,11 @@
 """What a policy is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 
 NEEDS = ("diversity", "inner_variance", "loss", "throughputs")
@@ -101,16 +101,6 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     else:
         values = {name: value for name, value in vars(policy).items() if isinstance(value, _PLAIN | Policy)}
     return {"class": type(policy).__name__, **{name: _plain(value) for name, value in values.items()}}
-
-
-def require_same_settings(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise for the first setting of a checkpoint that is another one here."""
-    for name, value in there.items():
-        if isinstance(value, Mapping) and isinstance(here.get(name), Mapping):
-            require_same_settings(f"{what}'s {name}", value, here[name])
-        elif name not in here or here[name] != value:
-            mine = repr(here[name]) if name in here else "nothing"
-            raise CheckpointError(f"the {what} has {name}={value!r}, this run {mine}")
 
 
 def _plain(value: Any) -> Any:

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from divebatch.data.order import checked_seed, mixed_seed
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
 from divebatch.estimators.optimizer_events import scale_of_gradients
 from divebatch.norms.sharded import is_sharded
+from divebatch.state_checks import same, table, whole
 
 DRAWS = 0x53474C44
 """Keeps these draws apart from others that are made from the same seed."""
@@ -88,9 +89,6 @@ class LangevinNoise:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Draw from here on what the saved one would have drawn."""
-        if state["temperature"] != self.temperature:
-            raise CheckpointError(
-                f"the checkpoint's LangevinNoise has temperature={state['temperature']}, this one "
-                f"temperature={self.temperature}"
-            )
+        fields = {"seed": whole(at_most=None), "temperature": same(self.temperature), "steps": whole()}
+        table(fields)("LangevinNoise", state)
         self.seed, self.steps = state["seed"], state["steps"]

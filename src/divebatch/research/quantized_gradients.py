@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from divebatch.checks import require_count
 from divebatch.data.order import checked_seed, mixed_seed
-from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.added_noise import announce
 from divebatch.estimators.optimizer_events import is_recorded
 from divebatch.norms.sharded import is_sharded
 from divebatch.ranks import inside_ddp
+from divebatch.state_checks import Check, number, same, table, table_of, whole
 
 DRAWS = 0x51534744
 """Keeps these draws apart from others that are made from the same seed."""
@@ -241,12 +242,22 @@ class QuantizedGradients:
             "variance": self.variance_added,
         }
 
+    def state_check(self) -> Check:
+        """What `state_dict` gives here."""
+        return table(
+            {
+                "levels": same(self.levels),
+                "seed": whole(at_most=None),
+                "calls": table_of(whole(), whole()),
+                "bits": number(at_least=0),
+                "bits_unrounded": whole(at_most=None),
+                "variance": number(finite=False),  # that of gradients which are not finite is NaN
+            }
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Round from here on as the saved one would have done."""
-        if state["levels"] != self.levels:
-            raise CheckpointError(
-                f"the checkpoint's QuantizedGradients have levels={state['levels']}, these have levels={self.levels}"
-            )
+        self.state_check()("QuantizedGradients", state)
         self.seed, self._calls = state["seed"], defaultdict(int, state["calls"])
         self._bits, self._variance = _Sum(state["bits"]), _Sum(state["variance"])
         self._bits_unrounded, self._pending = state["bits_unrounded"], {}

@@ -56,6 +56,11 @@ def identity_of(run: Run, data: str, records: RecordsSoFar) -> dict[str, Any]:
     return {"divebatch": __version__, "config": run.config, "data": data, "records": records.fingerprint}
 
 
+def without_identity(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a checkpoint by itself, which a trainer loads."""
+    return {key: value for key, value in state.items() if key != "identity"}
+
+
 def require_own(run: Run, path: Path, state: Mapping[str, Any], *, data: str | None = None) -> None:
     """Raise unless a checkpoint was written by this run; its data is compared once they are read.
 

@@ -19,6 +19,7 @@ from divebatch.lab.training.checkpoint_store import Saved, open_newest
 from divebatch.lab.training.launch import first_does
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord, RunHeader, read_run, rewrite_run
+from divebatch.state_checks import read, whole
 
 logger = logging.getLogger(__name__)
 
@@ -144,9 +145,7 @@ def _read_back(run: Run) -> tuple[RunHeader, list[EpochRecord]]:
 def _epochs_of(state: dict[str, Any], run: Run, recorded: int) -> int:
     """How many records the checkpoint has behind it; they are written first, so it never knows one that is not."""
     with reading_state(run):
-        epoch = state["control"]["epoch"]
-        if type(epoch) is not int or epoch < 0:
-            raise CheckpointError(f"its epoch is {epoch!r}")
+        epoch: int = read(state, "control.epoch", whole())
     if epoch > recorded:
         raise CheckpointError(
             f"'{run.checkpoint_path}' stands at epoch {epoch}, but its records end at {recorded}: "

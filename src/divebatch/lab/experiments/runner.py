@@ -10,7 +10,13 @@ import torch
 
 from divebatch.errors import DivergedError, RecordError, StoppedError
 from divebatch.lab.experiments.assembly import make_trainer
-from divebatch.lab.experiments.identity import RecordsSoFar, identity_of, require_own, tell_of_micro_batches
+from divebatch.lab.experiments.identity import (
+    RecordsSoFar,
+    identity_of,
+    require_own,
+    tell_of_micro_batches,
+    without_identity,
+)
 from divebatch.lab.experiments.progress import RunProgress, last_epoch, read_progress, reading_state
 from divebatch.lab.experiments.run import Run
 from divebatch.lab.loggers import logging_to
@@ -66,7 +72,7 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
             tell_of_micro_batches(run, progress.saved.rest, trainer.model)
         with reading_state(run):
             layout = partial(trainer.parallel.layout, trainer.optimizer)
-            trainer.load_state_dict(progress.saved.state(trainer.clock.device, layout))
+            trainer.load_state_dict(without_identity(progress.saved.state(trainer.clock.device, layout)))
     epoch = last_epoch(progress.epochs)
     header = progress.header or _first_header(run, trainer)
     saver = Saver(run, trainer, stop, epoch, RecordsSoFar(header, progress.epochs))

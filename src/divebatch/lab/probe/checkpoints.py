@@ -12,6 +12,7 @@ from divebatch.lab.experiments import Experiment, Run
 from divebatch.lab.experiments.schema import Part
 from divebatch.lab.training import load_checkpoint
 from divebatch.records import RunHeader, read_run
+from divebatch.state_checks import anything, optional, read, whole
 
 SUFFIXES = (".ckpt", ".ckpt.previous")
 PROBLEM = ("task", "data", "model", "optimizer", "schedule", "one_pass", "clip_norm")
@@ -29,27 +30,31 @@ class Start:
     @property
     def epoch(self) -> int:
         """The number of epochs trained before it; of a run over one pass, the number of its parts."""
-        parts = self.state["parts_done"]  # not the loader's epochs: one of them may have carried over several parts
-        return int(self.state["control"]["epoch"] if parts is None else parts)
+        epoch: int = read(self.state, "control.epoch", whole())
+        # Not the loader's epochs: one of them may have carried over several parts.
+        parts: int | None = read(self.state, "parts_done", optional(whole()))
+        return epoch if parts is None else parts
 
     @property
     def samples(self) -> int:
         """The samples that the run had seen, of all epochs."""
-        loader = self.state["control"]["loader"]
-        under_way = loader["pass"]["samples"] if loader["pass"] else 0
-        return int(loader["samples_before"] + under_way)
+        before: int = read(self.state, "control.loader.samples_before", whole())
+        if read(self.state, "control.loader.pass", anything) is None:
+            return before
+        under_way: int = read(self.state, "control.loader.pass.samples", whole(1))
+        return before + under_way
 
     @property
     def batch_size(self) -> int:
         """The batch size in force from here on."""
-        size = self.state["control"]["loader"]["batch_size"]  # may have changed since the last record
-        return int(size)
+        size: int = read(self.state, "control.loader.batch_size", whole(1))  # may have changed since the last record
+        return size
 
     @property
     def first_batch_size(self) -> int:
         """The batch size that the run began with."""
-        size = self.state["control"]["rates"]["couplings"][0]["first_batch_size"]
-        return int(size)
+        size: int = read(self.state, "control.rates.couplings.0.first_batch_size", whole(1))
+        return size
 
 
 def find_start(place: Path, experiment: str, *, method: str | None, seed: int | None, epoch: int | None) -> Start:
@@ -129,8 +134,9 @@ class _Candidate:
         start = Start(self.path, self.header, state)
         try:
             _ = start.epoch, start.samples, start.batch_size, start.first_batch_size
-            _ = state["model"], state["optimizer"], state["identity"]["data"], self.header.config["training"]
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"'{self.path}' is not the checkpoint of a run: {what}") from error
+            for part in ("model", "optimizer", "identity.data"):
+                read(state, part, anything)
+            read(self.header.config, "training", anything)
+        except CheckpointError as error:
+            raise CheckpointError(f"'{self.path}' is not the checkpoint of a run: {error}") from error
         return start

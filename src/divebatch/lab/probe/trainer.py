@@ -20,7 +20,9 @@ from divebatch.lab.probe.rest_of_pass import RestOfPass
 from divebatch.lab.probe.verdict import Branch
 from divebatch.lab.training import Trainer, evaluate
 from divebatch.lab.training.device_options import device_settings
+from divebatch.lab.training.torch_states import model_state, optimizer_state
 from divebatch.lr import require_adam, scale_settings
+from divebatch.state_checks import read
 
 DROPOUT = (0, 6)
 """The purpose of a branch's random numbers beside its order."""
@@ -43,8 +45,9 @@ class BranchTrainer:
         # Batch size and learning rate must be the branch's alone.
         self.trainer.control.close()
         _require_same_data(start, self.trainer.data_fingerprint)
-        self.trainer.model.load_state_dict(start.state["model"])
-        self.trainer.optimizer.load_state_dict(start.state["optimizer"])
+        read(start.state, "model", model_state(self.trainer.model))
+        read(start.state, "optimizer", optimizer_state(self.trainer.optimizer))
+        self.restore(start.state)
         self._state = self.save()
         self.loader: AdaptiveLoader = self.trainer.control.loader
         """The loader of the training data."""

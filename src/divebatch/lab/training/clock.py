@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from divebatch.state_checks import Check, number, table
+
 LAPS = ("train", "measure", "evaluate", "compile")
 
 
@@ -62,6 +64,10 @@ class Clock:
 
     def state_dict(self) -> dict[str, float]:
         return {**{name: self.seconds(name) for name in LAPS}, "total": self.total_seconds}
+
+    @staticmethod
+    def state_check() -> Check:
+        return table(dict.fromkeys((*LAPS, "total"), number(at_least=0)))
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self._laps = {name: state[name] for name in LAPS}

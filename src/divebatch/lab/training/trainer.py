@@ -22,10 +22,13 @@ from divebatch.lab.training.forward import LossFn
 from divebatch.lab.training.run_length import RunLength
 from divebatch.lab.training.step import Tally, TrainStep, train_epoch
 from divebatch.lab.training.task import Task
+from divebatch.lab.training.torch_states import model_state, optimizer_state, random_state, scheduler_state
 from divebatch.norms import gradient_diversity
+from divebatch.norms.accumulators import tensor_like
 from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
+from divebatch.state_checks import Check, anything, row_of, same, table, whole
 
 logger = logging.getLogger(__name__)
 
@@ -171,9 +174,28 @@ class Trainer:
             "cuda_random": torch.cuda.get_rng_state(self.clock.device) if self._on_cuda else None,
         }
 
+    def state_check(self) -> Check:
+        """What `state_dict` gives here."""
+        parts = whole() if self.length is not None else same(None)
+        return table(
+            {
+                "control": self.control._state_check(),
+                "model": model_state(self.model),
+                "optimizer": optimizer_state(self.optimizer),
+                "schedulers": row_of(*map(scheduler_state, self.all_schedulers), of="schedulers"),
+                "clock": Clock.state_check(),
+                "compiled": whole(),
+                "parts_done": parts,
+                "tally": row_of(tensor_like(self.tally.loss_sum), whole()),
+                "random": random_state(torch.get_rng_state()),
+                "signs": random_state(signs_state(self.clock.device)),
+                "cuda_random": anything,
+            }
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the saved trainer stood; the controller checks first whether the state fits."""
-        # First: it refuses a state that does not fit before anything has changed.
+        """Go on where the saved trainer stood; nothing is changed if the state does not fit."""
+        self.state_check()("", state)
         self.control.load_state_dict(state["control"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
