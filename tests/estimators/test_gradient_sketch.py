@@ -326,7 +326,7 @@ def test_a_resume_goes_on_with_the_same_signs(settings_: dict[str, Any], cut_at:
                 state = loop.estimator.state_dict()
                 loop.estimator.close()
                 loop.attach(Moments(sketch_size=6, **settings_))  # what was begun goes on as it was
-                loop.estimator.check_state(state)
+                loop.estimator.state_check()("estimator", state)
                 loop.estimator.load_state_dict(state)
         found.append(loop.estimator.finish())
     assert found[0] == found[1]
@@ -352,4 +352,4 @@ def test_sketches_of_another_model_are_refused():
     with pytest.raises(
         CheckpointError, match=r"sketches are another model's: .*'0.weight'.* there where .*'weight', 6"
     ):
-        other.check_state(loop.estimator.state_dict())
+        other.state_check()("estimator", loop.estimator.state_dict())

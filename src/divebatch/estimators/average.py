@@ -20,7 +20,7 @@ from divebatch.ranks import Ranks
 from divebatch.state_checks import Check, anything, list_of, number, one_of, row_of, table, truth, whole, wrong
 
 COLUMNS = (3, 4, 5)
-"""Numbers of an estimate with its weight: of a pair, and of one with the variance of <g_i, g>."""
+"""Numbers of an estimate with its weight: of a pair, with the variance of <g_i, g>, and with what widens the spread."""
 MOST_WAITING = 512
 """Rows whose norms may lie on the device unread."""
 
