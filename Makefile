@@ -43,6 +43,14 @@ docs: $(VENV)/.docs  ## Build the site into build/site
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site
 	@echo 'open build/site/index.html'
 
+$(VENV)/.dist: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dist]'
+	@touch $@
+
+dist: $(VENV)/.dist  ## Build the wheel and the source archive into dist, check both, try the wheel in an empty environment
+	@rm -rf dist
+	$(BIN)/python tools/dist.py
+
 bench: install  ## Measure the overhead of measuring, as ratios to a plain loop and beside other libraries (6 minutes)
 	$(BIN)/python benchmarks/synthetic_step.py
 	$(BIN)/python -W ignore benchmarks/norms.py --peers

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from divebatch.policies import AdaBatch, Auto, DiveBatch, Fixed, Policy
     from divebatch.records import EpochRecord
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdaptiveLoader",

@@ -1,4 +1,4 @@
-"""Makes examples/first_look.ipynb from examples/first_look.py: `python docs/tools/notebook.py`.
+"""Makes examples/first_look.ipynb from examples/first_look.py: `python tools/notebook.py`.
 
 The script is the source: `# %%` begins a code cell, `# %% [markdown]` one of text. The cells are run in order, and what
 they print and draw is stored in the notebook. No Jupyter is needed for that.
@@ -13,7 +13,7 @@ from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "first_look.py"
+SCRIPT = Path(__file__).parents[1] / "examples" / "first_look.py"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 

@@ -1,6 +1,6 @@
 """Draws docs/figures/first-picture.svg from the records in results/: what was measured, what followed, what it saved.
 
-`python docs/tools/first_picture.py` draws it anew and prints the numbers that README.md and docs/index.md tell.
+`python tools/first_picture.py` draws it anew and prints the numbers that README.md and docs/index.md tell.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from divebatch.records import EpochRecord, read_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs" / "figures" / "first-picture.svg"
 
 
