@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from divebatch.advice.noise import NoiseEstimate
-from divebatch.advice.tradeoff import StepTimes
+from divebatch.advice.tradeoff import StepTimes, lr_factor
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 
@@ -20,8 +20,8 @@ CLOSE = 0.02
 """A batch that falls short of the best by at most this part is as good."""
 LEAST_STEPS = 10
 """A batch that makes fewer is no candidate: a handful of steps is no training, whatever each is worth."""
-GROWTH = 10
-"""How much larger the noise scale may be at the end: it often grows so in training."""
+GROWTH = 10.0
+"""How much larger the noise scale may be at the end of training than at that of the short run; often it is more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,8 @@ class Deadline:
 
     @property
     def reaches(self) -> list[Reach]:
-        """One for each batch size that makes enough steps, at the noise scale as it is; at its lower end if unknown."""
-        noise = self.noise.low if self.noise.value is None else self.noise.value
-        worth = {size: self._worth(size, noise) for size in self._candidates()}
+        """One for each batch size that makes enough steps."""
+        worth = {size: self._worth(size, self.middle_noise) for size in self._candidates()}
         best = max(worth.values())
         return [
             Reach(
@@ -100,22 +99,37 @@ class Deadline:
             for size, each in worth.items()
         ]
 
-    def best_for(self, noise_scale: float) -> int:
-        """The batch size that gets farthest, the smaller one of equals; an infinite noise scale leaves samples alone.
+    @property
+    def middle_noise(self) -> float:
+        """The noise scale to reckon with, in samples: it grows in training, so some three times what was measured.
 
-        The answer for the present noise scale is the least that is right for later: noise grows in training.
+        That is its geometric mean, were it to grow tenfold. Where it was not measured, that of its lower end.
         """
+        return math.sqrt(GROWTH) * (self.noise.low if self.noise.value is None else self.noise.value)
+
+    def best_for(self, noise_scale: float) -> int:
+        """The batch size that gets farthest, the smaller of equals; at infinite noise the one that sees most samples."""
         return max(self._candidates(), key=lambda size: (self._worth(size, noise_scale), -size))
 
     @property
     def batch_size(self) -> int | None:
-        """The best at the noise scale as it is; None where that cannot be told."""
-        return None if self.noise.value is None else self.best_for(self.noise.value)
+        """The best for noise that grows tenfold; None where the noise scale cannot be told."""
+        return None if self.noise.value is None else self.best_for(self.middle_noise)
 
     @property
     def batch_size_range(self) -> tuple[int, int]:
-        """The best ones for both ends of the noise scale's interval."""
-        return self.best_for(self.noise.low), self.best_for(self.noise.high)
+        """The best ones for the least noise that the measurement allows, and for ten times the most."""
+        return self.best_for(self.noise.low), self.best_for(GROWTH * self.noise.high)
+
+    @property
+    def chosen(self) -> Reach:
+        """How far the best batch size gets; where the noise scale cannot be told, the best for its lower end."""
+        return max(self.reaches, key=lambda reach: (reach.progress, -reach.batch_size))
+
+    @property
+    def ends_with_data(self) -> bool:
+        """Whether the chosen batch size is through with the data before the time is over."""
+        return self.samples is not None and self.chosen.samples + self.chosen.batch_size > self.samples
 
     @property
     def close(self) -> tuple[int, int]:
@@ -124,16 +138,13 @@ class Deadline:
         return sizes[0], sizes[-1]
 
     @property
-    def grown(self) -> int | None:
-        """The best one, were the noise scale ten times as large."""
-        return None if self.noise.value is None else self.best_for(GROWTH * self.noise.value)
-
-    @property
     def lr(self) -> float | None:
         """The learning rate for the best batch size; None where that is not known, or no optimizer was given."""
-        size, rate = self.batch_size, self.advice.reference_lr
-        factor = None if size is None else self.advice.lr_factor_for(size)
-        return None if rate is None or factor is None else rate * factor
+        size, advice = self.batch_size, self.advice
+        if size is None or advice.reference_lr is None:
+            return None
+        factor = lr_factor(size, advice.reference_batch_size, self.middle_noise, adaptive=advice.adaptive)
+        return advice.reference_lr * factor
 
     def __str__(self) -> str:
         from divebatch.advice.text import deadline_in_words
@@ -149,7 +160,7 @@ class Deadline:
             "lr": self.lr,
             "batch_size_range": self.batch_size_range,
             "within_2_percent": self.close,
-            "at_ten_times_the_noise": self.grown,
+            "noise_scale": self.middle_noise,
             "reaches": [{**asdict(reach), "samples": reach.samples} for reach in self.reaches],
             "words": str(self),
         }

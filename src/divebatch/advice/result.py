@@ -70,14 +70,10 @@ class Advice:
     @property
     def lr_factor(self) -> float | None:
         """The factor of your learning rate; None where the advice is not clear."""
-        return None if self.batch_size is None else self.lr_factor_for(self.batch_size)
-
-    def lr_factor_for(self, batch_size: int) -> float | None:
-        """The factor of your learning rate that suits a batch size; None where the noise scale cannot be told."""
-        value = self.noise.now.value
-        return (
-            None if value is None else lr_factor(batch_size, self.reference_batch_size, value, adaptive=self.adaptive)
-        )
+        size, value = self.batch_size, self.noise.now.value
+        if size is None or value is None:
+            return None
+        return lr_factor(size, self.reference_batch_size, value, adaptive=self.adaptive)
 
     def for_deadline(self, seconds: float, *, samples: int | None = None) -> Deadline:
         """Say how far each batch size gets in so many seconds of training, and which one gets farthest.

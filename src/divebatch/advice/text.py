@@ -22,7 +22,8 @@ def step_in_words(batch_size: int, seconds: float) -> str:
 
 def deadline_in_words(deadline: Deadline) -> str:
     """How far each batch size gets in the time, and which one to take."""
-    lines = [f"In {deadline.seconds:g} s of training, as far as noise and step times tell:"]
+    noise = f"at a noise scale of {deadline.middle_noise:.0f} samples, for it grows in training"
+    lines = [f"In {deadline.seconds:g} s of training, {noise}:"]
     lines += [_reach(reach) for reach in deadline.reaches]
     return "\n".join([*lines, _farthest(deadline), *_end_of_data(deadline)])
 
@@ -40,26 +41,21 @@ def _farthest(deadline: Deadline) -> str:
         return f"The noise scale cannot be told, so neither can the best batch: between {low} and {high}."
     least, most = deadline.close
     close = f"{least} to {most} within 2 %" if least != most else "no other within 2 %"
-    allowed = f"; the noise scale's interval allows {low} to {high}" if low != high else ""
     rate = "" if deadline.lr is None else f", learning rate {deadline.lr:.3g}"
-    later = "the same" if deadline.grown == size else f"batch {deadline.grown}"
-    return (
-        f"The best by the model is batch {size} ({close}{allowed}){rate}. Noise grows in training, so this is the "
-        f"least to take: at ten times the noise the best is {later}."
-    )
+    other = f"; at the lower end of the noise measured now batch {low}, at ten times its upper end batch {high}"
+    return f"The best by the model is batch {size} ({close}){rate}{other if low != high else ''}."
 
 
 def _end_of_data(deadline: Deadline) -> Iterator[str]:
     """Where the data end before the time does, or are gone through several times."""
-    size, there = deadline.batch_size or deadline.close[0], deadline.advice.dataset_size
-    chosen = next(reach for reach in deadline.reaches if reach.batch_size == size)
-    if deadline.samples is not None and chosen.samples + size > deadline.samples:
+    chosen, there = deadline.chosen, deadline.advice.dataset_size
+    if deadline.ends_with_data:
         yield (
-            f"The one pass over {deadline.samples} samples ends before the time does: batch {size} is through after "
-            f"{_seconds(chosen.seconds)}. Beyond it smaller batches make more of the data, or it is gone through again."
+            f"The one pass over {deadline.samples} samples ends before the time does: batch {chosen.batch_size} is "
+            f"through after {_seconds(chosen.seconds)}."
         )
     elif there is not None and chosen.samples > there:
-        yield f"Batch {size} goes through the {there} samples {chosen.samples / there:.2g} times."
+        yield f"Batch {chosen.batch_size} goes through the {there} samples {chosen.samples / there:.2g} times."
 
 
 def _noise(advice: Advice) -> str:

@@ -78,7 +78,8 @@ def advise(
         options += (["--model", model] if model else []) + (["--compile"] if compile else [])
         command = work.command_for(run, deadline, target, options)
         values |= {"deadline": {**deadline.to_dict(), "command": command}}
-        words += [str(deadline), *([command] if command else [])]
+        again = "With --repeat the data is gone through again." if deadline.ends_with_data else ""
+        words += filter(None, [str(deadline), again, command])
     # Before the files: minutes of measuring must not be lost to a full disk.
     typer.echo(to_json(values) if json else "\n".join(words))
     with errors_exit_with(FAILED):

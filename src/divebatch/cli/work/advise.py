@@ -162,8 +162,8 @@ def _end_of(experiment: Experiment, deadline: Deadline) -> list[str]:
     """Options for a run of so many seconds; where an experiment knows epochs alone, of as many as that makes."""
     if experiment.one_pass:
         return ["--seconds", f"{deadline.seconds:g}", *(["--repeat"] if deadline.samples is None else [])]
-    chosen = next(reach for reach in deadline.reaches if reach.batch_size == deadline.batch_size)
-    return ["--epochs", str(max(1, round(chosen.samples / (deadline.advice.dataset_size or chosen.samples))))]
+    samples = deadline.chosen.samples
+    return ["--epochs", str(max(1, round(samples / (deadline.advice.dataset_size or samples))))]
 
 
 def is_import_path(text: str) -> bool:
