@@ -25,5 +25,10 @@ def test_the_distribution_is_the_integral_of_its_density(degrees):
         assert t_cdf(value, degrees) == pytest.approx(0.5 + integral, abs=1e-7)
 
 
+@pytest.mark.parametrize("degrees", [1e6, 1e12, 1e31, math.inf])
+def test_with_many_degrees_of_freedom_it_is_normal(degrees):
+    assert t_quantile(0.975, degrees) == pytest.approx(1.959964, abs=1e-5)
+
+
 def test_below_one_degree_of_freedom_nothing_is_known():
     assert t_quantile(0.975, 0.5) == math.inf

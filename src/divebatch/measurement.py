@@ -243,7 +243,7 @@ class History:
             "first_loss": optional(number(finite=False)),
             "best_loss": optional(number(finite=False)),
             "epochs_since_best": whole(),
-            "first_sq_norm": optional(number(finite=False)),
+            "first_sq_norm": optional(number()),
             "throughputs": list_of(row_of(whole(1), number(above=0))),
         }
     )

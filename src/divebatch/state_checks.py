@@ -6,8 +6,8 @@ dict of known keys, `list_of`, `row_of`, `optional`. So a part's declaration bec
 whoever holds that part, and a state is checked as a whole before anything is changed.
 """
 
+import math
 import reprlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,10 +80,9 @@ def number(*, at_least: float | None = None, above: float | None = None, finite:
     bounds = f" of at least {at_least:g}" if at_least is not None else f" above {above:g}" if above is not None else ""
 
     def is_within(value: float) -> bool:
-        largest = sys.float_info.max
-        if (finite or isinstance(value, int)) and not -largest <= value <= largest:
-            return False
-        return (at_least is None or value >= at_least) and (above is None or value > above)
+        # A whole number may be too large for a float, or for a tensor.
+        is_sound = abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value) or not finite
+        return is_sound and (at_least is None or value >= at_least) and (above is None or value > above)
 
     def check(place: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not is_within(value):
@@ -178,7 +177,7 @@ def table_of(keys: Check, values: Check) -> Check:
     def check(place: str, value: Any) -> None:
         _require_dict(place, value)
         for key, each in value.items():
-            keys(f"a key of {place}", key)
+            keys(f"{place}: a key", key)
             values(inside(place, key), each)
 
     return check

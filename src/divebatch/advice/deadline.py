@@ -108,7 +108,7 @@ class Deadline:
         return math.sqrt(GROWTH) * (self.noise.low if self.noise.value is None else self.noise.value)
 
     def best_for(self, noise_scale: float) -> int:
-        """The batch size that gets farthest, the smaller of equals; at infinite noise the one that sees most samples."""
+        """The batch size that gets farthest, the smaller of equals; at infinite noise that which sees most samples."""
         return max(self._candidates(), key=lambda size: (self._worth(size, noise_scale), -size))
 
     @property

@@ -113,8 +113,7 @@ class RankChunks(Source):
         }
 
     def state_check(self, scene: Scene) -> Check:
-        sums = {"weighted": list_of(number(finite=False)), "sum_of_weights": number(at_least=0)}
-        return table({**BatchWatch.state_check(), **sums})
+        return BatchWatch.state_check(weighted=list_of(number(finite=False)), sum_of_weights=number(at_least=0))
 
     def estimates_check(self) -> Check:
         return RankRows.state_check()

@@ -118,8 +118,7 @@ class BatchChunks(Source):
         return {**self._batches.state_dict(), "chunks": chunks, "num_batches": self._num_batches}
 
     def state_check(self, scene: Scene) -> Check:
-        chunks = chunks_state(trainable(scene.model))
-        return table({**BatchWatch.state_check(), "chunks": chunks, "num_batches": whole()})
+        return BatchWatch.state_check(chunks=chunks_state(trainable(scene.model)), num_batches=whole())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches.load_state_dict(state)
@@ -203,9 +202,15 @@ class BatchWatch:
         return {"since_step": self._since_step(), "num_samples": self._num_samples}
 
     @staticmethod
-    def state_check() -> dict[str, Check]:
-        """What `state_dict` gives, as fields of its owner's state."""
-        return {"since_step": whole(), "num_samples": whole()}
+    def state_check(**others: Check) -> Check:
+        """What `state_dict` gives, along with the fields of its owner."""
+        fields = table({"since_step": whole(), "num_samples": whole(), **others})
+
+        def check(place: str, state: Any) -> None:
+            fields(place, state)
+            whole(at_most=state["since_step"])(f"{place}.num_samples", state["num_samples"])
+
+        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on within a batch."""

@@ -1,10 +1,9 @@
-"""What the saved states of torch's own objects must hold. Torch loads most odd values and fails steps later, or never.
+"""What the saved states of torch's own objects must hold. Torch loads most odd values, and fails steps later or never.
 
-A model shows by itself what its state holds. Of an optimizer that has made no step, and of a scheduler, only the form
-is known: the keys, the lengths and the kinds of values.
+A model shows by itself what its state holds, and so does a scheduler but for how far it has come. Of an optimizer that
+has made no step only the settings are known, not yet what it will keep of each parameter.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from divebatch.norms.accumulators import tensor_like, tensors_like
 from divebatch.state_checks import (
     Check,
     anything,
+    list_of,
     number,
     optional,
     row_of,
@@ -31,6 +31,15 @@ from divebatch.state_checks import (
     wrong,
 )
 
+BY_DEVICE = {"fused", "foreach"}
+"""Settings of optimizers that a run on another device may have otherwise."""
+MOVING: dict[Any, Check] = {
+    **dict.fromkeys(("last_epoch", "_step_count"), whole()),
+    **dict.fromkeys(("_get_lr_called_within_step", "_is_initial"), truth),
+    "_last_lr": list_of(number(at_least=0)),
+}
+"""What a scheduler changes on its way; the rest are its settings."""
+
 
 def model_state(model: nn.Module) -> Check:
     """Accept the parameters and buffers of such a model."""
@@ -38,8 +47,8 @@ def model_state(model: nn.Module) -> Check:
 
 
 def scheduler_state(scheduler: LRScheduler) -> Check:
-    """Accept what has the form of this scheduler's state."""
-    return _like(scheduler.state_dict(), number(at_least=-math.inf, finite=False))
+    """Accept the state of a scheduler with the same settings."""
+    return _as_in(scheduler.state_dict())
 
 
 def optimizer_state(optimizer: Optimizer) -> Check:
@@ -49,12 +58,10 @@ def optimizer_state(optimizer: Optimizer) -> Check:
     """
     groups = optimizer.state_dict()["param_groups"]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    settings = row_of(*(_like(group, number(at_least=0)) for group in groups), of="parameter groups")
-    numbers = row_of(*(row_of(*map(same, group["params"])) for group in groups))
+    settings = row_of(*map(_settings_of, groups), of="parameter groups")
 
     def check(place: str, state: Any) -> None:
         table({"param_groups": settings, "state": table_of(whole(at_most=len(parameters) - 1), anything)})(place, state)
-        numbers(f"{place}.param_groups", [group["params"] for group in state["param_groups"]])
         memory = {number: _memory_of(each) for number, each in enumerate(parameters)}
         for part in _numbers(optimizer):
             found = {number: state["state"][number] for number in part if number in state["state"]}
@@ -74,6 +81,23 @@ def _numbers(optimizer: Optimizer) -> Iterator[range]:
         size = sum(len(group["params"]) for group in part.param_groups)
         yield range(first, first + size)
         first += size
+
+
+def _settings_of(group: Mapping[str, Any]) -> Check:
+    """Numbers such as the rate may have changed on the way, the rest of the settings not."""
+    numbers = number(at_least=0)
+
+    def setting(name: str, value: Any) -> Check:
+        if name in BY_DEVICE:
+            return optional(truth)
+        if isinstance(value, Tensor):
+            return tensor_like(value)
+        if isinstance(value, list | tuple):
+            # Muon's coefficients may be negative.
+            return row_of(*(same(each) if name == "params" or each < 0 else numbers for each in value))
+        return same(value) if isinstance(value, bool | str) else optional(numbers) if value is None else numbers
+
+    return table({name: setting(name, value) for name, value in group.items()})
 
 
 def _memory_of(parameter: Tensor) -> Check:
@@ -97,40 +121,34 @@ def _require_alike(place: str, memories: Mapping[int, Mapping[str, Any]]) -> Non
             raise CheckpointError(f"{place}.{there}.{key} is in the checkpoint, and {place}.{missing}.{key} is not")
         for key, mine in memories[first].items():
             if type(mine) is not type(memories[other][key]):
-                raise wrong(f"{place}.{other}.{key}", memories[other][key], f"a {type(mine).__name__}")
+                kinds = f"a {type(mine).__name__} and a {type(memories[other][key]).__name__}"
+                raise CheckpointError(f"{place}.{first}.{key} and {place}.{other}.{key} are {kinds} in the checkpoint")
 
 
-def random_state(example: Tensor) -> Check:
-    """Accept the state of a random generator that gives such ones."""
+def byte_tensor(place: str, value: Any) -> None:
+    """Accept a tensor of bytes, as which torch gives the states of random generators."""
+    if not isinstance(value, Tensor) or value.dtype != torch.uint8:
+        raise wrong(place, value, "a tensor of bytes")
+
+
+def random_state(example: Tensor, device: torch.device) -> Check:
+    """Accept the state of a random generator of that device, such as `example`."""
 
     def check(place: str, value: Any) -> None:
-        if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.shape != example.shape:
-            raise wrong(place, value, f"the state of a random generator, {example.numel()} bytes,")
-        if example.device.type == "cpu":
-            try:
-                torch.Generator().set_state(value.cpu())
-            except RuntimeError as error:
-                raise CheckpointError(f"{place} is no state of a random generator: {error}") from error
+        byte_tensor(place, value)
+        tensor_like(example)(place, value)
+        try:
+            torch.Generator(device).set_state(value.cpu())
+        except RuntimeError as error:
+            raise CheckpointError(f"{place} is no state of a random generator: {error}") from error
 
     return check
 
 
-def _like(example: Any, numbers: Check, *, is_rate: bool = False) -> Check:
-    """Accept what has the form of `example`; `numbers` is asked of what is no count. A rate may be a whole number."""
+def _as_in(example: Any) -> Check:
+    """Accept the same values, but for those of a scheduler that move."""
     if isinstance(example, Mapping):
-        return table({key: _like(each, numbers, is_rate="lr" in str(key)) for key, each in example.items()})
+        return table({key: MOVING.get(key) or _as_in(each) for key, each in example.items()})
     if isinstance(example, list | tuple):
-        return row_of(*(_like(each, numbers, is_rate=is_rate) for each in example))
-    if isinstance(example, Tensor):
-        return tensor_like(example)
-    if isinstance(example, bool) or example is None:  # torch has None for a truth that it chooses by the device
-        return optional(_truth_or(numbers) if example is None else truth)
-    if isinstance(example, str):
-        return text
-    if isinstance(example, int) and not is_rate:
-        return whole(at_least=-1)
-    return numbers if isinstance(example, int | float) else anything
-
-
-def _truth_or(numbers: Check) -> Check:
-    return lambda place, value: None if isinstance(value, bool) else numbers(place, value)
+        return row_of(*map(_as_in, example))
+    return same(example) if isinstance(example, int | float | str | None) else anything

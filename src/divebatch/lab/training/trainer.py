@@ -22,13 +22,19 @@ from divebatch.lab.training.forward import LossFn
 from divebatch.lab.training.run_length import RunLength
 from divebatch.lab.training.step import Tally, TrainStep, train_epoch
 from divebatch.lab.training.task import Task
-from divebatch.lab.training.torch_states import model_state, optimizer_state, random_state, scheduler_state
+from divebatch.lab.training.torch_states import (
+    byte_tensor,
+    model_state,
+    optimizer_state,
+    random_state,
+    scheduler_state,
+)
 from divebatch.norms import gradient_diversity
 from divebatch.norms.accumulators import tensor_like
 from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
-from divebatch.state_checks import Check, anything, row_of, same, table, whole
+from divebatch.state_checks import Check, optional, row_of, same, table, whole
 
 logger = logging.getLogger(__name__)
 
@@ -187,9 +193,9 @@ class Trainer:
                 "compiled": whole(),
                 "parts_done": parts,
                 "tally": row_of(tensor_like(self.tally.loss_sum), whole()),
-                "random": random_state(torch.get_rng_state()),
-                "signs": random_state(signs_state(self.clock.device)),
-                "cuda_random": anything,
+                "random": random_state(torch.get_rng_state(), torch.device("cpu")),
+                "signs": random_state(signs_state(self.clock.device), self.clock.device),
+                "cuda_random": optional(byte_tensor),
             }
         )
 
