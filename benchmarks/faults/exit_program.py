@@ -1,13 +1,10 @@
-"""How often a program aborts that ends right after a collective over gloo: this library's, and torch's called directly.
+"""A program whose processes end right after a collective over gloo; prints how many of them aborted.
 
 A thread of gloo drops the tensor it reduced a moment after it has said that it is done, and needs the interpreter's
 lock for that; if the interpreter is leaving by then, the process aborts. A switch interval of many seconds keeps the
 lock from the thread for as long as the program does not give it away, which makes a rare event a frequent one.
-
-    python benchmarks/rank_exits.py [--pairs 100] [--check]
 """
 
-import argparse
 import os
 import shutil
 import signal
@@ -31,7 +28,7 @@ def through_library() -> None:
     ranks.sum_([torch.ones(1000)])
 
 
-def direct() -> None:
+def called_directly() -> None:
     dist.all_gather_object([None, None], {"some": "thing"})
     dist.all_reduce(torch.ones(1000))
 
@@ -61,18 +58,7 @@ def count_aborted(talk: Callable[[], None], pairs: int) -> int:
     return codes.count(-signal.SIGABRT)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if one aborted that used the library alone")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = {talk.__name__: count_aborted(talk, options.pairs) for talk in (direct, through_library)}
-    for name, aborted in found.items():
-        print(f"{name:>16}: {aborted} of {2 * options.pairs} processes aborted")
-    if options.check and found[through_library.__name__]:
-        raise SystemExit(1)
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    counts = [count_aborted(talk, int(sys.argv[1])) for talk in (through_library, called_directly)]
+    print("aborted:", *counts)

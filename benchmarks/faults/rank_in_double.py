@@ -1,0 +1,21 @@
+"""`divebatch` in float64, where other numbers of ranks differ by less than 1e-9: a function, and torchrun's script."""
+
+import sys
+
+import torch
+
+from divebatch.__main__ import main
+from divebatch.lab.experiments.datasets.synthetic import Synthetic
+
+
+def be_a_rank(words: list[str]) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    draw = Synthetic._draw
+    Synthetic._draw = lambda self, generator: tuple(map(torch.Tensor.double, draw(self, generator)))
+    sys.argv = ["divebatch", *words]
+    main()
+
+
+if __name__ == "__main__":
+    be_a_rank(sys.argv[1:])
