@@ -20,9 +20,9 @@ import divebatch  # noqa: E402
 ALL_NAMES = ROOT / "docs" / "api" / "divebatch.md"
 FILES = ["CONTRIBUTING", "CHANGELOG", "SECURITY"]
 PAGES = {
-    "Begin": ["which-learning-rate", "migrating", "own-loops", "integrations"],
-    "Library": ["policies", "learning-rate", "estimators", "norms", "data", "distributed", "advise", "inducing"],
-    "Laboratory": ["training", "language-models", "report", "search", "probe", "logging"],
+    "Begin": ["when-it-pays", "which-learning-rate", "own-loops", "integrations", "migrating"],
+    "Library": ["policies", "learning-rate", "estimators", "noise-meter", "norms", "data", "distributed", "advise"],
+    "Laboratory": ["training", "language-models", "report", "search", "probe", "inducing", "logging"],
     "Measured": ["benchmarks", "reproduction", "reproduction-cifar10", "reproduction-tiny-imagenet"],
     "API": ["api/divebatch", *(f"api/{page.stem}" for page in sorted(ROOT.glob("docs/api/*.md")) if page != ALL_NAMES)],
     "Project": ["design", *(f"/{name}" for name in FILES)],
