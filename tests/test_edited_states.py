@@ -195,7 +195,7 @@ class Outcomes:
 
 @pytest.mark.parametrize(("setup", "part"), SETUPS.values(), ids=SETUPS)
 def test_an_odd_field_is_named_or_training_goes_on(monkeypatch, setup: type[Training], part: tuple[str, ...]):
-    monkeypatch.setattr("divebatch.lr.rates.require_all_schedulers", lambda *_: None)  # it looks at all objects there are
+    monkeypatch.setattr("divebatch.lr.rates.require_all_schedulers", lambda *_: None)  # it looks at all objects
     begun = setup()
     begun.train(stop_after=2)
     state, outcomes, accepted = begun.save(), Outcomes(setup), dict[str, Edit]()

@@ -26,7 +26,7 @@ PARTS = {
 
 @pytest.mark.parametrize(("optimizer", "schedule"), PARTS.values(), ids=PARTS)
 def test_an_odd_field_is_named_or_the_run_goes_on(tmp_path, monkeypatch, optimizer, schedule):
-    monkeypatch.setattr("divebatch.lr.rates.require_all_schedulers", lambda *_: None)  # it looks at all objects there are
+    monkeypatch.setattr("divebatch.lr.rates.require_all_schedulers", lambda *_: None)  # it looks at all objects
     run = Run(replace(small(), epochs=1, optimizer=optimizer, schedule=schedule), "divebatch", 0, tmp_path)
     execute(run)
     state = without_identity(load_checkpoint(run.checkpoint_path, device=torch.device("cpu")))
