@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -265,15 +265,22 @@ def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
     try:
         if path.exists() and not path.is_file():
             raise RecordError(f"cannot read '{path}': it is not a file")  # a pipe would never end
-        lines = path.read_text(encoding="utf-8").split("\n")
+        # Line by line: a long run's lines, all taken apart at once, need several times the memory of its records.
+        with path.open(encoding="utf-8", newline="\n") as file:
+            return _read_lines(path, file)
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read '{path}': {error}") from error
-    values = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
-    if not values or values[0].get("kind") != "run":
+
+
+def _read_lines(path: Path, lines: Iterable[str]) -> tuple[RunHeader, list[EpochRecord]]:
+    whole = ((number, line) for number, line in enumerate(lines, 1) if line.endswith("\n") and line != "\n")
+    values = (_parse(path, number, line) for number, line in whole)
+    first = next(values, {})
+    if first.get("kind") != "run":
         raise RecordError(f"'{path}' is not a run record: its first line is not of kind 'run'")
     try:
-        header = RunHeader.from_dict(values[0])
-        epochs = [EpochRecord.from_dict(value) for value in values[1:] if value.get("kind") == "epoch"]
+        header = RunHeader.from_dict(first)
+        epochs = [EpochRecord.from_dict(value) for value in values if value.get("kind") == "epoch"]
         _require_upward([record.epoch for record in epochs])
         return header, epochs
     except TypeError as error:

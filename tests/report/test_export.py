@@ -22,7 +22,7 @@ def test_a_table_as_csv_reads_back() -> None:
     assert rows(table_to_csv(TABLE)) == [{"method": "a_b & c", "loss": "1 ± 2"}, {"method": "d", "loss": "-"}]
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "@x", "-a", "\tx", "-1+cmd|x"])
+@pytest.mark.parametrize("text", ["=1+1", "+1", "@x", "-a", "\tx", "\n=1", "-1+cmd|x", " =1", "\uff1d1"])
 def test_no_cell_begins_like_a_formula(text: str) -> None:
     table = Table("t", ["method"], [[text]], [])
     assert rows(table_to_csv(table))[0]["method"] == f"'{text}"

@@ -28,6 +28,8 @@ UNITS = {"seconds": "train_seconds", "epochs": "epoch", "steps": "steps", "sampl
 WITH_COMPILATION = "seconds with compilation"
 RESAMPLES = 1000
 LEVEL = 0.95
+MOST_MEANS = 2_000_000
+"""Numbers that the bootstrap has in memory at a time: draws times epochs."""
 
 
 def target_below(metric: Metric, value: float) -> float:
@@ -282,12 +284,13 @@ def _arrivals(runs: Sequence[RecordedRun], metric: Metric, target: float, resamp
         never = Arrival(None, math.nan, math.nan, (math.inf,) * len(runs))
         return dict.fromkeys((*UNITS, WITH_COMPILATION), never)
     # All trials once, each trial alone, and then trials drawn at random: the same arithmetic for all.
+    resamples = resamples if len(runs) > 1 else 0
     drawn = np.random.default_rng(0).multinomial(len(runs), [1 / len(runs)] * len(runs), resamples)
     draws = np.vstack([np.ones(len(runs)), np.eye(len(runs)), drawn])
-    reached = reaches(metric, _drawn_means(draws, by_trial(runs, metric.name, epochs)), target)
+    first = _first_reached(draws, metric, by_trial(runs, metric.name, epochs), target)
     places = {unit: by_trial(runs, name, epochs) for unit, name in UNITS.items()}
     places[WITH_COMPILATION] = places["seconds"] + np.nan_to_num(by_trial(runs, "compile_seconds", epochs))
-    return {unit: _arrival(_first_places(draws, reached, there), len(runs)) for unit, there in places.items()}
+    return {unit: _arrival(_first_places(draws, first, there), len(runs)) for unit, there in places.items()}
 
 
 def _arrival(places: Floats, num_trials: int) -> Arrival:
@@ -299,16 +302,24 @@ def _arrival(places: Floats, num_trials: int) -> Arrival:
     return Arrival(float(value) if math.isfinite(value) else None, low, high, tuple(alone.tolist()))
 
 
-def _first_places(draws: Floats, reached: NDArray[np.bool_], places: Floats) -> Floats:
-    """For each draw the mean place of its trials at the first epoch in `reached`; infinite where there is none.
+def _first_reached(draws: Floats, metric: Metric, values: Floats, target: float) -> NDArray[np.int64]:
+    """For each draw the index of the first epoch at which its mean is as good as the target; -1 where there is none."""
+    rows = max(1, MOST_MEANS // values.shape[1])
+    parts = (draws[start : start + rows] for start in range(0, len(draws), rows))
+    reached = (reaches(metric, _drawn_means(part, values), target) for part in parts)
+    return np.concatenate([np.where(each.any(axis=1), each.argmax(axis=1), -1) for each in reached])
 
-    `draws` says how often each draw has each trial, `reached` has one row a draw, `places` one row a trial.
+
+def _first_places(draws: Floats, first: NDArray[np.int64], places: Floats) -> Floats:
+    """For each draw the mean place of its trials at the epoch with index `first`; infinite where there is none.
+
+    `draws` says how often each draw has each trial, `places` has one row a trial.
     """
-    there = places[:, reached.argmax(axis=1)].T
+    there = places[:, first].T
     counts = draws * np.isfinite(there)
     sums, totals = (counts * np.nan_to_num(there)).sum(axis=1), counts.sum(axis=1)
     means = np.full(len(draws), np.inf)
-    np.divide(sums, totals, out=means, where=reached.any(axis=1) & (totals > 0))
+    np.divide(sums, totals, out=means, where=(first >= 0) & (totals > 0))
     return means
 
 

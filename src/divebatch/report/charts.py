@@ -50,6 +50,11 @@ class Line:
         """Where each point lies on the horizontal axis."""
         return self.curve.epochs.astype(np.float64) if self.seconds is None else self.seconds
 
+    def outline(self) -> "Line":
+        """The line with the points that a drawing needs."""
+        kept = self.curve.outline()
+        return replace(self, curve=self.curve.only(kept), seconds=None if self.seconds is None else self.seconds[kept])
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -66,6 +71,10 @@ class Panel:
     """What the bands show."""
     first_epoch: int = 1
     """Where the axis of epochs begins."""
+
+    def outline(self) -> "Panel":
+        """The panel with the points that a drawing needs."""
+        return replace(self, lines=[line.outline() for line in self.lines])
 
     @property
     def is_over_seconds(self) -> bool:

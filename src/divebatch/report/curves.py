@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,10 @@ from numpy.typing import NDArray
 from divebatch.report.runs import RecordedRun
 
 Floats = NDArray[np.float64]
+STRETCHES = 400
+"""Into which a long curve is divided to be drawn."""
+MOST_POINTS = 6 * STRETCHES
+"""Curves with more are drawn by their outline, of up to so many points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +68,32 @@ class Curve:
 
     def measured(self) -> "Curve":
         """Only the epochs with a finite value: for fields that are measured now and then."""
-        return self._where(np.isfinite(self.mean))
+        return self.only(np.isfinite(self.mean))
 
     def since(self, epoch: int) -> "Curve":
         """The part of the curve from `epoch` on."""
-        return self._where(self.epochs >= epoch)
+        return self.only(self.epochs >= epoch)
 
-    def _where(self, kept: NDArray[np.bool_]) -> "Curve":
+    def outline(self) -> NDArray[np.intp]:
+        """Indices of the points that a drawing needs: all of them, or of a long curve those that make its outline.
+
+        These are the first and the last point of each stretch, and there the extremes of the mean and of its band: no
+        peak disappears.
+        """
+        if len(self.epochs) <= MOST_POINTS:
+            return np.arange(len(self.epochs))
+        width = np.where(np.isfinite(self.std), self.std, 0.0)
+        # Of what is drawn, values where there are none are neither the lowest nor the highest.
+        lows = [np.where(np.isnan(each), np.inf, each) for each in (self.mean, self.mean - width)]
+        highs = [np.where(np.isnan(each), -np.inf, each) for each in (self.mean, self.mean + width)]
+        kept: set[int] = set()
+        for first, end in pairwise(np.linspace(0, len(self.epochs), STRETCHES + 1).astype(int).tolist()):
+            extremes = [*(each[first:end].argmin() for each in lows), *(each[first:end].argmax() for each in highs)]
+            kept |= {first, end - 1, *(first + int(index) for index in extremes)}
+        return np.array(sorted(kept))
+
+    def only(self, kept: NDArray[np.bool_] | NDArray[np.intp]) -> "Curve":
+        """Some of the points."""
         return Curve(self.epochs[kept], self.mean[kept], self.std[kept], self.num_trials[kept])
 
     def scaled(self, factor: float) -> "Curve":

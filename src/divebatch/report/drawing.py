@@ -89,7 +89,7 @@ def make_drawing(
 ) -> Drawing:
     """`title` and `caption` go beside the figure, `heading` into it. Every panel needs a line."""
     with settings():
-        return finish(name, title, _compose(heading, panels, panel_size), caption)
+        return finish(name, title, _compose(heading, [panel.outline() for panel in panels], panel_size), caption)
 
 
 def finish(name: str, title: str, figure: "Figure", caption: Sequence[str]) -> Drawing:

@@ -5,9 +5,12 @@ import html
 import io
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 
 from divebatch.report.charts import AXES, Chart, TargetBars
+from divebatch.report.curves import Floats
 from divebatch.report.tables import Table
 
 LATEX = {
@@ -76,7 +79,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 def chart_to_csv(chart: Chart) -> str:
     """One row for each point of each line, with its place on every axis."""
     columns = ["line", *AXES, "mean", "standard_error", "trials"]
-    return _csv([columns, *_points(chart)])
+    return _csv_text(chain([columns], _points(chart)))
 
 
 def bars_to_csv(charts: Mapping[str, TargetBars]) -> str:
@@ -94,28 +97,40 @@ def bars_to_csv(charts: Mapping[str, TargetBars]) -> str:
     return _csv([columns, *rows])
 
 
-def _points(chart: Chart) -> Iterator[list[object]]:
+def _points(chart: Chart) -> Iterator[tuple[str, ...]]:
+    """The cells of each row. Column by column, as a long run has a million of them."""
     for number, line in enumerate(chart.panel.lines):
+        curve, label = line.curve, _csv_cell(line.label)
         places = [chart.positions(number, axis) for axis in AXES]
-        curve = line.curve
-        for index in range(len(curve.epochs)):
-            place = [None if values is None else float(values[index]) for values in places]
-            numbers = [float(curve.mean[index]), float(curve.standard_error[index]), int(curve.num_trials[index])]
-            yield [line.label, *place, *numbers]
+        columns = [*map(_number_cells, places), _number_cells(curve.mean), _number_cells(curve.standard_error)]
+        yield from zip(repeat(label, len(curve.epochs)), *columns, map(str, curve.num_trials.tolist()), strict=False)
+
+
+def _number_cells(values: Floats | None) -> Iterable[str]:
+    return repeat("") if values is None else map(_number_cell, values.tolist())
 
 
 def _csv(rows: Iterable[Sequence[object]]) -> str:
+    return _csv_text(map(_csv_cell, row) for row in rows)
+
+
+def _csv_text(rows: Iterable[Iterable[str]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([_csv_cell(cell) for cell in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def _csv_cell(cell: object) -> str:
     if isinstance(cell, float):
-        return f"{cell:.9g}" if math.isfinite(cell) else ""
-    # A spreadsheet would run text that begins like a formula.
+        return _number_cell(cell)
+    # A spreadsheet would run text that begins like a formula, also after spaces or with the wide forms of the signs.
     text = "" if cell is None else str(cell)
-    return f"'{text}" if re.match(r"[=+@\t\r]|-.*[^\d.]", text) else text
+    plain = unicodedata.normalize("NFKC", text)
+    return f"'{text}" if re.match(r"\s*[=+@]|[\t\r\n]|\s*-.*[^\d.]", plain) else text
+
+
+def _number_cell(value: float) -> str:
+    return f"{value:.9g}" if math.isfinite(value) else ""
 
 
 def _latex_row(cells: Sequence[str]) -> str:

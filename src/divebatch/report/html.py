@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -266,11 +266,23 @@ def payload(sections: Sequence[Section]) -> str:
 
 
 def _section_data(section: Section) -> dict[str, Any]:
-    place = {track.method: number for number, track in enumerate(section.tracks)}
+    charts = [replace(chart, panel=chart.panel.outline()) for chart in section.charts]
+    tracks = {track.method: _outline(track, charts) for track in section.tracks}
+    drawn = [replace(chart, tracks=[tracks[track.method] for track in chart.tracks]) for chart in charts]
+    place = {method: number for number, method in enumerate(tracks)}
     return {
-        "methods": [_method_data(track) for track in section.tracks],
-        "charts": [_chart_data(chart, place) for chart in section.charts],
+        "methods": [_method_data(track) for track in tracks.values()],
+        "charts": [_chart_data(chart, place) for chart in drawn],
     }
+
+
+def _outline(track: Track, charts: Sequence[Chart]) -> Track:
+    """The track with the epochs at which one of its lines has a point."""
+    pairs = (pair for chart in charts for pair in zip(chart.tracks, chart.panel.lines, strict=True))
+    used = {epoch for owner, line in pairs if owner is track for epoch in line.curve.epochs.tolist()}
+    kept = np.isin(track.epochs, list(used))
+    axes = {axis: values[kept] for axis, values in track.axes.items()}
+    return replace(track, epochs=track.epochs[kept], axes=axes)
 
 
 def _method_data(track: Track) -> dict[str, Any]:
