@@ -123,7 +123,7 @@ class SuccessiveSteps(Source):
     def detach(self) -> None:
         self._stop()
         self._drops.close()
-        del self._chunks
+        del self._chunks, self._average  # which holds the chunks too, by what widens its spread
 
     def _use(self, comparison: Comparison, made_with: dict[str, Any]) -> None:
         self._chunks, self._made_with = comparison, made_with
