@@ -60,5 +60,5 @@ reproduce: install  ## The paper's synthetic experiments in full (minutes on two
 	$(BIN)/divebatch run synthetic-nonconvex --log-exact --out runs/paper --resume
 	$(BIN)/divebatch report runs/paper
 
-clean:  ## Remove the virtual environment, runs and caches
+clean:  ## Remove the virtual environment, builds, runs and caches
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
