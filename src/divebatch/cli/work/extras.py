@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from operator import eq, ge, gt, le, lt, ne
 from typing import NamedTuple
 
-NOT_FOR_USERS = ("all", "dev", "docs")
+NOT_FOR_USERS = ("all", "dev", "dist", "docs")
 NAME = re.compile(r"([\w.-]+)(?:\[([\w,.-]+)\])?([^;]*)")
 COMPARE = {">=": ge, "<=": le, "==": eq, "!=": ne, "<": lt, ">": gt}
 EXTRA = re.compile(r"""extra == ["']([\w.-]+)["']""")
