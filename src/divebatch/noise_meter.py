@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from divebatch.checks import require_count, warn_user
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.comparisons import Comparing, Comparison
+from divebatch.estimators.comparisons import Comparison, SuccessiveGradients
 from divebatch.estimators.optimizer_events import is_recorded, scale_of_gradients, when_used
-from divebatch.estimators.second_moment import Preconditioner
+from divebatch.estimators.sketch_choice import SketchChoice
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.estimators.stepwise import require_settings
 from divebatch.norms.sharded import is_sharded
@@ -78,11 +78,8 @@ class NoiseMeter:
     ) -> None:
         self._optimizer = _unwrapped(optimizer)
         require_settings(preconditioned=preconditioned, every_steps=every_steps)
-        self._comparing, self._is_preconditioned, self._every_steps = (
-            Comparing(sketch=sketch),
-            preconditioned,
-            every_steps,
-        )
+        self._way = SuccessiveGradients("NoiseMeter", None, preconditioned, SketchChoice(sketch))
+        self._every_steps = every_steps
         # The weights move between the compared steps, and that bias can carry ||G||^2 below zero.
         self._average = PairAverage(trusts_negative=False)
         self._steps, self._pause = 0, 0
@@ -116,7 +113,7 @@ class NoiseMeter:
         reading = self._reading(batch_size)
         self._average.forget()
         self._steps = 0
-        if self._comparing.is_extrapolated(self._optimizer) != self._chunks.bounds_below:  # its momentum was changed
+        if self._way.is_extrapolated(self._optimizer) != self._chunks.bounds_below:  # its momentum was changed
             self._begin()
         return reading
 
@@ -150,8 +147,8 @@ class NoiseMeter:
             raise ArgumentError(f"{type(self._optimizer).__name__} has no parameter that is trained: all are frozen")
         if any(map(is_sharded, self._parameters.values())):
             raise ArgumentError("NoiseMeter needs whole gradients, and FSDP2 has sharded this optimizer's parameters")
-        self._preconditioner = Preconditioner(self._optimizer, self._parameters) if self._is_preconditioned else None
-        self._chunks, _ = self._comparing.start(self._parameters, self._optimizer, seed=0)
+        self._preconditioner = self._way.preconditioner(self._optimizer, self._parameters)
+        self._chunks, _ = self._way.start(self._parameters, self._optimizer, seed=0)
         self._average.reach = self._chunks.reach if self._every_steps == 1 else 0
         self._average.bounds_below, self._average.widen = self._chunks.bounds_below, self._chunks.widened
 

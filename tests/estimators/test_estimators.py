@@ -11,7 +11,18 @@ from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDat
 
 from divebatch import AdaptiveLoader, Diversity, Oracle, Trajectory, gradient_diversity, micro_batches
 from divebatch.errors import ArgumentError, CheckpointError, CoverageError, UsageError
-from divebatch.estimators import ESTIMATORS, AcrossRanks, Estimator, Moments, PerSample, Scene, Split, make_estimator
+from divebatch.estimators import (
+    ESTIMATORS,
+    L1,
+    AcrossRanks,
+    Estimator,
+    Moments,
+    Nuclear,
+    PerSample,
+    Scene,
+    Split,
+    make_estimator,
+)
 from reference import per_sample
 from reference.delivery import Delivered
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
@@ -25,6 +36,8 @@ CASES: dict[str, Callable[[], Estimator]] = {
     "moments": Moments,
     "moments, in pairs": lambda: Moments(window=2),
     "ranks": AcrossRanks,
+    "l1": L1,
+    "nuclear": lambda: Nuclear(every_steps=1),
 }
 OF_ALL_SAMPLES = ["trajectory", "oracle"]
 BY_RULES = ["trajectory", "oracle", "per-sample"]
@@ -165,7 +178,7 @@ def test_the_state_between_epochs_is_empty(case: str):
     assert estimator.state_dict() == {}
 
 
-@pytest.mark.parametrize("case", ["trajectory", "moments", "moments, in pairs"])
+@pytest.mark.parametrize("case", ["trajectory", "moments", "moments, in pairs", "l1", "nuclear"])
 def test_sums_of_another_model_are_refused(case: str):
     states = []
     for model in (mlp(), nn.Sequential(nn.Linear(4, 3)).double()):
@@ -201,7 +214,7 @@ def test_an_estimator_without_controller_gets_an_error(case: str):
 
 
 def test_an_unknown_name_gets_an_error_that_lists_the_known_ones():
-    with pytest.raises(ArgumentError, match="'magic'; known: trajectory, oracle, per-sample, split, moments, ranks"):
+    with pytest.raises(ArgumentError, match="'magic'; known: trajectory, oracle, per-sample, split, moments, ranks,"):
         make_estimator("magic")
 
 

@@ -14,11 +14,12 @@ from torch.optim import SGD, AdamW
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators import Moments, Scene
 from divebatch.estimators.average import PairAverage, read
-from divebatch.estimators.comparisons import Comparing
+from divebatch.estimators.comparisons import SuccessiveGradients
 from divebatch.estimators.gradient_sketch import LEAST_SIZE, MOST_SIZE, SignSketch, fitting_size
 from divebatch.estimators.kept_gradients import Copies, Sketches
 from divebatch.estimators.lagged_products import KEPT, Lagged
 from divebatch.estimators.second_moment import Preconditioner
+from divebatch.estimators.sketch_choice import SketchChoice
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.lab.experiments.models.gpt import GptNetwork
 from reference.delivery import Delivered
@@ -163,7 +164,7 @@ def test_large_models_are_sketched_and_small_ones_copied():
     small, large = ({"": nn.Parameter(torch.zeros(count))} for count in (6_100_000, 6_300_000))
 
     def size(held: dict[str, nn.Parameter], **settings: Any) -> int | None:
-        comparison, _ = Comparing(**settings).start(held, optimizer, seed=0)
+        comparison, _ = SuccessiveGradients("moments", choice=SketchChoice(**settings)).start(held, optimizer, seed=0)
         kept = comparison.kept
         assert isinstance(kept, Sketches | Copies)
         return len(kept.held[0]) if isinstance(kept, Sketches) else None

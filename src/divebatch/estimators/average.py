@@ -137,7 +137,8 @@ def numbers_of(rows: Sequence[Readable]) -> Iterator[tuple[float, ...]]:
 class PairAverage:
     """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
 
-    A third number may come with each pair: the variance of <g_i, g>. Those after it are averaged for `widen` alone.
+    A third number may come with each pair: the variance of <g_i, g>, if `has_inner_variance`. Those after it are
+    averaged for `widen` alone.
 
     With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
     weights, so its start does not pull it towards zero. Sums stay on the device they come from until they are read, and
@@ -159,7 +160,7 @@ class PairAverage:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise ArgumentError(f"decay must be above 0 and at most 1, got decay={decay!r}")
         self.decay, self.reach, self._trusts_negative = float(decay), reach, trusts_negative
-        self.bounds_below = True
+        self.bounds_below, self.has_inner_variance = True, True
         self.widen: Callable[[Spread, Sequence[float]], Spread] = lambda spread, _: spread
         self.forget()
 
@@ -250,7 +251,7 @@ class PairAverage:
             # A biased estimate below zero says nothing of the noise scale: the interval gets no ends.
             spread = replace(spread, sq_norm_variance=math.inf)
         found = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
-        inner_variance = inner[0] if inner and math.isfinite(inner[0]) else None
+        inner_variance = inner[0] if inner and self.has_inner_variance and math.isfinite(inner[0]) else None
         return replace(found, inner_variance=inner_variance, skipped_samples=int(self.skipped_samples))
 
     def over(self, ranks: Ranks) -> "PairAverage":

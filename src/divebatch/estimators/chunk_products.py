@@ -55,8 +55,7 @@ class ProductRow:
 class SketchedChunks:
     """The steps of a window, as a sketch of their sum."""
 
-    reach = 0
-    bounds_below = False
+    reach, bounds_below, has_inner_variance = 0, False, True
 
     def __init__(self, signs: SignSketch, window: int) -> None:
         self.needed = window

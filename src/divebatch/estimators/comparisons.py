@@ -1,26 +1,24 @@
 """How gradients of successive steps are compared: extrapolated or in windows, kept whole or as sketches."""
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from divebatch.checks import require_choice, require_count
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.checks import require_count
+from divebatch.errors import CheckpointError
 from divebatch.estimators.average import Readable
 from divebatch.estimators.chunk_gradients import Chunks, chunks_state
 from divebatch.estimators.chunk_products import SketchedChunks, products_state
-from divebatch.estimators.gradient_sketch import LEAST_SIZE, SignSketch, fitting_size
-from divebatch.estimators.kept_gradients import Copies, Sketches
+from divebatch.estimators.estimator import NoiseSeen, Scene
 from divebatch.estimators.lagged_products import KEPT, Lagged, extrapolation, lagged_state
+from divebatch.estimators.second_moment import Preconditioner, require_second_moment
+from divebatch.estimators.sketch_choice import SketchChoice, chosen_check, kept, kept_check, signs_of
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
-from divebatch.norms.accumulators import tensor_like, tensors_like
-from divebatch.state_checks import Check, optional, table, table_of, text, truth, whole
+from divebatch.state_checks import Check, table, truth
 
 PAIR = 2
 
@@ -41,6 +39,11 @@ class Comparison(Protocol):
     @property
     def bounds_below(self) -> bool:
         """Whether a noise scale may be told from below: not where an unknown bias makes it too large."""
+        ...
+
+    @property
+    def has_inner_variance(self) -> bool:
+        """Whether it tells the noise along the gradient."""
         ...
 
     @property
@@ -76,8 +79,7 @@ class Comparison(Protocol):
 class WholeChunks(Chunks):
     """The steps of a window, as the sum of their gradients: costs one copy of the parameters."""
 
-    reach = 0
-    bounds_below = False
+    reach, bounds_below, has_inner_variance = 0, False, True
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], window: int) -> None:
         super().__init__(parameters)
@@ -93,21 +95,42 @@ class WholeChunks(Chunks):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparing:
-    """The settings of a comparison: see `Moments`."""
+class SuccessiveGradients:
+    """Compares gradients of successive steps with each other: see `Moments` for the settings."""
 
+    name: str
     window: int | None = None
-    sketch: bool | None = None
-    sketch_size: int | None = None
+    preconditioned: bool = False
+    choice: SketchChoice = field(default_factory=SketchChoice)
 
     def __post_init__(self) -> None:
         if self.window is not None:
             require_count("window", self.window, at_least=PAIR)
-        require_choice("sketch", self.sketch, (None, True, False))
-        if self.sketch_size is not None:
-            require_count("sketch_size", self.sketch_size)
-            if self.sketch is False:
-                raise ArgumentError(f"sketch=False keeps whole gradients: leave sketch_size={self.sketch_size} out")
+
+    @property
+    def added_noise(self) -> NoiseSeen:
+        """Noise of different steps is independent: products of gradients have none of it, their squares have all."""
+        return "mixed" if self.preconditioned else "in trace"
+
+    def prepare(self, scene: Scene) -> None:
+        """Raise if the scene has not what this way needs."""
+        if self.preconditioned:
+            require_second_moment(scene.require_one_optimizer("preconditioned=True", self.name))
+
+    def caveat(self, optimizer: Optimizer) -> str:
+        """Say why policies will not act on what this shows; empty where they will."""
+        if self.is_extrapolated(optimizer):
+            return ""
+        return (
+            f"{self.name!r} can only say how large it is at most where the optimizer has a momentum below 0.4, to "
+            "which lr_coupling='adam' may have lowered it, or a window is set: policies that go by its interval will not "
+            "grow a batch. Give the optimizer momentum, or the controller estimator='per-sample' (a model without "
+            "BatchNorm) or 'split' (batches as two micro_batches)"
+        )
+
+    def preconditioner(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Preconditioner | None:
+        """What divides gradients before they are compared."""
+        return Preconditioner(optimizer, parameters) if self.preconditioned else None
 
     def is_extrapolated(self, optimizer: Optimizer) -> bool:
         """Whether gradients one and two steps apart are compared, and not windows of them."""
@@ -121,29 +144,24 @@ class Comparing:
         `seed` is for the signs of sketches; of several ranks all must have the same.
         """
         is_lagged = self.is_extrapolated(optimizer)
-        size = self._size(parameters, sketches=KEPT if is_lagged else PAIR)
-        made_with: dict[str, Any] = {"is_lagged": is_lagged, "sketch": None}
-        if size:
-            made_with["sketch"] = {"size": size, "seed": seed, "entries": _entries(parameters)}
+        sketch = self.choice.choose(parameters, sketches=KEPT if is_lagged else PAIR, seed=seed)
+        made_with = {"is_lagged": is_lagged, "sketch": sketch}
         return self.resume(made_with, parameters, optimizer), made_with
 
     def resume(
         self, made_with: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
     ) -> Comparison:
         """A comparison made as another was, whatever the settings are here: what was begun goes on as it was."""
-        sketch = made_with["sketch"]
-        signs = None if sketch is None else SignSketch(parameters, sketch["size"], seed=sketch["seed"])
         if made_with["is_lagged"]:
-            return Lagged(Copies(parameters, KEPT) if signs is None else Sketches(signs, KEPT), optimizer)
-        window = self.window or PAIR
+            return Lagged(kept(made_with["sketch"], parameters, KEPT), optimizer)
+        window, signs = self.window or PAIR, signs_of(made_with["sketch"], parameters)
         return WholeChunks(parameters, window) if signs is None else SketchedChunks(signs, window)
 
-    def made_with_check(self, parameters: Mapping[str, nn.Parameter]) -> Check:
+    def made_with_check(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Check:
         """Accept what `start` gives for these parameters and settings, whatever the optimizer's momentum."""
-        sketch = {"size": whole(1), "seed": whole(), "entries": _same_entries(_entries(parameters))}
 
         def check(place: str, state: Any) -> None:
-            table({"is_lagged": truth, "sketch": optional(table(sketch))})(place, state)
+            table({"is_lagged": truth, "sketch": chosen_check(parameters)})(place, state)
             if state["is_lagged"] and self.window is not None:
                 raise CheckpointError(
                     f"{place}.is_lagged: the checkpoint's estimate by moments is extrapolated, and here it is made "
@@ -152,39 +170,11 @@ class Comparing:
 
         return check
 
-    def _size(self, parameters: Mapping[str, nn.Parameter], *, sketches: int) -> int:
-        """Numbers of a sketch; 0 where gradients are kept whole."""
-        if self.sketch is False or self.sketch_size is not None:
-            return self.sketch_size or 0
-        fitting = fitting_size(list(parameters.values()), sketches=sketches)
-        if fitting >= LEAST_SIZE:
-            return fitting
-        return LEAST_SIZE if self.sketch else 0
-
-
-def _entries(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    return {name: p.numel() for name, p in parameters.items()}
-
-
-def chunks_check(made_with: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Check:
-    """Accept the state of a comparison that was made so."""
-    sketch = made_with["sketch"]
-    if made_with["is_lagged"]:
-        kept = tensors_like(parameters) if sketch is None else tensor_like(torch.empty(sketch["size"], device="meta"))
-        return lagged_state(kept)
-    return chunks_state(parameters) if sketch is None else products_state(sketch["size"])
-
-
-def _same_entries(here: Mapping[str, int]) -> Check:
-    """Accept the same parameters in the same order: another order has other signs."""
-
-    def check(place: str, there: Any) -> None:
-        table_of(text, whole())(place, there)
-        for was, now in itertools.zip_longest(there.items(), here.items()):
-            if was != now:
-                raise CheckpointError(
-                    f"{place}: the checkpoint's sketches are another model's: among its parameters and their entries "
-                    f"is {was} there where {now} is here"
-                )
-
-    return check
+    def comparison_check(
+        self, made_with: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
+    ) -> Check:
+        """Accept the state of a comparison that was made so."""
+        sketch = made_with["sketch"]
+        if made_with["is_lagged"]:
+            return lagged_state(kept_check(sketch, parameters))
+        return chunks_state(parameters) if sketch is None else products_state(sketch["size"])

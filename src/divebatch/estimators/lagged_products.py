@@ -75,7 +75,7 @@ class Lagged:
     needed = KEPT
     reach = KEPT - 1
     """An estimate has gradients in common with so many of those before it, where there is one a step."""
-    bounds_below = True
+    bounds_below, has_inner_variance = True, True
 
     def __init__(self, kept: Kept, optimizer: Optimizer) -> None:
         self.kept, self._optimizer, self._group = kept, optimizer, _largest_group(optimizer)
