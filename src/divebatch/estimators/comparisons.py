@@ -122,10 +122,10 @@ class SuccessiveGradients:
         if self.is_extrapolated(optimizer):
             return ""
         return (
-            f"{self.name!r} can only say how large it is at most where the optimizer has a momentum below 0.4, to "
-            "which lr_coupling='adam' may have lowered it, or a window is set: policies that go by its interval will not "
-            "grow a batch. Give the optimizer momentum, or the controller estimator='per-sample' (a model without "
-            "BatchNorm) or 'split' (batches as two micro_batches)"
+            f"{self.name!r} can only say how large it is at most where the optimizer has a momentum below 0.4, "
+            "to which lr_coupling='adam' may have lowered it, or a window is set: policies that go by its interval "
+            "will not grow a batch. Give the optimizer momentum, or the controller estimator='per-sample' (a model "
+            "without BatchNorm) or 'split' (batches as two micro_batches)"
         )
 
     def preconditioner(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Preconditioner | None:

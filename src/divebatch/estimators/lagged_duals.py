@@ -33,8 +33,8 @@ from divebatch.estimators.lagged_products import KEPT, extrapolation
 from divebatch.estimators.sketch_choice import SketchChoice, chosen_check, kept, kept_check
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
-from divebatch.norms.accumulators import tensors_like
-from divebatch.state_checks import Check, anything, list_of, number, table, whole
+from divebatch.norms.accumulators import tensor_like
+from divebatch.state_checks import Check, anything, list_of, number, optional, same, table, whole
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """For each parameter, what is kept of two gradients."""
@@ -128,6 +128,8 @@ class LaggedDuals:
         for name, gradient in step:
             sizes.append(self._norm.size(gradient))
             samples[name] = self._norm.sample(gradient, self._places[name]) * step.scale
+        if self.num_chunks and not samples.keys() & self._samples.keys():
+            self.forget()  # nothing in common with the step before, so nothing to compare
         own = torch.stack(sizes).sum(dtype=torch.float64) * abs(step.scale)
         if self.num_chunks >= KEPT - 1:
             self._row = self._compared(step, samples, num_samples)
@@ -166,7 +168,7 @@ class LaggedDuals:
         return {
             "duals": [self._kept.state_of(slot) for slot in held],
             "norms": read(self._norms),
-            "samples": {name: each.clone() for name, each in self._samples.items()},
+            "samples": {name: _copy(self._samples.get(name)) for name in self._entries},
             "last_size": self._last_size,
         }
 
@@ -177,7 +179,11 @@ class LaggedDuals:
             self._kept.load(self.num_chunks, dual)
             self.num_chunks += 1
         self._norms, self._last_size = list(state["norms"]), state["last_size"]
-        self._samples = {name: each.clone() for name, each in state["samples"].items()}
+        self._samples = {name: each.clone() for name, each in state["samples"].items() if each is not None}
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +253,17 @@ class DualWay:
 def duals_state(norm: DualNorm, parameters: Mapping[str, nn.Parameter], gradient: Check) -> Check:
     """Accept the state of a `LaggedDuals`: of up to two steps, each kept as `gradient` accepts."""
     places = _places(parameters)
-    samples = {name: norm.sample(torch.empty_like(p, device="meta"), places[name]) for name, p in parameters.items()}
+    samples = {
+        name: optional(tensor_like(norm.sample(torch.empty_like(p, device="meta"), places[name])))
+        for name, p in parameters.items()
+    }
 
     def check(place: str, state: Any) -> None:
-        fields = {"duals": list_of(gradient, at_most=NEWEST), "norms": anything, "last_size": whole()}
-        table({**fields, "samples": tensors_like(samples, some=True)})(place, state)
-        norms = list_of(number(finite=False), length=len(state["duals"]))
-        norms(f"{place}.norms", state["norms"])
+        fields = {"duals": list_of(gradient, at_most=NEWEST), "samples": table(samples)}
+        table({**fields, "norms": anything, "last_size": anything})(place, state)
+        steps = len(state["duals"])
+        list_of(number(finite=False), length=steps)(f"{place}.norms", state["norms"])
+        (whole(1) if steps else same(0))(f"{place}.last_size", state["last_size"])
 
     return check
 

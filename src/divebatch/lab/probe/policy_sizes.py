@@ -28,7 +28,7 @@ class Question:
 
     Args:
         norm: What signal and noise are measured in: "Euclidean" as for SGD, "preconditioned" as an Adam-like optimizer
-            sees them, or another that an estimator has.
+            sees them, "L1" as for steps that go by signs, "nuclear" as for Muon's.
         estimator: The kind that measures it.
         settings: Its settings.
     """
@@ -51,6 +51,8 @@ QUESTIONS = (
     Question(EUCLIDEAN, "per-sample"),
     Question(EUCLIDEAN, "moments"),
     Question("preconditioned", "moments", {"preconditioned": True}),
+    Question("L1", "l1"),
+    Question("nuclear", "nuclear", {"every_steps": 1}),
     Question(EUCLIDEAN, "trajectory"),
 )
 """A new noise scale is one row. The other estimators need several processes or another pass over all data."""
