@@ -267,8 +267,7 @@ def test_a_schedule_that_ended_is_not_continued(tmp_path):
 # Nobody listens
 
 
-@pytest.mark.parametrize("output", ["closed", "full"])
-@pytest.mark.parametrize("mode", [[], ["--json"]])
+@pytest.mark.parametrize(("output", "mode"), [("closed", []), ("full", ["--json"])])
 def test_output_that_cannot_be_written_does_not_end_training(tmp_path, output, mode):
     (tmp_path / "it.toml").write_text(to_toml(small()))
     words = ["run", str(tmp_path / "it.toml"), "--methods", "divebatch", "--trials", "1", "--jobs", "1", *mode]
