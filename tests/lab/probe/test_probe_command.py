@@ -83,6 +83,17 @@ def test_the_same_command_gives_the_same_numbers(place, tmp_path):
     assert {branch["lr_factor"] for branch in power["branches"]} == {1.0, 2**0.6, 8**0.6}
 
 
+def test_the_runs_own_metric_can_judge_and_progress_goes_to_stderr(place, tmp_path):
+    words = ("--factors", "2", "--repeats", "2", "--no-policies", "--judge", "metric", "--out", tmp_path)
+    answer = call(place, *words)
+    assert answer.exit_code == 0, answer.output
+    assert "batch 16, repeat 1: 62 steps, wrong answers 0." in answer.stderr
+    assert "repeat" not in answer.stdout
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert (found["judge"], found["unit"]) == ("metric", "wrong answers")
+    assert all(0 < gap["loss"] < 0.5 for gap in found["gaps"])
+
+
 def test_the_first_repeat_goes_on_as_the_run_would_have(place):
     """The branch of factor 1 is the training itself: twin by hand."""
     branches = branches_of(place)
