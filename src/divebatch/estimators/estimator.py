@@ -113,8 +113,6 @@ class Estimator(ABC):
     """Whether it runs the model by itself and must be made with `loss_fn`."""
     undoes_grad_scale: ClassVar[bool] = False
     """Whether it is right under a GradScaler without being told of it."""
-    takes_batch_norm: ClassVar[bool] = True
-    """Whether it is right where BatchNorm in training mode makes each sample's gradient depend on its batch."""
     stand_in: ClassVar[str] = ""
     """The estimator to take where policies would not act on this one (`caveat`) and that one `can_measure`; or none."""
     has_window: ClassVar[bool] = True

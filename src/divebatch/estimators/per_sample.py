@@ -40,7 +40,6 @@ class PerSample(Stepwise):
 
     name = "per-sample"
     measures_norms = True
-    takes_batch_norm = False
 
     @classmethod
     def can_measure(cls, scene: Scene, batch_size: int) -> bool:
