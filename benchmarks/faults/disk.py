@@ -72,7 +72,7 @@ def judged(command: Command, code: int | None) -> Verdict | None:
 
 
 def said(command: Command) -> str:
-    return command.output.replace("disk is full", "No space")  # SQLite's words
+    return command.output.replace("disk is full", "No space").replace("the disk full", "No space")  # SQLite's words
 
 
 @contextmanager

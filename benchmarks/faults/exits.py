@@ -14,7 +14,7 @@ FAULT = "rank: its program ends right after a collective"
 
 
 def tries(shop: Shop) -> Iterator[Outcome]:
-    pairs = shop.tries(quick=15, full=40)
+    pairs = shop.tries(quick=10, full=20)
     # A program of its own: forked ones leave without the interpreter's end, in which it happens.
     program = start(shop.log(), os.execv, sys.executable, [sys.executable, exit_program.__file__, str(pairs)])
     code = program.end()

@@ -193,5 +193,7 @@ def test_a_database_that_goes_away_is_said(tmp_path):
     study.storage.engine.dispose()
     (tmp_path / f"{plan.name}.db").unlink()
     (tmp_path / f"{plan.name}.db").mkdir()
-    with pytest.raises(RecordError, match=r"the study's storage failed: .*unable to open.* goes on later"):
+    with pytest.raises(
+        RecordError, match=r"the study's storage failed: .*unable to open.*or the disk full.* goes on later"
+    ):
         finish(plan, study)

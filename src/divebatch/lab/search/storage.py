@@ -84,4 +84,8 @@ def _begin_at_once(engine: Any) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error.__cause__ or error).split("\n", 1)[0]
+    line = str(error.__cause__ or error).split("\n", 1)[0]
+    # SQLite needs a second file beside the database while it writes, and does not say why it could not make it.
+    return (
+        f"{line} (is its folder gone, read-only, or the disk full?)" if "unable to open database file" in line else line
+    )
