@@ -21,16 +21,20 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     os.replace(unfinished, folder / STATE_FILE)
 
 
+def require_complete(folder: Path) -> None:
+    """Raise where nothing can be resumed exactly."""
+    if not _is_complete(folder):
+        raise CheckpointError(
+            f"'{folder}' has no {STATE_FILE} or no whole {_TRAINER_STATE}: it was not saved by a BatchSizeTrainer, or "
+            f"with save_only_model=True, or its process was killed meanwhile. train(resume_from_checkpoint=True) takes "
+            f"the last complete checkpoint"
+        )
+
+
 def load(folder: Path, *, pass_samples: int, first_batch_size: int) -> dict[str, Any]:
     """Read the file, for a training with passes and a first batch of these sizes."""
-    path = folder / STATE_FILE
-    if not path.is_file():
-        raise CheckpointError(
-            f"'{folder}' has no {STATE_FILE}: it was not saved by a BatchSizeTrainer, with save_only_model=True, or "
-            f"its process was killed meanwhile; train(resume_from_checkpoint=True) takes the last complete one"
-        )
     # A checkpoint may come from elsewhere, and a pickle can run anything.
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True)
     there, here = (state["pass_samples"], state["first_batch_size"]), (pass_samples, first_batch_size)
     if there != here:
         raise CheckpointError(
@@ -47,7 +51,7 @@ def last_complete(output_dir: str) -> str | None:
     for number in sorted(numbered, reverse=True):
         if _is_complete(numbered[number]):
             return str(numbered[number])
-        logger.warning(f"'{numbered[number]}' is not complete and is left out: its process was killed meanwhile")
+        logger.warning(f"'{numbered[number]}' is not complete and is left out: was its process killed meanwhile?")
     if numbered:
         raise CheckpointError(f"no checkpoint in '{output_dir}' is complete: train without resume_from_checkpoint")
     return None

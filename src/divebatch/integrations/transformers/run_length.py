@@ -46,17 +46,15 @@ class RunLength:
         return math.ceil(batch_size / self.pass_samples)
 
     def passes_left(self, samples: int) -> int:
-        """Backward passes until the end of training, or of the epoch if that comes first, after so many samples."""
-        return math.ceil(min(self.samples - samples, self._left_of_epoch(samples)) / self.pass_samples)
+        """Backward passes until the end of training after so many samples, in this epoch."""
+        return math.ceil((self.samples - samples) / self.pass_samples)
 
     def steps_left(self, samples: int, batch_size: int) -> int:
         """Optimizer steps until the end of training after so many samples, were the batch size to stay."""
         size = self.passes(batch_size) * self.pass_samples
         left = self.samples - samples
-        now = min(left, self._left_of_epoch(samples))
-        epochs, part = divmod(left - now, self.epoch_samples) if self.epoch_samples is not None else (0, 0)
-        of_epoch = math.ceil(self.epoch_samples / size) if self.epoch_samples is not None else 0
-        return math.ceil(now / size) + epochs * of_epoch + math.ceil(part / size)
-
-    def _left_of_epoch(self, samples: int) -> int:
-        return self.samples if self.epoch_samples is None else self.epoch_samples - samples % self.epoch_samples
+        if self.epoch_samples is None:
+            return math.ceil(left / size)
+        now = min(left, self.epoch_samples - samples % self.epoch_samples)
+        epochs, part = divmod(left - now, self.epoch_samples)
+        return math.ceil(now / size) + epochs * math.ceil(self.epoch_samples / size) + math.ceil(part / size)

@@ -103,6 +103,8 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.last_complete(self.args.output_dir) or True
+        elif resume_from_checkpoint:
+            checkpoints.require_complete(Path(resume_from_checkpoint))
         self._forget_last_training()
         try:
             return super().train(resume_from_checkpoint, *positional, **named)
@@ -156,7 +158,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             pass_samples=self._pass_samples,
         )
         self._tell_length()
-        # Each worker of a stream ends with a shorter pass, so their number is not known: no pass has less than a sample.
+        # Each worker of a stream ends with a shorter pass, so their number is not known; each has a sample at least.
         most = self._length.samples if is_stream else passes
         return epochs, most, examples, samples, batch_size, most, steps
 
@@ -229,12 +231,14 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
 
     def _passes_of_step(self, batches: Iterator[Any]) -> Iterator[Any]:
         """How many they are is known when the first one has come: what is due is decided then."""
-        left = self._length.passes_left(self.train_loader.samples_delivered)
+        loader, length = self.train_loader, self._length
+        left = length.passes_left(loader.samples_delivered)
         self._shards.clear()
         while left > 0 and (batch := next(batches, None)) is not None:
-            self._shards.append(self.train_loader.rank_shard)
+            self._shards.append(loader.rank_shard)
             yield batch
-            if len(self._shards) >= min(left, self._length.passes(self._size_in_force)):
+            # Nothing is asked for after an epoch's last pass: that would end it before its last step is made.
+            if loader.is_at_end or len(self._shards) >= min(left, length.passes(self._size_in_force)):
                 return
 
     @property
@@ -294,7 +298,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *positional, **named)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Add the controller's state, when all processes are through: the Trainer's own state, written next, is last."""
+        """Add the controller's state once all processes are through; the Trainer's own state, written next, is last."""
         super()._save_rng_state(output_dir)
         assert self.batch_control is not None
         state = {
