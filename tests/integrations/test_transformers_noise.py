@@ -21,30 +21,31 @@ def readings(run: Any) -> dict[int, dict[str, float]]:
 
 
 def momentum_sgd(model: Any) -> Any:
-    return SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
 def test_logs_have_what_a_meter_reads_in_a_loop(tmp_path):
-    """In the order of our loader, so that a loop by hand sees the same: 6 samples a step, a reading in 32 steps."""
-    model, callback = Regression(), adapter.NoiseScaleCallback(every_steps=32)
-    optimizers = {"optimizers": (momentum_sgd(model), None), "callbacks": [callback]}
-    run = trainer(Fixed(), tmp_path, model=model, num_train_epochs=8, logging_strategy="no", **optimizers)
+    """In the order of our loader, so that a loop by hand sees the same: 16 samples a step, a reading in 24 steps."""
+    model, callback = Regression(), adapter.NoiseScaleCallback(every_steps=24)
+    settings: dict[str, Any] = {"optimizers": (momentum_sgd(model), None), "callbacks": [callback]}
+    settings |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "logging_strategy": "no"}
+    run = trainer(Fixed(), tmp_path, model=model, num_train_epochs=16, **settings)
     run.train()
     twin = mlp(dtype=torch.float32)
     optimizer = momentum_sgd(twin)
-    loader, expected, step = AdaptiveLoader(Numbered(), 6, seed=3), {}, 0
+    loader, expected, step = AdaptiveLoader(Numbered(), 16, seed=3), {}, 0
     with NoiseMeter(optimizer) as meter:
-        for _ in range(8):
+        for _ in range(16):
             for _, x, y in loader:
                 optimizer.zero_grad()
                 mean_loss(twin(x), y).backward()
                 optimizer.step()
                 step += 1
-                if step % 32 == 0:
-                    found = meter.read(6)
+                if step % 24 == 0:
+                    found = meter.read(16)
                     expected[step] = dict(zip(KEYS, (found.value, found.low, found.high), strict=True))
     found = readings(run)
-    assert list(found) == [32, 64]
+    assert list(found) == [24, 48]
     for step, row in found.items():
         assert row == pytest.approx({key: expected[step][key] for key in row}, rel=1e-3)
     assert any(set(row) == set(KEYS) for row in found.values())
