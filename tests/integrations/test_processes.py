@@ -83,13 +83,15 @@ def test_two_processes_of_the_hugging_face_trainer_share_each_batch(tmp_path):
     first, second = answers("two_processes_transformers.py", str(tmp_path))
     in_epoch = [sorted(first["seen"][23 * k : 23 * k + 23] + second["seen"][22 * k : 22 * k + 22]) for k in range(3)]
     assert each_once(in_epoch, script.SAMPLES)
-    alone = script.numbers(tmp_path, per_device=4, lr_scheduler_type="linear")
-    alone.train()
-    assert_same_course(first["numbers"], script.answer_of(alone))
-    of_tokens = script.tokens(tmp_path, per_device=4)
-    of_tokens.train()
-    assert_same_course(first["tokens"], script.answer_of(of_tokens))
-    for name in ("numbers", "tokens", "resumed"):
+    alone = {
+        "numbers": script.numbers(tmp_path, per_device=4, lr_scheduler_type="linear"),
+        "tokens": script.tokens(tmp_path, per_device=4),
+        "chunks": script.chunks(tmp_path, passes=6),
+    }
+    for name, run in alone.items():
+        run.train()
+        assert_same_course(first[name], script.answer_of(run))
+    for name in (*alone, "resumed"):
         assert first[name] == second[name]
     assert first["resumed"]["weights"] == first["numbers"]["weights"]
     assert_same_course(first["resumed"], {**first["numbers"], "records": first["numbers"]["records"][1:]})
@@ -101,6 +103,14 @@ def test_two_processes_of_the_hugging_face_trainer_share_each_batch(tmp_path):
 
 def assert_same_course(two: dict[str, Any], one: dict[str, Any]) -> None:
     for here, there in zip(two["records"], one["records"], strict=True):
-        assert here == {**there, "diversity": here["diversity"], "noise_scale": here["noise_scale"]}
-        assert here["diversity"] == pytest.approx(there["diversity"], rel=1e-4)
+        decided = ("epoch", "batch_size", "steps", "samples", "lr", "next_lr", "next_batch_size")
+        assert [here[name] for name in decided] == [there[name] for name in decided]
+        assert measured(here) == pytest.approx(measured(there), rel=1e-4)
+        assert measured(here)
     assert two["weights"] == pytest.approx(one["weights"], rel=1e-4, abs=1e-6)
+
+
+def measured(record: dict[str, Any]) -> dict[str, float]:
+    """Without what is not known: the noise may hide a gradient, and then bounds are all there is."""
+    names = ("diversity", "noise_scale", "noise_scale_low", "noise_scale_high")
+    return {name: record[name] for name in names if record[name] is not None}

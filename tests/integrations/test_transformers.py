@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import ChainDataset, DataLoader
 
 from divebatch import AdaptiveBatchSampler, AdaptiveLoader, Auto, DiveBatch, Fixed
 from divebatch.errors import ArgumentError, CheckpointError
@@ -231,6 +232,43 @@ def test_the_trainer_itself_loses_samples_when_its_loader_changes(tmp_path):
 def test_arguments_that_do_not_work_are_refused(settings, message, tmp_path):
     with pytest.raises(ArgumentError, match=message):
         trainer(Fixed(), tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_gpu": 2}, "n_gpu=2 .*torchrun"),
+        ({"is_deepspeed_enabled": True}, "DeepSpeed"),
+        ({"is_fsdp_enabled": True}, "FSDP"),
+        ({"parallelism_config": object()}, "parallelism_config"),
+        ({"world_size": 2, "average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
+        ({"world_size": 2, "split_batches": True}, "split_batches=True"),
+        ({"world_size": 2, "train_dataset": ChainDataset([])}, "an IterableDataset on 2 processes"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 .*use 5.15"),
+    ],
+    ids=lambda value: list(value)[-1] if isinstance(value, dict) else "",
+)
+def test_ways_to_train_that_do_not_work_are_refused(settings, message, monkeypatch):
+    monkeypatch.setattr(adapter.refusals, "LabelSmoother", OldSmoother)
+    adapter.refusals.refuse_settings(made_of())
+    with pytest.raises(ArgumentError, match=message):
+        adapter.refusals.refuse_settings(made_of(**settings))
+
+
+def made_of(**settings: Any) -> Any:
+    """What a Trainer and its parts show of such settings."""
+    usual = {"auto_find_batch_size": False, "train_sampling_strategy": "random", "label_smoothing_factor": 0.0}
+    usual |= {"n_gpu": 1, "world_size": 1, "average_tokens_across_devices": True, "split_batches": False}
+    usual |= {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "parallelism_config": None}
+    parts = SimpleNamespace(**usual | {"train_dataset": [], "model_accepts_loss_kwargs": True} | settings)
+    parts.args = parts.accelerator = parts.accelerator_config = parts
+    return parts
+
+
+class OldSmoother:
+    """Has never heard of the other passes of a step, as in transformers 5.12."""
+
+    def __call__(self, model_output: Any, labels: Any, shift_labels: bool = False) -> Any: ...
 
 
 def test_schedules_that_count_steps_are_refused(tmp_path):

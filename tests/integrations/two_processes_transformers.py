@@ -39,6 +39,15 @@ def tokens(folder: Path, *, per_device: int) -> Any:
     return adapter.BatchSizeTrainer(model=gpt2(), args=args, train_dataset=sentences(SAMPLES), policy=policy)
 
 
+def chunks(folder: Path, *, passes: int) -> Any:
+    """Compares the gradients of each two samples, which are a pass of one process."""
+    args = arguments(folder, num_train_epochs=3, gradient_accumulation_steps=passes)
+    policy = Watched(SIZES)
+    return adapter.BatchSizeTrainer(
+        model=Regression(), args=args, train_dataset=NUMBERED, policy=policy, estimator="ranks"
+    )
+
+
 def answer_of(run: Any) -> dict[str, Any]:
     weights = torch.cat([part.detach().flatten() for part in run.model.parameters()])
     return {"records": [asdict(record) for record in run.records], "weights": weights.tolist()}
@@ -52,6 +61,8 @@ def main(folder: Path) -> None:
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
     of_tokens = tokens(folder, per_device=2)
     of_tokens.train()
+    of_chunks = chunks(folder, passes=3)
+    of_chunks.train()
     theirs = numbers(folder, per_device=2, kind=transformers.Trainer)
     theirs.train()
     answer = {
@@ -59,6 +70,7 @@ def main(folder: Path) -> None:
         "numbers": answer_of(run),
         "resumed": answer_of(resumed),
         "tokens": answer_of(of_tokens),
+        "chunks": answer_of(of_chunks),
         "seen_by_plain_trainer": theirs.model.seen,
     }
     sys.stdout.write(json.dumps(answer) + "\n")

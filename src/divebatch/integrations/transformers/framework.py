@@ -5,8 +5,8 @@ from typing import Any
 
 from divebatch.integrations.versions import Requirement
 
-# Up to 5.2 the Trainer's loop is one function, without the methods that are overridden here.
-REQUIREMENT = Requirement(["transformers"], extra="transformers", oldest="5.3", too_new="5.24")
+# Before 5.5.4 the Trainer and Accelerate both divide some losses by the number of passes.
+REQUIREMENT = Requirement(["transformers"], extra="transformers", oldest="5.5.4", too_new="5.24")
 REQUIREMENT.installed()
 
 Trainer: Any = import_module("transformers").Trainer

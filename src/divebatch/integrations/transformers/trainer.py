@@ -258,20 +258,24 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         """One pass, with norms told how much of the optimizer step's loss it is."""
         self._rows_in_pass = _num_rows(inputs)
         # The passes of a step were all delivered before the first one runs.
-        self.train_loader.rank_shard = shard = self._shards.popleft()
-        by_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        is_whole_steps = by_items or self.compute_loss_func is not None
-        if (said := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
-            is_whole_steps = said
-        self._pass_weight = LossWeight(
+        self.train_loader.rank_shard = self._shards.popleft()
+        self._pass_weight, self._shard_weight = self._weights(self.train_loader.rank_shard, num_items_in_batch)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _weights(self, shard: RankShard, num_items: Any) -> tuple[LossWeight, float]:
+        """How much of its step's loss the loss of a pass is, and the factor that it still lacks on this process."""
+        is_whole_steps = getattr(self, "loss_is_scaled_for_ga", None)  # what the user has said, from 5.20 on
+        if is_whole_steps is None:
+            by_items = self.model_accepts_loss_kwargs and num_items is not None
+            is_whole_steps = by_items or self.compute_loss_func is not None
+        # The loss of a whole step is divided by what the step holds on all processes, not by what the pass does.
+        weight = (
             shard.num_samples / self._samples_in_step
-            if is_whole_steps  # the loss is divided by what the whole step holds, not by what the pass does
+            if is_whole_steps
             else 1 / self.current_gradient_accumulation_steps
         )
-        is_over_ranks = num_items_in_batch is not None and (by_items or self.compute_loss_func is not None)
-        # A sum over the tokens of all processes has the right weights already.
-        self._shard_weight = shard.weight_for("sum" if is_over_ranks else "mean")
-        return super().training_step(model, inputs, num_items_in_batch)
+        is_summed = is_whole_steps and num_items is not None
+        return LossWeight(weight), shard.weight_for("sum" if is_summed else "mean")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Losses pass through the accelerator on their way backwards, also those of a subclass's `compute_loss`."""
