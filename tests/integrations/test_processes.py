@@ -72,3 +72,45 @@ def test_two_processes_of_accelerate_share_each_batch():
     assert_course_of_one_process(first, second, gamma=0.5)
     assert first["steps_of_a_prepared_scheduler"] == 2  # after one step: why it is refused
     assert "a prepared StepLR steps 2 times a step on 2 processes" in first["refusal"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_two_processes_of_the_hugging_face_trainer_share_each_batch(tmp_path):
+    """The course of one process with passes as large as theirs together, by samples and by tokens."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from integrations import two_processes_transformers as script
+
+    first, second = answers("two_processes_transformers.py", str(tmp_path))
+    in_epoch = [sorted(first["seen"][23 * k : 23 * k + 23] + second["seen"][22 * k : 22 * k + 22]) for k in range(3)]
+    assert each_once(in_epoch, script.SAMPLES)
+    alone = {
+        "numbers": script.numbers(tmp_path, per_device=4, lr_scheduler_type="linear"),
+        "tokens": script.tokens(tmp_path, per_device=4),
+        "chunks": script.chunks(tmp_path, passes=6),
+    }
+    for name, run in alone.items():
+        run.train()
+        assert_same_course(first[name], script.answer_of(run))
+    for name in (*alone, "resumed"):
+        assert first[name] == second[name]
+    assert first["resumed"]["weights"] == first["numbers"]["weights"]
+    assert_same_course(first["resumed"], {**first["numbers"], "records": first["numbers"]["records"][1:]})
+    by_one = script.numbers(tmp_path, per_device=4, lr_scheduler_type="linear")
+    by_one.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert_same_course(first["resumed"], script.answer_of(by_one))
+    assert len(first["seen_by_plain_trainer"] + second["seen_by_plain_trainer"]) > 3 * script.SAMPLES  # some twice
+
+
+def assert_same_course(two: dict[str, Any], one: dict[str, Any]) -> None:
+    for here, there in zip(two["records"], one["records"], strict=True):
+        decided = ("epoch", "batch_size", "steps", "samples", "lr", "next_lr", "next_batch_size")
+        assert [here[name] for name in decided] == [there[name] for name in decided]
+        assert measured(here) == pytest.approx(measured(there), rel=1e-4)
+        assert measured(here)
+    assert two["weights"] == pytest.approx(one["weights"], rel=1e-4, abs=1e-6)
+
+
+def measured(record: dict[str, Any]) -> dict[str, float]:
+    """Without what is not known: the noise may hide a gradient, and then bounds are all there is."""
+    names = ("diversity", "noise_scale", "noise_scale_low", "noise_scale_high")
+    return {name: record[name] for name in names if record[name] is not None}
