@@ -173,11 +173,28 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
                 f"the trainer goes on after step {trainer.global_step}, but its checkpoint has nothing of this "
                 f"callback: it was saved without it, or after an error; take another one"
             )
-        if self._is_resumed and self._position:
-            # A module that asks for `estimated_stepping_batches` has made the trainer begin a pass before the load.
-            self.loader.load_state_dict(self._position)
-            iter(trainer.fit_loop._data_fetcher)
         check_unchanged(trainer, self.loader, self._num_passes)
+        if self._is_resumed:
+            self._go_on(trainer)
+
+    def _go_on(self, trainer: Any) -> None:
+        """Begin where the checkpoint was saved."""
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        # A module that asks for `estimated_stepping_batches` has made the trainer begin a pass before the load, and its
+        # own state of the loader wait for the next epoch.
+        fit._combined_loader_states_to_load = []
+        self.loader.load_state_dict(self._position)
+        if not epoch.restarting:  # it takes an epoch that was broken off for done
+            self.loader.set_epoch(self.loader.epoch)
+        if self._position["pass"] is None:  # with `max_steps` it goes on in an epoch that is over
+            epoch.batch_progress.reset_on_run()
+        is_last = epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch
+        if fit.restarted_mid_epoch and is_last:
+            # Saved after an epoch's last batch: Lightning goes on with the next epoch and leaves out the end of this.
+            self._end_epoch(trainer)
+            # Else it would take the batches that were made for some of the next epoch, if that has more.
+            epoch.batch_progress.current.completed += len(self.loader)
+        iter(fit._data_fetcher)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Another epoch, and what other callbacks and the module's hooks made of it."""
@@ -226,13 +243,17 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         if self.control is None or trainer.fast_dev_run or not trainer.is_last_batch:
             return  # stopped in the middle of an epoch: by max_steps, max_time, early stopping
         check_unchanged(trainer, self.loader, self._num_passes)  # by callbacks that came after this one
-        record = self.control.step()
-        micro_batch_size = record.micro_batch_size or self.loader.delivery_size or record.batch_size
-        record = replace(record, steps=trainer.global_step, micro_batch_size=micro_batch_size)
-        self.records.append(record)
+        record = self._end_epoch(trainer)
         values = {"batch_size": record.batch_size, "diversity": record.diversity}
         known = {f"divebatch/{name}": float(value) for name, value in values.items() if value is not None}
         pl_module.log_dict(known, sync_dist=trainer.world_size > 1)
+
+    def _end_epoch(self, trainer: Any) -> EpochRecord:
+        assert self.control is not None
+        record = self.control.step()
+        micro_batch_size = record.micro_batch_size or self.loader.delivery_size or record.batch_size
+        self.records.append(replace(record, steps=trainer.global_step, micro_batch_size=micro_batch_size))
+        return self.records[-1]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lightning calls this and not `teardown` when something fails."""
