@@ -12,7 +12,7 @@ from divebatch.checks import require_choice, warn_user
 from divebatch.controller import Controller
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import InMultiples, refuse_loss
 from divebatch.integrations.lightning_checks import (
@@ -24,7 +24,7 @@ from divebatch.integrations.lightning_checks import (
 from divebatch.integrations.lightning_noise import NoiseScaleCallback
 from divebatch.integrations.lightning_package import LightningCallback
 from divebatch.integrations.step_budget import StepBudget
-from divebatch.integrations.step_passes import StepPasses, deliver_in_passes
+from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, load_state, state_of
 from divebatch.lr import Coupling, ScheduleIn
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
@@ -267,7 +267,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         """Take every hook off the model again; checkpoints written later hold the state of now."""
         if self._is_fitting and self.control is not None:
             with suppress(UsageError):  # an epoch whose step() failed has no state to go on from
-                self._last = self._state() if keep_state else {}
+                self._last = state_of(self.control) if keep_state else {}
             self._is_fitting = False
             self.control.close()
         while self._undo:
@@ -286,26 +286,16 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
                 "a checkpoint is saved between the passes of an optimizer step: a resume goes on without the gradients "
                 "of those that were made. Save between steps, as ModelCheckpoint(every_n_train_steps=...) does"
             )
-        return self._state()
-
-    def _state(self) -> dict[str, Any]:
         assert self.control is not None
-        return {**self.control.state_dict(), "delivery_size": self.loader.delivery_size}
+        return state_of(self.control)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Lightning loads callbacks before there is an optimizer, or, for some strategies, after `on_fit_start`."""
         self._to_load = state_dict
         if self.control is None or not self._is_fitting or not state_dict:
             return
-        state = dict(state_dict)
-        saved, here = state.pop("delivery_size", None), self.loader.delivery_size
-        if saved != here:
-            raise CheckpointError(
-                f"a backward pass has {here or 'all'} samples of a step here and had {saved or 'all'} in the "
-                f"checkpoint: use the same batch_size, accumulate_grad_batches, delivery_size and every_steps"
-            )
-        self.control.load_state_dict(state)
-        self._to_load, self._is_resumed, self._position = {}, True, state["loader"]
+        load_state(self.control, state_dict)
+        self._to_load, self._is_resumed, self._position = {}, True, state_dict["loader"]
 
 
 class _Passes(int):

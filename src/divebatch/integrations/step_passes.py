@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from divebatch.controller import Controller
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 
 
@@ -103,3 +105,20 @@ def deliver_in_passes(loader: AdaptiveLoader, passes: int, setting: str) -> None
             f"batch_size={loader.batch_size} is no multiple of delivery_size={loader.delivery_size}, the samples of "
             f"one pass: choose one that is"
         )
+
+
+def state_of(control: Controller) -> dict[str, Any]:
+    """The controller's state, with the samples of a pass."""
+    return {**control.state_dict(), "delivery_size": control.loader.delivery_size}
+
+
+def load_state(control: Controller, state: dict[str, Any]) -> None:
+    """Load what `state_of` gave, where passes have as many samples."""
+    state = dict(state)
+    saved, here = state.pop("delivery_size", None), control.loader.delivery_size
+    if saved != here:
+        raise CheckpointError(
+            f"a pass of an optimizer step had {saved or 'all'} samples in the checkpoint and has {here or 'all'} here: "
+            f"begin with the same batch_size, delivery_size and number of accumulated passes"
+        )
+    control.load_state_dict(state)
