@@ -98,9 +98,7 @@ class Run:
     """One fit, with all that it is made of."""
 
     def __init__(self, policy: Policy, *, package: str = "lightning.pytorch", epochs: int = 5, **settings: Any) -> None:
-        of_callback = {
-            key: settings.pop(key) for key in ("lr_coupling", "estimator") if key in settings
-        }
+        of_callback = {key: settings.pop(key) for key in ("lr_coupling", "estimator") if key in settings}
         names = ("lr", "automatic", "scheduler", "validates", "optimizer")
         of_module = {key: settings.pop(key) for key in names if key in settings}
         self.loader = AdaptiveLoader(Numbered(), settings.pop("batch_size", 6), seed=3)

@@ -29,7 +29,7 @@ from divebatch.lr import Coupling, ScheduleIn
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
-from divebatch.resolve import Trained, resolve_estimator
+from divebatch.resolve import Trained, require_step_cadence, resolve_estimator
 
 __all__ = ["BatchSizeCallback", "NoiseScaleCallback"]
 
@@ -83,6 +83,8 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
                 f"for a DataLoader: AdaptiveLoader.wrap(dataloader), also for trainer.fit"
             )
         refuse_loss(policy)
+        if every_steps is not None:
+            require_step_cadence(every_steps, policy, None)
         require_choice("schedule_in", schedule_in, (None, "epochs", "steps", "calls"))
         self.loader, self.policy = loader, policy
         self._estimator = estimator
@@ -99,6 +101,8 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         self._last: dict[str, Any] = {}
         self._position: dict[str, Any] = {}
         self._num_passes: int = 1
+        self._logged: int | None = None
+        """The batch size that loggers know."""
         self._passes: StepPasses | None = None
         self._budget: StepBudget | None = None
         self._uncut: int | None = None
@@ -146,9 +150,9 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
             **self._settings,
         )
         self._is_fitting, self._is_resumed = True, False
-        if trainer.max_steps != -1 and not trainer.fast_dev_run:
-            self._budget = StepBudget(trainer.max_steps, lambda: control._rates.first_batch_size, self.loader)
-            self._undo.append(lambda: _set_max_steps(trainer, self._budget.steps))
+        if (steps := trainer.max_steps) != -1 and not trainer.fast_dev_run:
+            self._budget = StepBudget(steps, lambda: control._rates.first_batch_size, self.loader)
+            self._undo.append(lambda: _set_max_steps(trainer, steps))
         self._listen(trainer)
         if self._to_load:
             self.load_state_dict(self._to_load)
@@ -188,6 +192,8 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
             self.loader.set_epoch(self.loader.epoch)
         if self._position["pass"] is None:  # with `max_steps` it goes on in an epoch that is over
             epoch.batch_progress.reset_on_run()
+        if self._passes is not None:  # a step begins here
+            self._set_passes(trainer, self._num_passes, first=fit.batch_idx + 1)
         is_last = epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch
         if fit.restarted_mid_epoch and is_last:
             # Saved after an epoch's last batch: Lightning goes on with the next epoch and leaves out the end of this.
@@ -205,8 +211,11 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
     def _begin_step(self, trainer: Any, count: int) -> None:
         """So many passes make the step that begins."""
         check_unchanged(trainer, self.loader, self._num_passes)
-        if count != self._num_passes or self._num_passes.first:
-            self._set_passes(trainer, count, first=trainer.fit_loop.batch_idx + 1)
+        self._set_passes(trainer, count, first=trainer.fit_loop.batch_idx + 1)
+        if self._logged not in (None, self.loader.batch_size):  # decided within the epoch
+            for logger in trainer.loggers:
+                logger.log_metrics({"divebatch/batch_size": float(self.loader.batch_size)}, step=trainer.global_step)
+        self._logged = self.loader.batch_size
 
     def _set_passes(self, trainer: Any, count: int, *, first: int = 0) -> None:
         self._num_passes = trainer.accumulate_grad_batches = _Passes(count, first=first)
