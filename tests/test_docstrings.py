@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 PARTS = tuple(f"divebatch{part}" for part in ("", ".policies", ".estimators", ".norms", ".data", ".research"))
-ADAPTERS = (("lightning", "BatchSizeCallback"), ("transformers", "BatchSizeTrainer"), ("accelerate", "make_controller"))
+ADAPTERS = (
+    ("lightning", "BatchSizeCallback"),
+    ("lightning", "NoiseScaleCallback"),
+    ("transformers", "BatchSizeTrainer"),
+    ("accelerate", "make_controller"),
+)
 
 
 def public() -> Iterator[Callable[..., Any]]:
