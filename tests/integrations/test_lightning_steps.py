@@ -1,5 +1,6 @@
 """Lightning with steps of several passes: decisions within epochs, `max_steps`, step schedules, resume by steps."""
 
+import csv
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,17 @@ def test_max_steps_counts_samples_of_the_first_batch_size(way: str, sizes: tuple
     assert len(run.module.seen) == whole * NUM_TEXTS + rest * first
     assert run.scheduler.last_epoch == 20
     assert run.trainer.optimizers[0].param_groups[0]["lr"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.*smaller than the logging interval")
+def test_loggers_hear_of_decisions_within_an_epoch(tmp_path: Path):
+    logger = pl.loggers.CSVLogger(tmp_path)
+    run = Run(BySteps(), every_steps=4, max_steps=16, logger=logger).fit()
+    rows = csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines())
+    logged = [(int(row["step"]), float(row["divebatch/batch_size"])) for row in rows if row["divebatch/batch_size"]]
+    (record,) = run.callback.records
+    assert record.changes
+    assert set(logged) >= {(change[0], change[1]) for change in record.changes}
 
 
 # Checkpoints by steps

@@ -212,7 +212,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         """So many passes make the step that begins."""
         check_unchanged(trainer, self.loader, self._num_passes)
         self._set_passes(trainer, count, first=trainer.fit_loop.batch_idx + 1)
-        if self._logged not in (None, self.loader.batch_size):  # decided within the epoch
+        if self._logged not in (None, self.loader.batch_size):  # decided since the last step
             for logger in trainer.loggers:
                 logger.log_metrics({"divebatch/batch_size": float(self.loader.batch_size)}, step=trainer.global_step)
         self._logged = self.loader.batch_size
