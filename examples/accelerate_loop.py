@@ -17,16 +17,18 @@ def main() -> None:
     dataset = TensorDataset(inputs, (inputs[:, 0] > 0).long())
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(model, optimizer)  # was: model, optimizer, loader = prepare(...)
     loader = AdaptiveLoader(dataset, batch_size=16, seed=0)  # was: DataLoader(dataset, batch_size=16, shuffle=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5 * len(loader))
+    accelerator = Accelerator()
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)  # all but the loader
     policy = DiveBatch(delta=0.1, max_batch_size=256)
-    control = make_controller(accelerator, model, optimizer, loader, policy, lr_coupling="linear")
+    control = make_controller(accelerator, model, optimizer, loader, policy, lr_coupling="linear", scheduler=schedule)
     for _ in range(5):
         for x, y in loader:
             optimizer.zero_grad()
             accelerator.backward(cross_entropy(model(x), y))
             optimizer.step()
+            schedule.step()
         accelerator.print(control.step())
     control.close()
 

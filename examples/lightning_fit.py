@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,8 +26,11 @@ class Classifier(LightningModule):
         x, y = batch
         return cross_entropy(self.net(x), y)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)  # of the first batch size; samples count from there
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def main() -> None:

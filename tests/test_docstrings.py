@@ -11,6 +11,7 @@ import pytest
 PARTS = tuple(f"divebatch{part}" for part in ("", ".policies", ".estimators", ".norms", ".data", ".research"))
 ADAPTERS = (
     ("lightning", "BatchSizeCallback"),
+    ("lightning", "NoiseScaleCallback"),
     ("transformers", "BatchSizeTrainer"),
     ("transformers", "NoiseScaleCallback"),
     ("accelerate", "make_controller"),

@@ -118,7 +118,8 @@ class Run:
         self.model = mlp()
         self.optimizer = SGD(self.model.parameters(), LR)
         self.scheduler = schedule(self.optimizer, total)
-        self.loader = AdaptiveLoader(settings.pop("data", DATA), FIRST, seed=0, drop_last=drop_last)
+        of_loader = {"delivery_size": settings.pop("delivery_size", None)}
+        self.loader = AdaptiveLoader(settings.pop("data", DATA), FIRST, seed=0, drop_last=drop_last, **of_loader)
         settings = {"lr_coupling": "sqrt", "scheduler": self.scheduler} | settings
         self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
 
@@ -210,6 +211,23 @@ def test_accumulated_gradients_whose_steps_a_policy_sizes():
     for (place, epoch, _), (_, before_epoch, before) in zip(places[1:], places, strict=False):
         assert place == min(6 * before_epoch + math.ceil(before / (2 * FIRST)), 6 * epoch + 6)
     assert run.scheduler.last_epoch == 18
+
+
+def test_passes_of_a_delivery_size_count_as_the_step_that_they_make():
+    """The loader's batches stay as they are, and the number that makes a step changes, already in the first epoch."""
+    policy = Sizes((4, 8, 16, 6))
+    run = Run(SCHEDULES["one cycle"], math.ceil(N / FIRST) * EPOCHS, policy, every_steps=2, delivery_size=2)
+    for epoch in range(EPOCHS):
+        seen = held = 0
+        for size in run.batches():
+            seen, held = seen + size, held + size
+            if held < run.loader.batch_size and seen < N:
+                continue
+            run.step()
+            held = 0
+            assert run.scheduler.last_epoch == epoch * math.ceil(N / FIRST) + math.ceil(seen / FIRST)
+        run.control.step()
+    assert run.loader.batches_delivered == N // 2 * EPOCHS
 
 
 @settings(max_examples=10, deadline=None)

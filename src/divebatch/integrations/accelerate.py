@@ -5,13 +5,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
+from divebatch.integrations.accumulation_policies import InMultiples
+from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, load_state, state_of
 from divebatch.integrations.versions import Requirement
+from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
-from divebatch.resolve import Trained, as_list, resolve_estimator
+from divebatch.resolve import Trained, as_list, require_step_cadence, resolve_estimator
 
 REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
 REQUIREMENT.installed()
@@ -39,6 +44,11 @@ def make_controller(
         loader = AdaptiveLoader(dataset, batch_size=128)
         control = make_controller(accelerator, model, optimizer, loader, Auto(max_batch_size=4096))
 
+    With `Accelerator(gradient_accumulation_steps=k)` and a loop under `accelerator.accumulate(model)`, the loader's
+    batches are the passes of a step and keep their size. The number of passes that make a step changes, and the
+    policy's sizes are those of a step, in multiples of a pass; from here on `loader.batch_size` is that of a step. A
+    loader with a `delivery_size` says the same.
+
     Args:
         accelerator: The `accelerate.Accelerator`.
         model: The model, prepared.
@@ -50,7 +60,13 @@ def make_controller(
         settings: `Controller`'s: lr_coupling, loss_reduction and so on.
     """
     _check(accelerator, loader)
-    schedulers = [_unwrapped(part, accelerator.num_processes) for part in as_list(scheduler)]
+    if settings.get("every_steps") is not None:
+        require_step_cadence(settings["every_steps"], policy, None)
+    in_passes = accelerator.gradient_accumulation_steps != 1 or loader.delivery_size is not None
+    if in_passes:
+        _check_accumulation(accelerator)
+        deliver_in_passes(loader, accelerator.gradient_accumulation_steps, "gradient_accumulation_steps")
+    schedulers = [_unwrapped(part) for part in as_list(scheduler)]
     # The loader is not prepared, so nobody else moves its batches to the device.
     loader.transform = _OnDevice(loader.transform, accelerator.device)
     whole = accelerator.unwrap_model(model)
@@ -61,15 +77,53 @@ def make_controller(
         whole,
         optimizers,
         loader,
-        policy,
+        InMultiples(policy, loader.delivery_size) if loader.delivery_size else policy,
         estimator=resolve_estimator(
             policy, estimator, Trained(whole, optimizers, loader), grad_scaler=accelerator.scaler
         ),
         scheduler=schedulers,
         **settings,
     )
-    accelerator.register_for_checkpointing(control)
+    passes = _accumulated(accelerator, loader, settings.get("loss_reduction", "mean")) if in_passes else None
+    accelerator.register_for_checkpointing(_Saved(control, passes))
     return control
+
+
+def _accumulated(accelerator: Any, loader: AdaptiveLoader, loss_reduction: LossReduction) -> StepPasses:
+    """Let the accelerator make a step of as many passes as the loader's batch size takes."""
+
+    def begin_step(count: int) -> None:
+        # An epoch's last step may take fewer: Accelerate knows the end of prepared loaders only, and would carry them
+        # over into the next epoch.
+        accelerator.gradient_accumulation_steps, accelerator.step = count, 0
+
+    passes, backward = StepPasses(loader, begin_step, loss_reduction=loss_reduction), accelerator.backward
+
+    def weighed(loss: Tensor, **settings: Any) -> None:
+        passes.weigh(loss)
+        backward(loss, **settings)
+
+    accelerator.backward = weighed
+    return passes
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What the accelerator saves and loads: the controller's state, between optimizer steps."""
+
+    control: Controller
+    passes: StepPasses | None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.passes is not None and self.passes.is_within_step:
+            raise UsageError(
+                "save_state was called between the passes of an optimizer step, whose gradients would be lost: call it "
+                "where accelerator.sync_gradients is True, after optimizer.step()"
+            )
+        return state_of(self.control)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_state(self.control, state)
 
 
 @dataclass(frozen=True)
@@ -92,21 +146,20 @@ def _check(accelerator: Any, loader: Any) -> None:
         )
     if isinstance(loader.transform, _OnDevice):
         raise ArgumentError("this loader belongs to an accelerator already: make one for each")
-    if accelerator.gradient_accumulation_steps != 1:
+
+
+def _check_accumulation(accelerator: Any) -> None:
+    if accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM"):
         raise ArgumentError(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} would leave the rest of an epoch "
-            f"to the next one: use 1, and cut large batches with `for part, factor in micro_batches(batch, size)`"
+            f"{accelerator.distributed_type.value} accumulates gradients by itself, a fixed number of passes: use "
+            f"gradient_accumulation_steps=1 and no delivery_size"
         )
 
 
-def _unwrapped(scheduler: Any, num_processes: int) -> Any:
-    """The scheduler inside a prepared one, which must step once a step: batches do not grow with the processes."""
+def _unwrapped(scheduler: Any) -> Any:
+    """The scheduler inside a prepared one."""
     if not isinstance(scheduler, _scheduler.AcceleratedScheduler):
         return scheduler
-    if num_processes > 1 and scheduler.step_with_optimizer and not scheduler.split_batches:
-        raise ArgumentError(
-            f"a prepared {type(scheduler.scheduler).__name__} steps {num_processes} times a step on {num_processes} "
-            f"processes: leave it out of prepare and call accelerator.register_for_checkpointing(scheduler), or use "
-            f"Accelerator(step_scheduler_with_optimizer=False)"
-        )
+    # Else it steps once for each process, as if each had whole batches of its own: here they share each batch.
+    scheduler.split_batches = True
     return scheduler.scheduler

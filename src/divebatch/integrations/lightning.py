@@ -1,41 +1,41 @@
-"""Lightning: a callback that lets a policy set the training loader's batch size after each epoch.
+"""Lightning: callbacks that let a policy set the training's batch size, and that log the noise scale."""
 
-It works with `lightning.pytorch` and with `pytorch_lightning`, which are different packages with the same classes.
-"""
-
+import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
+from divebatch.checks import require_choice, warn_user
 from divebatch.controller import Controller
+from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
-from divebatch.integrations.accumulation_policies import refuse_loss
-from divebatch.integrations.versions import Requirement
-from divebatch.lr import Coupling
-from divebatch.norms.loss_scale import LossReduction, LossWeight
+from divebatch.integrations.accumulation_policies import InMultiples, refuse_loss
+from divebatch.integrations.lightning_checks import (
+    check_accumulation,
+    check_epochs,
+    check_optimizer,
+    check_unchanged,
+)
+from divebatch.integrations.lightning_noise import NoiseScaleCallback
+from divebatch.integrations.lightning_package import LightningCallback
+from divebatch.integrations.step_budget import StepBudget
+from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, load_state, state_of
+from divebatch.lr import Coupling, ScheduleIn
+from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
-from divebatch.resolve import Trained, resolve_estimator
+from divebatch.resolve import Trained, require_step_cadence, resolve_estimator
 
-REQUIREMENT = Requirement(
-    ["lightning", "pytorch-lightning"],
-    extra="lightning",
-    oldest="2.6.6",
-    too_new="2.7",
-    excluded=["2.6.2", "2.6.3"],  # these two carried malware
-)
-_MODULES = {"lightning": "lightning.pytorch", "pytorch-lightning": "pytorch_lightning"}
-_CALLBACKS = tuple(import_module(_MODULES[package]).Callback for package in REQUIREMENT.installed())
-_Callback: Any = type("_Callback", _CALLBACKS, {})
+__all__ = ["BatchSizeCallback", "NoiseScaleCallback"]
 
 
-class BatchSizeCallback(_Callback):  # type: ignore[misc]
-    """Gives `loader` the batch size that `policy` asks for, and lets the learning rate follow it.
+class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
+    """Gives the training the batch size that `policy` asks for, and lets the learning rate follow it.
 
     Pass the same `loader` to the trainer, and let it look at the loader's length anew each epoch:
 
@@ -44,11 +44,16 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         trainer = Trainer(callbacks=[callback], reload_dataloaders_every_n_epochs=1)
         trainer.fit(module, loader)
 
-    With `accumulate_grad_batches=k` the policy's sizes are those of an optimizer step: k of the loader's batches.
-    Several processes share each batch, whose size is that of all together.
+    With `every_steps=`, with `Trainer(accumulate_grad_batches=...)`, or with a loader that has a `delivery_size`, a
+    backward pass keeps its samples, and memory what it takes: the number of passes that make an optimizer step changes,
+    and the policy's sizes are those of a step, in multiples of a pass. Several processes share each batch, whose size
+    is that of all together.
+
+    `Trainer(max_steps=N)` trains on as many samples as N steps of the first batch size hold, and schedulers with
+    `interval="step"` go by samples too: a schedule of `trainer.estimated_stepping_batches` steps reaches its end.
 
     Each epoch's record is in `records`; its batch size and diversity go to the trainer's loggers. Checkpoints hold the
-    whole state, also in the middle of an epoch; an epoch that `max_steps` broke off starts again.
+    whole state, also in the middle of an epoch.
 
     Args:
         loader: The `AdaptiveLoader` that the trainer is given too.
@@ -56,8 +61,9 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         estimator: What measures the gradients, a name or an object; None for the policy's own.
         lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
         loss_reduction: How the loss of each backward pass is reduced over its batch, "mean" or "sum".
-        step_schedule: Whether a scheduler that Lightning steps after every batch is taken: only if it does not
-            rely on the number of batches, which changes.
+        every_steps: Decide also within epochs, after each so many optimizer steps; None for the ends of epochs alone.
+        schedule_in: What one step of a scheduler stands for: "steps" of the first batch size, "epochs" or "calls", as
+            for `Controller`; None for what its `interval` says.
     """
 
     def __init__(
@@ -68,7 +74,8 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         estimator: str | Estimator | None = None,
         lr_coupling: Coupling | None = None,
         loss_reduction: LossReduction = "mean",
-        step_schedule: bool = False,
+        every_steps: int | None = None,
+        schedule_in: ScheduleIn | None = None,
     ) -> None:
         if not isinstance(loader, AdaptiveLoader):
             raise ArgumentError(
@@ -76,30 +83,62 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
                 f"for a DataLoader: AdaptiveLoader.wrap(dataloader), also for trainer.fit"
             )
         refuse_loss(policy)
-        self.loader, self.policy, self.step_schedule = loader, policy, step_schedule
+        if every_steps is not None:
+            require_step_cadence(every_steps, policy, None)
+        require_choice("schedule_in", schedule_in, (None, "epochs", "steps", "calls"))
+        self.loader, self.policy = loader, policy
         self._estimator = estimator
-        self._settings: dict[str, Any] = {"lr_coupling": lr_coupling, "loss_reduction": loss_reduction}
+        self._settings: dict[str, Any] = {
+            "lr_coupling": lr_coupling,
+            "loss_reduction": loss_reduction,
+            "every_steps": every_steps,
+            "schedule_in": schedule_in,
+        }
         self.control: Controller | None = None
         self.records: list[EpochRecord] = []
-        self._is_fitting, self._is_resumed = False, False
+        self._is_fitting, self._is_resumed, self._has_warned = False, False, False
         self._to_load: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
-        self._num_passes = 1
+        self._position: dict[str, Any] = {}
+        self._num_passes: int = 1
+        self._logged: int | None = None
+        """The batch size that loggers know."""
+        self._passes: StepPasses | None = None
+        self._budget: StepBudget | None = None
+        self._uncut: int | None = None
+        """The batch size that the last step of all was cut from."""
+        self._undo: list[Callable[[], None]] = []
 
     # From the start of fit to its end
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Nothing exists yet; what the module asks for its schedulers' lengths must be right from here on."""
+        if stage != "fit":
+            return
+        passes = trainer.accumulate_grad_batches
+        is_told = self._settings["every_steps"] is not None or self.loader.delivery_size is not None
+        if is_told or passes != 1:
+            check_accumulation(trainer, pl_module)
+            if self.control is None:
+                deliver_in_passes(self.loader, passes, "accumulate_grad_batches")
+            self._set_passes(trainer, math.ceil(self.loader.batch_size / (self.loader.delivery_size or 1)))
+            self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", passes))
+        self._num_passes = trainer.accumulate_grad_batches
+        check_epochs(trainer, in_passes=self.loader.delivery_size is not None)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Optimizer and schedulers exist now, the loader has not been asked for a batch yet."""
         if self.control is not None and not self._to_load:
             raise UsageError("this callback has been through a fit already: make a new one, or pass ckpt_path to fit")
-        _check_epochs(trainer)
-        _check_optimizer(trainer, self.step_schedule)
-        self._num_passes = trainer.accumulate_grad_batches
-        self.control = Controller(
+        check_optimizer(trainer)
+        delivered = self.loader.delivery_size
+        # A module that optimizes by itself may accumulate too: how many passes it takes is counted.
+        counts_itself = delivered is not None or not pl_module.automatic_optimization
+        self.control = control = Controller(
             pl_module,
             trainer.optimizers[0],
             self.loader,
-            self.policy,
+            self.policy if delivered is None else InMultiples(self.policy, delivered),
             estimator=resolve_estimator(
                 self.policy,
                 self._estimator,
@@ -107,13 +146,29 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
                 grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
             ),
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
-            batches_per_step=self._num_passes,
-            schedule_in="calls",  # what is stepped after every batch was said not to rely on their number
+            batches_per_step=None if counts_itself else 1,
             **self._settings,
         )
         self._is_fitting, self._is_resumed = True, False
+        if (steps := trainer.max_steps) != -1 and not trainer.fast_dev_run:
+            self._budget = StepBudget(steps, lambda: control._rates.first_batch_size, self.loader)
+            self._undo.append(lambda: _set_max_steps(trainer, steps))
+        self._listen(trainer)
         if self._to_load:
             self.load_state_dict(self._to_load)
+
+    def _listen(self, trainer: Any) -> None:
+        """After the controller, which may decide on another size when the loop comes for a batch."""
+        if self.loader.delivery_size is not None:
+            self._passes = StepPasses(
+                self.loader,
+                lambda count: self._begin_step(trainer, count),
+                loss_reduction=self._settings["loss_reduction"],
+                samples_left=self._samples_left,
+            )
+            self._undo.append(self._passes.close)
+        elif self._budget is not None:
+            self._undo.append(self.loader._listen(self._cut_last_step))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The loader has been asked for, and a checkpoint loaded."""
@@ -122,39 +177,92 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
                 f"the trainer goes on after step {trainer.global_step}, but its checkpoint has nothing of this "
                 f"callback: it was saved without it, or after an error; take another one"
             )
-        self._check_unchanged(trainer)
+        check_unchanged(trainer, self.loader, self._num_passes)
+        if self._is_resumed:
+            self._go_on(trainer)
+
+    def _go_on(self, trainer: Any) -> None:
+        """Begin where the checkpoint was saved."""
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        # A module that asks for `estimated_stepping_batches` has made the trainer begin a pass before the load, and its
+        # own state of the loader wait for the next epoch.
+        fit._combined_loader_states_to_load = []
+        self.loader.load_state_dict(self._position)
+        if not epoch.restarting:  # it takes an epoch that was broken off for done
+            self.loader.set_epoch(self.loader.epoch)
+        if self._position["pass"] is None:  # with `max_steps` it goes on in an epoch that is over
+            epoch.batch_progress.reset_on_run()
+        if self._passes is not None:  # a step begins here
+            self._set_passes(trainer, self._num_passes, first=fit.batch_idx + 1)
+        is_last = epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch
+        if fit.restarted_mid_epoch and is_last:
+            # Saved after an epoch's last batch: Lightning goes on with the next epoch and leaves out the end of this.
+            self._end_epoch(trainer)
+            # Else it would take the batches that were made for some of the next epoch, if that has more.
+            epoch.batch_progress.current.completed += len(self.loader)
+        iter(fit._data_fetcher)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Another epoch, and what other callbacks and the module's hooks made of it."""
-        self._check_unchanged(trainer)
+        check_unchanged(trainer, self.loader, self._num_passes)
 
-    def _check_unchanged(self, trainer: Any) -> None:
-        if trainer.train_dataloader is not self.loader:
-            raise ArgumentError(
-                f"the trainer's loader is a {type(trainer.train_dataloader).__name__} and not the callback's: pass the "
-                f"callback's loader to fit, or return that very object from train_dataloader() each time"
-            )
-        if trainer.accumulate_grad_batches != self._num_passes:
-            raise ArgumentError(
-                f"accumulate_grad_batches went from {self._num_passes} to {trainer.accumulate_grad_batches}: "
-                f"keep it, and leave the batch size to the policy"
-            )
+    # One optimizer step
+
+    def _begin_step(self, trainer: Any, count: int) -> None:
+        """So many passes make the step that begins."""
+        check_unchanged(trainer, self.loader, self._num_passes)
+        self._set_passes(trainer, count, first=trainer.fit_loop.batch_idx + 1)
+        if self._logged not in (None, self.loader.batch_size):  # decided since the last step
+            for logger in trainer.loggers:
+                logger.log_metrics({"divebatch/batch_size": float(self.loader.batch_size)}, step=trainer.global_step)
+        self._logged = self.loader.batch_size
+
+    def _set_passes(self, trainer: Any, count: int, *, first: int = 0) -> None:
+        self._num_passes = trainer.accumulate_grad_batches = _Passes(count, first=first)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Lightning has divided the loss by the number of passes; norms must know."""
-        if self._num_passes > 1:
-            LossWeight(1 / self._num_passes).mark(loss)
+        """Lightning has divided the loss by the number of passes."""
+        if self._passes is not None:
+            self._passes.weigh(loss)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Samples decide when `max_steps` is reached."""
+        if self._budget is None:
+            return
+        is_spent = self._budget.samples_left() == 0
+        current = self.loader._passes.current
+        if is_spent and self._uncut is not None and current is not None:
+            current.resize(self._uncut)  # a later fit that is given more steps goes on with it
+        _set_max_steps(trainer, trainer.global_step if is_spent else max(self._budget.steps, trainer.global_step + 1))
+
+    def _samples_left(self) -> float:
+        return math.inf if self._budget is None else self._budget.samples_left()
+
+    def _cut_last_step(self, current: EpochProgress) -> None:
+        """The last step holds what is left, like an epoch's last one; the size that policies know stays."""
+        left = self._samples_left()
+        if 0 < left < current.batch_size:
+            self._uncut = current.batch_size
+            current.resize(max(int(left), self.loader.ranks.size))
+
+    # An epoch's end, and that of fit
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure, decide, apply. Lightning steps epoch schedulers before and saves checkpoints after this."""
         if self.control is None or trainer.fast_dev_run or not trainer.is_last_batch:
             return  # stopped in the middle of an epoch: by max_steps, max_time, early stopping
-        self._check_unchanged(trainer)  # by callbacks that came after this one
-        record = self._of_optimizer_steps(self.control.step(), trainer.global_step)
-        self.records.append(record)
+        check_unchanged(trainer, self.loader, self._num_passes)  # by callbacks that came after this one
+        record = self._end_epoch(trainer)
         values = {"batch_size": record.batch_size, "diversity": record.diversity}
         known = {f"divebatch/{name}": float(value) for name, value in values.items() if value is not None}
         pl_module.log_dict(known, sync_dist=trainer.world_size > 1)
+
+    def _end_epoch(self, trainer: Any) -> EpochRecord:
+        assert self.control is not None
+        record = self.control.step()
+        micro_batch_size = record.micro_batch_size or self.loader.delivery_size or record.batch_size
+        self.records.append(replace(record, steps=trainer.global_step, micro_batch_size=micro_batch_size))
+        return self.records[-1]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lightning calls this and not `teardown` when something fails."""
@@ -168,54 +276,58 @@ class BatchSizeCallback(_Callback):  # type: ignore[misc]
         """Take every hook off the model again; checkpoints written later hold the state of now."""
         if self._is_fitting and self.control is not None:
             with suppress(UsageError):  # an epoch whose step() failed has no state to go on from
-                self._last = self.state_dict() if keep_state else {}
+                self._last = state_of(self.control) if keep_state else {}
             self._is_fitting = False
             self.control.close()
+        while self._undo:
+            self._undo.pop()()
+        self._passes = self._budget = None
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's state; the loader's position and an epoch's sums are in it."""
-        return self.control.state_dict() if self.control is not None and self._is_fitting else self._last
+        if not self._is_fitting:
+            return self._last
+        if self._passes is not None and self._passes.is_within_step and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                "a checkpoint is saved between the passes of an optimizer step: a resume goes on without the gradients "
+                "of those that were made. Save between steps, as ModelCheckpoint(every_n_train_steps=...) does"
+            )
+        assert self.control is not None
+        return state_of(self.control)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Lightning loads callbacks before there is an optimizer, or, for some strategies, after `on_fit_start`."""
         self._to_load = state_dict
-        if self.control is not None and self._is_fitting:
-            self.control.load_state_dict(state_dict)
-            self._to_load, self._is_resumed = {}, True
-
-    def _of_optimizer_steps(self, record: EpochRecord, steps: int) -> EpochRecord:
-        return replace(record, steps=steps, micro_batch_size=record.batch_size // self._num_passes)
+        if self.control is None or not self._is_fitting or not state_dict:
+            return
+        load_state(self.control, state_dict)
+        self._to_load, self._is_resumed, self._position = {}, True, state_dict["loader"]
 
 
-def _check_epochs(trainer: Any) -> None:
-    """Refuse what would end an epoch before all samples were seen, or break it later."""
-    if trainer.reload_dataloaders_every_n_epochs != 1:
-        raise ArgumentError(
-            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) never learns "
-            f"of a new batch size, or drops samples: pass reload_dataloaders_every_n_epochs=1"
-        )
-    if not trainer.fast_dev_run and (trainer.limit_train_batches != 1.0 or trainer.overfit_batches):
-        raise ArgumentError(
-            f"limit_train_batches={trainer.limit_train_batches} and overfit_batches={trainer.overfit_batches} end "
-            f"an epoch before all samples were seen: train on a Subset instead"
-        )
-    if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
-        raise ArgumentError(
-            f"val_check_interval={trainer.val_check_interval} counts batches, and an epoch may come to have fewer: "
-            f"use a part of an epoch, such as 0.5"
-        )
+class _Passes(int):
+    """`accumulate_grad_batches` of one optimizer step.
+
+    Lightning steps and clears gradients where the number of an epoch's batches is a multiple of it. Once it has changed
+    within an epoch that may be anywhere in a step, so here multiples count from the step's first batch on.
+
+    Args:
+        count: Passes of the step.
+        first: Batches of the epoch before it.
+    """
+
+    first: int
+
+    def __new__(cls, count: int, *, first: int) -> Self:
+        passes = super().__new__(cls, count)
+        passes.first = first
+        return passes
+
+    def __rmod__(self, batches: int) -> int:
+        return (batches - self.first) % int(self)
 
 
-def _check_optimizer(trainer: Any, step_schedule: bool) -> None:
-    """Refuse several optimizers, and schedules whose length is a number of steps."""
-    if len(trainer.optimizers) != 1:
-        raise ArgumentError(f"one optimizer can be followed, the module has {len(trainer.optimizers)}")
-    by_step = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs if c.interval == "step"]
-    if by_step and not step_schedule:
-        raise ArgumentError(
-            f"scheduler {by_step[0]} has interval='step', and the number of steps changes with the batch size "
-            f"(estimated_stepping_batches does not): use interval='epoch', or pass step_schedule=True if it "
-            f"does not depend on the number of steps"
-        )
+def _set_max_steps(trainer: Any, steps: int) -> None:
+    trainer.fit_loop.epoch_loop.max_steps = steps

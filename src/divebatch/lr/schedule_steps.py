@@ -15,7 +15,7 @@ ScheduleIn = Literal["epochs", "steps", "calls"]
 Rest = Literal["left out", "own step", "carried over"]
 
 _STATE: dict[str, Check] = {
-    "first_size": whole(1),
+    **dict.fromkeys(("first_size", "first_delivery"), whole(1)),
     "first_epoch": whole(),
     **dict.fromkeys(("is_by_steps", "is_resized", "is_told", "has_warned"), truth),
     "made": whole(),
@@ -42,7 +42,9 @@ class ScheduleSteps:
 
     def __init__(self, name: str, loader: AdaptiveLoader, schedule_in: ScheduleIn | None) -> None:
         self.name, self.schedule_in, self._loader = name, schedule_in, loader
-        self._first_size = loader.delivery_size or loader.batch_size
+        self._first_size = loader.batch_size
+        self._first_delivery = loader.delivery_size or loader.batch_size
+        """Samples of a delivered batch at the first size; fewer than that where several make one step."""
         self._first_epoch = loader.epoch
         self._is_by_steps, self._is_resized = schedule_in == "steps", False
         self._is_told, self._has_warned = False, False
@@ -51,8 +53,9 @@ class ScheduleSteps:
         self._called_at = loader.batches_delivered
         self._gaps: Counter[int] = Counter()
         """How often there were so many batches between two calls: more than one for accumulated gradients."""
-        self._first_gap = 0
-        self._rest: Rest = "left out"
+        # Where the loader says how many batches make a step, so many are expected between two calls.
+        self._first_gap = math.ceil(self._first_size / self._first_delivery) if loader.delivery_size else 0
+        self._rest: Rest = "own step" if loader.delivery_size else "left out"
         """What becomes of an epoch's last batches where they are fewer than those between two calls."""
 
     def due(self) -> int:
@@ -105,7 +108,7 @@ class ScheduleSteps:
                 )
             self._is_by_steps = True
         done = current or self._loader._passes.finished
-        size = self._first_size if done is None else done.cut_size
+        size = self._first_size if done is None else done.batch_size
         self._is_resized = self._is_resized or size != self._first_size
         self._learn_gap(current)
 
@@ -125,7 +128,7 @@ class ScheduleSteps:
     def _count_gap(self, gap: int) -> None:
         if self._first_gap == 0:
             self._first_gap = gap
-        elif not self._is_resized or not self._gaps:
+        elif not self._is_resized or not (self._gaps or self._loader.delivery_size):
             self._gaps[gap] += 1
 
     def _is_within_epoch(self) -> bool:
@@ -141,14 +144,14 @@ class ScheduleSteps:
     def _place(self) -> int:
         """Where the loop at the first batch size would stand after as many samples."""
         current, size = self._loader._passes.current, self._loader.dataset_size
-        whole = 0 if size is None else num_batches(size, self._first_size, drop_last=self._loader.drop_last)
+        whole = 0 if size is None else num_batches(size, self._first_delivery, drop_last=self._loader.drop_last)
         epochs = self._loader.epoch - self._first_epoch
         before, after = (self._at_end(whole, epochs + more) for more in (0, 1))
         if current is None:
             return before
         if current.is_used_up:
             return after
-        batches = math.ceil(current.samples / self._first_size)
+        batches = math.ceil(current.samples / self._first_delivery)
         carried = epochs * whole % self._gap if self._rest == "carried over" else 0
         place = before + math.ceil((batches + carried) / self._gap)
         return place if size is None else min(place, after)

@@ -1,0 +1,124 @@
+"""The backward passes of an optimizer step, for frameworks that accumulate the gradients of several."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from divebatch.controller import Controller
+from divebatch.data.epoch_progress import EpochProgress
+from divebatch.data.loader import AdaptiveLoader
+from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.norms.loss_scale import LossReduction, LossWeight
+
+
+class StepPasses:
+    """Says before each optimizer step how many passes it takes, and what each pass counts in the step's loss.
+
+    The loader delivers passes of `delivery_size` samples; its `batch_size` is that of a step. The last step of an epoch
+    holds what is left of it, and its gradient is the mean over just these samples, as that of a short last batch.
+
+    Args:
+        loader: Delivers the passes, on demand: not before the one before has gone backwards.
+        on_step: Called with the number of passes before the first one of each step is fetched. A batch size that is
+            set before that is in force.
+        loss_reduction: How the loss of a pass is reduced over its samples, "mean" or "sum".
+        samples_left: How many samples training may still see in this epoch; infinite where nothing limits it.
+    """
+
+    def __init__(
+        self,
+        loader: AdaptiveLoader,
+        on_step: Callable[[int], None],
+        *,
+        loss_reduction: LossReduction,
+        samples_left: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        self._loader, self._on_step = loader, on_step
+        self._reduction, self._samples_left = loss_reduction, samples_left
+        self._count, self._samples = 1, 1
+        self._current: EpochProgress | None = None
+        self._end = 0
+        self.close = loader._listen(self._before_pass)
+        """Lay out no more steps."""
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether passes were delivered whose step is still to come."""
+        current = self._loader._passes.current
+        return current is not None and current is self._current and current.samples < self._end
+
+    def _before_pass(self, current: EpochProgress) -> None:
+        if current is self._current and current.samples < self._end:
+            return
+        delivered = current.cut_size
+        # Counted in samples: an epoch's last pass may be short, and so may its last step.
+        left = (self._loader.dataset_size or 0) - current.samples
+        if self._loader.drop_last:
+            left -= left % delivered
+        self._samples = int(min(current.batch_size, left, self._samples_left()))
+        self._count = math.ceil(self._samples / delivered)
+        self._current, self._end = current, current.samples + self._samples
+        self._on_step(self._count)
+
+    def weigh(self, loss: Tensor) -> None:
+        """Give the loss of the pass under way the weight that it has in its step; meters are told.
+
+        The framework has divided it by the number of passes, or will: right for passes of equal sizes, and for means.
+        """
+        shard = self._loader.rank_shard
+        weight = LossWeight(1.0 if self._reduction == "sum" else shard.num_samples / self._samples)
+        factor = weight * self._count
+        if not math.isclose(factor, 1.0) and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * factor)
+        weight.mark(loss)
+
+
+def deliver_in_passes(loader: AdaptiveLoader, passes: int, setting: str) -> None:
+    """Let `loader` deliver the passes of steps, at first `passes` of its batches each.
+
+    A loader that has a `delivery_size` does so already, and `passes` must be 1.
+
+    Args:
+        loader: The loader, before its first pass.
+        passes: What the framework was told to accumulate.
+        setting: The name of the framework's setting, for messages.
+    """
+    if isinstance(loader.dataset, IterableDataset) and (loader.dataset_size is None or loader._num_workers > 1):
+        raise ArgumentError(
+            "accumulated passes need an epoch whose end is known, and this stream's is not: pass "
+            "AdaptiveLoader(..., epoch_samples=N), with at most one worker, or accumulate nothing"
+        )
+    if loader.delivery_size is None:
+        loader.delivery_size = loader.batch_size
+        loader.batch_size *= passes
+    elif passes != 1:
+        raise ArgumentError(
+            f"{setting}={passes} and AdaptiveLoader(delivery_size={loader.delivery_size}) both say how much of a step "
+            f"one pass takes: leave out one of them"
+        )
+    most = loader.dataset_size or 0
+    if loader.batch_size % loader.delivery_size and loader.batch_size < most:
+        raise ArgumentError(
+            f"batch_size={loader.batch_size} is no multiple of delivery_size={loader.delivery_size}, the samples of "
+            f"one pass: choose one that is"
+        )
+
+
+def state_of(control: Controller) -> dict[str, Any]:
+    """The controller's state, with the samples of a pass."""
+    return {**control.state_dict(), "delivery_size": control.loader.delivery_size}
+
+
+def load_state(control: Controller, state: dict[str, Any]) -> None:
+    """Load what `state_of` gave, where passes have as many samples."""
+    state = dict(state)
+    saved, here = state.pop("delivery_size", None), control.loader.delivery_size
+    if saved != here:
+        raise CheckpointError(
+            f"a pass of an optimizer step had {saved or 'all'} samples in the checkpoint and has {here or 'all'} here: "
+            f"begin with the same batch_size, delivery_size and number of accumulated passes"
+        )
+    control.load_state_dict(state)
