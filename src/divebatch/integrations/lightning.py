@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from divebatch.integrations.lightning_checks import (
 )
 from divebatch.integrations.lightning_noise import NoiseScaleCallback
 from divebatch.integrations.lightning_package import LightningCallback
+from divebatch.integrations.pass_count import PassCount
 from divebatch.integrations.step_budget import StepBudget
 from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, load_state, state_of
 from divebatch.lr import Coupling, ScheduleIn
@@ -218,7 +219,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         self._logged = self.loader.batch_size
 
     def _set_passes(self, trainer: Any, count: int, *, first: int = 0) -> None:
-        self._num_passes = trainer.accumulate_grad_batches = _Passes(count, first=first)
+        self._num_passes = trainer.accumulate_grad_batches = PassCount(count, before=first)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Lightning has divided the loss by the number of passes."""
@@ -305,28 +306,6 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
             return
         load_state(self.control, state_dict)
         self._to_load, self._is_resumed, self._position = {}, True, state_dict["loader"]
-
-
-class _Passes(int):
-    """`accumulate_grad_batches` of one optimizer step.
-
-    Lightning steps and clears gradients where the number of an epoch's batches is a multiple of it. Once it has changed
-    within an epoch that may be anywhere in a step, so here multiples count from the step's first batch on.
-
-    Args:
-        count: Passes of the step.
-        first: Batches of the epoch before it.
-    """
-
-    first: int
-
-    def __new__(cls, count: int, *, first: int) -> Self:
-        passes = super().__new__(cls, count)
-        passes.first = first
-        return passes
-
-    def __rmod__(self, batches: int) -> int:
-        return (batches - self.first) % int(self)
 
 
 def _set_max_steps(trainer: Any, steps: int) -> None:

@@ -17,13 +17,13 @@ from divebatch.controller import Controller
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import refuse_loss
+from divebatch.integrations.pass_count import PassCount
 from divebatch.integrations.transformers import checkpoints
 from divebatch.integrations.transformers.follow import Follow
 from divebatch.integrations.transformers.framework import Trainer, logger
 from divebatch.integrations.transformers.loader import TrainerLoader
 from divebatch.integrations.transformers.refusals import refuse_settings
 from divebatch.integrations.transformers.run_length import RunLength
-from divebatch.integrations.transformers.step_passes import StepPasses
 from divebatch.lr import Coupling
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.policies import Fixed, Policy
@@ -222,7 +222,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             return passes, num_items
         self._samples_in_step = loader.samples_delivered - before
         size = self._size_in_force
-        self.args.gradient_accumulation_steps = StepPasses(
+        self.args.gradient_accumulation_steps = PassCount(
             length.passes(size), before=self._passes_before, made=len(passes)
         )
         self._passes_before += len(passes)
