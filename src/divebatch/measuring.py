@@ -57,6 +57,11 @@ class Measuring:
         """The fewest samples that a batch must have for the estimator to see anything."""
         return 1 if self.estimator is None else self.estimator.min_batch_size
 
+    @property
+    def min_micro_batches(self) -> int:
+        """The fewest backward passes of a measured batch."""
+        return 1 if self.estimator is None else self.estimator.min_micro_batches
+
     def begin_epoch(self, epoch: int, batch_size: int) -> None:
         """Start anew. What was seen of a pass that was broken off does not count."""
         self.stop()

@@ -208,14 +208,13 @@ def test_a_training_does_not_notice_that_it_was_warmed(name: str) -> None:
 
 
 def test_no_size_is_compiled_after_the_start() -> None:
-    plain, warmed = Loop().train(), Loop()
+    warmed = Loop()
     report = warm_shapes(warmed.step, warmed.control)
     assert [shape.batch_size for shape in report.shapes] == [4, 8, 16, 32, 64]
     assert [shape.graphs for shape in report.shapes] == [1] * 5
     assert warmed.backend.compiled == 5 == report.graphs
     warmed.train()
     assert warmed.backend.compiled == 5
-    assert plain.backend.compiled == 5
     assert report.seconds == sum(shape.seconds for shape in report.shapes) > 0
     assert str(report).splitlines()[0].startswith("5 batch sizes warmed in ")
     assert str(report).splitlines()[1].startswith("batch 4: ")
@@ -260,13 +259,13 @@ def test_the_last_batch_of_an_epoch_is_a_size_too() -> None:
 
 
 def test_parts_of_a_batch_have_one_shape_whatever_the_batch() -> None:
-    loop = Loop(policy=DiveBatch(0.1, 64), estimator="moments", loader_settings={"delivery_size": 4})
+    loop = Loop(policy=DiveBatch(0.1, 64), estimator="moments", compiled=False, loader_settings={"delivery_size": 4})
     assert [shape.batch_size for shape in warm_shapes(loop.step, loop.control).shapes] == [4]
     assert loop.loader.delivery_size == 4
 
 
 def test_where_a_step_takes_several_batches_those_are_what_is_compiled() -> None:
-    loop = Loop()
+    loop = Loop(compiled=False)
     loop.control.close()
     control = Controller(
         loop.model, loop.optimizer, loop.loader, AdaBatch(64), batches_per_step=4, scheduler=loop.schedule
@@ -275,7 +274,7 @@ def test_where_a_step_takes_several_batches_those_are_what_is_compiled() -> None
 
 
 def test_sizes_may_be_named() -> None:
-    loop = Loop(policy=DiveBatch(0.1, 64), estimator="moments")
+    loop = Loop(policy=DiveBatch(0.1, 64), estimator="moments", compiled=False)
     assert [each.batch_size for each in warm_shapes(loop.step, loop.control, sizes=[32, 4, 32]).shapes] == [4, 32]
     with pytest.raises(ArgumentError, match="sizes must be an integer of at least 1, got sizes=0"):
         warm_shapes(loop.step, loop.control, sizes=[0])
@@ -284,7 +283,7 @@ def test_sizes_may_be_named() -> None:
 
 
 def test_too_many_sizes_are_an_error_that_says_how_to_make_them_few() -> None:
-    loop = Loop(policy=DiveBatch(0.1, 64), estimator="moments")
+    loop = Loop(policy=DiveBatch(0.1, 64), estimator="moments", compiled=False)
     with pytest.raises(ArgumentError, match=r"DiveBatch can reach 61 batch sizes.*Doublings\(DiveBatch\(\.\.\.\)\)"):
         warm_shapes(loop.step, loop.control)
 
@@ -298,7 +297,7 @@ def test_sizes_beyond_the_compilers_limit_are_named_with_the_line_to_change() ->
 
 
 def test_decisions_within_epochs_leave_rests_of_any_size() -> None:
-    loop = Loop(policy=Fixed())
+    loop = Loop(policy=Fixed(), compiled=False)
     loop.control.close()
     control = Controller(loop.model, loop.optimizer, loop.loader, Auto(8), every_steps=4, scheduler=loop.schedule)
     with pytest.warns(UserWarning, match="every_steps=4 .* pass drop_last=True to the loader"):
@@ -306,7 +305,7 @@ def test_decisions_within_epochs_leave_rests_of_any_size() -> None:
 
 
 def test_it_is_refused_within_a_loop_and_where_nothing_can_be_put_back() -> None:
-    loop = Loop()
+    loop = Loop(compiled=False)
     for _ in loop.loader:
         with pytest.raises(UsageError, match="call it before the loop"):
             warm_shapes(loop.step, loop.control)
@@ -316,7 +315,7 @@ def test_it_is_refused_within_a_loop_and_where_nothing_can_be_put_back() -> None
 
 
 def test_what_the_step_changes_besides_is_put_back_where_it_is_named() -> None:
-    loop, scaler = Loop(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    loop, scaler = Loop(compiled=False), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     average = torch.optim.swa_utils.AveragedModel(loop.plain)
 
     def step(batch: Any) -> None:
@@ -333,7 +332,7 @@ def test_what_the_step_changes_besides_is_put_back_where_it_is_named() -> None:
 
 
 def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
-    loop = Loop()
+    loop = Loop(compiled=False)
     before = [each.clone() if isinstance(each, Tensor) else each for each in flat(loop.state())]
 
     def step(batch: Any) -> None:
@@ -348,7 +347,7 @@ def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
 
 
 def test_a_training_can_be_warmed_where_it_is_resumed_within_an_epoch() -> None:
-    plain = Loop()
+    plain = Loop(compiled=False)
     for number, batch in enumerate(plain.loader):
         plain.step(batch)
         if number == 4:
@@ -356,7 +355,7 @@ def test_a_training_can_be_warmed_where_it_is_resumed_within_an_epoch() -> None:
     states = [plain.plain.state_dict(), plain.optimizer.state_dict(), plain.control.state_dict(), torch.get_rng_state()]
     loops = []
     for is_warmed in (False, True):
-        loop, saved = Loop(), copy.deepcopy(states)
+        loop, saved = Loop(compiled=False), copy.deepcopy(states)
         loop.plain.load_state_dict(saved[0])
         loop.optimizer.load_state_dict(saved[1])
         loop.control.load_state_dict(saved[2])

@@ -1,7 +1,8 @@
 """Which batches a training can meet from here on."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable
+from itertools import islice
 
 from divebatch.checks import require_count, warn_user
 from divebatch.controller import Controller
@@ -10,17 +11,29 @@ from divebatch.measurement import Measurement
 
 MOST_SIZES = 16
 """More batch sizes than this are not compiled unasked."""
+MANY = 100_000
+"""Sizes that are looked at: a policy without a cap, over a stream without an end, has no largest."""
 
 
-def reachable_sizes(control: Controller) -> list[int]:
-    """Return the loader's batch sizes that the policy can reach, the present one among them, from the smallest on."""
+def _same(size: int) -> Hashable:
+    return size
+
+
+def reachable_sizes(control: Controller, *, shape_of: Callable[[int], Hashable] = _same) -> list[int]:
+    """Return the loader's batch sizes that the policy can reach, the present one among them, from the smallest on.
+
+    Args:
+        control: The controller of the training.
+        shape_of: What is compiled for a batch size; of several sizes with the same the smallest is returned.
+    """
     loader, unit = control.loader, control._steps.unit
     most = min(loader.dataset_size or sys.maxsize, control._limit.most or sys.maxsize)
     least = max(control.ranks.size, control._measuring.min_batch_size)
     found = control.policy.reachable(_start(control, most))
-    _require_few(control, found)
-    sizes = {min(max(least, min(size, most) // unit), most) for size in found}
-    return sorted(sizes | {loader.batch_size})
+    sizes = {min(max(least, min(size, most) // unit), most) for size in islice(found, MANY)} | {loader.batch_size}
+    shapes = {shape_of(size): size for size in sorted(sizes, reverse=True)}
+    _require_few(control, len(shapes), len(found))
+    return sorted(shapes.values())
 
 
 def shapes_to_meet(control: Controller) -> dict[int, set[int]]:
@@ -72,12 +85,12 @@ def _rest(control: Controller, cut: int) -> int:
     return 0 if loader.drop_last or loader.dataset_size is None else loader.dataset_size % cut
 
 
-def _require_few(control: Controller, sizes: Collection[int]) -> None:
-    if len(sizes) <= MOST_SIZES:
+def _require_few(control: Controller, num_shapes: int, num_sizes: int) -> None:
+    if num_shapes <= MOST_SIZES:
         return
     name = type(control.policy).__name__
     raise ArgumentError(
-        f"{name} can reach {len(sizes)} batch sizes, and each would be compiled. Make them few: Doublings({name}(...)) "
+        f"{name} can reach {num_sizes} batch sizes, and each would be compiled. Make them few: Doublings({name}(...)) "
         f"or Rounded({name}(...), multiple_of=...) from divebatch.policies; or let the loader deliver parts of one "
         f"size, AdaptiveLoader(..., delivery_size=...), and add up their gradients; or name those to be ready for, "
         f"warm_shapes(..., sizes=[...])"
