@@ -312,6 +312,9 @@ def test_it_is_refused_within_a_loop_and_where_nothing_can_be_put_back() -> None
         break
     with pytest.raises(ArgumentError, match="also_restore holds a list, which has no state_dict"):
         warm_shapes(loop.step, loop.control, also_restore=[[]])
+    loop.control.close()
+    with pytest.raises(UsageError, match="this controller was closed"):
+        warm_shapes(loop.step, loop.control)
 
 
 def test_what_the_step_changes_besides_is_put_back_where_it_is_named() -> None:

@@ -71,6 +71,8 @@ class Look:
 
 
 def _require_usable(control: Controller, also_restore: Sequence[Any]) -> None:
+    if control._is_closed:
+        raise UsageError("this controller was closed: warm_shapes() comes before close()")
     current = control.loader._passes.current
     if current is not None and current.is_open and not control.loader._passes.is_resumed:
         raise UsageError("warm_shapes within a loop over the loader would end its pass: call it before the loop")
