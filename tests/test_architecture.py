@@ -14,7 +14,16 @@ CORE = {"lr", "ranks", "measurement", "records", "policies", "norms", "estimator
 LIBRARY = (
     BASE | CORE | {"student", "step_line", "metric", "controller", "resolve", "recording", "record_line", "measuring"}
 )
-LIBRARY |= {"step_count", "size_limit", "finished_epoch", "control_state", "advice", "integrations", "noise_meter"}
+LIBRARY |= {
+    "step_count",
+    "size_limit",
+    "finished_epoch",
+    "control_state",
+    "advice",
+    "integrations",
+    "noise_meter",
+    "warming",
+}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
@@ -44,6 +53,7 @@ MAY_IMPORT = {
     "noise_meter": BASE | {"estimators", "norms"},
     "integrations": BASE | CORE | {"controller", "resolve", "step_count", "noise_meter"},
     "advice": BASE | CORE | {"step_line"},
+    "warming": BASE | {"controller", "data", "measurement", "norms"},
     "research": BASE | {"data", "estimators", "norms", "ranks"},
     "lab.training": LIBRARY,
     "lab.loggers": BASE | {"records"},

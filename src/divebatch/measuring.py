@@ -13,6 +13,9 @@ from divebatch.measurement import Diversity
 from divebatch.policies import Policy
 from divebatch.state_checks import Check, anything, table, truth, wrong
 
+FORESIGHT = 100
+"""Epochs after which a policy has shown all that it does."""
+
 
 class Measuring:
     """Puts an estimator to work for the epochs that are to be measured.
@@ -33,7 +36,7 @@ class Measuring:
             require_told_apart(estimator, sources_on(scene.model))
             estimator.bind(scene)
             self.estimator = estimator
-        self._scene, self._deciding, self._has_warned = scene, policies[0], False
+        self.scene, self._deciding, self._has_warned = scene, policies[0], False
         self._warn_of_caveat()
         self.at_work: Estimator | None = None
         """The estimator while it measures."""
@@ -54,6 +57,11 @@ class Measuring:
         """The fewest samples that a batch must have for the estimator to see anything."""
         return 1 if self.estimator is None else self.estimator.min_batch_size
 
+    @property
+    def min_micro_batches(self) -> int:
+        """The fewest backward passes of a measured batch."""
+        return 1 if self.estimator is None else self.estimator.min_micro_batches
+
     def begin_epoch(self, epoch: int, batch_size: int) -> None:
         """Start anew. What was seen of a pass that was broken off does not count."""
         self.stop()
@@ -67,21 +75,35 @@ class Measuring:
         """
         if self.estimator is None:
             return
-        # A monotone policy at its cap has nothing left to decide and asks for no measurement.
-        due = self._always or any(policy.measures(epoch, batch_size) for policy in self._asking)
+        due = self._is_due(epoch, batch_size)
         if due and self.at_work is None:
-            self._noise.start(self.estimator)
-            self.estimator.start()
-            self.at_work, self.was_at_work = self.estimator, True
+            self.start()
         elif not due:
             self.stop()
         if due:
             self._warn_of_caveat()  # what was right at the beginning may have changed with the optimizer's settings
 
+    def start(self) -> None:
+        """Put the estimator to work, whatever policies want."""
+        assert self.estimator is not None
+        self._noise.start(self.estimator)
+        self.estimator.start()
+        self.at_work, self.was_at_work = self.estimator, True
+
+    def _is_due(self, epoch: int, batch_size: int) -> bool:
+        # A monotone policy at its cap has nothing left to decide and asks for no measurement.
+        return self._always or any(policy.measures(epoch, batch_size) for policy in self._asking)
+
+    def kinds(self, epoch: int, batch_size: int) -> set[bool]:
+        """Whether epochs at this size, from `epoch` on, are measured: always, never, or some of them."""
+        if self.estimator is None:
+            return {False}
+        return {self._is_due(each, batch_size) for each in range(epoch, epoch + FORESIGHT)}
+
     def _warn_of_caveat(self) -> None:
         if self.estimator is None or self._has_warned or self._deciding not in self._asking:
             return
-        if caveat := self.estimator.caveat(self._scene):
+        if caveat := self.estimator.caveat(self.scene):
             self._has_warned = True
             warn_user(f"{type(self._deciding).__name__} goes by the noise scale, and {caveat}")
 

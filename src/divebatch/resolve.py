@@ -86,8 +86,7 @@ def resolve_estimator(
     else:
         name = estimator or estimator_of(policy, trained, shadows=shadows)
         is_stand_in = estimator is None and name != estimator_of(policy)
-        # Whoever did not ask for this estimator was not told either to make it with the scaler.
-        made = _made(name, grad_scaler or (_living_scaler() if is_stand_in else None))
+        made = _made(name, grad_scaler, may_look=is_stand_in)
     for each in (policy, *(shadows or {}).values()):
         if "inner_variance" in each.needs and not made.has_inner_variance:
             raise ArgumentError(
@@ -97,17 +96,15 @@ def resolve_estimator(
     return made
 
 
-def _made(name: str, grad_scaler: Any) -> Estimator:
+def _made(name: str, grad_scaler: Any, *, may_look: bool) -> Estimator:
+    """Make an estimator that undoes the scale of losses. `may_look`: nobody was told to make it with the scaler."""
     made = make_estimator(name)
-    if grad_scaler is None or made.undoes_grad_scale:
+    if made.undoes_grad_scale:
         return made
-    if not made.measures_norms:
-        known = names_where(lambda kind: kind.undoes_grad_scale or kind.measures_norms)
-        raise ArgumentError(
-            f"estimator {name!r} does not know the scale that 16-bit precision puts on the loss: "
-            f"use bfloat16, which has none, or one of: {known}"
-        )
-    return make_estimator(name, grad_scaler=grad_scaler)
+    # Those without norm rules know a scaler that nobody uses by itself, so that a wrong one does no harm.
+    if grad_scaler is None and (may_look or not made.measures_norms):
+        grad_scaler = _living_scaler()
+    return made if grad_scaler is None else make_estimator(name, grad_scaler=grad_scaler)
 
 
 def _living_scaler() -> Any:

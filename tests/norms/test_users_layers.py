@@ -53,7 +53,7 @@ def test_a_rule_states_the_parameters_it_names():
 def test_a_rule_that_names_no_parameters_says_how_to():
     rule_for(Gate)(lambda _, x, dy: {"slope": x * dy, "shift": dy})
     with pytest.raises(
-        CoverageError, match=r"'1.slope' of Gate \(which its rule does not state\).*rule_for\(LayerType, parameters="
+        CoverageError, match=r"'1.slope' of Gate \(which its rule does not state\).*rule_for\(Gate, parameters="
     ):
         NormMeter(gated())
 

@@ -16,6 +16,7 @@ from divebatch.policies import (
     POLICIES,
     AdaDamp,
     Auto,
+    Doublings,
     GeoDamp,
     Goodput,
     GradientDamp,
@@ -157,6 +158,45 @@ def test_a_decision_is_a_whole_size_within_the_bounds(name, policy, measurement)
     assert type(decision.batch_size) is int
     assert (1 if name in MAY_SHRINK else measurement.batch_size) <= decision.batch_size <= CAP
     assert decision.lr_factor > 0
+
+
+REACHING = CASES | {
+    "rounded": Rounded(DiveBatch.algorithm_1(0.1, CAP), 256),
+    "rounded, never down": Rounded(DiveBatch(0.1, CAP), 100),
+    "rounded, of a few": Rounded(AdaBatch(CAP, factor=1.5), 64),
+    "doublings": Doublings(NoiseScale(CAP, monotone=False)),
+    "doublings, never down": Doublings(DiveBatch(0.1, CAP - 1)),
+    "simigrad, by multiples": SimiGrad(CAP, multiple_of=100, min_batch_size=30),
+    "adabatch, threefold": AdaBatch(CAP, factor=3, every_epochs=1),
+    "geodamp, slow": GeoDamp(CAP, factor=1.1, every_epochs=1),
+    "plateau, slow": Plateau(CAP, factor=1.3, patience=1),
+}
+
+
+@pytest.mark.parametrize("policy", REACHING.values(), ids=REACHING)
+@quickly
+@given(measurement=MEASUREMENTS, later=MEASUREMENTS, dataset_size=st.sampled_from([100, 1000, 50_000]))
+def test_no_decision_leaves_the_sizes_that_can_be_reached(policy, measurement, later, dataset_size):
+    now = min(measurement.batch_size, dataset_size)
+    start = replace(measurement, batch_size=now, dataset_size=dataset_size, largest_batch_size=dataset_size)
+    reachable = {min(size, dataset_size) for size in policy.reachable(start)} | {now}
+    for seen in (start, replace(later, first_batch_size=start.first_batch_size, dataset_size=dataset_size)):
+        seen = replace(seen, batch_size=now, largest_batch_size=dataset_size)
+        now = policy.next(seen).at_most(dataset_size).batch_size
+        assert now in reachable
+
+
+def test_few_sizes_are_reached_where_a_compiler_must_see_few():
+    start = Measurement(epoch=1, batch_size=100, dataset_size=50_000)
+    assert sorted(Auto(CAP).reachable(start)) == [100, 200, 400, 800, 1600, 2048]
+    assert sorted(Auto(CAP).reachable(replace(start, batch_size=400))) == [400, 800, 1600, 2048]
+    assert sorted(Doublings(DiveBatch(0.1, CAP)).reachable(start)) == [100, 200, 400, 800, 1600, 2048]
+    shrinking = Doublings(DiveBatch(0.1, CAP, min_batch_size=30, monotone=False))
+    assert sorted(shrinking.reachable(start))[:3] == [25, 50, 100]
+    assert sorted(Rounded(DiveBatch(0.1, CAP), 512).reachable(start)) == [100, 512, 1024, 1536, 2048]
+    assert sorted(Rounded(AdaBatch(CAP), 512).reachable(start)) == [100, 512, 1536, 2048]
+    assert list(Fixed().reachable(start)) == [100]
+    assert len(DiveBatch(0.1, CAP).reachable(start)) == CAP - 99
 
 
 @any_policy

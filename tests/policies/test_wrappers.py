@@ -8,7 +8,18 @@ import pytest
 from divebatch import AdaBatch, Auto, Decision, Diversity, Fixed, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History
-from divebatch.policies import DiveBatch, GeoDamp, NoiseScale, Policy, Rounded, SimiGrad, SpillOver, Steady, WarmUp
+from divebatch.policies import (
+    DiveBatch,
+    Doublings,
+    GeoDamp,
+    NoiseScale,
+    Policy,
+    Rounded,
+    SimiGrad,
+    SpillOver,
+    Steady,
+    WarmUp,
+)
 
 CAP, N = 1000, 50_000
 
@@ -66,6 +77,11 @@ def test_rounded_goes_by_multiples_and_never_past_the_present_size():
     assert Rounded(SimiGrad(CAP), 64).lr_coupling == "sqrt"
     with pytest.raises(ArgumentError, match="multiple_of must be an integer of at least 1"):
         Rounded(asks, 0)
+
+
+def test_doublings_of_the_first_batch_and_the_cap():
+    asks = Asks(199, 200, 799, 500, 99, 30, None, CAP)
+    assert run(Doublings(asks), 8)[0] == [100, 200, 400, 400, 50, 25, 25, CAP]
 
 
 def test_steady_makes_no_small_change():
@@ -153,9 +169,10 @@ def test_spill_over_needs_a_cap():
 
 
 @pytest.mark.parametrize("rate", [SpillOver, WarmUp, lambda policy: WarmUp(SpillOver(policy))])
-@pytest.mark.parametrize("size", [Steady, lambda policy: Rounded(policy, 64)])
+@pytest.mark.parametrize("size", [Steady, Doublings, lambda policy: Rounded(policy, 64)])
 def test_the_other_order_is_refused(size, rate):
-    with pytest.raises(ArgumentError, match=r"(Steady|Rounded) changes the size for which .* put \1 around what"):
+    told = r"(Steady|Doublings|Rounded) changes the size for which .* put \1 around what"
+    with pytest.raises(ArgumentError, match=told):
         size(rate(Asks(100)))
 
 

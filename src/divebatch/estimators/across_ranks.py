@@ -5,10 +5,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.estimators.chunk_gradients import sq_norm
 from divebatch.estimators.estimator import Scene
+from divebatch.estimators.optimizer_events import scale_of_gradients
 from divebatch.estimators.split import NOTHING_CUT, BatchWatch, require_mean
 from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms.accumulators import trainable
@@ -29,16 +31,18 @@ class AcrossRanks(Stepwise):
 
     Bias: none, with chunks of any sizes. Cost: two norms a step and no copy of the parameters. k chunks scatter as a
     batch of k samples would. Gradients must reach the optimizer as the backward passes made them: under clipping use
-    `split`, under a GradScaler `moments`. Not for FSDP2, which shows no rank its own gradient.
+    `split`. A GradScaler that skips a step leaves out its batch and the next, whose passes are compared with it.
+    Not for FSDP2, which shows no rank its own gradient.
 
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, where there is one.
     """
 
     name = "ranks"
 
-    def __init__(self, *, decay: float = 1.0) -> None:
-        super().__init__(RankChunks(), decay=decay)
+    def __init__(self, *, decay: float = 1.0, grad_scaler: Any = None) -> None:
+        super().__init__(RankChunks(grad_scaler=grad_scaler), decay=decay)
 
 
 class RankChunks(Source):
@@ -48,8 +52,8 @@ class RankChunks(Source):
     takes_replays = True
     added_noise = "mixed"  # the chunks are without it, and their mean is what the optimizer gets
 
-    def __init__(self) -> None:
-        self._ranks = Ranks.alone()
+    def __init__(self, *, grad_scaler: Any = None) -> None:
+        self._ranks, self._grad_scaler = Ranks.alone(), grad_scaler
 
     @property
     def min_micro_batches(self) -> int:
@@ -69,7 +73,13 @@ class RankChunks(Source):
         self._rows = RankRows(decay)
         self._begin_batch()
         self._batches = BatchWatch(
-            scene, self._parameters, self._add, self._end_of_batch, lambda: True, reads_gradients=True
+            scene,
+            self._parameters,
+            self._add,
+            self._end_of_batch,
+            lambda: True,
+            reads_gradients=True,
+            grad_scaler=self._grad_scaler,
         )
         return self._rows
 
@@ -90,7 +100,7 @@ class RankChunks(Source):
         self._num_samples += num_samples
         self._sum_of_weights += weight
 
-    def _end_of_batch(self, _: int) -> None:
+    def _end_of_batch(self, _: int, optimizer: Optimizer) -> None:
         """Keep the step's row; the mean's norm is the same on all ranks and goes into the first one's."""
         row = torch.zeros(COLUMNS, dtype=torch.float64, device=next(iter(self._parameters.values())).device)
         if self._weighted:
@@ -98,7 +108,7 @@ class RankChunks(Source):
         if self._ranks.is_first and self._sum_of_weights:
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             # The mean's norm is the same on all ranks: in the first one's row alone, adding rows up counts it once.
-            row[1] = sq_norm(gradients) / self._sum_of_weights**2
+            row[1] = sq_norm(gradients) / (self._sum_of_weights * scale_of_gradients(optimizer)) ** 2
         row[2].fill_(len(self._weighted))
         row[3].fill_(self._num_samples)
         # Kept and not sent: rows are added over ranks once an epoch, so no step communicates more.

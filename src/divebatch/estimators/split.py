@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
@@ -36,8 +37,8 @@ class Split(Stepwise):
     Bias: none, with chunks of any sizes. Under BatchNorm it is right too, for the network as it trains: normalised
     over one chunk at a time. Cost: one copy of the trainable parameters (the trainer's replays take one more, or
     two); more backward passes only where batches would not have been cut anyway. Two chunks scatter more than
-    `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. Under a GradScaler
-    use `moments`.
+    `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. A GradScaler that
+    skips a step leaves out its batch and the next, whose passes are compared with it.
 
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
@@ -45,14 +46,18 @@ class Split(Stepwise):
             of its running second moment. Exact: all chunks of a batch are divided by the same.
         every_steps: looks at one batch in so many, the first of them. The others may go through as a whole, and cost
             little; `control.plan().min_micro_batches` says for each batch whether it is to be cut.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, where there is one.
     """
 
     name = "split"
     has_inner_variance = True
 
-    def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every_steps: int = 1) -> None:
+    def __init__(
+        self, *, decay: float = 1.0, preconditioned: bool = False, every_steps: int = 1, grad_scaler: Any = None
+    ) -> None:
         require_settings(preconditioned=preconditioned, every_steps=every_steps)
-        super().__init__(BatchChunks(preconditioned=preconditioned, every_steps=every_steps), decay=decay)
+        source = BatchChunks(preconditioned=preconditioned, every_steps=every_steps, grad_scaler=grad_scaler)
+        super().__init__(source, decay=decay)
 
 
 class BatchChunks(Source):
@@ -61,8 +66,8 @@ class BatchChunks(Source):
     nothing_seen = NOTHING_CUT
     takes_replays = True
 
-    def __init__(self, *, preconditioned: bool, every_steps: int) -> None:
-        self._preconditioned, self.every_steps = preconditioned, every_steps
+    def __init__(self, *, preconditioned: bool, every_steps: int, grad_scaler: Any = None) -> None:
+        self._preconditioned, self.every_steps, self._grad_scaler = preconditioned, every_steps, grad_scaler
         self._num_batches = 0
 
     @property
@@ -83,7 +88,14 @@ class BatchChunks(Source):
         self._num_batches = 0
         self._average = PairAverage(decay=decay)
         self._chunks = Chunks(trainable(scene.model), optimizer=scene.optimizer if self._preconditioned else None)
-        self._batches = BatchWatch(scene, self._chunks.parameters, self._add, self._end_of_batch, self._is_looking)
+        self._batches = BatchWatch(
+            scene,
+            self._chunks.parameters,
+            self._add,
+            lambda num_delivered, _: self._end_of_batch(num_delivered),
+            self._is_looking,
+            grad_scaler=self._grad_scaler,
+        )
         return self._average
 
     def detach(self) -> None:
@@ -133,9 +145,11 @@ class BatchWatch:
         scene: where samples are delivered, and steps are made.
         parameters: those whose gradients make up a chunk's, by name.
         on_chunk: is told of each backward pass.
-        on_step: is told, when the optimizer is about to step, how many samples were delivered since it last did.
+        on_step: is told, when an optimizer is about to step, how many samples were delivered since it last did, and
+            which optimizer it is.
         is_looking: says whether the batch under way is looked at.
         reads_gradients: whether `on_step` takes the gradients as they are then.
+        grad_scaler: what multiplies the losses, where there is one.
     """
 
     def __init__(
@@ -143,21 +157,20 @@ class BatchWatch:
         scene: Scene,
         parameters: Mapping[str, nn.Parameter],
         on_chunk: OnChunk,
-        on_step: Callable[[int], None],
+        on_step: Callable[[int, Optimizer], None],
         is_looking: Callable[[], bool],
         *,
         reads_gradients: bool = False,
+        grad_scaler: Any = None,
     ) -> None:
-        self._scene, self._parameters = scene, parameters
+        self._scene, self._parameters, self._grad_scaler = scene, parameters, grad_scaler
         self._on_chunk, self._on_step = on_chunk, on_step
         self._stepped = scene.delivery.local_samples_delivered
         """Samples that had come to this rank at the last optimizer step."""
         self._num_samples = 0
         """Samples of the chunks since then."""
         self._passes = PassWatch(parameters, self._end_of_pass, is_wanted=is_looking)
-        self._stop = when_gradients_are_used(
-            scene, "split", lambda _: self._end_of_batch(), reads_gradients=reads_gradients
-        )
+        self._stop = when_gradients_are_used(scene, "split", self._end_of_batch, reads_gradients=reads_gradients)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -178,16 +191,21 @@ class BatchWatch:
             return
         size = self._scene.delivery.rank_shard.mine if weight.num_samples is None else weight.num_samples
         self._num_samples += size
-        self._on_chunk(gradients, size, float(weight), 1 / (applied * rank_weight))
+        self._on_chunk(gradients, size, float(weight), 1 / (applied * rank_weight * self._loss_scale()))
 
-    def _end_of_batch(self) -> None:
+    def _loss_scale(self) -> float:
+        """What the GradScaler has multiplied the loss of this pass with; 1 where none was used so far."""
+        is_used = getattr(self._grad_scaler, "_scale", None) is not None
+        return float(self._grad_scaler.get_scale()) if is_used else 1.0
+
+    def _end_of_batch(self, optimizer: Optimizer) -> None:
         num_delivered = self._since_step()
         if self._num_samples > num_delivered:
             raise UsageError(
                 f"the backward passes since the last optimizer step held {self._num_samples} samples by the loader's "
                 f"count, and it delivered {num_delivered}: {HOW_TO_CUT}"
             )
-        self._on_step(num_delivered)
+        self._on_step(num_delivered, optimizer)
         self._num_samples = 0
         self._stepped += num_delivered
 

@@ -230,6 +230,9 @@ def _require_simple(layers: Sequence[CoveredLayer]) -> None:
         raise CoverageError(
             f"parameters sharded by FSDP2, like those of '{sharded[0]}', cannot be measured with: compiled"
         )
+    by_rows = [f"'{layer.name}' ({type(layer.module).__name__})" for layer in layers if layer.entry.by_rows]
+    if by_rows:
+        raise CoverageError(f"a compiled meter cannot measure parameters that samples share, as in {by_rows[0]}")
     shared = [family for family in families(layers) if len(family.layers) > 1]
     if shared:
         names = ", ".join(layer.name for layer in shared[0].layers)

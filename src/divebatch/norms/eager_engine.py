@@ -23,6 +23,7 @@ from divebatch.norms.recompute import Rerun, Surroundings
 from divebatch.norms.registry import CoveredLayer
 from divebatch.norms.sample_gradients import forget_memory_caps
 from divebatch.norms.sharded import is_sharded
+from divebatch.norms.shared_parameters import Rows
 
 
 class Hooks:
@@ -51,6 +52,9 @@ class Hooks:
         for family in self._families:
             family.open_calls.clear()
             for layer in family.layers:
+                if layer.entry.by_rows:
+                    self._watch_rows(family, layer)
+                    continue
                 watch = ModuleHook(layer.module, partial(self._watch, family, layer))
                 # First in line: a user's hook may change the output, and that change is part of the loss.
                 self._handles.append(layer.module.register_forward_hook(watch, with_kwargs=True, prepend=True))
@@ -58,6 +62,28 @@ class Hooks:
                     look = ModuleHook(layer.module, partial(self._look, layer))
                     self._handles.append(layer.module.register_forward_pre_hook(look))
         self._check.begin()
+
+    def _watch_rows(self, family: Family, layer: CoveredLayer) -> None:
+        """Measure a module's own parameters, whatever it computes with them."""
+
+        def on_rows(name: str, view: Tensor) -> None:
+            call = Call(name, layer)
+            family.open_calls.add(call)
+            view.register_hook(partial(arrive, name, call))
+
+        def arrive(name: str, call: Call, dy: Tensor) -> None:
+            if self._check.is_on and not self.paused:
+                rows.require_own_rows(name, dy)
+            self._arrive(family, layer, call, dy)
+
+        def put_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self.paused:
+                rows.put_in(module, args, kwargs)
+
+        rows = Rows(layer, on_rows)
+        before, after = ModuleHook(layer.module, put_in), ModuleHook(layer.module, rows.take_out)
+        self._handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(layer.module.register_forward_hook(after, always_call=True))
 
     def switch_off(self) -> None:
         """Remove all hooks."""

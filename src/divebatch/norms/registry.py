@@ -1,7 +1,7 @@
 """Which rule states which layer's gradients, and the check that no trainable parameter is forgotten."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ class Entry:
     look: Look | None = None
     doubt: Doubt | None = None
     never_for: tuple[type[nn.Module], ...] = ()
+    by_rows: bool = False
+    """Whether the module's own parameters are measured, as views with one row a sample (`shared_parameters.py`)."""
 
     def states(self, layer: nn.Module, name: str) -> bool:
         """Whether the rule gives the gradients of the layer's parameter of this name."""
@@ -85,15 +87,20 @@ def rule_for(
     """
 
     def register(rule: Rule) -> Rule:
-        if kind in RULES:
-            raise ArgumentError(
-                f"{kind.__name__} already has a rule: {RULES[kind].rule}. To put another in its place, take it out "
-                f"first: divebatch.norms.registry.RULES.pop({kind.__name__})"
-            )
-        RULES[kind] = Entry(rule, parameters, all_inputs or reruns, reruns, look, doubt)
+        add_rule(kind, Entry(rule, parameters, all_inputs or reruns, reruns, look, doubt))
         return rule
 
     return register
+
+
+def add_rule(kind: type[nn.Module], entry: Entry) -> None:
+    """Register `entry` for layers of exactly this type."""
+    if kind in RULES:
+        raise ArgumentError(
+            f"{kind.__name__} already has a rule: {RULES[kind].rule}. To put another in its place, take it out "
+            f"first: divebatch.norms.registry.RULES.pop({kind.__name__})"
+        )
+    RULES[kind] = entry
 
 
 def parameter_of(layer: nn.Module, name: str) -> nn.Parameter | None:
@@ -170,7 +177,7 @@ class CoveredLayer:
         return found
 
     def _require_all(self, stated: Mapping[str, Form | Tensor]) -> None:
-        if self.entry.reruns:  # one output after the other, and not every parameter is behind each
+        if self.entry.reruns or self.entry.by_rows:  # one after the other, and not every parameter is behind each
             return
         own = self.module._parameters.items()
         missing = [name for name, p in own if name not in stated and p is not None and p.requires_grad]
@@ -199,16 +206,15 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CoverageError(f"{type(model).__name__} has no trainable parameter: nothing can be measured")
     _require_batch_first(model)
-    covered, uncovered = [], []
+    covered: list[CoveredLayer] = []
+    uncovered: list[_Missed] = []
     for name, module, entry in _with_entries(model, fallback):
         trained = {key: p for key, p in module.named_parameters(recurse=_reruns(entry)) if p.requires_grad}
         _require_real(name, trained)
         own = list(trained)
         if own and entry is not None:
             covered.append(CoveredLayer(name or MODEL, module, entry))
-        place = f"{name}." if name else ""
-        missed = [key for key in own if entry is None or not entry.states(module, key)]
-        uncovered += [f"'{place}{key}' of {type(module).__name__}{_why(module)}" for key in missed]
+        uncovered += [_Missed(name, module, key) for key in own if entry is None or not entry.states(module, key)]
     if uncovered:
         raise _uncovered(uncovered, fallback)
     return covered
@@ -250,17 +256,46 @@ def _require_real(layer: str, parameters: Mapping[str, nn.Parameter]) -> None:
             raise CoverageError(f"parameter '{name}' is complex, and norm rules are for real ones")
 
 
-def _why(module: nn.Module) -> str:
-    return " (which its rule does not state)" if original_type(module) in RULES else ""
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """A parameter without a rule."""
+
+    layer: str
+    module: nn.Module
+    key: str
+
+    def __str__(self) -> str:
+        why = " (which its rule does not state)" if original_type(self.module) in RULES else ""
+        place = f"{self.layer}.{self.key}" if self.layer else self.key
+        return f"'{place}' of {type(self.module).__name__}{why}"
 
 
-def _uncovered(uncovered: list[str], fallback: Entry | None) -> CoverageError:
+def is_shareable(parameter: Tensor) -> bool:
+    """Whether it has a first dimension that can stand for the batch, as class tokens and learned positions have."""
+    return parameter.ndim > 1 and parameter.shape[0] == 1
+
+
+def _uncovered(missed: Sequence[_Missed], fallback: Entry | None) -> CoverageError:
     known = ", ".join(sorted(kind.__name__ for kind in RULES))
     way = "replace the layer (the fallback cannot run it)"
     if fallback is None:
-        way = "pass fallback='vmap' (in a controller: estimator=Trajectory(fallback='vmap'))"
+        way = "pass fallback='vmap' (in a controller: estimator=Trajectory(fallback='vmap') or PerSample(...))"
     return CoverageError(
-        f"no norm rule covers: {'; '.join(uncovered)}. Rules exist for: {known}",
-        f"{way}, register a rule with @divebatch.rule_for(LayerType, parameters=(...)), or freeze the parameter "
-        f"(requires_grad_(False))",
+        f"no norm rule covers: {'; '.join(map(str, missed))}. Rules exist for: {known}",
+        f"{', '.join((*_lines_for_rules(missed), way))}, or freeze the parameter (requires_grad_(False))",
     )
+
+
+def _lines_for_rules(missed: Sequence[_Missed]) -> Iterator[str]:
+    """What to write for each kind of module: those parameters that samples may share come first."""
+    shared: dict[str, dict[str, None]] = {}
+    others: dict[str, dict[str, None]] = {}
+    for each in missed:
+        parameter = parameter_of(each.module, each.key)
+        kinds = shared if parameter is not None and is_shareable(parameter) else others
+        kinds.setdefault(type(each.module).__name__, {})[each.key] = None
+    for kind, keys in shared.items():
+        names = ", ".join(map(repr, keys))
+        yield f"write divebatch.norms.shared_by_samples({kind}, {names}) if samples share them by broadcasting"
+    for kind, keys in others.items():
+        yield f"register a rule with @divebatch.rule_for({kind}, parameters={tuple(keys)})"

@@ -17,7 +17,7 @@ from divebatch.policies.policy import Policy
 from divebatch.policies.sample_schedule import SampleSchedule
 from divebatch.policies.schedule_to_batch import Seesaw, SmithSchedule
 from divebatch.policies.simigrad import SimiGrad
-from divebatch.policies.wrappers import Rounded, SpillOver, Steady, WarmUp
+from divebatch.policies.wrappers import Doublings, Rounded, SpillOver, Steady, WarmUp
 
 __all__ = [
     "CABS",
@@ -27,6 +27,7 @@ __all__ = [
     "Auto",
     "Bounds",
     "DiveBatch",
+    "Doublings",
     "Fixed",
     "GeoDamp",
     "Goodput",

@@ -1,5 +1,6 @@
 """AdaBatch (Devarakonda et al. 2018): grow the batch on a fixed timetable."""
 
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 
 from divebatch.checks import require_count, require_positive
@@ -39,12 +40,23 @@ class AdaBatch(Capped):
         require_positive("lr_decay", self.lr_decay)
         require_positive("factor", self.factor, above=1)
 
-    def next(self, seen: Measurement) -> Decision:
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        sizes, first, most = [seen.batch_size], seen.first_batch_size, seen.largest_batch_size
+        while (size := self._within(self._wanted(sizes[-1]), first, most)) > sizes[-1]:
+            sizes.append(size)
+        return sizes
+
+    def _wanted(self, batch_size: int) -> int:
         # At least one sample more: a small factor of a small batch would truncate to no growth at all.
-        wanted = min(max(int(seen.batch_size * self.factor), seen.batch_size + 1), self.max_batch_size)
-        most = seen.known_dataset_size
-        whole_first_batches = most // seen.first_batch_size * seen.first_batch_size
-        grown = wanted if wanted <= most else whole_first_batches
+        return min(max(int(batch_size * self.factor), batch_size + 1), self.max_batch_size)
+
+    def _within(self, wanted: int, first: int, most: int) -> int:
+        """As much of what is wanted as there is, in whole first batches."""
+        return wanted if wanted <= most else most // first * first
+
+    def next(self, seen: Measurement) -> Decision:
+        wanted = self._wanted(seen.batch_size)
+        grown = self._within(wanted, seen.first_batch_size, seen.known_dataset_size)
         if seen.epoch % self.every_epochs or grown <= seen.batch_size:
             return Decision(batch_size=seen.batch_size)
         reason = f"epoch {seen.epoch}: times {grown / seen.batch_size:g}"

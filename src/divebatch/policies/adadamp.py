@@ -1,6 +1,7 @@
 """AdaDamp and its kin (Sievert): damp the gradient noise as training comes closer to its end."""
 
 import math
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 
 from divebatch.checks import require_count, require_positive
@@ -15,11 +16,18 @@ class _Damping(Capped):
 
     has_many_sizes = True
 
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        return self.bounds.sizes(at_least=seen.first_batch_size)
+
     def _grown(self, seen: Measurement, factor: float, reason: str) -> Decision:
-        wanted = seen.first_batch_size * factor
-        # The rule rounds up, but a rounding error above a whole number is no sample more.
-        wanted = float(math.ceil(wanted - 1e-9)) if math.isfinite(wanted) else wanted
-        return decided(seen, wanted, self.bounds, at_least=seen.first_batch_size, reason=reason)
+        first = seen.first_batch_size
+        return decided(seen, _wanted(first, factor), self.bounds, at_least=first, reason=reason)
+
+
+def _wanted(first_batch_size: int, factor: float) -> float:
+    wanted = first_batch_size * factor
+    # The rule rounds up, but a rounding error above a whole number is no sample more.
+    return float(math.ceil(wanted - 1e-9)) if math.isfinite(wanted) else wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +115,20 @@ class GeoDamp(_Damping):
 
     def next(self, seen: Measurement) -> Decision:
         power = seen.epoch // self.every_epochs
-        try:
-            grown = float(self.factor) ** power
+        reason = f"epoch {seen.epoch}: {self.factor:g}^{power} times the first batch"
+        return self._grown(seen, self._factor(power), reason)
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        first, sizes = seen.first_batch_size, {seen.first_batch_size}
+        power = 1
+        while self.factor > 1 and max(sizes) < self.max_batch_size:
+            sizes.add(self.bounds.clamp(_wanted(first, self._factor(power)), at_least=first))
+            power += 1
+        return sizes
+
+    def _factor(self, power: int) -> float:
         # A long run may grow past what a float holds; the cap applies all the same.
+        try:
+            return float(self.factor) ** power
         except OverflowError:
-            grown = math.inf
-        return self._grown(seen, grown, f"epoch {seen.epoch}: {self.factor:g}^{power} times the first batch")
+            return math.inf

@@ -1,6 +1,7 @@
 """The default for those who do not want to choose: between the batch you know and the one the noise asks for."""
 
 import math
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -65,6 +66,12 @@ class Auto(Capped):
     def measures(self, epoch: int, batch_size: int) -> bool:
         """Until the cap is reached: from there on nothing is left to decide."""
         return batch_size < self.max_batch_size
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        """Return the doublings of the first batch from the present one on, and the cap."""
+        most, first = min(self.max_batch_size, seen.largest_batch_size), seen.first_batch_size
+        doublings = (first << power for power in range((most // first).bit_length()))
+        return {most, *(size for size in doublings if size >= seen.batch_size)}
 
     def next(self, seen: Measurement) -> Decision:
         """Return the doubling nearest to the mean, and a learning rate that comes one decision after it."""

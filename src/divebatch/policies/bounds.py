@@ -1,5 +1,6 @@
 """Between which sizes a batch may move."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from divebatch.checks import require_count
@@ -49,6 +50,13 @@ class Bounds:
         # Truncated and not rounded: that is how the paper's rule is read here.
         whole = int(min(max(proposal, lowest), self.cap))
         return max(whole - whole % self.multiple_of, lowest)
+
+    def sizes(self, *, at_least: int = 1) -> Collection[int]:
+        """Return all that `clamp` may give."""
+        lowest = self.clamp(0, at_least=at_least)
+        first_multiple = -(-lowest // self.multiple_of) * self.multiple_of
+        multiples = range(first_multiple, self.cap + 1, self.multiple_of)
+        return multiples if lowest in multiples else (lowest, *multiples)
 
 
 @dataclass(frozen=True, slots=True)

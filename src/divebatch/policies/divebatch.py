@@ -1,6 +1,7 @@
 """DiveBatch: the batch size that gradient diversity asks for (the paper's Algorithm 1, last line)."""
 
 import math
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
@@ -85,6 +86,9 @@ class DiveBatch(Policy):
     def measures(self, epoch: int, batch_size: int) -> bool:
         """Every `every_epochs`-th epoch, but not at a cap that it never leaves."""
         return epoch % self.every_epochs == 0 and not (self.monotone and batch_size >= self.max_batch_size)
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        return self.bounds.sizes(at_least=seen.batch_size if self.monotone else 1)
 
     def next(self, seen: Measurement) -> Decision:
         """Return delta * n * diversity within the bounds (Algorithm 1, line 11); the same size where none is due."""

@@ -1,5 +1,6 @@
 """The baseline: never change anything."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from divebatch.measurement import Decision, Measurement
@@ -15,6 +16,9 @@ class Fixed(Policy):
     """
 
     decides_within_epochs = True
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        return (seen.batch_size,)
 
     def next(self, seen: Measurement) -> Decision:
         return Decision(batch_size=seen.batch_size)

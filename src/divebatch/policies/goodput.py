@@ -1,7 +1,7 @@
 """Goodput (Pollux, Qiao et al. 2021): throughput times the worth of a sample."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from divebatch.checks import require_count, require_positive
@@ -43,6 +43,9 @@ class Goodput(Capped):
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         return epoch % self.every_epochs == 0
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        return self._candidates(seen.first_batch_size)
 
     def next(self, seen: Measurement) -> Decision:
         times = [(size, size / speed) for size, speed in seen.history.throughputs if speed > 0]

@@ -1,6 +1,7 @@
 """What the rules share that measure every few epochs and keep to a floor and a cap."""
 
 from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 
 from divebatch.checks import require_count
@@ -35,6 +36,9 @@ class Periodic(Capped):
     def measures(self, epoch: int, batch_size: int) -> bool:
         """Every `every_epochs`-th epoch, but not at a cap that it never leaves."""
         return epoch % self.every_epochs == 0 and not (self.monotone and batch_size >= self.max_batch_size)
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        return self.bounds.sizes(at_least=seen.batch_size if self.monotone else 1)
 
     def next(self, seen: Measurement) -> Decision:
         is_measured = seen.diversity is not None or self.measures(seen.epoch, seen.batch_size)

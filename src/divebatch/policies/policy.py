@@ -1,7 +1,7 @@
 """What a policy is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Collection, Set
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -68,6 +68,13 @@ class Policy(ABC):
     def measures(self, epoch: int, batch_size: int) -> bool:
         """Whether `epoch` (from 1), run at `batch_size`, must be measured. Unmeasured epochs cost nothing."""
         return True
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        """Return the sizes that it may ask for from here on, so that a compiler can be ready for each (`warm_shapes`).
+
+        Of `seen` only the sizes count. A policy that says nothing may ask for every size up to its cap.
+        """
+        return range(1, min(self.cap or seen.largest_batch_size, seen.largest_batch_size) + 1)
 
     def check_start(self, batch_size: int) -> None:  # noqa: B027 (most have nothing to check)
         """Raise if training cannot start at `batch_size`."""

@@ -1,6 +1,7 @@
 """A timetable in samples or tokens, in the way large language models are trained."""
 
 import re
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
@@ -65,6 +66,9 @@ class SampleSchedule(Policy):
         if self.total_samples is None:
             raise ArgumentError(f"{text!r} is a part of the training: pass total_samples=..., its number of samples")
         return self.total_samples
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        return {size for _, size in self.entries()}
 
     def next(self, seen: Measurement) -> Decision:
         start, size = max(entry for entry in self.entries() if entry[0] <= seen.samples)

@@ -1,6 +1,7 @@
 """Grow the batch where the schedule would have let the learning rate fall (Smith et al. 2018; Seesaw 2025)."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from divebatch.errors import UsageError
@@ -18,6 +19,9 @@ class ScheduleToBatch(Capped):
 
     decides_within_epochs = True
     has_many_sizes = True
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        return self.bounds.sizes(at_least=seen.first_batch_size)
 
     def next(self, seen: Measurement) -> Decision:
         """Return b0 / (lr_schedule / its highest), never below b0."""

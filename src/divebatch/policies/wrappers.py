@@ -5,13 +5,17 @@ Those that change the size go inside those that move the learning rate: `WarmUp(
 
 import math
 from abc import abstractmethod
-from collections.abc import Set
+from collections.abc import Collection, Iterator, Set
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from itertools import islice
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.policy import Policy, require_policy
+
+MANY = 10_000
+"""More sizes than anyone prepares for: a policy without a cap, over a stream without an end, has no largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ class Around(Policy):
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         return self.policy.measures(epoch, batch_size)
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        return self.policy.reachable(seen)
 
     def check_start(self, batch_size: int) -> None:
         self.policy.check_start(batch_size)
@@ -105,7 +112,40 @@ class Steady(OfSize):
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded(OfSize):
+class RoundedDown(OfSize):
+    """One that leaves few sizes, for compilers: each new size costs them half a minute.
+
+    For rules that say where to be. One that goes by small steps from where it is would not move. The present size stays
+    where rounding would lead past it, or to nothing.
+    """
+
+    @abstractmethod
+    def rounded(self, size: int, seen: Measurement) -> int:
+        """Return the largest size it knows that is at most `size`; 0 for none."""
+
+    def next(self, seen: Measurement) -> Decision:
+        decision, now = self._inner(seen), seen.batch_size
+        size = self.rounded(decision.batch_size, seen)
+        if (size - now) * (decision.batch_size - now) <= 0 or size == 0:
+            size = now
+        return replace(decision, batch_size=size)
+
+    def reachable(self, seen: Measurement) -> Collection[int]:
+        """Return the present size and those that the inner policy's become."""
+        inner = self.policy.reachable(seen)
+        sizes = self._down_from(inner, seen) if isinstance(inner, range) else (self.rounded(n, seen) for n in inner)
+        return {seen.batch_size, *islice(sizes, MANY)} - {0}
+
+    def _down_from(self, inner: range, seen: Measurement) -> Iterator[int]:
+        """From the largest to the least, each found from the one above: the inner sizes may be millions."""
+        size, least = min(max(inner), seen.largest_batch_size) + 1, self.rounded(min(inner), seen)
+        while size > max(1, least):
+            size = self.rounded(size - 1, seen)
+            yield size
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded(RoundedDown):
     """Round sizes down to multiples, for compilers: each new size costs them half a minute.
 
     For rules that say where to be. One that goes by small steps from where it is would not move. The present size stays
@@ -122,12 +162,28 @@ class Rounded(OfSize):
         OfSize.__post_init__(self)
         require_count("multiple_of", self.multiple_of)
 
-    def next(self, seen: Measurement) -> Decision:
-        decision, now = self._inner(seen), seen.batch_size
-        rounded = decision.batch_size // self.multiple_of * self.multiple_of
-        if (rounded - now) * (decision.batch_size - now) <= 0 or rounded == 0:
-            rounded = now
-        return replace(decision, batch_size=rounded)
+    def rounded(self, size: int, seen: Measurement) -> int:
+        return size // self.multiple_of * self.multiple_of
+
+
+@dataclass(frozen=True, slots=True)
+class Doublings(RoundedDown):
+    """Round sizes down to doublings and halvings of the first batch, and let the cap itself be one: the fewest sizes.
+
+    For rules that say where to be. One that goes by small steps from where it is would not move. `Auto` and `AdaBatch`
+    move by doublings as they are.
+
+    Args:
+        policy: The policy whose sizes are taken.
+    """
+
+    def rounded(self, size: int, seen: Measurement) -> int:
+        if size in (0, self.cap):
+            return size
+        first = seen.first_batch_size
+        if size < first:
+            return first >> (first // (size + 1)).bit_length()
+        return first << (size // first).bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """One run: an experiment's method with one seed, from its configuration to its records."""
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -26,6 +27,8 @@ from divebatch.lab.training.distributed import is_finite_everywhere
 from divebatch.lab.training.stop_signals import AgreedStop
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord, RecordWriter, RunHeader, RunStop
+
+logger = logging.getLogger(__name__)
 
 
 def _say_nothing(_: EpochRecord) -> None:
@@ -73,6 +76,8 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
         with reading_state(run):
             layout = partial(trainer.parallel.layout, trainer.optimizer)
             trainer.load_state_dict(without_identity(progress.saved.state(trainer.clock.device, layout)))
+    if run.warm_shapes:
+        logger.info("%s: %s", run.records_path, trainer.warm_shapes())
     epoch = last_epoch(progress.epochs)
     header = progress.header or _first_header(run, trainer)
     saver = Saver(run, trainer, stop, epoch, RecordsSoFar(header, progress.epochs))
