@@ -16,7 +16,7 @@ from divebatch.estimators.optimizer_events import is_recorded, scale_of_gradient
 from divebatch.estimators.sketch_choice import SketchChoice
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.estimators.stepwise import require_settings
-from divebatch.norms.sharded import is_sharded
+from divebatch.norms.sharded import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,12 @@ class NoiseMeter:
         self._parameters = self._trained()
         if not self._parameters:
             raise ArgumentError(f"{type(self._optimizer).__name__} has no parameter that is trained: all are frozen")
-        if any(map(is_sharded, self._parameters.values())):
-            raise ArgumentError("NoiseMeter needs whole gradients, and FSDP2 has sharded this optimizer's parameters")
+        self._shards = Shards(self._parameters)
         self._preconditioner = self._way.preconditioner(self._optimizer, self._parameters)
         self._chunks, _ = self._way.start(self._parameters, self._optimizer, seed=0)
         self._average.reach = self._chunks.reach if self._every_steps == 1 else 0
         self._average.bounds_below, self._average.widen = self._chunks.bounds_below, self._chunks.widened
+        self._average.shards = self._shards.ranks
 
     def _trained(self) -> dict[str, nn.Parameter]:
         every = (p for group in self._optimizer.param_groups for p in group["params"])
@@ -169,7 +169,12 @@ class NoiseMeter:
         if self._pause:
             self._pause -= 1
             return
-        step = StepGradients(gradients, grad_scale=scale, preconditioner=self._preconditioner)
+        step = StepGradients(
+            self._shards.of(gradients),
+            grad_scale=scale,
+            preconditioner=self._preconditioner,
+            offsets=self._shards.offsets,
+        )
         if not step.is_empty:
             self._compare(step)
 

@@ -37,8 +37,8 @@ def test_four_ranks_measure_what_one_process_does(pool: RankPool, estimator: str
 
 
 def test_ranks_sketch_with_the_same_signs(pool: RankPool) -> None:
-    problem = replace(GROWING, estimator="moments", sketch_size=50)
-    single, exact = (trained(Ranks.alone(), each)["sums"] for each in (problem, replace(problem, sketch_size=None)))
+    problem = replace(GROWING, estimator="moments", settings={"sketch_size": 50})
+    single, exact = (trained(Ranks.alone(), each)["sums"] for each in (problem, replace(problem, settings={})))
     assert single != exact
     for answer in pool.run(2, trained, problem):
         for mine, theirs in zip(answer["sums"], single, strict=True):

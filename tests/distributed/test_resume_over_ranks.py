@@ -100,7 +100,7 @@ def test_decisions_within_epochs_go_on_too(pool: RankPool) -> None:
 
 
 def test_sketches_go_on_with_another_number_of_ranks(pool: RankPool) -> None:
-    problem = replace(PROBLEM, estimator="moments", sketch_size=50)
+    problem = replace(PROBLEM, estimator="moments", settings={"sketch_size": 50})
     first = pool.run(4, run_before_the_stop, problem)
     expected = run_without_a_stop(Ranks.alone(), problem)
     for weights, later, _ in pool.run(2, run_after_the_stop, problem, first[0][0]):

@@ -40,6 +40,7 @@ class L1(Stepwise):
     name = "l1"
     undoes_grad_scale = True
     sees_all_ranks = True
+    needs_whole_gradients = False
 
     def __init__(self, *, decay: float = 1.0, every_steps: int = 1, sketch: bool | None = None) -> None:
         require_settings(preconditioned=False, every_steps=every_steps)
@@ -74,7 +75,6 @@ class SumOfAbsolutes:
         entries = gradient.reshape(-1)[-place % self.stride :: self.stride]
         return entries.to(sum_dtype(entries.dtype), copy=True)
 
-    def distance(self, pairs: Pairs, num_entries: int) -> Tensor:
+    def distance(self, pairs: Pairs, entries_per_sample: float) -> Tensor:
         """See `DualNorm`."""
-        total = torch.stack([torch.dist(*both, p=1) for both in pairs]).sum(dtype=torch.float64)
-        return total * (num_entries / sum(len(own) for own, _ in pairs))
+        return torch.stack([torch.dist(*both, p=1) for both in pairs]).sum(dtype=torch.float64) * entries_per_sample

@@ -47,6 +47,7 @@ class Moments(Stepwise):
     undoes_grad_scale = True
     has_inner_variance = True
     sees_all_ranks = True
+    needs_whole_gradients = False
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class SumOfSingularValues:
         """See `DualNorm`."""
         return gradient.clone()
 
-    def distance(self, pairs: Pairs, num_entries: int) -> Tensor:
+    def distance(self, pairs: Pairs, entries_per_sample: float) -> Tensor:
         """See `DualNorm`."""
         return torch.stack([self.size(own - before) for own, before in pairs]).sum(dtype=torch.float64)
 

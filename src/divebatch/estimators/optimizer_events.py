@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.checks import warn_user
 from divebatch.estimators.estimator import Scene
+from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight, weight_of_pass
+from divebatch.norms.sharded import is_sharded, local
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 OnPass = Callable[[dict[str, Tensor], LossWeight], None]
@@ -104,6 +107,17 @@ def _a_norm(optimizer: Optimizer) -> float:
     return math.nan if (found := next(gradients, None)) is None else float(found.detach().to_dense().norm())
 
 
+def when_pass_begins(model: nn.Module, then: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `then` when a backward pass enters the model by an output, with the output's gradient; once for each."""
+
+    def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(then)
+
+    return model.register_forward_hook(hook)
+
+
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
     """`closure`, and after its first call `then`: line searches call it again at other weights."""
     waiting = [then]
@@ -164,18 +178,22 @@ class DropWatch:
     """Calls `on_drop` where a backward pass finds that the gradient of the one before is gone without a step.
 
     An optimizer that does not step says nothing, so this looks at one parameter: its gradient was there after the last
-    pass, and before the next it is None or zero. Accumulation leaves it alone. `parameter` must take part in every
-    pass; a pass without it is not noticed.
+    pass, and before the next it is None or zero. Accumulation leaves it alone. The first parameter that is trained must
+    take part in every pass; a pass without it is not noticed.
     """
 
-    def __init__(self, parameter: nn.Parameter, on_drop: Callable[[], None], on_pass: Callable[[], None]) -> None:
-        self._parameter, self._on_drop, self._on_pass = parameter, on_drop, on_pass
+    def __init__(self, model: nn.Module, on_drop: Callable[[], None], on_pass: Callable[[], None]) -> None:
+        self._parameter = next(iter(trainable(model).values()))
+        self._on_drop, self._on_pass = on_drop, on_pass
         self._waits, self._is_gone = False, False
         self._version = 0
         # The first also runs for autograd.grad(), where nothing is accumulated: it only looks.
         self._handles: list[RemovableHandle] = [
-            parameter.register_hook(self._before),
-            parameter.register_post_accumulate_grad_hook(self._after),
+            # FSDP2's gradients reach no hook of a parameter before they are accumulated.
+            when_pass_begins(model, self._before)
+            if is_sharded(self._parameter)
+            else self._parameter.register_hook(self._before),
+            self._parameter.register_post_accumulate_grad_hook(self._after),
         ]
 
     def stepped(self) -> None:
@@ -197,16 +215,27 @@ class DropWatch:
             return
         if self._is_gone:
             self._on_drop()
-        assert parameter.grad is not None
-        self._waits, self._is_gone, self._version = True, False, parameter.grad._version
+        self._waits, self._is_gone = True, False
+        if is_sharded(parameter):
+            # FSDP2 cuts the gradients of several parameters from one tensor: later ones count as writing to this one.
+            Variable._execution_engine.queue_callback(self._note_version)
+        else:
+            self._note_version()
         self._on_pass()
 
+    def _note_version(self) -> None:
+        if self._parameter.grad is not None:
+            self._version = local(self._parameter.grad)._version
+
     def _was_cleared(self) -> bool:
-        gradient = self._parameter.grad
-        if gradient is None:
+        if self._parameter.grad is None:
             return True
-        # Nobody wrote to it, so it holds what it held. Else its values must be read, which waits for the device.
-        return gradient._version != self._version and not bool(gradient.to_dense().any())
+        gradient = local(self._parameter.grad)
+        if gradient._version == self._version:  # nobody wrote to it, so it holds what it held
+            return False
+        # Of a shard, which may be zero or empty here and not on other ranks, that it was written to must do: all ranks
+        # must say the same. Else values are read, which waits for the device.
+        return is_sharded(self._parameter) or not bool(gradient.to_dense().any())
 
 
 def scale_of_gradients(optimizer: Optimizer) -> float:

@@ -1,0 +1,106 @@
+"""Estimators on models that FSDP2 has sharded say what they say of the same training in one process."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import SGD, AdamW
+
+from distributed.loops import Problem, trained
+from distributed.rank_pool import RankPool
+from divebatch import DiveBatch
+from divebatch.errors import ArgumentError
+from divebatch.ranks import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*a window is set")
+MOMENTS = Problem(num_samples=103, batch_size=14, epochs=1, policy=DiveBatch(0.2, 100), estimator="moments")
+ADAM = replace(MOMENTS, optimizer=AdamW, lr=0.01)
+SKETCH = {"sketch_size": 50}
+CASES = {
+    "moments": MOMENTS,
+    "moments, sketched": replace(MOMENTS, settings=SKETCH),
+    "three steps in four": replace(MOMENTS, settings={"every_steps": 4}),
+    "windows": replace(MOMENTS, settings={"window": 3}),
+    "windows, sketched": replace(MOMENTS, settings={"window": 3, **SKETCH}),
+    "as Adam sees it": replace(ADAM, settings={"preconditioned": True}),
+    "as Adam sees it, sketched": replace(ADAM, settings={"preconditioned": True, **SKETCH}),
+    "l1": replace(ADAM, estimator="l1"),
+    "l1, sketched": replace(ADAM, estimator="l1", settings={"sketch": True}),
+    "a sum": replace(MOMENTS, reduction="sum", lr=0.004),
+    "clipping": replace(MOMENTS, clip=0.05),
+    "frozen": replace(MOMENTS, frozen=("0.weight", "3.weight")),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "a rank without rows": {"wrap": "fsdp"},
+    "one group": {"wrap": "root"},
+    "copies of shards": {"wrap": "hsdp"},
+    "parameters stay whole": {"fsdp": {"reshard_after_forward": False}},
+    "micro-batches": {"micro": 2},
+    "micro-batches without sync": {"micro": 2, "sync_each": False},
+    "gradients in float32": {"fsdp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}},
+}
+BAD = 50
+"""A sample of NaN gradients."""
+
+
+def all_trained(ranks: Ranks, problems: list[Problem]) -> list[Any]:
+    """One call of the ranks for many runs."""
+    return [trained(ranks, problem)["sums"] for problem in problems]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Of each case, what one process measures."""
+    return dict(zip(CASES, all_trained(Ranks.alone(), list(CASES.values())), strict=True))
+
+
+def on_shards(case: str, size: int, **changes: Any) -> Problem:
+    problem = CASES[case]
+    # A sum over W ranks reaches the optimizer divided by W.
+    lr = problem.lr * (size if problem.reduction == "sum" else 1)
+    return replace(problem, lr=lr, **{"wrap": "fsdp", **changes})
+
+
+def assert_alike(found: list[Any], expected: list[Any], *, rel: float = 1e-9) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=rel)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_show_what_whole_gradients_do(pool: RankPool, expected: dict[str, Any], size: int) -> None:
+    for answer in pool.run(size, all_trained, [on_shards(case, size) for case in CASES]):
+        for case, found in zip(CASES, answer, strict=True):
+            assert_alike(found, expected[case])
+
+
+@pytest.mark.parametrize("case", ["moments", "moments, sketched"])
+def test_all_ways_to_shard_show_the_same(pool: RankPool, expected: dict[str, Any], case: str) -> None:
+    """On four ranks, of which one holds nothing of the last layer's three rows."""
+    for answer in pool.run(4, all_trained, [on_shards(case, 4, **changes) for changes in LAYOUTS.values()]):
+        for layout, found in zip(LAYOUTS, answer, strict=True):
+            assert_alike(found, expected[case], rel=1e-5 if "float32" in layout else 1e-9)
+
+
+def test_a_batch_without_a_step_is_left_out(pool: RankPool) -> None:
+    problem = replace(MOMENTS, bad_sample=BAD)
+    skipped = trained(Ranks.alone(), problem)
+    assert skipped["records"][0]["skipped_samples"] == MOMENTS.batch_size
+    for sets_to_none in (True, False):
+        for answer in pool.run(2, trained, replace(problem, wrap="fsdp", sets_to_none=sets_to_none)):
+            assert answer["records"][0]["skipped_samples"] == MOMENTS.batch_size
+            assert_alike(answer["sums"], skipped["sums"])
+
+
+def refused(ranks: Ranks, problem: Problem) -> str:
+    with pytest.raises(ArgumentError) as raised:
+        trained(ranks, problem)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("estimator", ["oracle", "per-sample", "nuclear"])
+def test_what_needs_whole_gradients_is_refused(pool: RankPool, estimator: str) -> None:
+    for answer in pool.run(2, refused, replace(MOMENTS, wrap="fsdp", estimator=estimator)):
+        assert "needs whole gradients, and FSDP2 has sharded" in answer
+        assert "'moments'" in answer
