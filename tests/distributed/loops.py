@@ -22,6 +22,7 @@ from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, 
 from divebatch.estimators import ESTIMATORS, make_estimator
 from divebatch.lab.experiments.models.resnet import ResNet, group_norm, small_stem
 from divebatch.measurement import Decision, Measurement
+from divebatch.norms.sharded import whole
 from divebatch.ranks import Ranks
 
 
@@ -220,7 +221,7 @@ class Run:
                 (self.loss(self.model(x), y) * factor).backward()
         if self.problem.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.problem.clip)
-        if self.problem.bad_sample is None or all(whole(p.grad).isfinite().all() for p in self.net.parameters()):
+        if self.problem.bad_sample is None or all(map(has_finite_gradient, self.net.parameters())):
             self.optimizer.step()
 
     def parts(self, batch: Any) -> Iterator[tuple[Tensor, Tensor, float, bool]]:
@@ -249,10 +250,9 @@ class Run:
         return [(each.sum_of_sq_norms, each.sq_norm_of_sum, each.num_samples) for each in measured]
 
 
-def whole(tensor: Any) -> Tensor:
-    """With all its shards."""
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+def has_finite_gradient(parameter: nn.Parameter) -> bool:
+    assert parameter.grad is not None
+    return bool(whole(parameter.grad).isfinite().all())
 
 
 def trained(ranks: Ranks, problem: Problem) -> dict[str, Any]:

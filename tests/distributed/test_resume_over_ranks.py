@@ -22,6 +22,8 @@ def whole(state: Any) -> Any:
     """With full tensors in the place of shards: what a checkpoint brings back to another number of ranks."""
     if isinstance(state, Tensor):
         return state.full_tensor().clone() if hasattr(state, "full_tensor") else state
+    if isinstance(state, list):
+        return [whole(value) for value in state]
     return {key: whole(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 

@@ -8,8 +8,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW
 
-from distributed.loops import Problem, trained
+from distributed.loops import Problem, Run, trained
 from distributed.rank_pool import RankPool
+from distributed.test_resume_over_ranks import state_after, whole
 from divebatch import DiveBatch
 from divebatch.errors import ArgumentError
 from divebatch.ranks import Ranks
@@ -104,3 +105,38 @@ def test_what_needs_whole_gradients_is_refused(pool: RankPool, estimator: str) -
     for answer in pool.run(2, refused, replace(MOMENTS, wrap="fsdp", estimator=estimator)):
         assert "needs whole gradients, and FSDP2 has sharded" in answer
         assert "'moments'" in answer
+
+
+CUT = 4
+"""Batches of the epoch that are seen before a state is taken."""
+
+
+def cut_in_two(ranks: Ranks, problems: list[Problem], states: list[Any] | None = None) -> list[tuple[Any, Any]]:
+    """For each problem the state after `CUT` batches and, from the one given or the own one, the epoch's sums."""
+    return [
+        state_and_sums(Run(ranks, problem), None if states is None else state)
+        for problem, state in zip(problems, states or problems, strict=True)
+    ]
+
+
+def state_and_sums(run: Run, state: Any) -> tuple[Any, Any]:
+    """At a rate of zero: there is nothing to save but the controller's state."""
+    if state is None:
+        state = state_after(run, CUT)["control"]
+    whole_state = whole(state)
+    run = Run(run.ranks, run.problem)
+    run.control.load_state_dict(state)
+    run.epoch()
+    return whole_state, run.sums
+
+
+def test_a_state_of_shards_fits_any_number_of_ranks(pool: RankPool, expected: dict[str, Any]) -> None:
+    """Taken on three ranks; those three, two others, and one process that has whole gradients go on with it."""
+    names = [name for name in CASES if "Adam" not in name]
+    problems = [replace(on_shards(name, 1), lr=0.0) for name in names]
+    unbroken = all_trained(Ranks.alone(), problems)
+    first = pool.run(3, cut_in_two, problems)
+    states = [state for state, _ in first[0]]
+    for answer in (*first, *pool.run(2, cut_in_two, problems, states), cut_in_two(Ranks.alone(), problems, states)):
+        for (_, found), sums in zip(answer, unbroken, strict=True):
+            assert_alike(found, sums)

@@ -34,7 +34,9 @@ from divebatch.estimators.sketch_choice import SketchChoice, chosen_check, kept,
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
 from divebatch.norms.accumulators import tensor_like
-from divebatch.state_checks import Check, anything, list_of, number, optional, same, table, whole
+from divebatch.norms.sharded import whole
+from divebatch.state_checks import Check, anything, list_of, number, optional, same, table
+from divebatch.state_checks import whole as whole_number
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """For each parameter, what is kept of two gradients."""
@@ -173,7 +175,7 @@ class LaggedDuals:
         return {
             "duals": [self._kept.state_of(slot) for slot in held],
             "norms": self._shards.summed(read(self._norms)),
-            "samples": {name: self._whole(name, self._samples.get(name)) for name in self._entries},
+            "samples": {name: self._of_all(name, self._samples.get(name)) for name in self._entries},
             "last_size": self._last_size,
         }
 
@@ -184,25 +186,25 @@ class LaggedDuals:
             self._kept.load(self.num_chunks, dual)
             self.num_chunks += 1
         self._norms, self._last_size = [*self._shards.share(state["norms"])], state["last_size"]
-        self._samples = {name: self._own(name, each) for name, each in state["samples"].items() if each is not None}
+        samples = {name: whole(each) for name, each in state["samples"].items() if each is not None}
+        self._samples = {name: self._own(name, each).clone() for name, each in samples.items()}
 
-    def _whole(self, name: str, sample: Tensor | None) -> Tensor | None:
+    def _of_all(self, name: str, sample: Tensor | None) -> Tensor | None:
         """A copy of all ranks' samples of one gradient together; a collective where they hold shards."""
         if sample is None or self._shards.ranks.is_alone:
             return None if sample is None else sample.clone()
-        whole = sample.new_zeros(self._counts[name])
-        self._own(name, whole, copies=False).copy_(sample)
-        self._shards.ranks.sum_([whole])
-        return whole
+        everything = sample.new_zeros(self._counts[name])
+        self._own(name, everything).copy_(sample)
+        self._shards.ranks.sum_([everything])
+        return everything
 
-    def _own(self, name: str, whole: Tensor, *, copies: bool = True) -> Tensor:
+    def _own(self, name: str, everything: Tensor) -> Tensor:
         """This rank's part of a whole gradient's sample."""
-        if not self._shards.ranks.is_alone:
-            place, held = self._places[name], self._shards.held[name]
-            offset = self._shards.offsets[name]
-            first = _num_sampled(self._norm, (offset,), place)
-            whole = whole[first:][: _num_sampled(self._norm, (held.numel(),), place + offset)]
-        return whole.clone() if copies else whole
+        if self._shards.ranks.is_alone:
+            return everything
+        place, offset = self._places[name], self._shards.offsets[name]
+        first = _num_sampled(self._norm, (offset,), place)
+        return everything[first:][: _num_sampled(self._norm, (self._shards.held[name].numel(),), place + offset)]
 
 
 def _num_sampled(norm: DualNorm, shape: Sequence[int], place: int) -> int:
@@ -286,7 +288,7 @@ def duals_state(norm: DualNorm, parameters: Mapping[str, nn.Parameter], gradient
         table({**fields, "norms": anything, "last_size": anything})(place, state)
         steps = len(state["duals"])
         list_of(number(finite=False), length=steps)(f"{place}.norms", state["norms"])
-        (whole(1) if steps else same(0))(f"{place}.last_size", state["last_size"])
+        (whole_number(1) if steps else same(0))(f"{place}.last_size", state["last_size"])
 
     return check
 

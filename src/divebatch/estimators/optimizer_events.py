@@ -16,7 +16,7 @@ from divebatch.checks import warn_user
 from divebatch.estimators.estimator import Scene
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight, weight_of_pass
-from divebatch.norms.sharded import is_sharded, local
+from divebatch.norms.sharded import is_sharded
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 OnPass = Callable[[dict[str, Tensor], LossWeight], None]
@@ -215,27 +215,19 @@ class DropWatch:
             return
         if self._is_gone:
             self._on_drop()
-        self._waits, self._is_gone = True, False
-        if is_sharded(parameter):
-            # FSDP2 cuts the gradients of several parameters from one tensor: later ones count as writing to this one.
-            Variable._execution_engine.queue_callback(self._note_version)
-        else:
-            self._note_version()
+        assert parameter.grad is not None
+        self._waits, self._is_gone, self._version = True, False, parameter.grad._version
         self._on_pass()
 
-    def _note_version(self) -> None:
-        if self._parameter.grad is not None:
-            self._version = local(self._parameter.grad)._version
-
     def _was_cleared(self) -> bool:
-        if self._parameter.grad is None:
+        gradient = self._parameter.grad
+        if gradient is None:
             return True
-        gradient = local(self._parameter.grad)
         if gradient._version == self._version:  # nobody wrote to it, so it holds what it held
             return False
-        # Of a shard, which may be zero or empty here and not on other ranks, that it was written to must do: all ranks
-        # must say the same. Else values are read, which waits for the device.
-        return is_sharded(self._parameter) or not bool(gradient.to_dense().any())
+        # All ranks must say the same, and a shard may be zero, or empty, on one of them: that somebody wrote must do.
+        # Else its values are read, which waits for the device.
+        return is_sharded(gradient) or not bool(gradient.to_dense().any())
 
 
 def scale_of_gradients(optimizer: Optimizer) -> float:

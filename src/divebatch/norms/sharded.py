@@ -37,6 +37,12 @@ def local(tensor: Tensor) -> Tensor:
     return sharded.to_local().detach() if is_sharded(tensor) else tensor.detach()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its shards: a collective where it has any."""
+    sharded: Any = tensor
+    return sharded.full_tensor().detach() if is_sharded(tensor) else tensor.detach()
+
+
 class Shards:
     """What this rank holds of some parameters: its shards where FSDP2 has sharded them, else all of them.
 
@@ -68,9 +74,9 @@ class Shards:
         """Numbers of all ranks as what this rank adds to them: the first one all, the others nothing."""
         return list(numbers) if self.ranks.is_first else [0.0] * len(numbers)
 
-    def part(self, whole: Tensor) -> Tensor:
+    def part(self, number: Tensor) -> Tensor:
         """The part of a number that all ranks have, with which they add up to it."""
-        return whole if self.ranks.is_alone else whole / self.ranks.size
+        return number if self.ranks.is_alone else number / self.ranks.size
 
     def save(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of what ranks hold, for a checkpoint: sharded as the parameters are."""
@@ -224,5 +230,5 @@ def _piece(parameter: Any, value: Any) -> Tensor:
         return value.redistribute(parameter.device_mesh, parameter.placements).to_local()  # type: ignore[no-any-return]
     tensors = sys.modules["torch.distributed.tensor"]
     where, how = parameter.device_mesh, parameter.placements
-    whole = value.to(parameter.to_local().device)
-    return tensors.distribute_tensor(whole, where, how, src_data_rank=None).to_local()  # type: ignore[no-any-return]
+    there = value.to(parameter.to_local().device)
+    return tensors.distribute_tensor(there, where, how, src_data_rank=None).to_local()  # type: ignore[no-any-return]
