@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from distributed.loops import Problem, dataset, made, trained
 from distributed.rank_pool import RankPool
 from divebatch import DiveBatch
 from divebatch.data.order import Shuffled
-from divebatch.errors import ArgumentError
 from divebatch.ranks import Ranks
 from reference import per_sample
 from reference.per_sample import pair_of
@@ -63,10 +63,23 @@ def windows(estimator: str, problem: Problem, size: int) -> list[list[Tensor]]:
     return [list(part.split(cut)) for batch in batches for part in batch]
 
 
+CHUNKED: dict[str, dict[str, Any]] = {
+    "ranks": {"estimator": "ranks"},
+    "ranks, micro-batches": {"estimator": "ranks", "micro": 2},
+    "split": {"estimator": "split", "micro": 2},
+    "per-sample": {"estimator": "per-sample"},
+    "ranks, sharded": {"estimator": "ranks", "wrap": "fsdp"},
+    "ranks, sharded, one group": {"estimator": "ranks", "wrap": "root", "fsdp": {"reshard_after_forward": False}},
+    "ranks, sharded, micro-batches": {"estimator": "ranks", "wrap": "fsdp", "micro": 3},
+    "ranks, sharded, synchronised": {"estimator": "ranks", "wrap": "fsdp", "micro": 3, "sync_each": True},
+}
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("estimator", "micro"), [("ranks", None), ("ranks", 2), ("split", 2), ("per-sample", None)])
-def test_estimates_from_chunks_are_their_twins(pool: RankPool, estimator: str, micro: int | None, size: int) -> None:
-    problem = replace(STILL, estimator=estimator, micro=micro, sync_each=False)
+@pytest.mark.parametrize("case", CHUNKED)
+def test_estimates_from_chunks_are_their_twins(pool: RankPool, case: str, size: int) -> None:
+    problem = replace(STILL, **{"sync_each": False, **CHUNKED[case]})
+    estimator = problem.estimator
     kept = [window for window in windows(estimator, problem, size) if len(window) > 1]
     weights = [sum(map(len, window)) for window in kept]
     pairs = [pair_of(window) for window in kept]
@@ -75,13 +88,6 @@ def test_estimates_from_chunks_are_their_twins(pool: RankPool, estimator: str, m
     expected = (count * (trace + sq_norm), count**2 * sq_norm, count)
     for answer in pool.run(size, trained, problem):
         assert answer["sums"] == [pytest.approx(expected, rel=1e-9)]
-
-
-@pytest.mark.parametrize("estimator", ["oracle", "per-sample", "split", "moments", "ranks"])
-def test_what_needs_whole_gradients_is_refused_for_shards(pool: RankPool, estimator: str) -> None:
-    for answer in pool.answers(2, trained, replace(GROWING, wrap="fsdp", estimator=estimator)):
-        assert isinstance(answer, ArgumentError)
-        assert "needs whole gradients, and FSDP2 has sharded" in str(answer)
 
 
 BAD = 100

@@ -1,7 +1,7 @@
 """An unbiased estimate from the chunks that a batch is cut into."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.chunk_gradients import Chunks, chunks_state
 from divebatch.estimators.estimator import Scene
-from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_used
+from divebatch.estimators.optimizer_events import OnPass, PassWatch, when_gradients_are_used
 from divebatch.estimators.second_moment import require_second_moment
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
@@ -25,6 +25,24 @@ NOTHING_CUT = f"the epoch has ended, and no batch in it went through in two or m
 
 OnChunk = Callable[[Mapping[str, Tensor], int, float, float], None]
 """Is told gradients, the chunk's samples, the weight of its loss, and what turns the gradients into its mean one."""
+
+
+class Watching(Protocol):
+    """What watches passes until it is closed."""
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        ...
+
+
+class MakePassWatch(Protocol):
+    """Makes what watches single backward passes: see `PassWatch`."""
+
+    def __call__(
+        self, parameters: Mapping[str, nn.Parameter], on_pass: OnPass, *, is_wanted: Callable[[], bool]
+    ) -> Watching:
+        """Begin to watch."""
+        ...
 
 
 class Split(Stepwise):
@@ -136,6 +154,7 @@ class BatchWatch:
         on_step: is told, when the optimizer is about to step, how many samples were delivered since it last did.
         is_looking: says whether the batch under way is looked at.
         reads_gradients: whether `on_step` takes the gradients as they are then.
+        passes: makes what watches single passes, from what it tells and asks.
     """
 
     def __init__(
@@ -147,6 +166,7 @@ class BatchWatch:
         is_looking: Callable[[], bool],
         *,
         reads_gradients: bool = False,
+        passes: MakePassWatch = PassWatch,
     ) -> None:
         self._scene, self._parameters = scene, parameters
         self._on_chunk, self._on_step = on_chunk, on_step
@@ -154,7 +174,7 @@ class BatchWatch:
         """Samples that had come to this rank at the last optimizer step."""
         self._num_samples = 0
         """Samples of the chunks since then."""
-        self._passes = PassWatch(parameters, self._end_of_pass, is_wanted=is_looking)
+        self._passes = passes(parameters, self._end_of_pass, is_wanted=is_looking)
         self._stop = when_gradients_are_used(
             scene, "split", lambda _: self._end_of_batch(), reads_gradients=reads_gradients
         )
