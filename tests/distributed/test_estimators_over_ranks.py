@@ -13,6 +13,7 @@ from distributed.loops import Problem, dataset, made, trained
 from distributed.rank_pool import RankPool
 from divebatch import DiveBatch
 from divebatch.data.order import Shuffled
+from divebatch.errors import UsageError
 from divebatch.ranks import Ranks
 from reference import per_sample
 from reference.per_sample import pair_of
@@ -59,6 +60,9 @@ def windows(estimator: str, problem: Problem, size: int) -> list[list[Tensor]]:
     batches, micro = shares(problem, size), problem.micro or problem.num_samples
     if estimator == "ranks":
         return [[chunk for part in batch for chunk in part.split(micro)] for batch in batches]
+    if estimator == "split" and problem.wrap != "ddp":  # a chunk is what all ranks have in one pass
+        cuts = [zip(*(part.split(micro) for part in batch), strict=True) for batch in batches]
+        return [[torch.cat(chunk) for chunk in cut] for cut in cuts]
     cut = 1 if estimator == "per-sample" else micro
     return [list(part.split(cut)) for batch in batches for part in batch]
 
@@ -68,6 +72,8 @@ CHUNKED: dict[str, dict[str, Any]] = {
     "ranks, micro-batches": {"estimator": "ranks", "micro": 2},
     "split": {"estimator": "split", "micro": 2},
     "per-sample": {"estimator": "per-sample"},
+    "split, sharded": {"estimator": "split", "wrap": "fsdp", "micro": 3, "sync_each": True},
+    "split, one group": {"estimator": "split", "wrap": "root", "micro": 3, "sync_each": True, "sets_to_none": False},
     "ranks, sharded": {"estimator": "ranks", "wrap": "fsdp"},
     "ranks, sharded, one group": {"estimator": "ranks", "wrap": "root", "fsdp": {"reshard_after_forward": False}},
     "ranks, sharded, micro-batches": {"estimator": "ranks", "wrap": "fsdp", "micro": 3},
@@ -121,3 +127,10 @@ def test_ranks_leave_the_same_samples_out(pool: RankPool, estimator: str) -> Non
             found = (expected.sum_of_sq_norms, expected.sq_norm_of_sum, expected.num_samples)
             assert answer["sums"] == [pytest.approx(found, rel=1e-9)]
         assert all(map(math.isfinite, answer["sums"][0]))
+
+
+def test_passes_that_are_not_averaged_cannot_be_compared(pool: RankPool) -> None:
+    problem = replace(STILL, estimator="split", wrap="fsdp", micro=3, sync_each=False)
+    for answer in pool.answers(2, trained, problem):
+        assert isinstance(answer, UsageError)
+        assert "leave set_requires_gradient_sync(False) out" in str(answer)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.estimators.average import Norms, Row, norms_of, read
+from divebatch.estimators.average import Norms, Readable, Row, norms_of, read
 from divebatch.estimators.second_moment import Preconditioner, rescaled
 from divebatch.norms.accumulators import addend, tensors_like
 from divebatch.norms.sharded import Shards
@@ -72,8 +72,11 @@ class Chunks:
         """Samples in all chunks so far."""
         return sum(self._sizes)
 
-    def row(self) -> Row:
+    def row(self) -> Readable:
         """The row of two or more chunks."""
+        return self._row()
+
+    def _row(self) -> Row:
         return Row(self._sizes, self._factors, self._norms, self._norms_of_sum(), self._before_last)
 
     def _norms_of_sum(self) -> Norms:

@@ -1,6 +1,7 @@
 """An unbiased estimate from the chunks that a batch is cut into."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -11,9 +12,11 @@ from divebatch.estimators.chunk_gradients import Chunks, chunks_state
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.optimizer_events import OnPass, PassWatch, when_gradients_are_used
 from divebatch.estimators.second_moment import require_second_moment
+from divebatch.estimators.shared_chunks import SharedChunks, SharedPasses
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
+from divebatch.norms.sharded import is_sharded
 from divebatch.ranks import Ranks
 from divebatch.state_checks import Check, table, whole
 
@@ -66,6 +69,7 @@ class Split(Stepwise):
     """
 
     name = "split"
+    needs_whole_gradients = False
     has_inner_variance = True
 
     def __init__(self, *, decay: float = 1.0, preconditioned: bool = False, every_steps: int = 1) -> None:
@@ -88,20 +92,24 @@ class BatchChunks(Source):
         return 2 if self._is_looking() else 1
 
     def min_batch_size(self, ranks: Ranks) -> int:
-        """One rank must have two samples, which it compares."""
-        return ranks.size + 1
+        """One rank must have two samples, which it compares; each rank, where they compare what they share."""
+        return 2 * ranks.size if self.sees_all_ranks else ranks.size + 1
 
     def prepare(self, scene: Scene) -> None:
         require_mean(scene, Split.name)
         scene.require_optimizer(Split.name)
         if self._preconditioned:
             require_second_moment(scene.require_one_optimizer("preconditioned=True", Split.name))
+        self.sees_all_ranks = any(map(is_sharded, trainable(scene.model).values()))
 
     def attach(self, scene: Scene, decay: float) -> PairAverage:
         self._num_batches = 0
         self._average = PairAverage(decay=decay)
-        self._chunks = Chunks(trainable(scene.model), optimizer=scene.optimizer if self._preconditioned else None)
-        self._batches = BatchWatch(scene, self._chunks.parameters, self._add, self._end_of_batch, self._is_looking)
+        parameters, optimizer = trainable(scene.model), scene.optimizer if self._preconditioned else None
+        self._chunks = (SharedChunks if self.sees_all_ranks else Chunks)(parameters, optimizer=optimizer)
+        self._average.shards = self._chunks.shards.ranks
+        watch = SharedBatchWatch if self.sees_all_ranks else BatchWatch
+        self._batches = watch(scene, parameters, self._add, self._end_of_batch, self._is_looking)
         return self._average
 
     def detach(self) -> None:
@@ -115,8 +123,11 @@ class BatchChunks(Source):
     def _is_looking(self) -> bool:
         return self._num_batches % self.every_steps == 0
 
-    def _add(self, gradients: Mapping[str, Tensor], num_samples: int, _: float, scale: float) -> None:
-        self._chunks.add(gradients, num_samples, scale=scale)
+    def _add(self, gradients: Mapping[str, Tensor], num_samples: int, weight: float, scale: float) -> None:
+        if isinstance(self._chunks, SharedChunks):
+            self._chunks.add_shared(gradients, num_samples, weight, of=round(scale))
+        else:
+            self._chunks.add(gradients, num_samples, scale=scale)
 
     def _end_of_batch(self, num_delivered: int) -> None:
         is_whole = self._chunks.num_chunks < 2
@@ -170,9 +181,9 @@ class BatchWatch:
     ) -> None:
         self._scene, self._parameters = scene, parameters
         self._on_chunk, self._on_step = on_chunk, on_step
-        self._stepped = scene.delivery.local_samples_delivered
-        """Samples that had come to this rank at the last optimizer step."""
-        self._num_samples = 0
+        self._stepped = self._delivered()
+        """Samples that had been delivered at the last optimizer step."""
+        self._num_samples: float = 0
         """Samples of the chunks since then."""
         self._passes = passes(parameters, self._end_of_pass, is_wanted=is_looking)
         self._stop = when_gradients_are_used(
@@ -202,24 +213,28 @@ class BatchWatch:
 
     def _end_of_batch(self) -> None:
         num_delivered = self._since_step()
-        if self._num_samples > num_delivered:
+        if round(self._num_samples) > num_delivered:
             raise UsageError(
-                f"the backward passes since the last optimizer step held {self._num_samples} samples by the loader's "
+                f"the backward passes since the last optimizer step held {round(self._num_samples)} samples by the loader's "
                 f"count, and it delivered {num_delivered}: {HOW_TO_CUT}"
             )
         self._on_step(num_delivered)
         self._num_samples = 0
         self._stepped += num_delivered
 
+    def _delivered(self) -> int:
+        """Samples that came to this rank so far."""
+        return self._scene.delivery.local_samples_delivered
+
     def _since_step(self) -> int:
-        return self._scene.delivery.local_samples_delivered - self._stepped
+        return self._delivered() - self._stepped
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered and seen since the last step."""
         # Half a batch's chunks are of one rank alone, and a state must be that of all ranks.
         if self._num_samples and not self._scene.delivery.ranks.is_alone:
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
-        return {"since_step": self._since_step(), "num_samples": self._num_samples}
+        return {"since_step": self._since_step(), "num_samples": round(self._num_samples)}
 
     @staticmethod
     def state_check(**others: Check) -> Check:
@@ -236,6 +251,28 @@ class BatchWatch:
         """Go on within a batch."""
         self._stepped -= state["since_step"]
         self._num_samples = state["num_samples"]
+
+
+class SharedBatchWatch(BatchWatch):
+    """The same for a model that FSDP2 has sharded, where a pass on all ranks is one chunk: see `shared_chunks`.
+
+    `on_chunk` is told, in the last place, the samples of the batch: the gradients times these are a sum over samples.
+    """
+
+    def __init__(self, scene: Scene, *args: Any) -> None:
+        super().__init__(scene, *args, passes=partial(SharedPasses, scene.model))
+
+    def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
+        shard = self._scene.delivery.rank_shard
+        mine = shard.mine if weight.num_samples is None else weight.num_samples
+        self._num_samples += weight * shard.num_samples
+        # A rank without samples has shards of the others' gradients all the same.
+        on_rank = 0 if shard.is_stand_in or not weight else mine
+        self._on_chunk(gradients, on_rank, float(weight), shard.num_samples)
+
+    def _delivered(self) -> int:
+        """Samples that came to all ranks so far."""
+        return self._scene.delivery.samples_delivered
 
 
 def require_mean(scene: Scene, name: str) -> None:
