@@ -60,7 +60,10 @@ class RankPool:
         if not connection.poll(PATIENCE):
             self.close()
             raise AssertionError(f"a rank has not answered for {PATIENCE} s: the ranks hang")
-        return pickle.loads(connection.recv_bytes())
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except EOFError as error:  # its process is gone
+            return error
 
 
 def _send(connection: Connection, message: Any) -> None:

@@ -67,22 +67,26 @@ def windows(estimator: str, problem: Problem, size: int) -> list[list[Tensor]]:
     return [list(part.split(cut)) for batch in batches for part in batch]
 
 
+SYNCHRONISED = {"micro": 3, "sync_each": True}
 CHUNKED: dict[str, dict[str, Any]] = {
     "ranks": {"estimator": "ranks"},
     "ranks, micro-batches": {"estimator": "ranks", "micro": 2},
     "split": {"estimator": "split", "micro": 2},
     "per-sample": {"estimator": "per-sample"},
-    "split, sharded": {"estimator": "split", "wrap": "fsdp", "micro": 3, "sync_each": True},
-    "split, one group": {"estimator": "split", "wrap": "root", "micro": 3, "sync_each": True, "sets_to_none": False},
-    "ranks, sharded": {"estimator": "ranks", "wrap": "fsdp"},
-    "ranks, sharded, one group": {"estimator": "ranks", "wrap": "root", "fsdp": {"reshard_after_forward": False}},
+    "ranks, sharded": {"estimator": "ranks", "wrap": "root", "fsdp": {"reshard_after_forward": False}},
     "ranks, sharded, micro-batches": {"estimator": "ranks", "wrap": "fsdp", "micro": 3},
-    "ranks, sharded, synchronised": {"estimator": "ranks", "wrap": "fsdp", "micro": 3, "sync_each": True},
+    "ranks, sharded, synchronised": {"estimator": "ranks", "wrap": "root", **SYNCHRONISED},
+    "ranks, copies of shards": {"estimator": "ranks", "wrap": "hsdp"},
+    "split, sharded": {"estimator": "split", "wrap": "fsdp", **SYNCHRONISED},
+    "split, zeroed": {"estimator": "split", "wrap": "root", "sets_to_none": False, **SYNCHRONISED},
+    "split, copies of shards": {"estimator": "split", "wrap": "hsdp", **SYNCHRONISED},
 }
+SIZES = {"ddp": (2, 4), "root": (2, 3), "fsdp": (2, 3, 4), "hsdp": (4,)}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", CHUNKED)
+@pytest.mark.parametrize(
+    ("case", "size"), [(case, size) for case, each in CHUNKED.items() for size in SIZES[each.get("wrap", "ddp")]]
+)
 def test_estimates_from_chunks_are_their_twins(pool: RankPool, case: str, size: int) -> None:
     problem = replace(STILL, **{"sync_each": False, **CHUNKED[case]})
     estimator = problem.estimator

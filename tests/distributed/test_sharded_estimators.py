@@ -1,17 +1,20 @@
 """Estimators on models that FSDP2 has sharded say what they say of the same training in one process."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 
-from distributed.loops import Problem, Run, trained
+from distributed.loops import Problem, Run, dataset, made, trained, wrapped
 from distributed.rank_pool import RankPool
 from distributed.test_resume_over_ranks import state_after, whole
-from divebatch import DiveBatch
+from divebatch import AdaptiveLoader, Auto, Controller, DiveBatch
 from divebatch.errors import ArgumentError
 from divebatch.ranks import Ranks
 
@@ -33,14 +36,15 @@ CASES = {
     "clipping": replace(MOMENTS, clip=0.05),
     "frozen": replace(MOMENTS, frozen=("0.weight", "3.weight")),
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "a rank without rows": {"wrap": "fsdp"},
-    "one group": {"wrap": "root"},
-    "copies of shards": {"wrap": "hsdp"},
-    "parameters stay whole": {"fsdp": {"reshard_after_forward": False}},
-    "micro-batches": {"micro": 2},
-    "micro-batches without sync": {"micro": 2, "sync_each": False},
-    "gradients in float32": {"fsdp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}},
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a rank without rows": ("moments", {"wrap": "fsdp"}),
+    "sketches of no rows": ("moments, sketched", {"wrap": "fsdp"}),
+    "copies of shards": ("moments", {"wrap": "hsdp"}),
+    "sketches of copies": ("moments, sketched", {"wrap": "hsdp"}),
+    "parameters stay whole": ("moments, sketched", {"fsdp": {"reshard_after_forward": False}}),
+    "micro-batches": ("moments", {"micro": 2}),
+    "micro-batches without sync": ("moments", {"micro": 2, "sync_each": False}),
+    "gradients in float32": ("moments", {"fsdp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}}),
 }
 BAD = 50
 """A sample of NaN gradients."""
@@ -61,7 +65,7 @@ def on_shards(case: str, size: int, **changes: Any) -> Problem:
     problem = CASES[case]
     # A sum over W ranks reaches the optimizer divided by W.
     lr = problem.lr * (size if problem.reduction == "sum" else 1)
-    return replace(problem, lr=lr, **{"wrap": "fsdp", **changes})
+    return replace(problem, lr=lr, **{"wrap": "root", **changes})
 
 
 def assert_alike(found: list[Any], expected: list[Any], *, rel: float = 1e-9) -> None:
@@ -71,16 +75,18 @@ def assert_alike(found: list[Any], expected: list[Any], *, rel: float = 1e-9) ->
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_shards_show_what_whole_gradients_do(pool: RankPool, expected: dict[str, Any], size: int) -> None:
-    for answer in pool.run(size, all_trained, [on_shards(case, size) for case in CASES]):
+    """A model in one group, and the first two cases layer by layer."""
+    layers = [on_shards(case, size, wrap="fsdp") for case in [*CASES][:2]]
+    for answer in pool.run(size, all_trained, [*layers, *(on_shards(case, size) for case in [*CASES][2:])]):
         for case, found in zip(CASES, answer, strict=True):
             assert_alike(found, expected[case])
 
 
-@pytest.mark.parametrize("case", ["moments", "moments, sketched"])
-def test_all_ways_to_shard_show_the_same(pool: RankPool, expected: dict[str, Any], case: str) -> None:
+def test_all_ways_to_shard_show_the_same(pool: RankPool, expected: dict[str, Any]) -> None:
     """On four ranks, of which one holds nothing of the last layer's three rows."""
-    for answer in pool.run(4, all_trained, [on_shards(case, 4, **changes) for changes in LAYOUTS.values()]):
-        for layout, found in zip(LAYOUTS, answer, strict=True):
+    problems = [on_shards(case, 4, **changes) for case, changes in LAYOUTS.values()]
+    for answer in pool.run(4, all_trained, problems):
+        for (layout, (case, _)), found in zip(LAYOUTS.items(), answer, strict=True):
             assert_alike(found, expected[case], rel=1e-5 if "float32" in layout else 1e-9)
 
 
@@ -89,7 +95,7 @@ def test_a_batch_without_a_step_is_left_out(pool: RankPool) -> None:
     skipped = trained(Ranks.alone(), problem)
     assert skipped["records"][0]["skipped_samples"] == MOMENTS.batch_size
     for sets_to_none in (True, False):
-        for answer in pool.run(2, trained, replace(problem, wrap="fsdp", sets_to_none=sets_to_none)):
+        for answer in pool.run(2, trained, replace(problem, wrap="root", sets_to_none=sets_to_none)):
             assert answer["records"][0]["skipped_samples"] == MOMENTS.batch_size
             assert_alike(answer["sums"], skipped["sums"])
 
@@ -130,9 +136,9 @@ def state_and_sums(run: Run, state: Any) -> tuple[Any, Any]:
     return whole_state, run.sums
 
 
-def test_a_state_of_shards_fits_any_number_of_ranks(pool: RankPool, expected: dict[str, Any]) -> None:
+def test_a_state_of_shards_fits_any_number_of_ranks(pool: RankPool) -> None:
     """Taken on three ranks; those three, two others, and one process that has whole gradients go on with it."""
-    names = [name for name in CASES if "Adam" not in name]
+    names = [name for name in CASES if name.startswith(("moments", "windows", "l1"))]
     problems = [replace(on_shards(name, 1), lr=0.0) for name in names]
     unbroken = all_trained(Ranks.alone(), problems)
     first = pool.run(3, cut_in_two, problems)
@@ -140,3 +146,43 @@ def test_a_state_of_shards_fits_any_number_of_ranks(pool: RankPool, expected: di
     for answer in (*first, *pool.run(2, cut_in_two, problems, states), cut_in_two(Ranks.alone(), problems, states)):
         for (_, found), sums in zip(answer, unbroken, strict=True):
             assert_alike(found, sums)
+
+
+def decided_by_auto(ranks: Ranks, problem: Problem) -> tuple[str, float | None]:
+    model = wrapped(made(problem), ranks, problem)
+    optimizer = SGD(model.parameters(), 0.05, momentum=0.9)
+    loader = AdaptiveLoader(dataset(problem), problem.batch_size, seed=5, process_group=ranks._group or "alone")
+    with Controller(model, optimizer, loader, Auto(60)) as control:
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y[:, 0]).backward()
+            optimizer.step()
+        record = control.step()
+        return type(control._measuring.estimator).__name__, record.diversity
+
+
+def test_auto_measures_shards_by_default(pool: RankPool) -> None:
+    problem = replace(MOMENTS, wrap="fsdp")
+    name, diversity = decided_by_auto(Ranks.alone(), problem)
+    assert diversity is not None
+    for answer in pool.run(2, decided_by_auto, problem):
+        assert answer == (name, pytest.approx(diversity, rel=1e-9))
+
+
+def lost_before_reading(ranks: Ranks, problem: Problem) -> None:
+    run = Run(ranks, problem)
+    for batch in run.loader:
+        run.step(batch)
+    if ranks.rank == 1:
+        os._exit(9)
+    run.control.step()
+
+
+def test_a_lost_rank_is_an_error_for_those_that_read(tmp_path: Path) -> None:
+    ranks = RankPool(2, tmp_path)
+    try:
+        first, *_ = ranks.answers(2, lost_before_reading, replace(MOMENTS, wrap="root"))
+    finally:
+        ranks.close()
+    assert isinstance(first, RuntimeError)
+    assert "peer" in str(first)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import UsageError
@@ -20,6 +21,7 @@ from divebatch.estimators.chunk_gradients import Chunks
 from divebatch.estimators.optimizer_events import OnPass, when_pass_begins
 from divebatch.norms.loss_scale import LossWeight, weight_of_pass
 from divebatch.norms.sharded import local
+from divebatch.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class SharedRow:
     """This rank's samples of each chunk."""
     num_samples: int
     """Samples in all chunks, of all ranks."""
+    copies: int
+    """Ranks that hold the same shards, whose norms are therefore added up so many times."""
 
     @property
     def parts(self) -> list[Norms]:
@@ -43,11 +47,15 @@ class SharedRow:
         count = len(self.sizes)
         sizes = [round(size) for size in values[-count:]]
         factors = [(whole / size) ** 2 for whole, size in zip(self.row.sizes, sizes, strict=True)]
-        return replace(self.row, sizes=sizes, factors=factors).numbers(values[:-count])
+        return replace(self.row, sizes=sizes, factors=factors).numbers([each / self.copies for each in values[:-count]])
 
 
 class SharedChunks(Chunks):
-    """Adds up the shards of chunk gradients; costs a copy of this rank's shards."""
+    """Adds up the shards of chunk gradients; costs a copy of this rank's shards. See `Chunks` for `optimizer`."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, optimizer: Optimizer | None) -> None:
+        super().__init__(parameters, optimizer=optimizer)
+        self._copies = ranks.size // self.shards.ranks.size
 
     def forget(self) -> None:
         """Drop all chunks."""
@@ -70,7 +78,7 @@ class SharedChunks(Chunks):
 
     def row(self) -> SharedRow:
         """The row of two or more chunks."""
-        return SharedRow(self._row(), self._mine, self.num_samples)
+        return SharedRow(self._row(), self._mine, self.num_samples, self._copies)
 
 
 class SharedPasses:

@@ -106,10 +106,14 @@ class BatchChunks(Source):
         self._num_batches = 0
         self._average = PairAverage(decay=decay)
         parameters, optimizer = trainable(scene.model), scene.optimizer if self._preconditioned else None
-        self._chunks = (SharedChunks if self.sees_all_ranks else Chunks)(parameters, optimizer=optimizer)
-        self._average.shards = self._chunks.shards.ranks
-        watch = SharedBatchWatch if self.sees_all_ranks else BatchWatch
-        self._batches = watch(scene, parameters, self._add, self._end_of_batch, self._is_looking)
+        watching = (scene, parameters, self._add, self._end_of_batch, self._is_looking)
+        self._chunks: Chunks
+        self._batches: BatchWatch
+        if self.sees_all_ranks:
+            ranks = self._average.shards = scene.delivery.ranks
+            self._chunks, self._batches = SharedChunks(parameters, ranks, optimizer=optimizer), SharedBatchWatch(*watching)
+        else:
+            self._chunks, self._batches = Chunks(parameters, optimizer=optimizer), BatchWatch(*watching)
         return self._average
 
     def detach(self) -> None:
