@@ -63,6 +63,9 @@ class NoiseMeter:
     processes together; with clipping before the step, clipped. Whether the loss is a mean or a sum does not matter as
     long as all steps since the last reading have equally many samples. A step inside compiled code is seen by nobody.
 
+    Under FSDP2 a process holds shards of gradients, and `read` adds its numbers to the others': all processes must read
+    after the same steps. One that reads alone waits for the others until the process group's timeout.
+
     With too little momentum (below 0.4; Nesterov's below 0.87) only an upper bound can be told: `low` is then 0.
 
     Args:
@@ -96,8 +99,8 @@ class NoiseMeter:
     def read(self, batch_size: int) -> NoiseScale:
         """Return the noise scale over the steps since the last reading, or since the meter was made.
 
-        Waits for the device. All these steps should have had equally many samples; between readings their number may
-        change.
+        Waits for the device, and under FSDP2 for the other processes, which must read too. All these steps should have
+        had equally many samples; between readings their number may change.
 
         Args:
             batch_size: Samples of an optimizer step, those of all processes and accumulated passes together.

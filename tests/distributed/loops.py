@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -26,6 +25,10 @@ from divebatch.norms.sharded import whole
 from divebatch.ranks import Ranks
 
 
+def sgd(parameters: Iterator[nn.Parameter], lr: float) -> Optimizer:
+    return SGD(parameters, lr, momentum=0.5)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Everything about a run but the ranks."""
@@ -38,7 +41,7 @@ class Problem:
     estimator: str = "trajectory"
     settings: dict[str, Any] = field(default_factory=dict)
     """The estimator's."""
-    optimizer: Callable[..., Optimizer] = partial(SGD, momentum=0.5)
+    optimizer: Callable[..., Optimizer] = sgd
     frozen: tuple[str, ...] = ()
     """Names of parameters that are not trained."""
     fsdp: dict[str, Any] = field(default_factory=dict)

@@ -4,10 +4,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 
@@ -90,6 +93,18 @@ def test_all_ways_to_shard_show_the_same(pool: RankPool, expected: dict[str, Any
             assert_alike(found, expected[case], rel=1e-5 if "float32" in layout else 1e-9)
 
 
+def by_columns(parameter: nn.Parameter) -> Shard | None:
+    """Where torch can: two ranks must get equally many."""
+    return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % 2 == 0 else None
+
+
+def test_columns_show_the_same(pool: RankPool) -> None:
+    problem = replace(MOMENTS, model="resnet", num_samples=50, batch_size=9)
+    expected = trained(Ranks.alone(), problem)["sums"]
+    for answer in pool.run(2, trained, replace(problem, wrap="root", fsdp={"shard_placement_fn": by_columns})):
+        assert_alike(answer["sums"], expected)
+
+
 def test_a_batch_without_a_step_is_left_out(pool: RankPool) -> None:
     problem = replace(MOMENTS, bad_sample=BAD)
     skipped = trained(Ranks.alone(), problem)
@@ -111,6 +126,31 @@ def test_what_needs_whole_gradients_is_refused(pool: RankPool, estimator: str) -
     for answer in pool.run(2, refused, replace(MOMENTS, wrap="fsdp", estimator=estimator)):
         assert "needs whole gradients, and FSDP2 has sharded" in answer
         assert "'moments'" in answer
+
+
+def sent(ranks: Ranks, problem: Problem) -> tuple[int, int]:
+    """Numbers that the library sends within an epoch's steps, and after them."""
+    run, counts = Run(ranks, problem), [0, 0]
+    summed = Ranks._summed
+
+    def counted(self: Ranks, bucket: list[Tensor]) -> Tensor:
+        counts[-1] += sum(len(part) for part in bucket if part.is_floating_point())  # without messages
+        return summed(self, bucket)
+
+    with patch.object(Ranks, "_summed", counted):
+        for batch in run.loader:
+            run.step(batch)
+        counts[:] = [counts[-1], 0]
+        run.control.step()
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(("settings", "numbers"), [({}, 0), (SKETCH, 50)])
+def test_steps_send_nothing_or_a_sketch(pool: RankPool, settings: dict[str, Any], numbers: int) -> None:
+    """Eight steps; six estimates of four numbers are read at the end."""
+    for within, after in pool.run(2, sent, replace(MOMENTS, wrap="root", settings=settings)):
+        assert within == 8 * numbers
+        assert 6 * 4 <= after <= 6 * 4 + 16
 
 
 CUT = 4

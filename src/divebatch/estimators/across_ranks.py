@@ -20,8 +20,8 @@ from divebatch.ranks import Ranks
 from divebatch.state_checks import Check, list_of, number, row_of, table
 
 COLUMNS = 5
-"""Numbers of a step's row: sum of s_j ||g_j||^2, squared norm of what the optimizer gets, chunks, samples, and the square
-of the weights that the gradient is a sum with. Rows of ranks add up."""
+"""Numbers of a step's row: sum of s_j ||g_j||^2, squared norm of what the optimizer gets, chunks, samples, and the
+squared sum of the weights that the optimizer's gradient is added up with. Rows of ranks add up."""
 
 
 class AcrossRanks(Stepwise):
@@ -33,8 +33,8 @@ class AcrossRanks(Stepwise):
 
     Bias: none, with chunks of any sizes. Cost: two norms a step and no copy of the parameters. k chunks scatter as a
     batch of k samples would. Gradients must reach the optimizer as the backward passes made them: under clipping use
-    `split`, under a GradScaler `moments`. Under FSDP2 each rank squares its own gradients parameter by parameter, before
-    they are averaged, and the shards that the optimizer gets.
+    `split`, under a GradScaler `moments`. Under FSDP2 each rank squares its own gradients one by one, before they are
+    averaged, and its shards of what the optimizer gets.
 
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.

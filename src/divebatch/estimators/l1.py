@@ -29,7 +29,7 @@ class L1(Stepwise):
     gradient itself changes from one step to the next counts as noise. Where G_j / s_j is not normal over the
     coordinates, B may be too large by up to pi / 2, and too small by much more, where a few coordinates hold most of
     |G|_1. The interval has both: from above it is narrow only where batches are not small against B. Cost: as
-    `moments`, and a second reading of the gradients.
+    `moments`, and a second reading of the gradients; under FSDP2 as there, of the shards.
 
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty.

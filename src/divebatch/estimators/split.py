@@ -60,6 +60,9 @@ class Split(Stepwise):
     `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. Under a GradScaler
     use `moments`.
 
+    Under FSDP2 a backward pass on all ranks is one chunk: all ranks see the same, at the cost of two copies of their
+    shards. Gradients must then be averaged in each pass, without set_requires_gradient_sync(False).
+
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
         preconditioned: whether to measure gradients as an Adam-like optimizer sees them, each coordinate over the root
@@ -111,7 +114,8 @@ class BatchChunks(Source):
         self._batches: BatchWatch
         if self.sees_all_ranks:
             ranks = self._average.shards = scene.delivery.ranks
-            self._chunks, self._batches = SharedChunks(parameters, ranks, optimizer=optimizer), SharedBatchWatch(*watching)
+            self._chunks = SharedChunks(parameters, ranks, optimizer=optimizer)
+            self._batches = SharedBatchWatch(*watching)
         else:
             self._chunks, self._batches = Chunks(parameters, optimizer=optimizer), BatchWatch(*watching)
         return self._average
@@ -216,11 +220,11 @@ class BatchWatch:
         self._on_chunk(gradients, size, float(weight), 1 / (applied * rank_weight))
 
     def _end_of_batch(self) -> None:
-        num_delivered = self._since_step()
-        if round(self._num_samples) > num_delivered:
+        num_delivered, num_seen = self._since_step(), round(self._num_samples)
+        if num_seen > num_delivered:
             raise UsageError(
-                f"the backward passes since the last optimizer step held {round(self._num_samples)} samples by the loader's "
-                f"count, and it delivered {num_delivered}: {HOW_TO_CUT}"
+                f"the backward passes since the last optimizer step held {num_seen} samples by the loader's count, and "
+                f"it delivered {num_delivered}: {HOW_TO_CUT}"
             )
         self._on_step(num_delivered)
         self._num_samples = 0

@@ -57,13 +57,16 @@ class Shards:
         self.parameters = parameters
         self.ranks = _common_ranks(parameters)
         """Those that hold one copy of the parameters together; this process alone where nothing is sharded."""
-        self.held = {name: local(p) for name, p in parameters.items()}
-        """Each parameter's own part."""
         self.offsets = {} if self.ranks.is_alone else {name: self._offset(name) for name in parameters}
         """The number of the first entry that is held, among a parameter's entries one after the other."""
 
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter."""
+        return self.of(self.parameters)
+
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank holds of gradients, by their parameters' names."""
+        """What this rank holds of tensors that are sharded as their parameters are, by the parameters' names."""
         return {name: local(tensor) for name, tensor in tensors.items()}
 
     def summed(self, numbers: Sequence[float]) -> list[float]:
@@ -96,15 +99,19 @@ class Shards:
                 )
 
     def _offset(self, name: str) -> int:
-        parameter, rank = self.parameters[name], self.ranks.rank
+        parameter = self.parameters[name]
         rows = parameter.shape[0]
-        # As torch cuts: all shards have as many rows but the last ones, which have fewer or none.
-        return min(rows, rank * -(-rows // self.ranks.size)) * (parameter.numel() // max(1, rows))
+        return first_row(rows, self.ranks.rank, self.ranks.size) * (parameter.numel() // max(1, rows))
 
     def _saved(self, name: str, held: Tensor) -> Tensor:
         parameter = self.parameters[name]
         saved: Tensor = _like(parameter, held) if is_sharded(parameter) else held
         return saved
+
+
+def first_row(rows: int, rank: int, num_ranks: int) -> int:
+    """The number of a rank's first row, as torch shards: all ranks get as many, but the last ones fewer or none."""
+    return min(rows, rank * -(-rows // num_ranks))
 
 
 def _common_ranks(parameters: Mapping[str, nn.Parameter]) -> Ranks:
@@ -115,10 +122,11 @@ def _common_ranks(parameters: Mapping[str, nn.Parameter]) -> Ranks:
         members = () if ranks.is_alone else tuple(dist.get_process_group_ranks(ranks._group))
         found.setdefault(members, (name, ranks))
     if len(found) > 1:
-        told = " and ".join(f"'{name}' over the ranks {list(members)}" for members, (name, _) in found.items())
+        places = (f"over the ranks {list(members)}" if members else "not at all" for members in found)
+        told = " and ".join(f"'{name}' {place}" for (name, _), place in zip(found.values(), places, strict=True))
         raise ArgumentError(
-            f"parameters are sharded unlike each other: {told}. Shard all that are trained alike: fully_shard without "
-            f"ignored_params, on one mesh"
+            f"parameters are sharded unlike each other: {told}. Shard all that are trained alike, with fully_shard on "
+            f"one mesh and without ignored_params, or freeze the others"
         )
     return next((ranks for _, ranks in found.values()), Ranks.alone())
 
