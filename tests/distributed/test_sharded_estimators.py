@@ -168,9 +168,8 @@ def cut_in_two(ranks: Ranks, problems: list[Problem], states: list[Any] | None =
 def state_and_sums(run: Run, state: Any) -> tuple[Any, Any]:
     """At a rate of zero: there is nothing to save but the controller's state."""
     if state is None:
-        state = state_after(run, CUT)["control"]
+        state, run = state_after(run, CUT)["control"], Run(run.ranks, run.problem)
     whole_state = whole(state)
-    run = Run(run.ranks, run.problem)
     run.control.load_state_dict(state)
     run.epoch()
     return whole_state, run.sums
@@ -184,6 +183,14 @@ def test_a_state_of_shards_fits_any_number_of_ranks(pool: RankPool) -> None:
     first = pool.run(3, cut_in_two, problems)
     states = [state for state, _ in first[0]]
     for answer in (*first, *pool.run(2, cut_in_two, problems, states), cut_in_two(Ranks.alone(), problems, states)):
+        for (_, found), sums in zip(answer, unbroken, strict=True):
+            assert_alike(found, sums)
+
+
+def test_chunks_of_shards_go_on(pool: RankPool) -> None:
+    problems = [replace(MOMENTS, wrap="root", lr=0.0, micro=4, estimator=name) for name in ("split", "ranks")]
+    unbroken = pool.run(2, all_trained, problems)[0]
+    for answer in pool.run(2, cut_in_two, problems):
         for (_, found), sums in zip(answer, unbroken, strict=True):
             assert_alike(found, sums)
 
