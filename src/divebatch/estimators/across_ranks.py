@@ -15,7 +15,7 @@ from divebatch.estimators.split import NOTHING_CUT, BatchWatch, require_mean
 from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
-from divebatch.norms.sharded import Shards, is_sharded
+from divebatch.norms.sharded import Shards
 from divebatch.ranks import Ranks
 from divebatch.state_checks import Check, list_of, number, row_of, table
 
@@ -83,7 +83,7 @@ class RankChunks(Source):
             self._end_of_batch,
             lambda: True,
             reads_gradients=True,
-            passes=self._watch_own if any(map(is_sharded, self._parameters.values())) else PassWatch,
+            passes=self._watch_own if self._shards.is_any_sharded else PassWatch,
         )
         return self._rows
 

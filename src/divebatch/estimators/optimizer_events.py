@@ -16,7 +16,7 @@ from divebatch.checks import warn_user
 from divebatch.estimators.estimator import Scene
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight, weight_of_pass
-from divebatch.norms.sharded import is_sharded
+from divebatch.norms.sharded import is_sharded, local
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 OnPass = Callable[[dict[str, Tensor], LossWeight], None]
@@ -104,7 +104,7 @@ class _OncePerDelivery:
 def _a_norm(optimizer: Optimizer) -> float:
     """The norm of one of the optimizer's gradients; NaN where it has none."""
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    return math.nan if (found := next(gradients, None)) is None else float(found.detach().to_dense().norm())
+    return math.nan if (found := next(gradients, None)) is None else float(local(found).to_dense().norm())
 
 
 def when_pass_begins(model: nn.Module, then: Callable[[Tensor], None]) -> RemovableHandle:

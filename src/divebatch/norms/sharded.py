@@ -55,6 +55,7 @@ class Shards:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
+        self.is_any_sharded = any(map(is_sharded, parameters.values()))
         self.ranks = _common_ranks(parameters)
         """Those that hold one copy of the parameters together; this process alone where nothing is sharded."""
         self.offsets = {} if self.ranks.is_alone else {name: self._offset(name) for name in parameters}
@@ -67,7 +68,7 @@ class Shards:
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank holds of tensors that are sharded as their parameters are, by the parameters' names."""
-        return {name: local(tensor) for name, tensor in tensors.items()}
+        return {name: local(tensor) for name, tensor in tensors.items()} if self.is_any_sharded else dict(tensors)
 
     def summed(self, numbers: Sequence[float]) -> list[float]:
         """Each number's sum over the ranks: a collective where there are several."""
