@@ -350,8 +350,8 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Everything but model, optimizer and scheduler, as plain containers and tensors.
 
-        The same on all ranks, who must all call it, and fit for another number of ranks; only sums that FSDP2 sharded
-        stay in shards (DTensors).
+        The same on all ranks, who must all call it, and fit for another number of ranks; only sums and gradients that
+        FSDP2 sharded stay in shards (DTensors).
         """
         if self.loader._has_finished_pass(since=self.epoch):
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")

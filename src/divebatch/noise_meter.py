@@ -16,7 +16,7 @@ from divebatch.estimators.optimizer_events import is_recorded, scale_of_gradient
 from divebatch.estimators.sketch_choice import SketchChoice
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.estimators.stepwise import require_settings
-from divebatch.norms.sharded import is_sharded
+from divebatch.norms.sharded import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,9 @@ class NoiseMeter:
     processes together; with clipping before the step, clipped. Whether the loss is a mean or a sum does not matter as
     long as all steps since the last reading have equally many samples. A step inside compiled code is seen by nobody.
 
+    Under FSDP2 a process holds shards of gradients, and `read` adds its numbers to the others': all processes must read
+    after the same steps. One that reads alone waits for the others until the process group's timeout.
+
     With too little momentum (below 0.4; Nesterov's below 0.87) only an upper bound can be told: `low` is then 0.
 
     Args:
@@ -96,8 +99,8 @@ class NoiseMeter:
     def read(self, batch_size: int) -> NoiseScale:
         """Return the noise scale over the steps since the last reading, or since the meter was made.
 
-        Waits for the device. All these steps should have had equally many samples; between readings their number may
-        change.
+        Waits for the device, and under FSDP2 for the other processes, which must read too. All these steps should have
+        had equally many samples; between readings their number may change.
 
         Args:
             batch_size: Samples of an optimizer step, those of all processes and accumulated passes together.
@@ -145,12 +148,12 @@ class NoiseMeter:
         self._parameters = self._trained()
         if not self._parameters:
             raise ArgumentError(f"{type(self._optimizer).__name__} has no parameter that is trained: all are frozen")
-        if any(map(is_sharded, self._parameters.values())):
-            raise ArgumentError("NoiseMeter needs whole gradients, and FSDP2 has sharded this optimizer's parameters")
+        self._shards = Shards(self._parameters)
         self._preconditioner = self._way.preconditioner(self._optimizer, self._parameters)
         self._chunks, _ = self._way.start(self._parameters, self._optimizer, seed=0)
         self._average.reach = self._chunks.reach if self._every_steps == 1 else 0
         self._average.bounds_below, self._average.widen = self._chunks.bounds_below, self._chunks.widened
+        self._average.shards = self._shards.ranks
 
     def _trained(self) -> dict[str, nn.Parameter]:
         every = (p for group in self._optimizer.param_groups for p in group["params"])
@@ -169,7 +172,12 @@ class NoiseMeter:
         if self._pause:
             self._pause -= 1
             return
-        step = StepGradients(gradients, grad_scale=scale, preconditioner=self._preconditioner)
+        step = StepGradients(
+            self._shards.of(gradients),
+            grad_scale=scale,
+            preconditioner=self._preconditioner,
+            offsets=self._shards.offsets,
+        )
         if not step.is_empty:
             self._compare(step)
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
@@ -21,7 +21,12 @@ from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, 
 from divebatch.estimators import ESTIMATORS, make_estimator
 from divebatch.lab.experiments.models.resnet import ResNet, group_norm, small_stem
 from divebatch.measurement import Decision, Measurement
+from divebatch.norms.sharded import whole
 from divebatch.ranks import Ranks
+
+
+def sgd(parameters: Iterator[nn.Parameter], lr: float) -> Optimizer:
+    return SGD(parameters, lr, momentum=0.5)
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,13 @@ class Problem:
     epochs: int = 3
     policy: Policy = field(default_factory=lambda: DiveBatch(0.2, 300))
     estimator: str = "trajectory"
-    sketch_size: int | None = None
-    """For moments by sketches."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The estimator's."""
+    optimizer: Callable[..., Optimizer] = sgd
+    frozen: tuple[str, ...] = ()
+    """Names of parameters that are not trained."""
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    """Settings of fully_shard."""
     reduction: str = "mean"
     micro: int | None = None
     sync_each: bool = True
@@ -52,6 +62,8 @@ class Problem:
     every_steps: int | None = None
     bad_sample: int | None = None
     """A sample of NaN: the loop skips the step on its batch, as loops with clipping do."""
+    sets_to_none: bool = True
+    """Whether gradients are dropped between steps, or written over with zeros."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def made(problem: Problem) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[problem.model][0]().double()
+    net = MODELS[problem.model][0]().double()
+    for name in problem.frozen:
+        net.get_parameter(name).requires_grad_(False)
+    return net
 
 
 def dataset(problem: Problem) -> TensorDataset:
@@ -142,8 +157,8 @@ def wrapped(net: nn.Module, ranks: Ranks, problem: Problem) -> nn.Module:
         mesh = DeviceMesh.from_group(ranks._group, "cpu")
     if problem.wrap != "root":
         for child in [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)][1:]:
-            fully_shard(child, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+            fully_shard(child, mesh=mesh, **problem.fsdp)
+    fully_shard(net, mesh=mesh, **problem.fsdp)
     return net
 
 
@@ -157,15 +172,13 @@ class Run:
             cpu_sync_batch_norm.install()
             self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net, ranks._group)
         self.model = self.net if problem.wrap_late else wrapped(self.net, ranks, problem)
-        self.optimizer = SGD(self.net.parameters(), lr=problem.lr, momentum=0.5)
+        self.optimizer = problem.optimizer(self.net.parameters(), lr=problem.lr)
         self.scheduler = StepLR(self.optimizer, 2, 0.5)
         self.loader = AdaptiveLoader(
             dataset(problem), problem.batch_size, seed=5, process_group=ranks._group or "alone"
         )
         settings: dict[str, Any] = {"loss_fn": self.loss} if ESTIMATORS[problem.estimator].needs_loss_fn else {}
-        if problem.sketch_size is not None:
-            settings["sketch_size"] = problem.sketch_size
-        self.estimator = keeping(make_estimator(problem.estimator, **settings))
+        self.estimator = keeping(make_estimator(problem.estimator, **settings, **problem.settings))
         self.control = Controller(
             self.net if problem.give_inner else self.model,
             self.optimizer,
@@ -205,13 +218,13 @@ class Run:
 
     def step(self, batch: Any) -> None:
         self.seen += batch[1][: self.loader.rank_shard.mine, 1].tolist()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.problem.sets_to_none)
         for x, y, factor, waits in self.parts(batch):
             with self.syncing(not waits):
                 (self.loss(self.model(x), y) * factor).backward()
         if self.problem.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.problem.clip)
-        if self.problem.bad_sample is None or all(p.grad.isfinite().all() for p in self.net.parameters()):  # type: ignore[union-attr]
+        if self.problem.bad_sample is None or all(map(has_finite_gradient, self.net.parameters())):
             self.optimizer.step()
 
     def parts(self, batch: Any) -> Iterator[tuple[Tensor, Tensor, float, bool]]:
@@ -232,13 +245,17 @@ class Run:
         return self.model.no_sync() if is_ddp and not now else nullcontext()
 
     def weights(self) -> list[float]:
-        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.net.parameters()]
-        return torch.cat([p.detach().flatten() for p in whole]).tolist()
+        return torch.cat([whole(p).detach().flatten() for p in self.net.parameters()]).tolist()
 
     @property
     def sums(self) -> list[tuple[float, float, int]]:
         measured = self.estimator.measured
         return [(each.sum_of_sq_norms, each.sq_norm_of_sum, each.num_samples) for each in measured]
+
+
+def has_finite_gradient(parameter: nn.Parameter) -> bool:
+    assert parameter.grad is not None
+    return bool(whole(parameter.grad).isfinite().all())
 
 
 def trained(ranks: Ranks, problem: Problem) -> dict[str, Any]:

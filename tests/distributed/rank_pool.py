@@ -60,7 +60,10 @@ class RankPool:
         if not connection.poll(PATIENCE):
             self.close()
             raise AssertionError(f"a rank has not answered for {PATIENCE} s: the ranks hang")
-        return pickle.loads(connection.recv_bytes())
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except EOFError as error:  # its process is gone
+            return error
 
 
 def _send(connection: Connection, message: Any) -> None:
@@ -74,9 +77,10 @@ def _serve(connection: Connection, rank: int, size: int, file: str) -> None:
     timeout = datetime.timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout)
     GROUPS[size] = Ranks.here()
-    pair = dist.new_group([0, 1])
-    if rank < 2:
-        GROUPS[2] = Ranks.here(pair)
+    for members in range(2, size):
+        group = dist.new_group(list(range(members)))
+        if rank < members:
+            GROUPS[members] = Ranks.here(group)
     while True:
         members, function, arguments, named = pickle.loads(connection.recv_bytes())
         try:

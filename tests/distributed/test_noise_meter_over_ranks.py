@@ -1,54 +1,56 @@
-"""A NoiseMeter in a DDP loop reads what it would read in one process."""
+"""A NoiseMeter in a loop on several ranks, DDP or FSDP2, reads what it would read in one process."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, AdamW
 
 from distributed.rank_pool import RankPool
 from divebatch import NoiseMeter
-from divebatch.errors import ArgumentError
 from divebatch.noise_meter import NoiseScale
 from divebatch.ranks import Ranks
 from reference.known_noise import draws, half_squares, linear
 
-BATCH = 64
+BATCH = 60
 
 
-def read_on_ranks(ranks: Ranks) -> NoiseScale:
-    """Each rank takes its part of each batch."""
+def read_on_ranks(ranks: Ranks, wrap: str, **settings: Any) -> list[NoiseScale]:
+    """Two readings; each rank takes its part of each batch."""
     model: Any = linear()
-    optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
-    meter = NoiseMeter(optimizer)
-    if not ranks.is_alone:
-        model = nn.parallel.DistributedDataParallel(model)
-    for x, y in draws(torch.Generator().manual_seed(1), 10, BATCH):
+    if not ranks.is_alone and wrap == "fsdp":
+        assert ranks._group is not None
+        fully_shard(model, mesh=DeviceMesh.from_group(ranks._group, "cpu"))
+    adam = settings.get("preconditioned")
+    optimizer: Any = AdamW(model.parameters(), 0.01) if adam else SGD(model.parameters(), 0.01, momentum=0.9)
+    meter, readings = NoiseMeter(optimizer, **settings), []
+    if not ranks.is_alone and wrap == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, process_group=ranks._group)
+    for number, (x, y) in enumerate(draws(torch.Generator().manual_seed(1), 12, BATCH), 1):
         mine = slice(ranks.rank * BATCH // ranks.size, (ranks.rank + 1) * BATCH // ranks.size)
         optimizer.zero_grad()
         half_squares(model(x[mine]), y[mine]).backward()
         optimizer.step()
-    return meter.read(BATCH)
+        if number % 6 == 0:
+            readings.append(meter.read(BATCH))
+    return readings
 
 
-def test_ranks_of_ddp_read_what_one_process_does(pool: RankPool) -> None:
-    expected = read_on_ranks(Ranks.alone())
-    for reading in pool.run(4, read_on_ranks):
-        assert (reading.value, reading.low, reading.high) == pytest.approx(
-            (expected.value, expected.low, expected.high), rel=1e-9
-        )
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "ddp": (4, "ddp", {}),
+    "fsdp": (3, "fsdp", {}),
+    "fsdp, sketched": (2, "fsdp", {"sketch": True}),
+    "fsdp, preconditioned": (2, "fsdp", {"preconditioned": True}),
+}
 
 
-def made_for_shards(_: Ranks) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))
-    NoiseMeter(SGD(model.parameters(), 0.01, momentum=0.9))
-
-
-def test_shards_are_refused(pool: RankPool) -> None:
-    for answer in pool.answers(4, made_for_shards):
-        assert isinstance(answer, ArgumentError)
-        assert "NoiseMeter needs whole gradients, and FSDP2 has sharded" in str(answer)
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_read_what_one_process_does(pool: RankPool, case: str) -> None:
+    size, wrap, settings = CASES[case]
+    expected = [(r.value, r.low, r.high) for r in read_on_ranks(Ranks.alone(), wrap, **settings)]
+    for readings in pool.run(size, read_on_ranks, wrap, **settings):
+        for reading, numbers in zip(readings, expected, strict=True):
+            assert (reading.value, reading.low, reading.high) == pytest.approx(numbers, rel=1e-6)

@@ -22,6 +22,8 @@ def whole(state: Any) -> Any:
     """With full tensors in the place of shards: what a checkpoint brings back to another number of ranks."""
     if isinstance(state, Tensor):
         return state.full_tensor().clone() if hasattr(state, "full_tensor") else state
+    if isinstance(state, list):
+        return [whole(value) for value in state]
     return {key: whole(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
@@ -100,7 +102,7 @@ def test_decisions_within_epochs_go_on_too(pool: RankPool) -> None:
 
 
 def test_sketches_go_on_with_another_number_of_ranks(pool: RankPool) -> None:
-    problem = replace(PROBLEM, estimator="moments", sketch_size=50)
+    problem = replace(PROBLEM, estimator="moments", settings={"sketch_size": 50})
     first = pool.run(4, run_before_the_stop, problem)
     expected = run_without_a_stop(Ranks.alone(), problem)
     for weights, later, _ in pool.run(2, run_after_the_stop, problem, first[0][0]):

@@ -29,6 +29,9 @@ CASES = {
     "a layer called twice": replace(SHORT, model="shared"),
     "fsdp, a layer called twice": replace(SHORT, model="shared", wrap="fsdp"),
     "within epochs": Problem(num_samples=1009, policy=Restless(), estimator="moments", coupling="sqrt", every_steps=4),
+    "fsdp within epochs": Problem(
+        num_samples=1009, policy=Restless(), estimator="moments", coupling="sqrt", every_steps=4, wrap="root"
+    ),
     "SyncBatchNorm": replace(SHORT, model="batch norm", num_samples=217),
 }
 ALONE: dict[tuple[str, int, float | None], dict[str, Any]] = {}

@@ -1,25 +1,28 @@
 """An unbiased estimate from what ranks know anyway: their own gradients, and the mean that the optimizer gets."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.estimators.chunk_gradients import sq_norm
 from divebatch.estimators.estimator import Scene
-from divebatch.estimators.optimizer_events import scale_of_gradients
+from divebatch.estimators.optimizer_events import OnPass, PassWatch, scale_of_gradients
+from divebatch.estimators.own_gradients import OwnNorms
 from divebatch.estimators.split import NOTHING_CUT, BatchWatch, require_mean
 from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
+from divebatch.norms.sharded import Shards
 from divebatch.ranks import Ranks
 from divebatch.state_checks import Check, list_of, number, row_of, table
 
-COLUMNS = 4
-"""Numbers of a step's row: sum of s_j ||g_j||^2, squared norm of the mean, chunks, samples. Rows of ranks add up."""
+COLUMNS = 5
+"""Numbers of a step's row: sum of s_j ||g_j||^2, squared norm of what the optimizer gets, chunks, samples, and the
+squared sum of the weights that the optimizer's gradient is added up with. Rows of ranks add up."""
 
 
 class AcrossRanks(Stepwise):
@@ -31,8 +34,9 @@ class AcrossRanks(Stepwise):
 
     Bias: none, with chunks of any sizes. Cost: two norms a step and no copy of the parameters. k chunks scatter as a
     batch of k samples would. Gradients must reach the optimizer as the backward passes made them: under clipping use
-    `split`. A GradScaler that skips a step leaves out its batch and the next, whose passes are compared with it.
-    Not for FSDP2, which shows no rank its own gradient.
+    `split`. A GradScaler that skips a step leaves out its batch and the next, whose passes are compared with it. Under
+    FSDP2 each rank squares its own gradients one by one, before they are averaged, and its shards of what the optimizer
+    gets.
 
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
@@ -40,6 +44,7 @@ class AcrossRanks(Stepwise):
     """
 
     name = "ranks"
+    needs_whole_gradients = False
 
     def __init__(self, *, decay: float = 1.0, grad_scaler: Any = None) -> None:
         super().__init__(RankChunks(grad_scaler=grad_scaler), decay=decay)
@@ -69,7 +74,9 @@ class RankChunks(Source):
         self._ranks = scene.delivery.ranks
 
     def attach(self, scene: Scene, decay: float) -> "RankRows":
-        self._parameters = trainable(scene.model)
+        self._model, self._parameters = scene.model, trainable(scene.model)
+        self._shards = Shards(self._parameters)
+        self._own: OwnNorms | None = None
         self._rows = RankRows(decay)
         self._begin_batch()
         self._batches = BatchWatch(
@@ -78,10 +85,17 @@ class RankChunks(Source):
             self._add,
             self._end_of_batch,
             lambda: True,
+            self._grad_scaler,
             reads_gradients=True,
-            grad_scaler=self._grad_scaler,
+            passes=self._watch_own if self._shards.is_any_sharded else PassWatch,
         )
         return self._rows
+
+    def _watch_own(
+        self, parameters: Mapping[str, nn.Parameter], on_pass: OnPass, *, is_wanted: Callable[[], bool]
+    ) -> OwnNorms:
+        self._own = OwnNorms(self._model, parameters, on_pass, is_wanted=is_wanted)
+        return self._own
 
     def detach(self) -> None:
         self._batches.close()
@@ -95,25 +109,35 @@ class RankChunks(Source):
         self._num_samples, self._sum_of_weights = 0, 0.0
 
     def _add(self, gradients: Mapping[str, Tensor], num_samples: int, weight: float, scale: float) -> None:
+        """A pass's gradients, or the norm of each in its place, which has the same norm."""
         dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients.values()]
         self._weighted.append(num_samples * scale**2 * sq_norm(dense))
         self._num_samples += num_samples
         self._sum_of_weights += weight
 
     def _end_of_batch(self, _: int, optimizer: Optimizer) -> None:
-        """Keep the step's row; the mean's norm is the same on all ranks and goes into the first one's."""
+        """Keep the step's row."""
         row = torch.zeros(COLUMNS, dtype=torch.float64, device=next(iter(self._parameters.values())).device)
         if self._weighted:
             row[0] = torch.stack(self._weighted).sum()
-        if self._ranks.is_first and self._sum_of_weights:
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            # The mean's norm is the same on all ranks: in the first one's row alone, adding rows up counts it once.
-            row[1] = sq_norm(gradients) / (self._sum_of_weights * scale_of_gradients(optimizer)) ** 2
+        row[1] = self._sq_norm_of_mean() / scale_of_gradients(optimizer) ** 2
         row[2].fill_(len(self._weighted))
         row[3].fill_(self._num_samples)
+        if self._ranks.is_first:
+            row[4].fill_(self._sum_of_weights**2)
         # Kept and not sent: rows are added over ranks once an epoch, so no step communicates more.
         self._rows.rows.append(row)
         self._begin_batch()
+
+    def _sq_norm_of_mean(self) -> Tensor:
+        """What this rank adds to the squared norm of what the optimizer gets."""
+        gradients = self._shards.of({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
+        if self._own is not None:
+            self._own.require_all()
+            # Under hybrid sharding so many ranks hold the same shards.
+            return sq_norm(list(gradients.values())) * (self._shards.ranks.size / self._ranks.size)
+        # It is the same on all ranks: in the first one's row alone, adding rows up counts it once.
+        return sq_norm(list(gradients.values()) if self._ranks.is_first else [])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -151,8 +175,8 @@ class RankRows:
         """The mean over steps of rows that were added up."""
         average = PairAverage(decay=self._decay)
         if self.rows:
-            weighted, mean, chunks, samples = torch.stack(self.rows).unbind(1)
-            pairs = torch.stack(unbiased(weighted, mean, chunks, samples), 1)
+            weighted, mean, chunks, samples, sq_weights = torch.stack(self.rows).unbind(1)
+            pairs = torch.stack(unbiased(weighted, mean / sq_weights, chunks, samples), 1)
             average.num_samples = int(samples.sum())
             average.extend(pairs.tolist(), (samples * (chunks > 1)).tolist())
         return average
@@ -169,7 +193,7 @@ class RankRows:
     def state_check() -> Check:
         """What `state_dict` gives."""
         of_norms, of_counts = number(finite=False), number(at_least=0)
-        return table({"rows": list_of(row_of(of_norms, of_norms, of_counts, of_counts))})
+        return table({"rows": list_of(row_of(of_norms, of_norms, of_counts, of_counts, of_counts))})
 
     def load_state_dict(self, state: dict[str, Any], *, is_first: bool) -> None:
         """Go on with saved rows. Other ranks than the first have rows of zeros, which add nothing."""

@@ -127,9 +127,10 @@ class Row:
         return (*unbiased(weighted, mean, count, total), inner)
 
 
-def numbers_of(rows: Sequence[Readable]) -> Iterator[tuple[float, ...]]:
-    """The numbers of each row, in order; one look at the device for all."""
-    values = iter(read([part for row in rows for part in row.parts]))
+def numbers_of(rows: Sequence[Readable], shards: Ranks | None = None) -> Iterator[tuple[float, ...]]:
+    """The numbers of each row, in order; one look at the device for all, and one sum over ranks that hold shards."""
+    found = read([part for row in rows for part in row.parts])
+    values = iter(found if shards is None or shards.is_alone else shards.sum_numbers(found))
     for row in rows:
         yield row.numbers(list(itertools.islice(values, len(row.parts))))
 
@@ -162,6 +163,8 @@ class PairAverage:
         self.decay, self.reach, self._trusts_negative = float(decay), reach, trusts_negative
         self.bounds_below, self.has_inner_variance = True, True
         self.widen: Callable[[Spread, Sequence[float]], Spread] = lambda spread, _: spread
+        self.shards = Ranks.alone()
+        """Ranks whose rows are those of their shards and add up; all of them then read at the same time."""
         self.forget()
 
     def forget(self) -> None:
@@ -206,7 +209,7 @@ class PairAverage:
     def _settle(self) -> None:
         if self._waiting:
             rows, self._waiting = self._waiting, []
-            self.extend(numbers_of(rows), [row.num_samples for row in rows])
+            self.extend(numbers_of(rows, self.shards), [row.num_samples for row in rows])
 
     def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:
         """`add` of each in turn, for numbers that are on the host."""

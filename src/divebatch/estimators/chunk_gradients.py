@@ -7,15 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from divebatch.estimators.average import Norms, Row, norms_of, read
+from divebatch.estimators.average import Norms, Readable, Row, norms_of, read
 from divebatch.estimators.second_moment import Preconditioner, rescaled
 from divebatch.norms.accumulators import addend, tensors_like
+from divebatch.norms.sharded import Shards
 from divebatch.norms.sketch import sum_dtype
 from divebatch.state_checks import Check, list_of, number, optional, table, whole
 
 
 class Chunks:
-    """Adds up chunk gradients; costs one copy of the trainable parameters.
+    """Adds up chunk gradients; costs one copy of the trainable parameters, or of this rank's shards of them.
 
     With an `optimizer` gradients are first divided by the root of its second moment, as it stood at the first of the
     chunks that belong together; that costs a second copy.
@@ -24,7 +25,9 @@ class Chunks:
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, optimizer: Optimizer | None = None) -> None:
         self.parameters = parameters
         self._preconditioner = Preconditioner(optimizer, self.parameters) if optimizer is not None else None
-        self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in self.parameters.items()}
+        self.shards = Shards(parameters)
+        held = self.shards.held
+        self._sums = {name: torch.zeros_like(each, dtype=sum_dtype(each.dtype)) for name, each in held.items()}
         self.forget()
 
     def forget(self) -> None:
@@ -69,8 +72,11 @@ class Chunks:
         """Samples in all chunks so far."""
         return sum(self._sizes)
 
-    def row(self) -> Row:
+    def row(self) -> Readable:
         """The row of two or more chunks."""
+        return self._row()
+
+    def _row(self) -> Row:
         return Row(self._sizes, self._factors, self._norms, self._norms_of_sum(), self._before_last)
 
     def _norms_of_sum(self) -> Norms:
@@ -78,24 +84,29 @@ class Chunks:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of chunks that wait for more."""
+        numbers = [factor * each for factor, each in zip(self._factors, read(self._norms), strict=True)]
+        if self._before_last is not None:
+            numbers += read([self._before_last])
+        numbers, chunks = self.shards.summed(numbers), self.num_chunks
         return {
             "sizes": list(self._sizes),
-            "sq_norms": [factor * each for factor, each in zip(self._factors, read(self._norms), strict=True)],
-            "before_last": None if self._before_last is None else read([self._before_last])[0],
-            "sums": {name: total.clone() for name, total in self._sums.items()} if self.num_chunks else {},
-            "scales": {name: scale.clone() for name, scale in self._scales.items()} if self._scales else None,
+            "sq_norms": numbers[:chunks],
+            "before_last": None if self._before_last is None else numbers[chunks],
+            "sums": self.shards.save(self._sums) if chunks else {},
+            "scales": self.shards.save(self._scales) if self._scales else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved sums."""
         chunks_state(self.parameters)("chunks", state)
         self.forget()
-        self._sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
+        self._sizes, self._norms = list(state["sizes"]), [*self.shards.share(state["sq_norms"])]
         # The saved squares have their factors in them already.
-        self._factors, self._before_last = [1.0] * len(self._norms), state["before_last"]
-        for name, total in state["sums"].items():
+        self._factors, before = [1.0] * len(self._norms), state["before_last"]
+        self._before_last = None if before is None else self.shards.share([before])[0]
+        for name, total in self.shards.load(state["sums"]).items():
             self._sums[name].copy_(total)
-        self._scales = state["scales"]
+        self._scales = None if state["scales"] is None else self.shards.load(state["scales"])
 
 
 def chunks_state(parameters: Mapping[str, Tensor]) -> Check:

@@ -84,7 +84,7 @@ class SketchedChunks:
         if self._sum is None:
             self._sum = sketch.mul_(num_samples)
         else:
-            self._products.append(self._sum.dot(sketch))
+            self._products.append(self._signs.shards.part(self._sum.dot(sketch)))
             self._sum.add_(sketch, alpha=num_samples)
         self._sizes.append(num_samples)
         self._sq_norms.append(sq_norm)
@@ -95,17 +95,19 @@ class SketchedChunks:
 
     def state_dict(self) -> dict[str, Any]:
         """The sketch of steps that wait for more."""
+        numbers = self._signs.shards.summed(read([*self._sq_norms, *self._products]))
         return {
             "sizes": list(self._sizes),
-            "sq_norms": read(self._sq_norms),
-            "products": read(self._products),
+            "sq_norms": numbers[: self.num_chunks],
+            "products": numbers[self.num_chunks :],
             "sum": None if self._sum is None else self._sum.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a saved sketch."""
-        self._sizes, self._sq_norms = list(state["sizes"]), list(state["sq_norms"])
-        self._products = list(state["products"])
+        share = self._signs.shards.share
+        self._sizes, self._sq_norms = list(state["sizes"]), [*share(state["sq_norms"])]
+        self._products = [*share(state["products"])]
         self._sum = None if state["sum"] is None else state["sum"].to(self._signs.device, copy=True)
 
 

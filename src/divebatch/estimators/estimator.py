@@ -108,7 +108,7 @@ class Estimator(ABC):
     measures_norms: ClassVar[bool] = False
     """Whether every layer needs a norm rule; such an estimator takes `NormMeter`'s settings."""
     needs_whole_gradients: ClassVar[bool] = True
-    """Whether it needs each rank's own whole gradients, which FSDP2 does not show."""
+    """Whether it needs whole gradients at once, which FSDP2 has nowhere."""
     needs_loss_fn: ClassVar[bool] = False
     """Whether it runs the model by itself and must be made with `loss_fn`."""
     undoes_grad_scale: ClassVar[bool] = False
@@ -120,7 +120,7 @@ class Estimator(ABC):
     has_inner_variance: ClassVar[bool] = False
     """Whether the `Diversity` comes with its `inner_variance`."""
     sees_all_ranks: ClassVar[bool] = False
-    """Whether each rank sees what all saw together, so that there is nothing to add up over ranks."""
+    """Whether each rank sees what all saw together, so that estimates are not averaged over ranks."""
 
     @classmethod
     def can_measure(cls, scene: Scene, batch_size: int) -> bool:

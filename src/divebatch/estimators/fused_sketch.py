@@ -28,8 +28,14 @@ Group = tuple[torch.dtype, torch.dtype | None]
 
 
 def sketch_of(signs: SignSketch, step: StepGradients, by_kernel: "ByKernel") -> tuple[Tensor, Norms]:
-    """The sketch of a step's gradients and their exact squared norm, by the faster way."""
-    return by_kernel.of(step) if applies(signs, step) else signs.of(step)
+    """The sketch of a step's gradients and their exact squared norm, by the faster way.
+
+    Where ranks hold shards, a collective: the sketch is the whole gradient's, the norm that of this rank's shards.
+    """
+    sketch, norm = by_kernel.of(step) if applies(signs, step) else signs.of(step)
+    # Products of sums over ranks need the sums themselves: the numbers of one sketch travel in a step that measures.
+    signs.shards.ranks.sum_([sketch])
+    return sketch, norm
 
 
 class ByKernel:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from divebatch.estimators.average import Norms
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
+from divebatch.norms.sharded import Shards
 from divebatch.norms.sketch import sum_dtype
 
 LEAST_SIZE = 2**14
@@ -64,7 +65,8 @@ class SignSketch:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], size: int, *, seed: int) -> None:
-        self.size, self.seed = size, seed
+        self.size, self.seed, self.shards = size, seed, Shards(parameters)
+        self.shards.require_rows("a sketch")
         self.numels = {name: p.numel() * (2 if p.is_complex() else 1) for name, p in parameters.items()}
         self.device, self.dtype = next(iter(parameters.values())).device, sketch_dtype(parameters.values())
         self.first_lines: dict[str, int] = {}
@@ -92,13 +94,14 @@ class SignSketch:
         return sum(each.numel() * each.element_size() for each in (self.draws, self.table))
 
     def of(self, step: StepGradients) -> tuple[Tensor, Norms]:
-        """The sketch of a step's gradients, and what their squared norm is read from, which is exact."""
+        """The sketch of a step's gradients or shards, and what their squared norm is read from, which is exact."""
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         norms: list[Tensor] = []
         for name, gradient in step:
             real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
             flat = real.to(self.device, self.dtype).reshape(-1)
-            self._add(total, flat, name, start=step.offsets.get(name, 0), scale=step.scale)
+            start = step.offsets.get(name, 0) * (2 if gradient.is_complex() else 1)
+            self._add(total, flat, name, start=start, scale=step.scale)
             norms += torch._foreach_norm(flat.split(LONGEST_NORM))
         return total, torch.stack(norms) * abs(step.scale)
 

@@ -12,6 +12,7 @@ from divebatch.estimators.fused_sketch import ByKernel, sketch_of
 from divebatch.estimators.gradient_sketch import SignSketch
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.norms.accumulators import addend
+from divebatch.norms.sharded import Shards
 from divebatch.norms.sketch import sum_dtype
 
 LONGEST_DOT = 2**24
@@ -19,7 +20,12 @@ LONGEST_DOT = 2**24
 
 
 class Kept(Protocol):
-    """Numbered places for gradients."""
+    """Numbered places for gradients. Where ranks hold shards, numbers are those of a rank's own, and add up."""
+
+    @property
+    def shards(self) -> Shards:
+        """What this rank holds of the parameters."""
+        ...
 
     @property
     def relative_variance(self) -> float:
@@ -44,12 +50,13 @@ class Kept(Protocol):
 
 
 class Copies:
-    """Whole gradients: costs `slots` copies of the parameters."""
+    """Whole gradients, or this rank's shards of them: costs `slots` copies of the parameters, or of the shards."""
 
     relative_variance = 0.0
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], slots: int) -> None:
-        self._vectors, self.views = zip(*(_flat(parameters) for _ in range(slots)), strict=True)
+        self.shards = Shards(parameters)
+        self._vectors, self.views = zip(*(_flat(self.shards.held) for _ in range(slots)), strict=True)
 
     def put(self, slot: int, step: StepGradients) -> Norms:
         """See `Kept`."""
@@ -68,11 +75,11 @@ class Copies:
 
     def state_of(self, slot: int) -> dict[str, Tensor]:
         """See `Kept`."""
-        return {name: view.clone() for name, view in self.views[slot].items()}
+        return self.shards.save(self.views[slot])
 
     def load(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """See `Kept`."""
-        for name, gradient in state.items():
+        for name, gradient in self.shards.load(state).items():
             self.views[slot][name].copy_(gradient)
 
 
@@ -81,10 +88,12 @@ class Sketches:
 
     Squared norms are exact. Products are off at random. Where the gradients differ from step to step, so do their
     products' errors, and they are part of the scatter; that of ||G||^2 itself stays as long as the signs do.
+
+    Where ranks hold shards, `sketch_of` adds their sketches up: every rank keeps that of the whole gradient.
     """
 
     def __init__(self, signs: SignSketch, slots: int) -> None:
-        self._signs, self._by_kernel = signs, ByKernel(signs)
+        self._signs, self._by_kernel, self.shards = signs, ByKernel(signs), signs.shards
         self.held = [torch.zeros(signs.size, dtype=signs.dtype, device=signs.device) for _ in range(slots)]
 
     @property
@@ -104,7 +113,7 @@ class Sketches:
 
     def dot(self, slot: int, other: int) -> Tensor:
         """See `Kept`."""
-        return torch.dot(self.held[slot], self.held[other])
+        return self.shards.part(torch.dot(self.held[slot], self.held[other]))
 
     def state_of(self, slot: int) -> Tensor:
         """See `Kept`."""
@@ -115,7 +124,7 @@ class Sketches:
         self.held[slot].copy_(state)
 
 
-def _flat(parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, dict[str, Tensor]]:
+def _flat(parameters: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """A vector with room for all, and each parameter's place in it, strided as it is: all are copied at once."""
     first = next(iter(parameters.values()))
     dtype = functools.reduce(torch.promote_types, (sum_dtype(p.dtype) for p in parameters.values()))

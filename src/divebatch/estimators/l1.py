@@ -29,7 +29,7 @@ class L1(Stepwise):
     gradient itself changes from one step to the next counts as noise. Where G_j / s_j is not normal over the
     coordinates, B may be too large by up to pi / 2, and too small by much more, where a few coordinates hold most of
     |G|_1. The interval has both: from above it is narrow only where batches are not small against B. Cost: as
-    `moments`, and a second reading of the gradients.
+    `moments`, and a second reading of the gradients; under FSDP2 as there, of the shards.
 
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty.
@@ -40,6 +40,7 @@ class L1(Stepwise):
     name = "l1"
     undoes_grad_scale = True
     sees_all_ranks = True
+    needs_whole_gradients = False
 
     def __init__(self, *, decay: float = 1.0, every_steps: int = 1, sketch: bool | None = None) -> None:
         require_settings(preconditioned=False, every_steps=every_steps)
@@ -74,7 +75,6 @@ class SumOfAbsolutes:
         entries = gradient.reshape(-1)[-place % self.stride :: self.stride]
         return entries.to(sum_dtype(entries.dtype), copy=True)
 
-    def distance(self, pairs: Pairs, num_entries: int) -> Tensor:
+    def distance(self, pairs: Pairs, entries_per_sample: float) -> Tensor:
         """See `DualNorm`."""
-        total = torch.stack([torch.dist(*both, p=1) for both in pairs]).sum(dtype=torch.float64)
-        return total * (num_entries / sum(len(own) for own, _ in pairs))
+        return torch.stack([torch.dist(*both, p=1) for both in pairs]).sum(dtype=torch.float64) * entries_per_sample

@@ -34,7 +34,9 @@ from divebatch.estimators.sketch_choice import SketchChoice, chosen_check, kept,
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
 from divebatch.norms.accumulators import tensor_like
-from divebatch.state_checks import Check, anything, list_of, number, optional, same, table, whole
+from divebatch.norms.sharded import whole
+from divebatch.state_checks import Check, anything, list_of, number, optional, same, table
+from divebatch.state_checks import whole as whole_number
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """For each parameter, what is kept of two gradients."""
@@ -72,8 +74,8 @@ class DualNorm(Protocol):
         """What is kept of a gradient to tell the noise; `place` is the number of its first entry among all."""
         ...
 
-    def distance(self, pairs: Pairs, num_entries: int) -> Tensor:
-        """The norm of the difference of two gradients, from their samples and the number of their entries."""
+    def distance(self, pairs: Pairs, entries_per_sample: float) -> Tensor:
+        """The norm of the difference of two gradients, from samples; each stands for so many entries."""
         ...
 
 
@@ -105,9 +107,12 @@ class LaggedDuals:
     def __init__(
         self, norm: DualNorm, parameters: Mapping[str, nn.Parameter], kept: Kept, optimizer: Optimizer
     ) -> None:
-        self._norm, self._kept, self._optimizer = norm, kept, optimizer
+        self._norm, self._kept, self._optimizer, self._shards = norm, kept, optimizer, kept.shards
+        self._shards.require_rows("a sample of a gradient's entries")
         self._entries = {name: parameter.numel() for name, parameter in parameters.items()}
         self._places = _places(parameters)
+        self._counts = {name: _num_sampled(norm, p.shape, self._places[name]) for name, p in parameters.items()}
+        """What is kept of each whole gradient."""
         self.forget()
 
     def forget(self) -> None:
@@ -127,7 +132,8 @@ class LaggedDuals:
         sizes, samples = [], {}
         for name, gradient in step:
             sizes.append(self._norm.size(gradient))
-            samples[name] = self._norm.sample(gradient, self._places[name]) * step.scale
+            first = self._places[name] + self._shards.offsets.get(name, 0)
+            samples[name] = self._norm.sample(gradient, first) * step.scale
         if self.num_chunks and not samples.keys() & self._samples.keys():
             self.forget()  # nothing in common with the step before, so nothing to compare
         own = torch.stack(sizes).sum(dtype=torch.float64) * abs(step.scale)
@@ -142,7 +148,8 @@ class LaggedDuals:
         last, before = ((self.num_chunks - lag) % NEWEST for lag in (1, 2))
         both = [name for name in samples if name in self._samples]
         pairs = [(samples[name], self._samples[name]) for name in both]
-        distance = self._norm.distance(pairs, sum(self._entries[name] for name in both))
+        entries, sampled = (sum(each[name] for name in both) for each in (self._entries, self._counts))
+        distance = self._norm.distance(pairs, entries / sampled)
         parts = [self._kept.dot(NEWEST, last), self._kept.dot(NEWEST, before), *self._norms, distance]
         noise = self._norm.noise_factor / math.sqrt(1 / num_samples + 1 / self._last_size)
         return DualRow(num_samples, extrapolation(self._optimizer), noise, parts)
@@ -167,8 +174,8 @@ class LaggedDuals:
         held = [(self.num_chunks - lag) % NEWEST for lag in range(1, min(self.num_chunks, NEWEST) + 1)]
         return {
             "duals": [self._kept.state_of(slot) for slot in held],
-            "norms": read(self._norms),
-            "samples": {name: _copy(self._samples.get(name)) for name in self._entries},
+            "norms": self._shards.summed(read(self._norms)),
+            "samples": {name: self._of_all(name, self._samples.get(name)) for name in self._entries},
             "last_size": self._last_size,
         }
 
@@ -178,12 +185,30 @@ class LaggedDuals:
         for dual in reversed(state["duals"]):
             self._kept.load(self.num_chunks, dual)
             self.num_chunks += 1
-        self._norms, self._last_size = list(state["norms"]), state["last_size"]
-        self._samples = {name: each.clone() for name, each in state["samples"].items() if each is not None}
+        self._norms, self._last_size = [*self._shards.share(state["norms"])], state["last_size"]
+        samples = {name: whole(each) for name, each in state["samples"].items() if each is not None}
+        self._samples = {name: self._own(name, each).clone() for name, each in samples.items()}
+
+    def _of_all(self, name: str, sample: Tensor | None) -> Tensor | None:
+        """A copy of all ranks' samples of one gradient together; a collective where they hold shards."""
+        if sample is None or self._shards.ranks.is_alone:
+            return None if sample is None else sample.clone()
+        everything = sample.new_zeros(self._counts[name])
+        self._own(name, everything).copy_(sample)
+        self._shards.ranks.sum_([everything])
+        return everything
+
+    def _own(self, name: str, everything: Tensor) -> Tensor:
+        """This rank's part of a whole gradient's sample."""
+        if self._shards.ranks.is_alone:
+            return everything
+        place, offset = self._places[name], self._shards.offsets[name]
+        first = _num_sampled(self._norm, (offset,), place)
+        return everything[first:][: _num_sampled(self._norm, (self._shards.held[name].numel(),), place + offset)]
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _num_sampled(norm: DualNorm, shape: Sequence[int], place: int) -> int:
+    return norm.sample(torch.empty(shape, device="meta"), place).numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +279,7 @@ def duals_state(norm: DualNorm, parameters: Mapping[str, nn.Parameter], gradient
     """Accept the state of a `LaggedDuals`: of up to two steps, each kept as `gradient` accepts."""
     places = _places(parameters)
     samples = {
-        name: optional(tensor_like(norm.sample(torch.empty_like(p, device="meta"), places[name])))
+        name: optional(tensor_like(norm.sample(torch.empty(p.shape, dtype=p.dtype, device="meta"), places[name])))
         for name, p in parameters.items()
     }
 
@@ -263,7 +288,7 @@ def duals_state(norm: DualNorm, parameters: Mapping[str, nn.Parameter], gradient
         table({**fields, "norms": anything, "last_size": anything})(place, state)
         steps = len(state["duals"])
         list_of(number(finite=False), length=steps)(f"{place}.norms", state["norms"])
-        (whole(1) if steps else same(0))(f"{place}.last_size", state["last_size"])
+        (whole_number(1) if steps else same(0))(f"{place}.last_size", state["last_size"])
 
     return check
 

@@ -115,7 +115,7 @@ class Lagged:
         """The gradients that the next steps will be multiplied with."""
         # The oldest of the three is written over by the next step, so two are enough.
         held = [(self._count - lag) % KEPT for lag in range(1, min(self._count, KEPT - 1) + 1)]
-        sq_norms = read(self._sq_norms[: len(held)])
+        sq_norms = self.kept.shards.summed(read(self._sq_norms[: len(held)]))
         gradients = [self.kept.state_of(slot) for slot in held]
         return {"sizes": self._sizes[: len(held)], "sq_norms": sq_norms, "gradients": gradients}
 
@@ -125,7 +125,7 @@ class Lagged:
         for gradients in reversed(state["gradients"]):
             self.kept.load(self._count, gradients)
             self._count += 1
-        self._sizes, self._sq_norms = list(state["sizes"]), list(state["sq_norms"])
+        self._sizes, self._sq_norms = list(state["sizes"]), [*self.kept.shards.share(state["sq_norms"])]
 
 
 def lagged_state(gradient: Check) -> Check:

@@ -29,6 +29,9 @@ class Moments(Stepwise):
     scale is undone, and where ranks share a batch they are the whole batch's. Batches whose step was skipped after
     their backward pass are in no estimate; one left out before it would count with the next.
 
+    Under FSDP2 each rank keeps its own shards, and products are added over ranks when they are read. Sketches of
+    shards are added over ranks in each step that is looked at, so that every rank has the whole gradient's.
+
     Args:
         window: compares so many gradients, at least 2, as chunks of one large batch; None extrapolates as above where
             the optimizer's momentum allows it, and else compares pairs.
@@ -47,6 +50,7 @@ class Moments(Stepwise):
     undoes_grad_scale = True
     has_inner_variance = True
     sees_all_ranks = True
+    needs_whole_gradients = False
 
     def __init__(
         self,

@@ -25,7 +25,8 @@ class Nuclear(Stepwise):
     the interval has that. That B is at most pi / 2 times too large is carried over from `L1`, not derived.
 
     Costs three eigenvalue problems of the shorter side of each matrix and a copy of the matrices: look at few steps.
-    Of several optimizers the one with most parameters is measured, which should be Muon.
+    Of several optimizers the one with most parameters is measured, which should be Muon. Not for FSDP2: a shard does
+    not tell the singular values of its matrix.
 
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty.
@@ -72,7 +73,7 @@ class SumOfSingularValues:
         """See `DualNorm`."""
         return gradient.clone()
 
-    def distance(self, pairs: Pairs, num_entries: int) -> Tensor:
+    def distance(self, pairs: Pairs, entries_per_sample: float) -> Tensor:
         """See `DualNorm`."""
         return torch.stack([self.size(own - before) for own, before in pairs]).sum(dtype=torch.float64)
 

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.checks import warn_user
 from divebatch.estimators.estimator import Scene
+from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight, weight_of_pass
+from divebatch.norms.sharded import is_sharded, local
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 OnPass = Callable[[dict[str, Tensor], LossWeight], None]
@@ -101,7 +104,18 @@ class _OncePerDelivery:
 def _a_norm(optimizer: Optimizer) -> float:
     """The norm of one of the optimizer's gradients; NaN where it has none."""
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    return math.nan if (found := next(gradients, None)) is None else float(found.detach().to_dense().norm())
+    return math.nan if (found := next(gradients, None)) is None else float(local(found).to_dense().norm())
+
+
+def when_pass_begins(model: nn.Module, then: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `then` when a backward pass enters the model by an output, with the output's gradient; once for each."""
+
+    def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(then)
+
+    return model.register_forward_hook(hook)
 
 
 def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
@@ -120,20 +134,29 @@ def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[
 class PassWatch:
     """Collects the gradients of each backward pass and hands them over when it has ended.
 
-    `is_wanted` is asked whether the pass under way is looked at.
+    `is_wanted` is asked whether the pass under way is looked at, and `keep` what to collect of a gradient.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], on_pass: OnPass, *, is_wanted: Callable[[], bool]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        on_pass: OnPass,
+        *,
+        is_wanted: Callable[[], bool],
+        keep: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
-        self._on_pass, self._is_wanted = on_pass, is_wanted
+        self._on_pass, self._is_wanted, self._keep = on_pass, is_wanted, keep
         self._received: dict[str, Tensor] = {}
         self._task, self._counts = -1, False
         self._handles: list[RemovableHandle] = []
         for name, parameter in parameters.items():
-            self._handles.append(parameter.register_hook(partial(self._receive, name)))
-            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+            self.watch(name, parameter)
+
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        """Collect the gradients of one more parameter."""
+        self._handles.append(parameter.register_hook(partial(self._receive, name)))
+        # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -146,7 +169,7 @@ class PassWatch:
         task = torch._C._current_graph_task_id()
         if task != self._task:  # what an earlier pass left, which died half-way, is dropped
             self._task, self._received, self._counts = task, {}, False
-        self._received[name] = gradient.detach()
+        self._received[name] = self._keep(gradient)
 
     def _accumulated(self, parameter: Tensor) -> None:
         if not self._counts and self._is_wanted() and not is_recorded(parameter):
@@ -164,18 +187,22 @@ class DropWatch:
     """Calls `on_drop` where a backward pass finds that the gradient of the one before is gone without a step.
 
     An optimizer that does not step says nothing, so this looks at one parameter: its gradient was there after the last
-    pass, and before the next it is None or zero. Accumulation leaves it alone. `parameter` must take part in every
-    pass; a pass without it is not noticed.
+    pass, and before the next it is None or zero. Accumulation leaves it alone. The first parameter that is trained must
+    take part in every pass; a pass without it is not noticed.
     """
 
-    def __init__(self, parameter: nn.Parameter, on_drop: Callable[[], None], on_pass: Callable[[], None]) -> None:
-        self._parameter, self._on_drop, self._on_pass = parameter, on_drop, on_pass
+    def __init__(self, model: nn.Module, on_drop: Callable[[], None], on_pass: Callable[[], None]) -> None:
+        self._parameter = next(iter(trainable(model).values()))
+        self._on_drop, self._on_pass = on_drop, on_pass
         self._waits, self._is_gone = False, False
         self._version = 0
         # The first also runs for autograd.grad(), where nothing is accumulated: it only looks.
         self._handles: list[RemovableHandle] = [
-            parameter.register_hook(self._before),
-            parameter.register_post_accumulate_grad_hook(self._after),
+            # FSDP2's gradients reach no hook of a parameter before they are accumulated.
+            when_pass_begins(model, self._before)
+            if is_sharded(self._parameter)
+            else self._parameter.register_hook(self._before),
+            self._parameter.register_post_accumulate_grad_hook(self._after),
         ]
 
     def stepped(self) -> None:
@@ -205,8 +232,11 @@ class DropWatch:
         gradient = self._parameter.grad
         if gradient is None:
             return True
-        # Nobody wrote to it, so it holds what it held. Else its values must be read, which waits for the device.
-        return gradient._version != self._version and not bool(gradient.to_dense().any())
+        if gradient._version == self._version:  # nobody wrote to it, so it holds what it held
+            return False
+        # All ranks must say the same, and a shard may be zero, or empty, on one of them: that somebody wrote must do.
+        # Else its values are read, which waits for the device.
+        return is_sharded(gradient) or not bool(gradient.to_dense().any())
 
 
 def scale_of_gradients(optimizer: Optimizer) -> float:

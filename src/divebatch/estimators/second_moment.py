@@ -11,6 +11,7 @@ from torch.optim import Adadelta, Optimizer
 
 from divebatch.errors import ArgumentError
 from divebatch.norms.accumulators import addend
+from divebatch.norms.sharded import local
 from divebatch.norms.sketch import sum_dtype
 
 LARGEST_MOMENT = "max_exp_avg_sq"
@@ -125,7 +126,8 @@ def _by_parts(gradient: Tensor, divide: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    held = local(tensor)
+    return torch.view_as_real(held) if held.is_complex() else held
 
 
 def _summed(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from divebatch.estimators.second_moment import Preconditioner
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.estimators.stepwise import Source
 from divebatch.norms.accumulators import trainable
+from divebatch.norms.sharded import Shards
 from divebatch.state_checks import Check, anything, table, whole
 
 
@@ -89,9 +90,11 @@ class SuccessiveSteps(Source):
     def attach(self, scene: Scene, decay: float) -> PairAverage:
         self._scene, self._optimizer = scene, scene.require_optimizer(self._way.name)
         self._parameters = trainable(scene.model)
+        self._shards = Shards(self._parameters)
         self._preconditioner = self._way.preconditioner(self._optimizer, self._parameters)
         # The weights move between the compared steps, and that bias can carry ||G||^2 below zero.
         self._average = PairAverage(decay=decay, trusts_negative=False)
+        self._average.shards = self._shards.ranks
         # The samples so far are the same on all ranks, so their signs are, and other ones in each epoch.
         seed = scene.delivery.samples_delivered
         self._use(*self._way.start(self._parameters, self._optimizer, seed=seed))
@@ -100,7 +103,7 @@ class SuccessiveSteps(Source):
         self._pause = 0
         """Steps to come that are not looked at."""
         self._stop = when_gradients_are_used(scene, self._way.name, self._on_step, reads_gradients=True)
-        self._drops = DropWatch(next(iter(self._parameters.values())), self._on_drop, self._on_pass)
+        self._drops = DropWatch(scene.model, self._on_drop, self._on_pass)
         return self._average
 
     def detach(self) -> None:
@@ -145,7 +148,13 @@ class SuccessiveSteps(Source):
         # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
         to_mean = 1.0 if self._scene.loss_reduction == "mean" else self._scene.delivery.ranks.size / size
         self._average.num_samples = self._average.num_samples + size
-        step = StepGradients(gradients, scale=to_mean, grad_scale=grad_scale, preconditioner=self._preconditioner)
+        step = StepGradients(
+            self._shards.of(gradients),
+            scale=to_mean,
+            grad_scale=grad_scale,
+            preconditioner=self._preconditioner,
+            offsets=self._shards.offsets,
+        )
         if step.is_empty:
             return
         self._chunks.add_step(step, size)

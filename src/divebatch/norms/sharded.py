@@ -2,15 +2,18 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from divebatch.errors import ArgumentError
 from divebatch.norms.sketch import sum_dtype
+from divebatch.ranks import Ranks
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -26,6 +29,127 @@ def unsharded_type(kind: type[nn.Module]) -> type[nn.Module]:
         own: type[nn.Module] = kind.__bases__[1]
         return own
     return kind
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, cut off from the graph: its shard of a DTensor, else all of it."""
+    sharded: Any = tensor
+    return sharded.to_local().detach() if is_sharded(tensor) else tensor.detach()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its shards: a collective where it has any."""
+    sharded: Any = tensor
+    return sharded.full_tensor().detach() if is_sharded(tensor) else tensor.detach()
+
+
+class Shards:
+    """What this rank holds of some parameters: its shards where FSDP2 has sharded them, else all of them.
+
+    Sums over coordinates, such as products and squared norms, add up over `ranks` to those of the whole gradients.
+    Ranks that hold copies of the same shards (hybrid sharding) each add up over their own copy.
+
+    Args:
+        parameters: Those that are trained, by name; raises where some are sharded and others not, or not alike.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.is_any_sharded = any(map(is_sharded, parameters.values()))
+        self.ranks = _common_ranks(parameters)
+        """Those that hold one copy of the parameters together; this process alone where nothing is sharded."""
+        self.offsets = {} if self.ranks.is_alone else {name: self._offset(name) for name in parameters}
+        """The number of the first entry that is held, among a parameter's entries one after the other."""
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter."""
+        return self.of(self.parameters)
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank holds of tensors that are sharded as their parameters are, by the parameters' names."""
+        return {name: local(tensor) for name, tensor in tensors.items()} if self.is_any_sharded else dict(tensors)
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Each number's sum over the ranks: a collective where there are several."""
+        return list(numbers) if self.ranks.is_alone else self.ranks.sum_numbers(numbers)
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Numbers of all ranks as what this rank adds to them: the first one all, the others nothing."""
+        return list(numbers) if self.ranks.is_first else [0.0] * len(numbers)
+
+    def part(self, number: Tensor) -> Tensor:
+        """The part of a number that all ranks have, with which they add up to it."""
+        return number if self.ranks.is_alone else number / self.ranks.size
+
+    def save(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of what ranks hold, for a checkpoint: sharded as the parameters are."""
+        return {name: self._saved(name, each.clone()) for name, each in held.items()}
+
+    def load(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of saved tensors, which are sharded as here, or whole."""
+        return {name: _piece(self.parameters[name], value) for name, value in saved.items()}
+
+    def require_rows(self, what: str) -> None:
+        """Raise for shards that are not rows: only rows have all their entries one after the other."""
+        for name, parameter in self.parameters.items():
+            if not self.ranks.is_alone and (dim := _sharding(name, parameter)[1].dim) != 0:
+                raise ArgumentError(
+                    f"{what} needs parameters that are sharded by rows, and '{name}' is by dimension {dim}: leave "
+                    f"shard_placement_fn out of fully_shard, or use 'moments' with sketch=False"
+                )
+
+    def _offset(self, name: str) -> int:
+        parameter = self.parameters[name]
+        rows = parameter.shape[0]
+        return first_row(rows, self.ranks.rank, self.ranks.size) * (parameter.numel() // max(1, rows))
+
+    def _saved(self, name: str, held: Tensor) -> Tensor:
+        parameter = self.parameters[name]
+        saved: Tensor = _like(parameter, held) if is_sharded(parameter) else held
+        return saved
+
+
+def first_row(rows: int, rank: int, num_ranks: int) -> int:
+    """The number of a rank's first row, as torch shards: all ranks get as many, but the last ones fewer or none."""
+    return min(rows, rank * -(-rows // num_ranks))
+
+
+def _common_ranks(parameters: Mapping[str, nn.Parameter]) -> Ranks:
+    """The ranks over which the parameters are sharded; raises if it is not the same ones for all."""
+    found: dict[tuple[int, ...], tuple[str, Ranks]] = {}
+    for name, parameter in parameters.items():
+        ranks = _ranks_of(name, parameter)
+        members = () if ranks.is_alone else tuple(dist.get_process_group_ranks(ranks._group))
+        found.setdefault(members, (name, ranks))
+    if len(found) > 1:
+        places = (f"over the ranks {list(members)}" if members else "not at all" for members in found)
+        told = " and ".join(f"'{name}' {place}" for (name, _), place in zip(found.values(), places, strict=True))
+        raise ArgumentError(
+            f"parameters are sharded unlike each other: {told}. Shard all that are trained alike, with fully_shard on "
+            f"one mesh and without ignored_params, or freeze the others"
+        )
+    return next((ranks for _, ranks in found.values()), Ranks.alone())
+
+
+def _ranks_of(name: str, parameter: Any) -> Ranks:
+    if not is_sharded(parameter):
+        return Ranks.alone()
+    mesh_dim, _ = _sharding(name, parameter)
+    return Ranks(parameter.device_mesh.get_group(mesh_dim)) if mesh_dim is not None else Ranks.alone()
+
+
+def _sharding(name: str, parameter: Any) -> tuple[int | None, Any]:
+    """The dimension of the mesh over which a parameter is sharded, and how; raises if there are two, or sums."""
+    placements = list(enumerate(parameter.placements))
+    sharded = [(dim, placement) for dim, placement in placements if placement.is_shard()]
+    if len(sharded) > 1 or any(placement.is_partial() for _, placement in placements):
+        raise ArgumentError(
+            f"'{name}' is laid out as {parameter.placements} over a mesh of {tuple(parameter.device_mesh.shape)}: "
+            f"gradients can be measured where fully_shard has sharded them over one dimension of a mesh, with copies "
+            f"over another, and not together with tensor parallelism"
+        )
+    return sharded[0] if sharded else (None, None)
 
 
 class ShardSums:
@@ -109,9 +233,11 @@ def _like(parameter: Any, local: Tensor) -> Any:
 
 
 def _piece(parameter: Any, value: Any) -> Tensor:
+    if not is_sharded(parameter):
+        return local(value)
     if is_sharded(value):
         return value.redistribute(parameter.device_mesh, parameter.placements).to_local()  # type: ignore[no-any-return]
     tensors = sys.modules["torch.distributed.tensor"]
     where, how = parameter.device_mesh, parameter.placements
-    whole = value.to(parameter.to_local().device)
-    return tensors.distribute_tensor(whole, where, how, src_data_rank=None).to_local()  # type: ignore[no-any-return]
+    there = value.to(parameter.to_local().device)
+    return tensors.distribute_tensor(there, where, how, src_data_rank=None).to_local()  # type: ignore[no-any-return]

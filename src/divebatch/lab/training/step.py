@@ -160,7 +160,7 @@ class TrainStep:
     def _accumulate(self, batch: Any, count: int, size: int, plan: BatchPlan) -> Tensor:
         """All micro-batches of a batch, `count` of at most `size` samples: the sum of their weighted losses."""
         for _ in range(count, self._num_passes_of_all(plan)):
-            self._run_dummy(batch)
+            self._run_dummy(batch, plan)
         total: Tensor | None = None
         for number, ((inputs, targets), weight) in enumerate(weighted_parts(batch, size), 1):
             is_full, is_last = len(targets) == self.full_size, number == count
@@ -178,15 +178,18 @@ class TrainStep:
         sizes = max(1, shard.num_samples // shard.num_ranks), math.ceil(shard.num_samples / shard.num_ranks)
         return max(math.ceil(size / self._micro_batch_size(size, plan)) for size in sizes)
 
-    def _run_dummy(self, batch: Any) -> None:
+    def _run_dummy(self, batch: Any, plan: BatchPlan) -> None:
         """A pass that counts for nothing, before those that do, so that this rank takes part in every collective."""
         inputs, targets = cut(batch, 0, 1)
         with pausing_meters():
-            self._run(MicroBatch(inputs=inputs, targets=targets, weight=LossWeight(0.0)), BatchPlan())
+            part = MicroBatch(inputs=inputs, targets=targets, weight=LossWeight(0.0))
+            self._run(part, BatchPlan(min_micro_batches=plan.min_micro_batches))
 
     def _run(self, part: MicroBatch, plan: BatchPlan) -> Tensor:
         """One forward and backward pass, kernel by kernel; its mean loss times its weight."""
-        with self._first_time(part, plan), self.parallel.adding_up(is_last=part.is_last):
+        # Passes that are compared on shards must each be averaged: FSDP2 shows them in no other way.
+        averages = part.is_last or (self.parallel.is_sharded and plan.min_micro_batches > 1)
+        with self._first_time(part, plan), self.parallel.adding_up(is_last=averages):
             loss = self._loss(part.inputs, part.targets, is_full=part.is_full)
             loss = loss if part.weight == 1.0 else loss * part.weight
             loss.backward()
