@@ -16,6 +16,7 @@ from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, lo
 from divebatch.integrations.versions import Requirement
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
+from divebatch.policies.policy import require_policy
 from divebatch.resolve import Trained, as_list, require_step_cadence, resolve_estimator
 
 REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
@@ -60,6 +61,7 @@ def make_controller(
         settings: `Controller`'s: lr_coupling, loss_reduction and so on.
     """
     _check(accelerator, loader)
+    require_policy(policy)
     if settings.get("every_steps") is not None:
         require_step_cadence(settings["every_steps"], policy, None)
     in_passes = accelerator.gradient_accumulation_steps != 1 or loader.delivery_size is not None
