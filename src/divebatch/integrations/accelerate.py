@@ -99,14 +99,21 @@ def _accumulated(accelerator: Any, loader: AdaptiveLoader, loss_reduction: LossR
         # over into the next epoch.
         accelerator.gradient_accumulation_steps, accelerator.step = count, 0
 
-    passes, backward = StepPasses(loader, begin_step, loss_reduction=loss_reduction), accelerator.backward
-
-    def weighed(loss: Tensor, **settings: Any) -> None:
-        passes.weigh(loss)
-        backward(loss, **settings)
-
-    accelerator.backward = weighed
+    passes = StepPasses(loader, begin_step, loss_reduction=loss_reduction)
+    accelerator.backward = _Weighed(passes, accelerator.backward)
     return passes
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """An accelerator's `backward`, on the loss of a pass with the weight that it has in its step."""
+
+    passes: StepPasses
+    backward: Callable[..., None]
+
+    def __call__(self, loss: Tensor, **settings: Any) -> None:
+        self.passes.weigh(loss)
+        self.backward(loss, **settings)
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,11 @@ def _check(accelerator: Any, loader: Any) -> None:
         )
     if isinstance(loader.transform, _OnDevice):
         raise ArgumentError("this loader belongs to an accelerator already: make one for each")
+    if isinstance(accelerator.backward, _Weighed):
+        raise ArgumentError(
+            "this accelerator makes its steps of another loader's passes, and their number is no longer the one it was "
+            "given: make a new Accelerator(gradient_accumulation_steps=...) for another training"
+        )
 
 
 def _check_accumulation(accelerator: Any) -> None:

@@ -11,7 +11,7 @@ from divebatch.step_count import in_multiples
 
 
 def refuse_loss(policy: Policy) -> None:
-    """Raise for what is no policy, and for one that needs the epoch's loss, which adapters do not know when they call `Controller.step`."""
+    """Raise for what is no policy, and for one that needs the epoch's loss, which adapters do not pass on."""
     require_policy(policy)
     if "loss" in policy.needs:
         raise ArgumentError(
