@@ -117,6 +117,13 @@ def test_both_ways_to_say_what_a_pass_is_are_refused():
         Run(Fixed(), passes=2, batch_size=12, delivery_size=6)
 
 
+def test_an_accelerator_whose_number_of_passes_has_changed_is_refused():
+    run = Run(Fixed(), epochs=1).train()
+    again = AdaptiveLoader(texts(), 6)
+    with pytest.raises(ArgumentError, match="make a new Accelerator"):
+        make_controller(run.accelerator, run.model, run.optimizer, again, Fixed(), scheduler=run.scheduler)
+
+
 def test_the_measured_sums_are_exact_at_fixed_weights():
     """42 samples in passes of 5 and steps of 15: the last step has passes of 5, 5 and 2."""
     accelerator, kept = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3), Kept()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import ChainDataset, DataLoader
+from torch.utils.data import ChainDataset, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from divebatch import AdaptiveBatchSampler, AdaptiveLoader, Auto, DiveBatch, Fixed
 from divebatch.errors import ArgumentError, CheckpointError
@@ -269,6 +269,32 @@ class OldSmoother:
     """Has never heard of the other passes of a step, as in transformers 5.12."""
 
     def __call__(self, model_output: Any, labels: Any, shift_labels: bool = False) -> Any: ...
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler(NUMBERED), RandomSampler(NUMBERED)])
+def test_a_plain_sampler_of_a_subclass_is_followed(sampler: Any, tmp_path: Path):
+    run = trainer(Fixed(), tmp_path, num_train_epochs=1)
+    run._get_train_sampler = lambda *_: sampler
+    run.train()
+    assert sorted(run.model.seen) == list(range(48))
+    assert (run.model.seen == list(range(48))) is isinstance(sampler, SequentialSampler)
+
+
+def test_samplers_and_loaders_of_a_subclass_are_not_left_out_unasked(tmp_path: Path):
+    run = trainer(Fixed(), tmp_path)
+    for sampler in (WeightedRandomSampler([1.0] * 48, 48), RandomSampler(NUMBERED, num_samples=10)):
+        run._get_train_sampler = lambda *_, sampler=sampler: sampler
+        with pytest.raises(ArgumentError, match=f"has a [a-zA-Z]*{type(sampler).__name__}.*_get_train_sampler"):
+            run.train()
+    run.get_train_dataloader = lambda: DataLoader(NUMBERED, batch_size=2)
+    with pytest.raises(ArgumentError, match="get_train_dataloader of BatchSizeTrainer returns a DataLoader"):
+        run.train()
+
+
+@pytest.mark.parametrize("policy", [None, "auto", Auto])
+def test_what_is_no_policy_is_refused(policy: Any, tmp_path: Path):
+    with pytest.raises(ArgumentError, match="policy must be a policy object"):
+        trainer(policy, tmp_path)
 
 
 def test_schedules_that_count_steps_are_refused(tmp_path):

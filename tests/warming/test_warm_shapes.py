@@ -280,6 +280,13 @@ def test_sizes_may_be_named() -> None:
         warm_shapes(loop.step, loop.control, sizes=[0])
     with pytest.raises(ArgumentError, match="sizes is empty"):
         warm_shapes(loop.step, loop.control, sizes=[])
+    with pytest.raises(ArgumentError, match="sizes has 1000000, and an epoch has"):
+        warm_shapes(loop.step, loop.control, sizes=[4, 1_000_000])
+    wrong: Any = 8
+    with pytest.raises(ArgumentError, match="sizes must be a list of batch sizes, got sizes=8"):
+        warm_shapes(loop.step, loop.control, sizes=wrong)
+    with pytest.raises(ArgumentError, match=r"warm_shapes\(step, control\)"):
+        warm_shapes(loop.control, loop.step)  # type: ignore[arg-type]
 
 
 def test_too_many_sizes_are_an_error_that_says_how_to_make_them_few() -> None:

@@ -16,6 +16,7 @@ from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, lo
 from divebatch.integrations.versions import Requirement
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
+from divebatch.policies.policy import require_policy
 from divebatch.resolve import Trained, as_list, require_step_cadence, resolve_estimator
 
 REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
@@ -60,6 +61,7 @@ def make_controller(
         settings: `Controller`'s: lr_coupling, loss_reduction and so on.
     """
     _check(accelerator, loader)
+    require_policy(policy)
     if settings.get("every_steps") is not None:
         require_step_cadence(settings["every_steps"], policy, None)
     in_passes = accelerator.gradient_accumulation_steps != 1 or loader.delivery_size is not None
@@ -97,14 +99,21 @@ def _accumulated(accelerator: Any, loader: AdaptiveLoader, loss_reduction: LossR
         # over into the next epoch.
         accelerator.gradient_accumulation_steps, accelerator.step = count, 0
 
-    passes, backward = StepPasses(loader, begin_step, loss_reduction=loss_reduction), accelerator.backward
-
-    def weighed(loss: Tensor, **settings: Any) -> None:
-        passes.weigh(loss)
-        backward(loss, **settings)
-
-    accelerator.backward = weighed
+    passes = StepPasses(loader, begin_step, loss_reduction=loss_reduction)
+    accelerator.backward = _Weighed(passes, accelerator.backward)
     return passes
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """An accelerator's `backward`, on the loss of a pass with the weight that it has in its step."""
+
+    passes: StepPasses
+    backward: Callable[..., None]
+
+    def __call__(self, loss: Tensor, **settings: Any) -> None:
+        self.passes.weigh(loss)
+        self.backward(loss, **settings)
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,11 @@ def _check(accelerator: Any, loader: Any) -> None:
         )
     if isinstance(loader.transform, _OnDevice):
         raise ArgumentError("this loader belongs to an accelerator already: make one for each")
+    if isinstance(accelerator.backward, _Weighed):
+        raise ArgumentError(
+            "this accelerator makes its steps of another loader's passes, and their number is no longer the one it was "
+            "given: make a new Accelerator(gradient_accumulation_steps=...) for another training"
+        )
 
 
 def _check_accumulation(accelerator: Any) -> None:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Policy
+from divebatch.policies.policy import require_policy
 from divebatch.policies.wrappers import Around
 from divebatch.step_count import in_multiples
 
 
 def refuse_loss(policy: Policy) -> None:
-    """Raise for a policy that needs the epoch's loss, which adapters do not know when they call `Controller.step`."""
+    """Raise for what is no policy, and for one that needs the epoch's loss, which adapters do not pass on."""
+    require_policy(policy)
     if "loss" in policy.needs:
         raise ArgumentError(
             f"{type(policy).__name__} needs the epoch's mean training loss, which this adapter does not pass on: "

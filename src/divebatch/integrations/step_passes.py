@@ -97,7 +97,7 @@ def deliver_in_passes(loader: AdaptiveLoader, passes: int, setting: str) -> None
     elif passes != 1:
         raise ArgumentError(
             f"{setting}={passes} and AdaptiveLoader(delivery_size={loader.delivery_size}) both say how much of a step "
-            f"one pass takes: leave out one of them"
+            f"one pass takes: leave out one of them, and if an earlier training set delivery_size, make a new loader"
         )
     most = loader.dataset_size or 0
     if loader.batch_size % loader.delivery_size and loader.batch_size < most:

@@ -60,10 +60,15 @@ def shapes_to_meet(control: Controller) -> dict[int, set[int]]:
     return dict(sorted(shapes.items()))
 
 
-def named_shapes(sizes: Collection[int]) -> dict[int, set[int]]:
+def named_shapes(control: Controller, sizes: Collection[int]) -> dict[int, set[int]]:
     """Return the sizes that a user names, as `shapes_to_meet` does."""
+    if not isinstance(sizes, Collection):
+        raise ArgumentError(f"sizes must be a list of batch sizes, got sizes={sizes!r}")
+    most = control.loader.dataset_size or sys.maxsize
     for size in sizes:
         require_count("sizes", size)
+        if size > most:
+            raise ArgumentError(f"sizes has {size}, and an epoch has {most} samples: no batch has more, leave it out")
     if not sizes:
         raise ArgumentError("sizes is empty: name batch sizes, or leave it out for all that the policy can reach")
     return {size: {size} for size in sorted(set(sizes))}

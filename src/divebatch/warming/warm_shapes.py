@@ -51,8 +51,13 @@ def warm_shapes(
     Returns:
         What each size cost.
     """
+    if not callable(step) or not isinstance(control, Controller):
+        raise ArgumentError(
+            f"warm_shapes takes your step and its controller, got a {type(step).__name__} and a "
+            f"{type(control).__name__}: warm_shapes(step, control)"
+        )
     _require_usable(control, also_restore)
-    shapes = shapes_to_meet(control) if sizes is None else named_shapes(sizes)
+    shapes = shapes_to_meet(control) if sizes is None else named_shapes(control, sizes)
     looks: list[Look] = []
     with _as_if_never_run(control, also_restore):
         for size, batch_sizes in shapes.items():

@@ -21,7 +21,7 @@ from divebatch.integrations.pass_count import PassCount
 from divebatch.integrations.transformers import checkpoints
 from divebatch.integrations.transformers.follow import Follow
 from divebatch.integrations.transformers.framework import Trainer, logger
-from divebatch.integrations.transformers.loader import TrainerLoader
+from divebatch.integrations.transformers.loader import TrainerLoader, is_shuffled
 from divebatch.integrations.transformers.refusals import refuse_settings
 from divebatch.integrations.transformers.run_length import RunLength
 from divebatch.lr import Coupling
@@ -29,6 +29,7 @@ from divebatch.norms.loss_scale import LossWeight
 from divebatch.policies import Fixed, Policy
 from divebatch.ranks import RankShard
 from divebatch.records import EpochRecord
+from divebatch.resolve import require_step_cadence
 
 _TAKEN_OVER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn")
 
@@ -75,6 +76,8 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*positional, **settings)
         refuse_settings(self)
         refuse_loss(policy)
+        if every_steps is not None:
+            require_step_cadence(every_steps, policy, None)
         if self.lr_scheduler is not None and not step_schedule:
             raise ArgumentError(
                 f"{type(self.lr_scheduler).__name__} is stepped once an optimizer step, and their number changes: set "
@@ -136,7 +139,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         self.train_loader = TrainerLoader(
             theirs.dataset,
             self._pass_samples * self._first_passes,
-            shuffle=self.args.train_sampling_strategy != "sequential",
+            shuffle=is_shuffled(theirs),
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=self.args.dataloader_drop_last,
             delivery_size=self._pass_samples,
@@ -146,6 +149,11 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> Any:
         """The length of training at the first batch size; an epoch has at most as many steps as passes."""
+        if not isinstance(dataloader, TrainerLoader):
+            raise ArgumentError(
+                f"get_train_dataloader of {type(self).__name__} returns a {type(dataloader).__name__}, whose batches "
+                f"have a fixed size: leave it out, and pass train_dataset and data_collator"
+            )
         epochs, _, examples, samples, batch_size, passes, steps = super().set_initial_training_values(args, dataloader)
         is_stream = isinstance(dataloader.dataset, IterableDataset)
         of_epoch = dataloader.dataset_size
