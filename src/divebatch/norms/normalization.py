@@ -52,7 +52,8 @@ def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, St
     # Statistics in 16 bits are too coarse to be used again; those of eval mode are the running ones.
     if by_running or mean is None or mean.numel() == 0 or mean.dtype.itemsize < 4:
         return x
-    return x, Statistics(mean, node._saved_result2)
+    # Detached: GroupNorm's are outputs that know their node, whose hooks would keep them and with them the whole pass.
+    return x, Statistics(mean.detach(), node._saved_result2.detach())
 
 
 @rule_for(nn.GroupNorm, look=_saved_statistics)
