@@ -43,7 +43,8 @@ class Question:
         return ESTIMATORS[self.estimator].at_fixed_weights
 
     def __str__(self) -> str:
-        return self.estimator if self.norm == EUCLIDEAN else f"{self.estimator}, {self.norm}"
+        says_enough = self.norm == EUCLIDEAN or self.norm.lower() == self.estimator
+        return self.estimator if says_enough else f"{self.estimator}, {self.norm}"
 
 
 QUESTIONS = (
