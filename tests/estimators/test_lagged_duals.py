@@ -134,6 +134,20 @@ def test_a_resume_is_exact(kind: str, cut_at: int, settings: dict[str, Any]):
 
 
 @any_kind
+def test_momentum_that_falls_takes_the_lower_end_away(kind: str):
+    """As lr_coupling="adam" lets it fall: nothing then tells by how much the moving weights make B too large."""
+    lows = []
+    for beta1 in (0.9, 0.1):
+        loop = Loop(KINDS[kind][0](), MATRICES)
+        for seed in range(40):
+            loop.step({name: each + 1 for name, each in drawn(MATRICES, seed).items()})
+            loop.optimizer.param_groups[0]["betas"] = (beta1, 0.999)
+        lows.append(loop.estimator.finish().noise_scale_interval()[0])
+    assert lows[0] > 0
+    assert lows[1] == 0
+
+
+@any_kind
 def test_steps_that_train_other_parameters_are_not_compared(kind: str):
     loop = Loop(KINDS[kind][0](), MATRICES)
     for seed in range(6):

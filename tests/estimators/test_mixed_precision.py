@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
 from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
+from divebatch.estimators.split import SharedBatchWatch
+from divebatch.norms.loss_scale import LossWeight
 from divebatch.policies import NoiseScale
 from reference.delivery import Delivered
 from reference.per_sample import mean_loss, mlp, samples
@@ -125,3 +127,17 @@ def test_in_a_plain_loop_the_scaler_is_found(name: str) -> None:
             records.append(control.step())
     assert records[0].diversity is not None
     assert records[1].diversity == pytest.approx(records[0].diversity, rel=1e-4)
+
+
+def test_chunks_that_all_ranks_share_are_without_the_scale():
+    """As FSDP2's: a batch on which the scale has grown must not weigh more in the mean over batches than the others."""
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(1))  # from here on it is used
+    model, told = mlp(dtype=torch.float32), list[dict[str, Tensor]]()
+    scene = Scene(model, Delivered(lambda: 2 * SIZE), SGD(model.parameters(), lr=0.0))
+    watch = SharedBatchWatch(
+        scene, {}, lambda gradients, *_: told.append(dict(gradients)), lambda *_: None, lambda: True, scaler
+    )
+    watch._take({"weight": torch.full((3,), 64.0)}, LossWeight(1.0), applied=1.0)
+    watch.close()
+    assert torch.equal(told[0]["weight"], torch.ones(3))

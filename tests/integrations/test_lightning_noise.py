@@ -80,6 +80,24 @@ def test_readings_are_those_of_a_meter_in_a_plain_loop(passes: int, tmp_path: Pa
         assert any(value > 0 for value in values)
 
 
+def test_a_reading_has_one_batch_size():
+    """Twelve steps of 4 samples, then twelve of 8: the first two of these show that the size has changed."""
+    _, x, y = next(iter(DataLoader(Numbered(8), batch_size=8)))
+    batches = [(torch.arange(size), x[:size], y[:size]) for size in [4] * 12 + [8] * 12]
+    callback = NoiseScaleCallback(every_steps=10)
+    fit(callback, Module(), DataLoader(batches, batch_size=None), max_epochs=1)
+    net, expected = mlp(dtype=torch.float32), {}
+    optimizer = SGD(net.parameters(), lr=0.003, momentum=0.9)
+    with NoiseMeter(optimizer) as meter:
+        for made, (_, inputs, targets) in enumerate(batches, 1):
+            optimizer.zero_grad()
+            mean_loss(net(inputs), targets).backward()
+            optimizer.step()
+            if made in (10, 14, 24):
+                expected[made] = meter.read(len(inputs))
+    assert callback.readings == [expected[10], expected[24]]
+
+
 def test_a_batch_size_that_is_told_is_taken():
     counted, told = NoiseScaleCallback(every_steps=10), NoiseScaleCallback(every_steps=10, batch_size=8)
     for callback in (counted, told):

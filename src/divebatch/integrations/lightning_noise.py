@@ -23,7 +23,8 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
 
     Without `batch_size` the samples of a step are counted in the batches: the first dimension of a batch's first
     tensor, summed over the passes of a step, times the number of processes, which are taken to have as many each. A
-    reading goes by the size that most of its steps had, so that an epoch's short last step does not matter.
+    reading goes by the size that most of its steps had, so that an epoch's short last step does not matter. Where the
+    size changes for good, as beside a `BatchSizeCallback`, the steps before are dropped and a new reading begins.
 
     Args:
         every_steps: Optimizer steps between two readings.
@@ -48,6 +49,8 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
         """How many steps since the last reading had so many samples."""
         self._samples = 0
         """Samples of this process since the last step."""
+        self._last_size = self._usual_size = 0
+        """Samples of the last step, and of the last two that had equally many; 0 before there are any."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """A checkpoint has been loaded, and the steps of before with it."""
@@ -59,10 +62,22 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
             self._samples += _num_samples(batch)
         if trainer.global_step == self._at_step:
             return
-        self._sizes[self.batch_size or self._samples * trainer.world_size] += 1
+        self._count_step(self.batch_size or self._samples * trainer.world_size)
         self._at_step, self._samples = trainer.global_step, 0
         if self._sizes.total() >= self.every_steps:
             self._read(trainer)
+
+    def _count_step(self, size: int) -> None:
+        assert self._meter is not None
+        has_changed = size == self._last_size != self._usual_size  # twice in a row: not an epoch's short last step
+        is_first, self._last_size = self._usual_size == 0, size
+        if has_changed:
+            self._usual_size = size
+        if has_changed and not is_first:
+            self._meter.read(size)
+            self._sizes.clear()
+        else:
+            self._sizes[size] += 1
 
     def _read(self, trainer: Any) -> None:
         assert self._meter is not None
