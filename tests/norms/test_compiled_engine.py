@@ -159,7 +159,7 @@ def test_no_gradient_is_copied_to_learn_its_strides(make, batch, mode: str, monk
     assert not [code for code in functions if "contiguous" in code]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["transformer"])
 def test_the_last_batch_may_be_smaller(case: str):
     make, batch = CASES[case]
     model = make()

@@ -141,7 +141,7 @@ def whole(tmp_path_factory) -> Run:
 def test_killed_at_random_instants_it_resumes_to_the_same_bits(born, whole):
     chance = random.Random(1)
     kills = 0
-    while kills < 3:
+    while kills < 2:
         life = born("--resume", "--checkpoint-steps", "4", nap=0.002)
         life.wait_for_saves(chance.randint(0, 7))
         time.sleep(chance.uniform(0, 0.02))
