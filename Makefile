@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 DEMO_DIR := runs/demo
 PEERS := opacus backpack-for-pytorch einops unfoldNd scipy
 
-.PHONY: help install demo test check docs dist bench reproduce clean
+.PHONY: help install demo test test-all check docs dist bench reproduce clean
 
 help:  ## List the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,14 +26,16 @@ demo: install  ## Run both synthetic experiments small, print the table, write t
 	$(BIN)/divebatch run synthetic-nonconvex --trials 2 --epochs 20 --log-exact --out $(DEMO_DIR)
 	$(BIN)/divebatch report $(DEMO_DIR)
 
-test: install  ## Run the tests
+test: install  ## Run the tests but the slow ones
+	$(BIN)/pytest -n 2 -m 'not slow'
+
+test-all: install  ## Run all tests: also those that kill processes, start ranks, browsers or compilers
 	$(BIN)/pytest -n 2
 
-check: install  ## Lint, type-check, test: what CI runs
+check: install  ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) test
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
