@@ -59,18 +59,3 @@ def test_an_empty_folder_beside_a_full_one_is_no_obstacle(tmp_path: Path) -> Non
     answer = call(str(tmp_path / "empty"), str(tmp_path / "runs"))
     assert answer.exit_code == 0, answer.output
     assert json.loads((tmp_path / "empty" / "report.html").read_text().split('id="data">')[1].split("</script>")[0])
-
-
-def test_what_records_lack_for_a_model_of_more_devices_can_be_given(tmp_path: Path) -> None:
-    for method, size in (("small", 8), ("large", 16)):
-        with RecordWriter(tmp_path / "e" / method / "seed-0.jsonl") as writer:
-            writer.write(RunHeader(experiment="e", method=method, seed=0, config={"epochs": 1}))
-            seconds = 0.5 if size == 8 else 0.4
-            writer.write(
-                EpochRecord(epoch=1, batch_size=size, lr=0.1, steps=80 // size, samples=80, train_seconds=seconds)
-            )
-    assert "On more devices: cannot be told" in " ".join(call(str(tmp_path)).output.split())
-    answer = call(str(tmp_path), "--parameters", "1000")
-    assert answer.exit_code == 0, answer.output
-    assert "(a model, not a measurement)" in " ".join(answer.output.split())
-    assert "a model, not a measurement" in (tmp_path / "report.html").read_text(encoding="utf-8")

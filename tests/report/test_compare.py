@@ -132,38 +132,9 @@ def test_the_command_says_it_in_words(tmp_path):
     assert f"a against b in {tmp_path / 'two'}" in other.output
 
 
-def test_more_devices_are_told_as_a_model(tmp_path):
-    """Ten steps of 100 samples against five of 200, a step taking 1 ms and 10 us a sample."""
-    for method, size, steps in (("a", 200, 5), ("b", 100, 10)):
-        for seed in range(2):
-            row = {"val_accuracy": 0.5, "batch_size": size, "steps": steps, "samples": 1000}
-            write_run(tmp_path, "e", method, seed, [{**row, "train_seconds": 1e-3 * steps + 1e-2}])
-    answer = call(tmp_path, "a", "b")
-    assert "On more devices: cannot be told, because the records do not say how many parameters" in answer.output
-    answer = call(tmp_path, "a", "b", "--parameters", 1000)
-    assert answer.exit_code == 0, answer.output
-    # 8 devices: 25 samples each take 1.25 ms, 13 each take 1.13 ms.
-    assert (
-        "training on 8 devices (a model, not a measurement): a is 1.81 times as fast as b "
-        "(time of a over that of b: 0.55, 95% interval 0.55 to 0.55; 2 seeds)."
-    ) in answer.output
-    assert "A model, not a measurement: no time on more devices was measured." in answer.output
-    for seed in range(2):
-        write_run(tmp_path, "e", "stepless", seed, [{"val_accuracy": 0.5, "steps": 0, "samples": 0}])
-    answer = call(tmp_path, "a", "stepless", "--parameters", 1000)
-    assert answer.exit_code == 0, answer.output
-    assert "training on 8 devices" not in answer.output
-    path = tmp_path / "advice.json"
-    path.write_text('{"step_seconds": [{"batch_size": 1, "seconds": 1}, {"batch_size": 2, "seconds": 1}]}')
-    answer = call(tmp_path, "a", "b", "--parameters", 1000, "--step-times", path)
-    assert "on 8 devices (a model, not a measurement): a is 2.00 times as fast as b" in answer.output
-
-
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["a", "b", "--step-times", "/no/such/file"], 1, "cannot read '/no/such/file'"),
-        (["a", "b", "--parameters", "0"], 2, "--parameters"),
         (["a", "c"], 2, "no run of method 'c'; known: a, b"),
         (["a", "b", "--experiment", "poems"], 2, "experiment 'poems' has not both methods; known: made-up"),
         (["a", "b", "--against", "/no/such/folder"], 2, "'/no/such/folder' is not a folder"),

@@ -11,13 +11,11 @@ from made_up_runs import GPU, LOSS, write_run
 
 from divebatch.records import Metric, ReportSettings
 from divebatch.report import Analysis, Table, analyse, load_runs, write_report
-from divebatch.report.devices import DeviceModel, Untold, device_model
 from divebatch.report.gain_words import gains_in_words, gains_table
 from divebatch.report.gains import BEST, CUSTOMARY, HERE, STEPS, Gain, adaptive_methods, best_fixed, find_gains
 
 A = [0.90, 0.91, 0.92, 0.93, 0.94]
 B = [0.88, 0.90, 0.89, 0.92, 0.91]
-NOT_TOLD = Untold("nobody knows")
 SETTINGS = ReportSettings(customary="small")
 
 
@@ -57,21 +55,20 @@ def analysis_of(folder: Path) -> Analysis:
 
 def gains_of(folder: Path) -> dict[tuple[str, str], Gain]:
     analysis = analysis_of(folder)
-    gains = find_gains(analysis, device_model(analysis.experiment.runs))
+    gains = find_gains(analysis)
     return {(gain.method, gain.baseline.result.method): gain for gain in gains}
 
 
 def table_of(folder: Path) -> Table:
     analysis = analysis_of(folder)
-    model = device_model(analysis.experiment.runs)
-    table = gains_table(analysis, find_gains(analysis, model), model)
+    table = gains_table(analysis, find_gains(analysis))
     assert table is not None
     return table
 
 
 def words_of(folder: Path) -> str:
     analysis = analysis_of(folder)
-    return gains_in_words(analysis, find_gains(analysis, device_model(analysis.experiment.runs)))
+    return gains_in_words(analysis, find_gains(analysis))
 
 
 def test_gains_by_hand(tmp_path: Path) -> None:
@@ -92,21 +89,6 @@ def test_gains_by_hand(tmp_path: Path) -> None:
     best = gains_of(tmp_path)["auto", "tuned"]
     assert best.baseline.roles == (BEST,)
     assert best.ratios[STEPS].value == pytest.approx(12 / 10)
-
-
-def test_ratios_on_devices_are_those_of_the_model(tmp_path: Path) -> None:
-    write(tmp_path, "small", B)
-    write(tmp_path, "tuned", B, sizes=(200, 200))
-    write(tmp_path, "auto", A, policy="auto", sizes=(100, 500))
-    analysis = analysis_of(tmp_path)
-    model = device_model(analysis.experiment.runs)
-    assert isinstance(model, DeviceModel)
-    gain = gains_of(tmp_path)["auto", "small"]
-    for count in (8, 64, 512):
-        one, other = (model.seconds(analysis.method(name).runs[0], count) for name in ("auto", "small"))
-        assert gain.ratios[f"seconds on {count} devices (model)"].value == pytest.approx(one / other)
-    (without, *_) = find_gains(analysis, NOT_TOLD)
-    assert set(without.ratios) == {STEPS, HERE}
 
 
 def test_the_best_fixed_batch_is_the_quickest_of_those_within_noise(tmp_path: Path) -> None:
@@ -173,7 +155,7 @@ def test_without_a_fixed_or_an_adaptive_method_there_is_nothing_to_say(tmp_path:
     write(tmp_path, "small", A)
     assert (gains_of(tmp_path), words_of(tmp_path)) == ({}, "")
     analysis = analysis_of(tmp_path)
-    assert gains_table(analysis, [], NOT_TOLD) is None
+    assert gains_table(analysis, []) is None
     write(tmp_path / "other", "auto", A, policy="auto")
     assert gains_of(tmp_path / "other") == {}
 
@@ -192,8 +174,7 @@ def test_the_table_and_the_sentence_tell_gains(tmp_path: Path) -> None:
     assert (cells["steps"], cells["seconds here"]) == ("0.60", "0.40")
     assert words_of(tmp_path) == (
         "Does it pay? auto against small (100), the best fixed batch and the customary batch, over 5 seeds: "
-        "2.00 points better in accuracy (0.76 to 3.24), 0.60 times the steps, 0.40 times the seconds here, "
-        f"{cells['seconds on 64 devices (model)']} times the seconds on 64 devices by a model."
+        "2.00 points better in accuracy (0.76 to 3.24), 0.60 times the steps, 0.40 times the seconds here."
     )
     write(tmp_path, "other", A, policy="divebatch")
     assert words_of(tmp_path).endswith(" The table has 1 more method that changes its batch size.")
@@ -264,24 +245,13 @@ def test_the_report_has_both_tables_and_the_sentence(tmp_path: Path) -> None:
         "validation accuracy (%) and time to target",
         "does it pay?",
         "cost",
-        "training s on more devices (a model, not a measurement)",
     ]
     page = report.html.read_text(encoding="utf-8")
     assert page.index(sentence) < page.index("does it pay?</h3>") < page.index("<figure")
-    assert page.index("<figure") < page.index("training s on more devices (a model, not a measurement)</h3>")
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert sentence in markdown
     assert "### e: does it pay?" in markdown
     assert "tuned (200), best fixed" in (tmp_path / "tables" / "e-table2.csv").read_text()
-
-
-@pytest.mark.usefixtures("quick_figures")
-def test_where_the_model_lacks_something_the_report_says_what(tmp_path: Path) -> None:
-    write(tmp_path, "small", B, num_parameters=None)
-    report = write_report(tmp_path)
-    assert report.gains == ()
-    (cost,) = [table for table in report.tables if table.title == "e: cost"]
-    assert cost.notes[-1].startswith("On more devices: cannot be told, because the records do not say how many param")
 
 
 def test_the_customary_method_is_a_setting_of_the_records() -> None:

@@ -6,10 +6,8 @@ from typing import Annotated
 import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
-from divebatch.cli.more_devices import Parameters, StepTimes, device_inputs
 from divebatch.report import RecordedExperiment, analyse, load_runs
 from divebatch.report.compare import Comparison, compare_methods
-from divebatch.report.devices import device_model
 
 
 def compare(
@@ -18,8 +16,6 @@ def compare(
     second: Annotated[str, typer.Argument(help="Another method.")],
     experiment: Annotated[str | None, typer.Option(help="One experiment; all that have both by default.")] = None,
     against: Annotated[Path | None, typer.Option(help="Look for the second method in this folder.")] = None,
-    step_times: StepTimes = None,
-    parameters: Parameters = None,
 ) -> None:
     """Say whether two methods differ: paired over seeds, with an interval and an effect size."""
     for each in (folder, against):
@@ -28,17 +24,11 @@ def compare(
     with errors_exit_with(FAILED):
         here = _by_name(folder)
         there = _by_name(against) if against is not None else here
-        inputs = device_inputs(step_times, parameters)
     names = _common(here, there, first, second, experiment)
     label = f"{second} in {against}" if against is not None else second
     for name in names:
         other = analyse(there[name]) if against is not None else None
-        runs = [*here[name].runs, *(there[name].runs if against is not None else ())]
-        devices = device_model(runs, inputs=inputs)
-        found = compare_methods(
-            analyse(here[name]), first, second, against=other, names=(first, label), devices=devices
-        )
-        _show(found)
+        _show(compare_methods(analyse(here[name]), first, second, against=other, names=(first, label)))
 
 
 def _by_name(folder: Path) -> dict[str, RecordedExperiment]:
@@ -69,5 +59,5 @@ def _show(comparison: Comparison) -> None:
     typer.echo(f"{comparison.experiment}: {comparison.first} against {comparison.second}")
     for answer in comparison.answers:
         typer.echo(f"  {answer.measure}: {answer.text}")
-    for line in (*comparison.cautions, *comparison.assumptions):
+    for line in comparison.cautions:
         typer.echo(f"  {line}")

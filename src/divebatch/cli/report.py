@@ -9,22 +9,19 @@ from rich.table import Table as RichTable
 
 from divebatch.cli.console import make_console
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
-from divebatch.cli.more_devices import Parameters, StepTimes, device_inputs
 from divebatch.report import Report, Table, write_report
 
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `divebatch run --out` wrote.")],
     out: Annotated[Path | None, typer.Option(help="Where to write the report; the first folder if not given.")] = None,
-    step_times: StepTimes = None,
-    parameters: Parameters = None,
 ) -> None:
     """Print the tables and write report.html, report.md and every figure and table as files."""
     for folder in folders:
         if not folder.is_dir():
             raise leave(f"'{folder}' is not a folder", WRONG_USE)
     with errors_exit_with(FAILED):
-        written = write_report(*folders, out=out, devices=device_inputs(step_times, parameters))
+        written = write_report(*folders, out=out)
     _print_results(written)
     for problem in written.problems:
         typer.echo(f"skipped: {problem}", err=True)

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from divebatch.records import Metric
 from divebatch.report.analysis import Analysis, MethodResult, trained_alike
-from divebatch.report.devices import DEVICES, DeviceModel, Untold, assumptions
 from divebatch.report.runs import RecordedRun
 from divebatch.student import t_quantile
 
@@ -97,8 +96,6 @@ class Comparison:
     seeds: tuple[int, ...]
     answers: tuple[Answer, ...]
     cautions: tuple[str, ...]
-    assumptions: tuple[str, ...] = ()
-    """Of the answers that come from a model."""
 
 
 def compare_methods(
@@ -108,7 +105,6 @@ def compare_methods(
     *,
     against: Analysis | None = None,
     names: tuple[str, str] | None = None,
-    devices: DeviceModel | Untold | None = None,
 ) -> Comparison:
     """Compare two methods by their final value, their best value and their time to the common target.
 
@@ -118,7 +114,6 @@ def compare_methods(
         second: Another one, of `against` where that is given.
         against: The same experiment from another folder.
         names: What the two are called in the answers; their method names where not given.
-        devices: What training would take on more devices; None where nobody asks.
     """
     results = (analysis.method(first), (against or analysis).method(second))
     metric, called = analysis.metric, names or (first, second)
@@ -131,8 +126,7 @@ def compare_methods(
         answers += _times(pairs, results, analysis, called)
     seeds = tuple(run.header.seed for run, _ in pairs)
     cautions = tuple(_cautions(results, pairs, called))
-    comparison = Comparison(analysis.experiment.name, *called, seeds, tuple(answers), cautions)
-    return comparison if devices is None else _on_more_devices(comparison, pairs, devices)
+    return Comparison(analysis.experiment.name, *called, seeds, tuple(answers), cautions)
 
 
 def seed_pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
@@ -193,23 +187,6 @@ def _times(
         return
     found = pair_ratios(times)
     yield _ratio(measure, found, names, found.effect_in_words)
-
-
-def _on_more_devices(comparison: Comparison, pairs: Pairs, devices: DeviceModel | Untold) -> Comparison:
-    """The same with the time of the whole training by the model, or with why there is none."""
-    if isinstance(devices, Untold):
-        return replace(comparison, cautions=(*comparison.cautions, devices.note))
-    if len(pairs) < 2:
-        return comparison
-    answers = list(comparison.answers)
-    for count in DEVICES:
-        times = [(devices.seconds(one, count), devices.seconds(other, count)) for one, other in pairs]
-        if min(map(min, times)) > 0:  # else a run has recorded no steps
-            measure = f"training on {count} devices (a model, not a measurement)"
-            # No effect size: the model knows no noise, so that the spread over seeds means little.
-            certainty = f"{len(pairs)} seeds"
-            answers.append(_ratio(measure, pair_ratios(times), (comparison.first, comparison.second), certainty))
-    return replace(comparison, answers=tuple(answers), assumptions=tuple(assumptions(devices)))
 
 
 def pair_ratios(values: Sequence[tuple[float, float]]) -> Paired:

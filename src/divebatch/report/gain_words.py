@@ -4,27 +4,22 @@ from collections.abc import Iterator, Sequence
 
 from divebatch.records import Metric
 from divebatch.report.analysis import Analysis, MethodResult
-from divebatch.report.devices import DeviceModel, Untold
 from divebatch.report.gains import (
     BEST,
     CUSTOMARY,
     HERE,
     RATIOS,
-    STEPS,
     Baseline,
     Change,
     Gain,
     best_fixed,
     is_fixed,
-    on_devices,
 )
 from divebatch.report.tables import MISSING, Table
 
 NONE_SHOWN = "none shown"
 """No difference, that is; the table is wide enough as it is."""
 SHORT_ROLES = {BEST: "best fixed", CUSTOMARY: "customary"}
-TOLD = (STEPS, HERE, on_devices(64))
-"""The ratios that the sentence has; the table has all."""
 
 
 def with_size(result: MethodResult) -> str:
@@ -35,13 +30,12 @@ def with_size(result: MethodResult) -> str:
 # As a table
 
 
-def gains_table(analysis: Analysis, gains: Sequence[Gain], devices: DeviceModel | Untold) -> Table | None:
+def gains_table(analysis: Analysis, gains: Sequence[Gain]) -> Table | None:
     """One row for each adaptive method and baseline; None without gains.
 
     Args:
         analysis: The experiment's, from `analyse`.
         gains: Those of its methods.
-        devices: What they were found with.
     """
     if not gains:
         return None
@@ -57,7 +51,7 @@ def gains_table(analysis: Analysis, gains: Sequence[Gain], devices: DeviceModel 
         ]
         for gain in gains
     ]
-    return Table(f"{analysis.experiment.name}: does it pay?", columns, rows, list(_notes(analysis, devices)))
+    return Table(f"{analysis.experiment.name}: does it pay?", columns, rows, list(_notes(analysis)))
 
 
 def _against(baseline: Baseline) -> str:
@@ -110,7 +104,7 @@ def _ends(change: Change) -> str:
     return f"{change.low:.2f} to {change.high:.2f}"
 
 
-def _notes(analysis: Analysis, devices: DeviceModel | Untold) -> Iterator[str]:
+def _notes(analysis: Analysis) -> Iterator[str]:
     yield (
         f"Final {analysis.metric.word}: how much better or worse than the fixed batch. All others: ratios to the fixed "
         "batch, below 1 where less was needed. Means over the seeds that both have finished, in parentheses with "
@@ -122,15 +116,9 @@ def _notes(analysis: Analysis, devices: DeviceModel | Untold) -> Iterator[str]:
         "is not counted."
     )
     yield from _baseline_notes(analysis)
-    if isinstance(devices, Untold):
-        yield devices.note
-    else:
-        yield "Seconds on N devices are a model, not a measurement; its assumptions are below the table of devices."
+    yield "On many devices the ratio of steps bounds what the ratio of seconds can come down to."
     if any(run.header.config.get("seconds") is not None for run in analysis.experiment.runs):
-        yield (
-            "Runs end after some seconds of training, so that methods see different numbers of samples; times on more "
-            "devices are those of what each did here."
-        )
+        yield ("Runs end after some seconds of training, so that methods see different numbers of samples.")
     if len(analysis.experiment.machines) > 1:
         yield "Seconds here are left out where two methods ran on different hardware."
 
@@ -164,7 +152,7 @@ def gains_in_words(analysis: Analysis, gains: Sequence[Gain]) -> str:
 
 def _sentence(gain: Gain, metric: Metric) -> str:
     seeds = f"{gain.num_seeds} seeds" if gain.num_seeds > 1 else "a single seed, so it may be chance"
-    told = [_ratio_in_words(name, gain.ratios[name]) for name in TOLD if name in gain.ratios]
+    told = [_ratio_in_words(name, gain.ratios[name]) for name in RATIOS if name in gain.ratios]
     parts = [_metric_in_words(gain.metric, metric), *told] if gain.metric is not None else told
     roles = " and ".join(gain.baseline.roles)
     return f"{gain.method} against {with_size(gain.baseline.result)}, {roles}, over {seeds}: {', '.join(parts)}."
@@ -180,8 +168,7 @@ def _metric_in_words(change: Change, metric: Metric) -> str:
 
 
 def _ratio_in_words(name: str, change: Change) -> str:
-    what = name.replace(" (model)", " by a model")
     if change.is_shown is False:
-        return f"no difference in {what} shown ({change.value:.2f} times, {_ends(change)})"
+        return f"no difference in {name} shown ({change.value:.2f} times, {_ends(change)})"
     value, _, ends = _ratio(change).partition(" ")
-    return f"{value} times the {what} {ends}".strip()
+    return f"{value} times the {name} {ends}".strip()

@@ -12,19 +12,12 @@ from statistics import fmean
 from divebatch.records import Metric
 from divebatch.report.analysis import Analysis, MethodResult
 from divebatch.report.compare import Pairs, factors, final_value, pair, pair_ratios, seed_pairs
-from divebatch.report.devices import DEVICES, DeviceModel, Untold
 from divebatch.report.runs import RecordedRun
 
 BEST, CUSTOMARY = "the best fixed batch", "the customary batch"
 STEPS, HERE = "steps", "seconds here"
 
-
-def on_devices(count: int) -> str:
-    """The name of a ratio of modelled seconds."""
-    return f"seconds on {count} devices (model)"
-
-
-RATIOS = (STEPS, HERE, *map(on_devices, DEVICES))
+RATIOS = (STEPS, HERE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +71,18 @@ def adaptive_methods(analysis: Analysis) -> list[MethodResult]:
     return sorted(found, key=lambda result: result.trials[0].kind_of("method", "policy") != "auto")
 
 
-def find_gains(analysis: Analysis, devices: DeviceModel | Untold) -> list[Gain]:
+def find_gains(analysis: Analysis) -> list[Gain]:
     """Of each adaptive method over each baseline that it has a seed in common with.
 
     Args:
         analysis: The experiment's, from `analyse`.
-        devices: What its runs would take on more devices.
     """
     gains, baselines = [], baselines_of(analysis)
     for result in adaptive_methods(analysis):
         for baseline in baselines:
             pairs = seed_pairs(result, baseline.result, analysis.metric)
             if pairs:
-                ratios = _ratios(pairs, devices)
+                ratios = _ratios(pairs)
                 metric = _metric_change(pairs, analysis.metric)
                 gains.append(Gain(result.method, baseline, len(pairs), metric, ratios))
     return gains
@@ -159,18 +151,12 @@ def _metric_change(pairs: Pairs, metric: Metric) -> Change | None:
     return Change(found.mean, *found.interval, found.excludes_zero)
 
 
-def _ratios(pairs: Pairs, devices: DeviceModel | Untold) -> dict[str, Change]:
+def _ratios(pairs: Pairs) -> dict[str, Change]:
     measures: dict[str, Callable[[RecordedRun], float | None]] = {STEPS: lambda run: run.epochs[-1].steps}
     if len({(run.machine, run.is_on_gpu) for each in pairs for run in each}) == 1:
         measures[HERE] = lambda run: run.epochs[-1].train_seconds
-    if isinstance(devices, DeviceModel):
-        measures |= {on_devices(count): _on(devices, count) for count in DEVICES}
     found = {name: _ratio([(of(one), of(other)) for one, other in pairs]) for name, of in measures.items()}
     return {name: change for name, change in found.items() if change is not None}
-
-
-def _on(model: DeviceModel, count: int) -> Callable[[RecordedRun], float | None]:
-    return lambda run: model.seconds(run, count)
 
 
 def _ratio(values: Sequence[tuple[float | None, float | None]]) -> Change | None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from divebatch.errors import RecordError
-from divebatch.report.devices import FROM_RECORDS, DeviceInputs
 from divebatch.report.drawing import require_matplotlib
 from divebatch.report.export import (
     bars_to_csv,
@@ -48,21 +47,20 @@ class Report:
     """Record files that were left out, and why."""
 
 
-def write_report(folder: Path, *more: Path, out: Path | None = None, devices: DeviceInputs = FROM_RECORDS) -> Report:
+def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
     """Write report.html, report.md, figures/ and tables/.
 
     Args:
         folder: Where the runs are, as `load_runs` takes it.
         more: Further folders of the same kind.
         out: Where to write; the first folder if not given.
-        devices: What the model of more devices takes beside the records.
 
     Equal records give equal files. Raises `RecordError` where there is no run to report or nothing can be written,
     and `MissingExtraError` without matplotlib.
     """
     require_matplotlib()
     runs = load_runs(folder, *more)
-    sections = make_sections(runs.experiments, devices=devices)
+    sections = make_sections(runs.experiments)
     target = out or folder
     files = {
         "report.html": _encoded(render_html(sections, runs.problems)),

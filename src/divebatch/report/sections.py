@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from divebatch.report.analysis import Analysis, analyse
+from divebatch.report.analysis import analyse
 from divebatch.report.charts import Chart, TargetBars, Track, make_bars, make_charts, make_tracks
 from divebatch.report.detail_tables import memory_table, settings_tables, summary_line
-from divebatch.report.devices import FROM_RECORDS, DeviceInputs, DeviceModel, Untold, device_model, devices_table
 from divebatch.report.drawing import Drawing, draw_bars, draw_chart
 from divebatch.report.gain_words import gains_in_words, gains_table
 from divebatch.report.gains import find_gains
@@ -62,24 +61,22 @@ class Section:
         return {kind: f"tables/{self.file_name(f'table{place}', suffix)}" for kind, suffix in suffixes.items()}
 
 
-def make_sections(experiments: Sequence[RecordedExperiment], *, devices: DeviceInputs = FROM_RECORDS) -> list[Section]:
-    """One section an experiment, in order; `devices` is what the model of more devices takes beside the records."""
+def make_sections(experiments: Sequence[RecordedExperiment]) -> list[Section]:
+    """One section an experiment, in order."""
     stems = file_stems([experiment.name for experiment in experiments])
-    return [
-        make_section(experiment, stem, devices=devices) for experiment, stem in zip(experiments, stems, strict=True)
-    ]
+    return [make_section(experiment, stem) for experiment, stem in zip(experiments, stems, strict=True)]
 
 
-def make_section(experiment: RecordedExperiment, stem: str, *, devices: DeviceInputs = FROM_RECORDS) -> Section:
+def make_section(experiment: RecordedExperiment, stem: str) -> Section:
     """All of it, drawings included; `stem` begins the names of its files."""
     analysis = analyse(experiment)
     tracks, bars = make_tracks(analysis), make_bars(analysis)
     charts = make_charts(tracks)
     drawn = [draw_chart(chart, experiment.name) for chart in charts]
-    model = device_model(experiment.runs, inputs=devices)
-    gains = find_gains(analysis, model)
-    first = [result_table(analysis), gains_table(analysis, gains, model)]
+    gains = find_gains(analysis)
+    first = [result_table(analysis), gains_table(analysis, gains)]
     first_tables = [table for table in first if table is not None]
+    further = [cost_table(analysis), memory_table(experiment)]
     return Section(
         experiment=experiment,
         summary=summary_line(experiment),
@@ -87,7 +84,7 @@ def make_section(experiment: RecordedExperiment, stem: str, *, devices: DeviceIn
         answer=headline(analysis),
         gains=gains_in_words(analysis, gains),
         details=details(analysis),
-        tables=[*first_tables, *_cost_tables(analysis, model)],
+        tables=[*first_tables, *(table for table in further if table is not None)],
         num_first=len(first_tables),
         drawings=draw_paper_figures(analysis, tracks),
         tracks=tracks,
@@ -96,15 +93,6 @@ def make_section(experiment: RecordedExperiment, stem: str, *, devices: DeviceIn
         chart_drawings=[*drawn, *(draw_bars(first, experiment.name) for first in list(bars.values())[:1])],
         settings=settings_tables(experiment),
     )
-
-
-def _cost_tables(analysis: Analysis, model: DeviceModel | Untold) -> list[Table]:
-    cost, memory = cost_table(analysis), memory_table(analysis.experiment)
-    if isinstance(model, Untold):
-        tables = [replace(cost, notes=[*cost.notes, model.note]), memory]
-    else:
-        tables = [cost, devices_table(analysis, model), memory]
-    return [table for table in tables if table is not None]
 
 
 def file_stems(names: Sequence[str]) -> list[str]:
