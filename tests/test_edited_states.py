@@ -137,10 +137,6 @@ class BySamples(BySplit):
     parts, estimator = 1, "per-sample"
 
 
-class BySigns(BySplit):
-    parts, estimator = 1, "l1"
-
-
 class OfAStream(Training):
     def make_loader(self) -> AdaptiveLoader:
         return AdaptiveLoader(Stream(), 4, epoch_samples=12)
@@ -165,7 +161,6 @@ SETUPS = {
     "sums of halves": (BySplit, ("measuring",)),
     "rows of ranks": (ByRanks, ("measuring",)),
     "sums of samples": (BySamples, ("measuring",)),
-    "signs of gradients": (BySigns, ("measuring",)),
     "a stream's loader": (OfAStream, ("loader",)),
     "an own sampler's loader": (OwnSampler, ("loader",)),
     "a history with speeds": (Timed, ("history",)),

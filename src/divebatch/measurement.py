@@ -22,10 +22,6 @@ class Spread:
     """Degrees of freedom: number of estimates minus one; fewer where some weigh more than others."""
     bounds_below: bool = True
     """Whether the noise scale's lower end is known: not where a bias of unknown size makes the estimate too large."""
-    factor_below: float = 1.0
-    """By how much the noise scale may be too large beyond the scatter: the lower end is divided by it."""
-    factor_above: float = 1.0
-    """By how much it may be too small: the upper end is multiplied by it."""
 
     def quantile(self, level: float) -> float:
         """Return how many standard errors the interval of this level reaches to each side (Student's t, two-sided).
@@ -197,8 +193,8 @@ class Diversity:
         careful, plain = (self.spread.quantile(each) for each in ((1 + level) / 2, level))
         low, _ = _ratio_interval(self.trace, self.sq_norm, self.spread, careful)
         _, high = _ratio_interval(self.trace, self.sq_norm, self.spread, plain)
-        high = max(low, high) * self.spread.factor_above if high > 0 else 0.0
-        return (low / self.spread.factor_below if self.spread.bounds_below else 0.0, high)
+        high = max(low, high) if high > 0 else 0.0
+        return (low if self.spread.bounds_below else 0.0, high)
 
 
 def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) -> tuple[float, float]:

@@ -33,8 +33,6 @@ CASES = {
     "windows, sketched": replace(MOMENTS, settings={"window": 3, **SKETCH}),
     "as Adam sees it": replace(ADAM, settings={"preconditioned": True}),
     "as Adam sees it, sketched": replace(ADAM, settings={"preconditioned": True, **SKETCH}),
-    "l1": replace(ADAM, estimator="l1"),
-    "l1, sketched": replace(ADAM, estimator="l1", settings={"sketch": True}),
     "a sum": replace(MOMENTS, reduction="sum", lr=0.004),
     "clipping": replace(MOMENTS, clip=0.05),
     "frozen": replace(MOMENTS, frozen=("0.weight", "3.weight")),
@@ -121,7 +119,7 @@ def refused(ranks: Ranks, problem: Problem) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("estimator", ["oracle", "per-sample", "nuclear"])
+@pytest.mark.parametrize("estimator", ["oracle", "per-sample"])
 def test_what_needs_whole_gradients_is_refused(pool: RankPool, estimator: str) -> None:
     for answer in pool.run(2, refused, replace(MOMENTS, wrap="fsdp", estimator=estimator)):
         assert "needs whole gradients, and FSDP2 has sharded" in answer
@@ -177,7 +175,7 @@ def state_and_sums(run: Run, state: Any) -> tuple[Any, Any]:
 
 def test_a_state_of_shards_fits_any_number_of_ranks(pool: RankPool) -> None:
     """Taken on three ranks; those three, two others, and one process that has whole gradients go on with it."""
-    names = [name for name in CASES if name.startswith(("moments", "windows", "l1"))]
+    names = [name for name in CASES if name.startswith(("moments", "windows"))]
     problems = [replace(on_shards(name, 1), lr=0.0) for name in names]
     unbroken = all_trained(Ranks.alone(), problems)
     first = pool.run(3, cut_in_two, problems)

@@ -11,11 +11,9 @@ from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, gradient_diversity, micro_batches
 from divebatch.estimators import (
-    L1,
     AcrossRanks,
     Estimator,
     Moments,
-    Nuclear,
     Oracle,
     PerSample,
     Scene,
@@ -37,8 +35,6 @@ ESTIMATORS = {
     "ranks": AcrossRanks,
     "moments in pairs": lambda: Moments(window=2),
     "moments": Moments,
-    "l1": L1,
-    "nuclear": lambda: Nuclear(every_steps=1),
 }
 any_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 any_value = pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -3,9 +3,7 @@
 from divebatch.estimators.across_ranks import AcrossRanks
 from divebatch.estimators.catalog import ESTIMATORS, make_estimator
 from divebatch.estimators.estimator import Delivery, Estimator, Scene
-from divebatch.estimators.l1 import L1
 from divebatch.estimators.moments import Moments
-from divebatch.estimators.nuclear import Nuclear
 from divebatch.estimators.oracle import Oracle
 from divebatch.estimators.per_sample import PerSample
 from divebatch.estimators.split import Split
@@ -16,9 +14,7 @@ __all__ = [
     "AcrossRanks",
     "Delivery",
     "Estimator",
-    "L1",
     "Moments",
-    "Nuclear",
     "Oracle",
     "PerSample",
     "Scene",

@@ -9,9 +9,7 @@ from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
 from divebatch.estimators.across_ranks import AcrossRanks
 from divebatch.estimators.estimator import Estimator
-from divebatch.estimators.l1 import L1
 from divebatch.estimators.moments import Moments
-from divebatch.estimators.nuclear import Nuclear
 from divebatch.estimators.oracle import Oracle
 from divebatch.estimators.per_sample import PerSample
 from divebatch.estimators.split import Split
@@ -19,7 +17,7 @@ from divebatch.estimators.trajectory import Trajectory
 from divebatch.norms.sharded import is_sharded
 
 ESTIMATORS: dict[str, type[Estimator]] = {
-    kind.name: kind for kind in (Trajectory, Oracle, PerSample, Split, Moments, AcrossRanks, L1, Nuclear)
+    kind.name: kind for kind in (Trajectory, Oracle, PerSample, Split, Moments, AcrossRanks)
 }
 """Every estimator by the name that `Controller(estimator=...)` takes."""
 

@@ -82,7 +82,6 @@ class ByKernel:
                 types=types,
                 unscale=step.unscale,
                 scale=step.scale,
-                takes_signs=step.function is torch.sign,
             )
 
     def _layout(self, pieces: tuple[tuple[str, int, int], ...]) -> tuple[Tensor, Tensor]:
@@ -126,8 +125,6 @@ def _send(tensor: Tensor, device: torch.device) -> Tensor:
 def applies(signs: SignSketch, step: StepGradients) -> bool:
     """Whether the kernel can take the sketch of these gradients."""
     if not fused.ENABLED or signs.device.type != "cuda" or signs.dtype != torch.float32:
-        return False
-    if step.function not in (None, torch.sign):
         return False
     moments = [] if step.moments is None else [step.moments[name] for name in step.gradients]
     read = [*step.gradients.values(), *(each.mean for each in moments)]

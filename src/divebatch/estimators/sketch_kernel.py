@@ -17,7 +17,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 @triton.jit
 def _sketch(
     gradients, moments, factors, layout, draws, table, sums, squares, num_lines, size, unscale, scale,
-    GRADIENT: tl.constexpr, MOMENT: tl.constexpr, IS_DIVIDED: tl.constexpr, IS_SIGN: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, MOMENT: tl.constexpr, IS_DIVIDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sums[part, bucket] over the lines of a part, and the sum of squares of what this program has read.
 
@@ -41,8 +41,6 @@ def _sketch(
             decay = tl.load(factors + tensor * 3)
             mean = (mean * decay + value * value * (1 - decay)) / tl.load(factors + tensor * 3 + 1)
             value = tl.where(inside, value / (tl.sqrt(mean) + tl.load(factors + tensor * 3 + 2)), 0.0)
-        if IS_SIGN:
-            value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
         value *= scale
         sign = tl.load(table + tl.load(draws + line * 3 + 1) + place, mask=inside, other=0).to(tl.float32)
         total += value * sign * tl.load(draws + line * 3 + 2)
@@ -63,7 +61,6 @@ def sketch(
     types: tuple[torch.dtype, torch.dtype | None],
     unscale: float,
     scale: float,
-    takes_signs: bool,
 ) -> tuple[Tensor, Tensor]:
     """A sketch of `size` numbers, and the squared norm in float64.
 
@@ -79,7 +76,6 @@ def sketch(
         types: Those of gradients and moments.
         unscale: Multiplies gradients before they are divided.
         scale: Multiplies what comes out.
-        takes_signs: Whether signs of gradients are sketched.
     """
     blocks, num_lines = triton.cdiv(size, BLOCK), len(layout)
     parts = max(1, min(num_lines, PROGRAMS // blocks))
@@ -90,6 +86,6 @@ def sketch(
     _sketch[(blocks, parts)](
         gradients, nothing if moments is None else moments, nothing if factors is None else factors, layout, draws,
         table, sums, squares, num_lines, size, unscale, scale,
-        TYPES[gradient_type], TYPES[moment_type or torch.float32], moments is not None, takes_signs, BLOCK,
+        TYPES[gradient_type], TYPES[moment_type or torch.float32], moments is not None, BLOCK,
     )  # fmt: skip
     return sums.sum(0), squares.sum(dtype=torch.float64)

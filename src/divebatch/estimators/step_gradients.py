@@ -1,8 +1,6 @@
 """The gradients of one optimizer step, as an estimate takes them: unscaled, and divided as Adam does."""
 
-import copy
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Self
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -40,20 +38,6 @@ class StepGradients:
         """What is left to multiply by."""
         self.unscale = 1 / grad_scale
         """What a division must multiply by before."""
-        self.function: Callable[[Tensor], Tensor] | None = None
-        """What is taken of each gradient, where not the gradient itself."""
-
-    def only(self, names: Container[str]) -> Self:
-        """Those of some parameters."""
-        other = copy.copy(self)
-        other.gradients = {name: gradient for name, gradient in self.gradients.items() if name in names}
-        return other
-
-    def under(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """What `function` makes of each gradient, whatever its scale is."""
-        other = copy.copy(self)
-        other.function, other.scale = function, 1.0
-        return other
 
     @property
     def is_empty(self) -> bool:
@@ -63,5 +47,4 @@ class StepGradients:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, gradient in self.gradients.items():
             dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            seen = dense if self.moments is None else divided(dense, self.moments[name], self.unscale)
-            yield name, seen if self.function is None else self.function(seen)
+            yield name, dense if self.moments is None else divided(dense, self.moments[name], self.unscale)

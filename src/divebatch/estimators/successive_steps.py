@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.comparisons import Comparison
 from divebatch.estimators.estimator import NoiseSeen, Scene
-from divebatch.estimators.lagged_duals import DualRow
 from divebatch.estimators.lagged_products import LaggedRow
 from divebatch.estimators.optimizer_events import DropWatch, scale_of_gradients, when_gradients_are_used
 from divebatch.estimators.second_moment import Preconditioner
@@ -162,7 +161,7 @@ class SuccessiveSteps(Source):
             return
         row = self._chunks.row()
         # Momentum may have fallen since: OneCycleLR moves it, and so does lr_coupling="adam" with the batch size.
-        if isinstance(row, LaggedRow | DualRow) and row.factor == 0:
+        if isinstance(row, LaggedRow) and row.factor == 0:
             self._average.bounds_below = False
         self._average.add_row(row)
         self._pause = max(0, self.every_steps - self._chunks.needed)

@@ -71,7 +71,7 @@ def test_a_probe_within_the_pass_speaks_in_bits_per_byte(place, tmp_path, optimi
     found = json.loads((place / "probe" / "lm-fixed-8-seed-0-epoch-5.json").read_text())
     assert found["unit"] == "bits per byte"
     problems = {each["norm"]: each["problem"] for each in found["asked"]}
-    assert not any(problems[norm] for norm in ("Euclidean", "L1", "nuclear"))
+    assert not problems["Euclidean"]
     assert bool(problems["preconditioned"]) == (optimizer == "muon")  # two optimizers keep no one second moment
 
 

@@ -56,11 +56,9 @@ def test_a_probe_ends_with_tables_a_file_and_a_picture(place, tmp_path):
         ("Euclidean", "per-sample"),
         ("Euclidean", "moments"),
         ("preconditioned", "moments"),
-        ("L1", "l1"),
-        ("nuclear", "nuclear"),
         ("Euclidean", "trajectory"),
     ]
-    split, per_sample, _, preconditioned, _, _, trajectory = found["asked"]
+    split, per_sample, _, preconditioned, trajectory = found["asked"]
     assert split["low"] <= per_sample["high"]  # two honest estimates of one thing: their intervals meet
     assert per_sample["low"] <= split["high"]
     assert trajectory["low"] is None

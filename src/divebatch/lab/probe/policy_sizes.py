@@ -28,7 +28,7 @@ class Question:
 
     Args:
         norm: What signal and noise are measured in: "Euclidean" as for SGD, "preconditioned" as an Adam-like optimizer
-            sees them, "L1" as for steps that go by signs, "nuclear" as for Muon's.
+            sees them.
         estimator: The kind that measures it.
         settings: Its settings.
     """
@@ -43,8 +43,7 @@ class Question:
         return ESTIMATORS[self.estimator].at_fixed_weights
 
     def __str__(self) -> str:
-        says_enough = self.norm == EUCLIDEAN or self.norm.lower() == self.estimator
-        return self.estimator if says_enough else f"{self.estimator}, {self.norm}"
+        return self.estimator if self.norm == EUCLIDEAN else f"{self.estimator}, {self.norm}"
 
 
 QUESTIONS = (
@@ -52,8 +51,6 @@ QUESTIONS = (
     Question(EUCLIDEAN, "per-sample"),
     Question(EUCLIDEAN, "moments"),
     Question("preconditioned", "moments", {"preconditioned": True}),
-    Question("L1", "l1"),
-    Question("nuclear", "nuclear", {"every_steps": 1}),
     Question(EUCLIDEAN, "trajectory"),
 )
 """A new noise scale is one row. The other estimators need several processes or another pass over all data."""
