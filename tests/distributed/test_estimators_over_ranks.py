@@ -13,7 +13,6 @@ from distributed.loops import Problem, dataset, made, trained
 from distributed.rank_pool import RankPool
 from divebatch import DiveBatch
 from divebatch.data.order import Shuffled
-from divebatch.errors import UsageError
 from divebatch.ranks import Ranks
 from reference import per_sample
 from reference.per_sample import pair_of
@@ -60,35 +59,22 @@ def windows(estimator: str, problem: Problem, size: int) -> list[list[Tensor]]:
     batches, micro = shares(problem, size), problem.micro or problem.num_samples
     if estimator == "ranks":
         return [[chunk for part in batch for chunk in part.split(micro)] for batch in batches]
-    if estimator == "split" and problem.wrap != "ddp":  # a chunk is what all ranks have in one pass
-        cuts = [zip(*(part.split(micro) for part in batch), strict=True) for batch in batches]
-        return [[torch.cat(chunk) for chunk in cut] for cut in cuts]
     cut = 1 if estimator == "per-sample" else micro
     return [list(part.split(cut)) for batch in batches for part in batch]
 
 
-SYNCHRONISED = {"micro": 3, "sync_each": True}
 CHUNKED: dict[str, dict[str, Any]] = {
     "ranks": {"estimator": "ranks"},
     "ranks, micro-batches": {"estimator": "ranks", "micro": 2},
     "split": {"estimator": "split", "micro": 2},
     "per-sample": {"estimator": "per-sample"},
-    "ranks, sharded": {"estimator": "ranks", "wrap": "root", "fsdp": {"reshard_after_forward": False}},
-    "ranks, sharded, micro-batches": {"estimator": "ranks", "wrap": "fsdp", "micro": 3},
-    "ranks, sharded, synchronised": {"estimator": "ranks", "wrap": "root", **SYNCHRONISED},
-    "ranks, copies of shards": {"estimator": "ranks", "wrap": "hsdp"},
-    "split, sharded": {"estimator": "split", "wrap": "fsdp", **SYNCHRONISED},
-    "split, zeroed": {"estimator": "split", "wrap": "root", "sets_to_none": False, **SYNCHRONISED},
-    "split, copies of shards": {"estimator": "split", "wrap": "hsdp", **SYNCHRONISED},
 }
-SIZES = {"ddp": (2, 4), "root": (2, 3), "fsdp": (2, 3, 4), "hsdp": (4,)}
 
 
-@pytest.mark.parametrize(
-    ("case", "size"), [(case, size) for case, each in CHUNKED.items() for size in SIZES[each.get("wrap", "ddp")]]
-)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CHUNKED)
 def test_estimates_from_chunks_are_their_twins(pool: RankPool, case: str, size: int) -> None:
-    problem = replace(STILL, **{"sync_each": False, **CHUNKED[case]})
+    problem = replace(STILL, sync_each=False, **CHUNKED[case])
     estimator = problem.estimator
     kept = [window for window in windows(estimator, problem, size) if len(window) > 1]
     weights = [sum(map(len, window)) for window in kept]
@@ -131,10 +117,3 @@ def test_ranks_leave_the_same_samples_out(pool: RankPool, estimator: str) -> Non
             found = (expected.sum_of_sq_norms, expected.sq_norm_of_sum, expected.num_samples)
             assert answer["sums"] == [pytest.approx(found, rel=1e-9)]
         assert all(map(math.isfinite, answer["sums"][0]))
-
-
-def test_passes_that_are_not_averaged_cannot_be_compared(pool: RankPool) -> None:
-    problem = replace(STILL, estimator="split", wrap="fsdp", micro=3, sync_each=False)
-    for answer in pool.answers(2, trained, problem):
-        assert isinstance(answer, UsageError)
-        assert "leave set_requires_gradient_sync(False) out" in str(answer)

@@ -119,7 +119,7 @@ def refused(ranks: Ranks, problem: Problem) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("estimator", ["oracle", "per-sample"])
+@pytest.mark.parametrize("estimator", ["oracle", "per-sample", "split", "ranks"])
 def test_what_needs_whole_gradients_is_refused(pool: RankPool, estimator: str) -> None:
     for answer in pool.run(2, refused, replace(MOMENTS, wrap="fsdp", estimator=estimator)):
         assert "needs whole gradients, and FSDP2 has sharded" in answer
@@ -181,14 +181,6 @@ def test_a_state_of_shards_fits_any_number_of_ranks(pool: RankPool) -> None:
     first = pool.run(3, cut_in_two, problems)
     states = [state for state, _ in first[0]]
     for answer in (*first, *pool.run(2, cut_in_two, problems, states), cut_in_two(Ranks.alone(), problems, states)):
-        for (_, found), sums in zip(answer, unbroken, strict=True):
-            assert_alike(found, sums)
-
-
-def test_chunks_of_shards_go_on(pool: RankPool) -> None:
-    problems = [replace(MOMENTS, wrap="root", lr=0.0, micro=4, estimator=name) for name in ("split", "ranks")]
-    unbroken = pool.run(2, all_trained, problems)[0]
-    for answer in pool.run(2, cut_in_two, problems):
         for (_, found), sums in zip(answer, unbroken, strict=True):
             assert_alike(found, sums)
 

@@ -1,22 +1,20 @@
 """An unbiased estimate from what ranks know anyway: their own gradients, and the mean that the optimizer gets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.estimators.chunk_gradients import sq_norm
 from divebatch.estimators.estimator import Scene
-from divebatch.estimators.optimizer_events import OnPass, PassWatch, scale_of_gradients
-from divebatch.estimators.own_gradients import OwnNorms
+from divebatch.estimators.optimizer_events import scale_of_gradients
 from divebatch.estimators.split import NOTHING_CUT, BatchWatch, require_mean
 from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
-from divebatch.norms.sharded import Shards
 from divebatch.ranks import Ranks
 from divebatch.state_checks import Check, list_of, number, row_of, table
 
@@ -34,9 +32,7 @@ class AcrossRanks(Stepwise):
 
     Bias: none, with chunks of any sizes. Cost: two norms a step and no copy of the parameters. k chunks scatter as a
     batch of k samples would. Gradients must reach the optimizer as the backward passes made them: under clipping use
-    `split`. A GradScaler that skips a step leaves out its batch and the next, whose passes are compared with it. Under
-    FSDP2 each rank squares its own gradients one by one, before they are averaged, and its shards of what the optimizer
-    gets.
+    `split`. A GradScaler that skips a step leaves out its batch and the next, whose passes are compared with it.
 
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
@@ -44,7 +40,6 @@ class AcrossRanks(Stepwise):
     """
 
     name = "ranks"
-    needs_whole_gradients = False
 
     def __init__(self, *, decay: float = 1.0, grad_scaler: Any = None) -> None:
         super().__init__(RankChunks(grad_scaler=grad_scaler), decay=decay)
@@ -74,9 +69,7 @@ class RankChunks(Source):
         self._ranks = scene.delivery.ranks
 
     def attach(self, scene: Scene, decay: float) -> "RankRows":
-        self._model, self._parameters = scene.model, trainable(scene.model)
-        self._shards = Shards(self._parameters)
-        self._own: OwnNorms | None = None
+        self._parameters = trainable(scene.model)
         self._rows = RankRows(decay)
         self._begin_batch()
         self._batches = BatchWatch(
@@ -87,15 +80,8 @@ class RankChunks(Source):
             lambda: True,
             self._grad_scaler,
             reads_gradients=True,
-            passes=self._watch_own if self._shards.is_any_sharded else PassWatch,
         )
         return self._rows
-
-    def _watch_own(
-        self, parameters: Mapping[str, nn.Parameter], on_pass: OnPass, *, is_wanted: Callable[[], bool]
-    ) -> OwnNorms:
-        self._own = OwnNorms(self._model, parameters, on_pass, is_wanted=is_wanted)
-        return self._own
 
     def detach(self) -> None:
         self._batches.close()
@@ -109,7 +95,6 @@ class RankChunks(Source):
         self._num_samples, self._sum_of_weights = 0, 0.0
 
     def _add(self, gradients: Mapping[str, Tensor], num_samples: int, weight: float, scale: float) -> None:
-        """A pass's gradients, or the norm of each in its place, which has the same norm."""
         dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients.values()]
         self._weighted.append(num_samples * scale**2 * sq_norm(dense))
         self._num_samples += num_samples
@@ -131,13 +116,10 @@ class RankChunks(Source):
 
     def _sq_norm_of_mean(self) -> Tensor:
         """What this rank adds to the squared norm of what the optimizer gets."""
-        gradients = self._shards.of({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
-        if self._own is not None:
-            self._own.require_all()
-            # Under hybrid sharding so many ranks hold the same shards.
-            return sq_norm(list(gradients.values())) * (self._shards.ranks.size / self._ranks.size)
         # It is the same on all ranks: in the first one's row alone, adding rows up counts it once.
-        return sq_norm(list(gradients.values()) if self._ranks.is_first else [])
+        return sq_norm(
+            [p.grad for p in self._parameters.values() if p.grad is not None] if self._ranks.is_first else []
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -134,7 +134,7 @@ def _followed(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[
 class PassWatch:
     """Collects the gradients of each backward pass and hands them over when it has ended.
 
-    `is_wanted` is asked whether the pass under way is looked at, and `keep` what to collect of a gradient.
+    `is_wanted` is asked whether the pass under way is looked at.
     """
 
     def __init__(
@@ -143,20 +143,15 @@ class PassWatch:
         on_pass: OnPass,
         *,
         is_wanted: Callable[[], bool],
-        keep: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
-        self._on_pass, self._is_wanted, self._keep = on_pass, is_wanted, keep
+        self._on_pass, self._is_wanted = on_pass, is_wanted
         self._received: dict[str, Tensor] = {}
         self._task, self._counts = -1, False
         self._handles: list[RemovableHandle] = []
         for name, parameter in parameters.items():
-            self.watch(name, parameter)
-
-    def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Collect the gradients of one more parameter."""
-        self._handles.append(parameter.register_hook(partial(self._receive, name)))
-        # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
-        self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+            self._handles.append(parameter.register_hook(partial(self._receive, name)))
+            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -169,7 +164,7 @@ class PassWatch:
         task = torch._C._current_graph_task_id()
         if task != self._task:  # what an earlier pass left, which died half-way, is dropped
             self._task, self._received, self._counts = task, {}, False
-        self._received[name] = self._keep(gradient)
+        self._received[name] = gradient.detach()
 
     def _accumulated(self, parameter: Tensor) -> None:
         if not self._counts and self._is_wanted() and not is_recorded(parameter):

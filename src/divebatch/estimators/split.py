@@ -1,8 +1,7 @@
 """An unbiased estimate from the chunks that a batch is cut into."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,13 +10,11 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.chunk_gradients import Chunks, chunks_state
 from divebatch.estimators.estimator import Scene
-from divebatch.estimators.optimizer_events import OnPass, PassWatch, when_gradients_are_used
+from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_used
 from divebatch.estimators.second_moment import require_second_moment
-from divebatch.estimators.shared_chunks import SharedChunks, SharedPasses
 from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
-from divebatch.norms.sharded import is_sharded
 from divebatch.ranks import Ranks
 from divebatch.state_checks import Check, table, whole
 
@@ -29,24 +26,6 @@ NOTHING_CUT = f"the epoch has ended, and no batch in it went through in two or m
 
 OnChunk = Callable[[Mapping[str, Tensor], int, float, float], None]
 """Is told gradients, the chunk's samples, the weight of its loss, and what turns the gradients into its mean one."""
-
-
-class Watching(Protocol):
-    """What watches passes until it is closed."""
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        ...
-
-
-class MakePassWatch(Protocol):
-    """Makes what watches single backward passes: see `PassWatch`."""
-
-    def __call__(
-        self, parameters: Mapping[str, nn.Parameter], on_pass: OnPass, *, is_wanted: Callable[[], bool]
-    ) -> Watching:
-        """Begin to watch."""
-        ...
 
 
 class Split(Stepwise):
@@ -61,9 +40,6 @@ class Split(Stepwise):
     `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. A GradScaler that
     skips a step leaves out its batch and the next, whose passes are compared with it.
 
-    Under FSDP2 a backward pass on all ranks is one chunk: all ranks see the same, at the cost of two copies of their
-    shards. Gradients must then be averaged in each pass, without set_requires_gradient_sync(False).
-
     Args:
         decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
         preconditioned: whether to measure gradients as an Adam-like optimizer sees them, each coordinate over the root
@@ -74,7 +50,6 @@ class Split(Stepwise):
     """
 
     name = "split"
-    needs_whole_gradients = False
     has_inner_variance = True
 
     def __init__(
@@ -100,31 +75,28 @@ class BatchChunks(Source):
         return 2 if self._is_looking() else 1
 
     def min_batch_size(self, ranks: Ranks) -> int:
-        """One rank must have two samples, which it compares; each rank, where they compare what they share."""
-        return 2 * ranks.size if self.sees_all_ranks else ranks.size + 1
+        """One rank must have two samples, which it compares."""
+        return ranks.size + 1
 
     def prepare(self, scene: Scene) -> None:
         require_mean(scene, Split.name)
         scene.require_optimizer(Split.name)
         if self._preconditioned:
             require_second_moment(scene.require_one_optimizer("preconditioned=True", Split.name))
-        self.sees_all_ranks = any(map(is_sharded, trainable(scene.model).values()))
 
     def attach(self, scene: Scene, decay: float) -> PairAverage:
         self._num_batches = 0
         self._average = PairAverage(decay=decay)
         parameters, optimizer = trainable(scene.model), scene.optimizer if self._preconditioned else None
-        watching = (scene, parameters, self._add, lambda num_delivered, _: self._end_of_batch(num_delivered))
-        looking = (self._is_looking, self._grad_scaler)
-        self._chunks: Chunks
-        self._batches: BatchWatch
-        if self.sees_all_ranks:
-            ranks = self._average.shards = scene.delivery.ranks
-            self._chunks = SharedChunks(parameters, ranks, optimizer=optimizer)
-            self._batches = SharedBatchWatch(*watching, *looking)
-        else:
-            self._chunks = Chunks(parameters, optimizer=optimizer)
-            self._batches = BatchWatch(*watching, *looking)
+        self._chunks = Chunks(parameters, optimizer=optimizer)
+        self._batches = BatchWatch(
+            scene,
+            parameters,
+            lambda gradients, size, _, scale: self._chunks.add(gradients, size, scale=scale),
+            lambda num_delivered, _: self._end_of_batch(num_delivered),
+            self._is_looking,
+            self._grad_scaler,
+        )
         return self._average
 
     def detach(self) -> None:
@@ -137,12 +109,6 @@ class BatchChunks(Source):
 
     def _is_looking(self) -> bool:
         return self._num_batches % self.every_steps == 0
-
-    def _add(self, gradients: Mapping[str, Tensor], num_samples: int, weight: float, scale: float) -> None:
-        if isinstance(self._chunks, SharedChunks):
-            self._chunks.add_shared(gradients, num_samples, weight, of=round(scale))
-        else:
-            self._chunks.add(gradients, num_samples, scale=scale)
 
     def _end_of_batch(self, num_delivered: int) -> None:
         is_whole = self._chunks.num_chunks < 2
@@ -182,7 +148,6 @@ class BatchWatch:
         is_looking: says whether the batch under way is looked at.
         grad_scaler: what multiplies the losses; None where nothing does.
         reads_gradients: whether `on_step` takes the gradients as they are then.
-        passes: makes what watches single passes, from what it tells and asks.
     """
 
     def __init__(
@@ -195,7 +160,6 @@ class BatchWatch:
         grad_scaler: Any,
         *,
         reads_gradients: bool = False,
-        passes: MakePassWatch = PassWatch,
     ) -> None:
         self._scene, self._parameters, self._grad_scaler = scene, parameters, grad_scaler
         self._on_chunk, self._on_step = on_chunk, on_step
@@ -203,7 +167,7 @@ class BatchWatch:
         """Samples that had been delivered at the last optimizer step."""
         self._num_samples: float = 0
         """Samples of the chunks since then."""
-        self._passes = passes(parameters, self._end_of_pass, is_wanted=is_looking)
+        self._passes = PassWatch(parameters, self._end_of_pass, is_wanted=is_looking)
         self._stop = when_gradients_are_used(scene, "split", self._end_of_batch, reads_gradients=reads_gradients)
 
     def close(self) -> None:
@@ -272,30 +236,6 @@ class BatchWatch:
         """Go on within a batch."""
         self._stepped -= state["since_step"]
         self._num_samples = state["num_samples"]
-
-
-class SharedBatchWatch(BatchWatch):
-    """The same for a model that FSDP2 has sharded, where a pass on all ranks is one chunk: see `shared_chunks`.
-
-    `on_chunk` is told, in the last place, the samples of the batch: the gradients times these are a sum over samples.
-    """
-
-    def __init__(self, scene: Scene, *args: Any) -> None:
-        super().__init__(scene, *args, passes=partial(SharedPasses, scene.model))
-
-    def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
-        shard = self._scene.delivery.rank_shard
-        mine = shard.mine if weight.num_samples is None else weight.num_samples
-        self._num_samples += weight * shard.num_samples
-        # A rank without samples has shards of the others' gradients all the same.
-        on_rank = 0 if shard.is_stand_in or not weight else mine
-        if (scale := self._loss_scale()) != 1:
-            gradients = {name: gradient / scale for name, gradient in gradients.items()}
-        self._on_chunk(gradients, on_rank, float(weight), shard.num_samples)
-
-    def _delivered(self) -> int:
-        """Samples that came to all ranks so far."""
-        return self._scene.delivery.samples_delivered
 
 
 def require_mean(scene: Scene, name: str) -> None:

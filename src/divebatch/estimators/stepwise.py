@@ -53,8 +53,6 @@ class Source(ABC):
     """Steps from one estimate to the next, where most are left out."""
     added_noise: NoiseSeen = "nowhere"
     """Where noise shows that is added to gradients after their backward pass."""
-    sees_all_ranks: bool = False
-    """Whether each rank sees what all saw together, in the model at hand: see `Estimator.sees_all_ranks`."""
 
     @property
     def min_micro_batches(self) -> int:
@@ -214,8 +212,7 @@ class Stepwise(Estimator):
     def _ranks(self) -> Ranks:
         """The ranks whose estimates must be brought together, since each sees samples of its own."""
         # Gradients that DDP has averaged are alike on all ranks: adding them up would count them several times.
-        sees_all = self.sees_all_ranks or self._source.sees_all_ranks
-        return Ranks.alone() if sees_all else self._bound().delivery.ranks
+        return Ranks.alone() if self.sees_all_ranks else self._bound().delivery.ranks
 
     def _at_work(self) -> Estimates:
         self._bound()
