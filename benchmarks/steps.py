@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from divebatch.norms import DiversityMeter
-from divebatch.norms import fused as kernels
+from divebatch.norms import triton as kernels
 from models import PROBLEMS, Problem
 
 Step = Callable[[], None]
@@ -77,7 +77,7 @@ class Method:
     mode: str
     gradient_sum: bool = False
     by_kernels: bool = True
-    """With the hand-written GPU kernels (`norms/fused.py`) where they apply."""
+    """With the hand-written GPU kernels (`norms/triton.py`) where they apply."""
     base: str = "plain"
 
     @contextmanager

@@ -1,14 +1,10 @@
 """The sketch kernel against the plain sketch; without a GPU by Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, RMSprop
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton", reason="needs triton")
 
 from divebatch.estimators import fused_sketch

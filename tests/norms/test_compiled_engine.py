@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from divebatch import NormMeter, gradient_diversity
 from divebatch.errors import CoverageError, DivebatchError, UsageError
-from divebatch.norms import DiversityMeter, fused
+from divebatch.norms import DiversityMeter, triton
 from divebatch.norms.compiled_engine import Taps
 from divebatch.norms.conv import Patches
 from reference import per_sample
@@ -144,7 +144,9 @@ def test_a_compiled_convolution_of_few_positions_takes_their_products(monkeypatc
 @pytest.mark.parametrize(("make", "batch"), [*CASES.values(), (by_running_statistics, images)])
 def test_no_gradient_is_copied_to_learn_its_strides(make, batch, mode: str, monkeypatch: pytest.MonkeyPatch):
     """The compiler does that to all that go into a backward function which asks for one's."""
-    monkeypatch.setattr(fused, "applies", lambda *both: not all(map(fused._is_within_reach, both)))  # asked as on a GPU
+    monkeypatch.setattr(
+        triton, "applies", lambda *both: not all(map(triton._is_within_reach, both))
+    )  # asked as on a GPU
     functions: list[str] = []
 
     def seen(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:

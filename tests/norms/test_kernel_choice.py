@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.errors import CoverageError
-from divebatch.norms import NormMeter, fused
+from divebatch.norms import NormMeter, triton
 from divebatch.norms.backward import measured
 from divebatch.norms.compiled_engine import Taps
 from divebatch.norms.conv import Patches
@@ -20,7 +20,7 @@ from reference.per_sample import mean_loss, mlp, samples
 def willing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that would take anything."""
     for name in ("applies", "applies_exactly", "may_apply"):
-        monkeypatch.setattr(fused, name, lambda *_: True)
+        monkeypatch.setattr(triton, name, lambda *_: True)
 
 
 def weight_and_bias(rows: int) -> list[RowSums | Outer]:
@@ -58,8 +58,8 @@ def test_a_kernel_that_was_fastest_and_is_gone_is_not_missed(monkeypatch: pytest
     form = patches(5)  # a shape that no other test has chosen a kernel for
     expected = form.explicit(slice(None)).flatten(1).square().sum(1)
     with monkeypatch.context() as patched:
-        patched.setattr(fused, "may_apply", lambda *_: True)
-        patched.setattr(fused, "conv2d_sq_norms", lambda *_: expected)  # at no cost
+        patched.setattr(triton, "may_apply", lambda *_: True)
+        patched.setattr(triton, "conv2d_sq_norms", lambda *_: expected)  # at no cost
         assert form.sq_norms() is expected
     torch.testing.assert_close(form.sq_norms(), expected)
 
@@ -87,7 +87,7 @@ def test_torchs_newer_switch_for_float32_does_not_stop_a_pass():
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert fused._may_round()
+        assert triton._may_round()
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -104,12 +104,12 @@ def test_torchs_newer_switch_for_float32_does_not_stop_a_pass():
     ],
 )  # fmt: skip
 def test_what_a_kernel_may_read(tensor: Tensor, within_reach: bool):
-    assert fused._is_within_reach(tensor) is within_reach
+    assert triton._is_within_reach(tensor) is within_reach
 
 
 def test_tensors_of_a_transform_are_out_of_reach():
     seen = []
-    torch.func.grad(lambda x: (seen.append(fused._is_within_reach(x)), x.sum())[1])(torch.ones(3))
+    torch.func.grad(lambda x: (seen.append(triton._is_within_reach(x)), x.sum())[1])(torch.ones(3))
     assert seen == [False]
 
 

@@ -1,6 +1,6 @@
 """Sketches by a hand-written GPU kernel where it applies; the plain path stays, and is what it is tested against.
 
-It is used where `norms.fused` has kernels: on NVIDIA GPUs, with Triton, unless DIVEBATCH_TRITON=0 is set.
+It is used where `norms.triton` has kernels: on NVIDIA GPUs, with Triton, unless DIVEBATCH_TRITON=0 is set.
 """
 
 import functools
@@ -16,7 +16,7 @@ from divebatch.estimators.average import Norms
 from divebatch.estimators.gradient_sketch import SignSketch
 from divebatch.estimators.second_moment import Moment
 from divebatch.estimators.step_gradients import StepGradients
-from divebatch.norms import fused
+from divebatch.norms import triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 1e-4
@@ -62,7 +62,7 @@ class ByKernel:
         return total, square
 
     def _group(self, step: StepGradients, types: Group, names: list[str]) -> tuple[Tensor, Tensor]:
-        from divebatch.estimators import sketch_kernel  # needs triton, which comes with torch for GPUs
+        from divebatch.norms.triton import sketch_kernel  # needs triton, which comes with torch for GPUs
 
         gradients = [step.gradients[name].detach().contiguous() for name in names]
         pieces = ((name, step.offsets.get(name, 0), each.numel()) for name, each in zip(names, gradients, strict=True))
@@ -89,7 +89,7 @@ class ByKernel:
         if pieces not in self._layouts:
             rows, lines, size = [], [], self._signs.size
             for index, (name, start, numel) in enumerate(pieces):
-                for line in range(start // size, -(-(start + numel) // size)):
+                for line in range(start // size, -(-(start + numel) // size)) if numel else ():
                     rows.append((index, line * size - start, numel))
                     lines.append(self._signs.first_lines[name] + line)
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -124,7 +124,7 @@ def _send(tensor: Tensor, device: torch.device) -> Tensor:
 
 def applies(signs: SignSketch, step: StepGradients) -> bool:
     """Whether the kernel can take the sketch of these gradients."""
-    if not fused.ENABLED or signs.device.type != "cuda" or signs.dtype != torch.float32:
+    if not triton.ENABLED or signs.device.type != "cuda" or signs.dtype != torch.float32:
         return False
     moments = [] if step.moments is None else [step.moments[name] for name in step.gradients]
     read = [*step.gradients.values(), *(each.mean for each in moments)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from divebatch.errors import CoverageError, UsageError
-from divebatch.norms import fused
+from divebatch.norms import triton
 from divebatch.norms.backward import Backward, families, measured
 from divebatch.norms.compiled_normalization import message, own_tap
 from divebatch.norms.first_pass import FirstPass
@@ -50,7 +50,7 @@ class Taps:
         self, model: nn.Module, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[Tapped], None]
     ) -> None:
         _require_simple(layers)
-        fused.prepare_for_compiler()
+        triton.prepare_for_compiler()
         self._paused = False
         self._layers, self._mode, self._on_end = layers, mode, on_end
         self.is_checked = not self.looks_first

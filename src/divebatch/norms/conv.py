@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from divebatch.norms import fused
+from divebatch.norms import triton
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sample_gradients import (
     Explicit,
@@ -59,8 +59,8 @@ class Patches:
 
     def sq_norms(self) -> Tensor:
         """By the kernel that was fastest on this shape, in chunks of samples."""
-        if self._suits_kernels() and fused.applies_exactly(self.left, self.unpadded):
-            return fused.conv2d_sq_norms(*same_dtype(self.left, self.unpadded), *self._geometry)
+        if self._suits_kernels() and triton.applies_exactly(self.left, self.unpadded):
+            return triton.conv2d_sq_norms(*same_dtype(self.left, self.unpadded), *self._geometry)
         chunk = chunk_size(self.unpadded, self._entries_per_sample)
         first = slice(0, min(chunk, self.num_samples))
         kernels = self._kernels()
@@ -71,21 +71,21 @@ class Patches:
         return torch.cat([kernel(slice(at, at + chunk)) for at in range(0, self.num_samples, chunk)])
 
     def _suits_kernels(self) -> bool:
-        """Whether `fused` can do a convolution of this kind at all. One row alone is its own, exact sketch."""
+        """Whether the kernels can do a convolution of this kind at all. One row alone is its own, exact sketch."""
         is_plain = self.groups == 1 and self.left.ndim == 4 and self.left.shape[1] > 1
-        return is_plain and self._kernel_entries <= fused.MOST_KERNEL_ENTRIES
+        return is_plain and self._kernel_entries <= triton.MOST_KERNEL_ENTRIES
 
     def _kernels(self) -> dict[str, Kernel]:
         """The kernels that may be fastest; a compiler takes the first."""
         kernels: dict[str, Kernel] = {"positions": self._by_positions} if self._has_few_positions() else {}
         kernels |= {"patches": self._by_patches, "shifts": self._by_shifts, "grouped": self._by_grouped_convolution}
-        if not torch.compiler.is_compiling() and self._suits_kernels() and fused.may_apply(self.left, self.unpadded):
+        if not torch.compiler.is_compiling() and self._suits_kernels() and triton.may_apply(self.left, self.unpadded):
             kernels["fused"] = self._by_fused_kernel
         return kernels
 
     def _by_fused_kernel(self, samples: slice) -> Tensor:
         """Squared where they are added up, without any copy."""
-        return fused.conv2d_sq_norms(self.left[samples], self.unpadded[samples], *self._geometry)
+        return triton.conv2d_sq_norms(self.left[samples], self.unpadded[samples], *self._geometry)
 
     def _has_few_positions(self) -> bool:
         """Whether inner products of positions are fewer multiplications than the gradient."""
@@ -181,8 +181,8 @@ class Patches:
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
         """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
         left, right = same_dtype(self.left, self.unpadded)
-        if self._suits_kernels() and fused.applies(left, right):
-            return fused.conv2d_sketch(left, right, *self._geometry, seed=seed)
+        if self._suits_kernels() and triton.applies(left, right):
+            return triton.conv2d_sketch(left, right, *self._geometry, seed=seed)
         z_NHT = project(self._flat(left))
         shifts, right_NLC = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:])), self._flat(right).mT
         u_NXC = in_chunks(_product, shifts, right_NLC, cached_chunk(shifts, shifts.shape[1:].numel()))

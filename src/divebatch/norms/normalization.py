@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
-from divebatch.norms import fused
+from divebatch.norms import triton
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
 from divebatch.norms.sample_gradients import Explicit, Form, cached_chunk, in_chunks
 from divebatch.norms.sketch import sum_dtype
@@ -116,7 +116,7 @@ def _by_statistics(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, invers
     if _layer_kernel_applies(x, dy, mean):
         return _by_layer_kernel(layer, x, dy, mean, inverse_std)
     if _own_kernel_applies(x, dy):
-        weight, bias = fused.channel_sums(x, dy, mean, inverse_std)
+        weight, bias = triton.channel_sums(x, dy, mean, inverse_std)
         return _trainable(layer, weight, bias)
     dtype = sum_dtype(x.dtype)
     dy_sums = dy.flatten(2).sum(2, dtype=dtype) if dy.ndim > 2 else dy.to(dtype)
@@ -145,7 +145,7 @@ def _by_layer_kernel(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, inve
 
 
 def _own_kernel_applies(x: Tensor, dy: Tensor) -> bool:
-    return x.ndim > 2 and not torch.compiler.is_compiling() and fused.applies(dy, x)
+    return x.ndim > 2 and not torch.compiler.is_compiling() and triton.applies(dy, x)
 
 
 def _trainable(layer: nn.Module, weight: Tensor, bias: Tensor) -> dict[str, Form]:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from divebatch.norms import fused
+from divebatch.norms import triton
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
 
 CHUNK_BYTES = 16 * 2**20
@@ -113,8 +113,8 @@ class Outer:
             left = sq_norms_of_rows(self.left) if self.rows is None else self.rows.sq_norms()
             return sq_norms_of_rows(self.right).mul_(left)
         left, right = same_dtype(positions(self.left), positions(self.right))
-        if fused.applies_exactly(left, right):
-            return fused.outer_sq_norms(left, right, with_bias=self.with_bias)
+        if triton.applies_exactly(left, right):
+            return triton.outer_sq_norms(left, right, with_bias=self.with_bias)
         return sq_norms_of_products(left, right)
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
@@ -122,8 +122,8 @@ class Outer:
         if self.left.ndim == 2:
             return Estimate(self.sq_norms(), None)
         left, right = same_dtype(positions(self.left), positions(self.right))
-        if left.shape[2] > 1 and fused.applies(left, right):
-            return fused.outer_sketch(left, right, seed=seed, with_bias=self.with_bias)
+        if left.shape[2] > 1 and triton.applies(left, right):
+            return triton.outer_sketch(left, right, seed=seed, with_bias=self.with_bias)
         return estimate(torch.bmm(project(left.mT), right))
 
     def explicit(self, samples: slice) -> Tensor:
@@ -176,9 +176,9 @@ def joined(forms: Sequence[Form], mode: str) -> Sequence[Form]:
     match forms:
         case [RowSums() as bias, Outer() as weight] if bias.left is weight.left:
             if mode == "sketch":  # one row alone is its own, exact sketch, which no kernel takes
-                is_counted = weight.left.shape[-1] > 1 and fused.applies(weight.left, weight.right)
+                is_counted = weight.left.shape[-1] > 1 and triton.applies(weight.left, weight.right)
             else:
-                is_counted = fused.applies_exactly(weight.left, weight.right)
+                is_counted = triton.applies_exactly(weight.left, weight.right)
             return [replace(weight, with_bias=True)] if is_counted else forms
     return forms
 

@@ -109,38 +109,38 @@ def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_
 
     `left` (B, P, H, W), `right` (B, C, H', W'); `geometry`: kernel size, stride, zeros before each dimension, dilation.
     """
-    from divebatch.norms import triton_kernels  # needs triton, which comes with torch for GPUs
+    from divebatch.norms.triton import kernels  # needs triton, which comes with torch for GPUs
 
     arguments: Any = (left, right, [*itertools.chain(*geometry)], with_bias)
     if torch.compiler.is_compiling():
-        traced: Tensor = triton_kernels.traced_sq_norms(*arguments)
+        traced: Tensor = kernels.traced_sq_norms(*arguments)
         return traced
     with torch.cuda.device_of(left):
-        return triton_kernels.sq_norms(*arguments)
+        return kernels.sq_norms(*arguments)
 
 
 def conv2d_sketch(
     left: Tensor, right: Tensor, *geometry: Sequence[int], seed: Tensor | None = None, with_bias: bool = False
 ) -> Estimate:
     """Estimates of the same, with signs by `seed` (one int64 on the device) or by one of our own."""
-    from divebatch.norms import triton_kernels
+    from divebatch.norms.triton import kernels
 
     seed = random_seeds(1, left.device) if seed is None else seed
     arguments: Any = (left, right, seed, [*itertools.chain(*geometry)], with_bias)
     if torch.compiler.is_compiling():
-        sums = triton_kernels.traced_sketch(*arguments)
+        sums = kernels.traced_sketch(*arguments)
     else:
         with torch.cuda.device_of(left):
-            sums = triton_kernels.sketch(*arguments)
+            sums = kernels.sketch(*arguments)
     return Estimate(sums[:, 0], sums[:, 1].square() * 4)
 
 
 def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> tuple[Tensor, Tensor]:
     """(B, C) each: what a normalisation layer's weight and bias get from each sample. See the kernel."""
-    from divebatch.norms import triton_kernels
+    from divebatch.norms.triton import kernels
 
     with torch.cuda.device_of(x):
-        weight, bias = triton_kernels.channel_sums(x, dy, mean, inverse_std).unbind(1)
+        weight, bias = kernels.channel_sums(x, dy, mean, inverse_std).unbind(1)
     return weight, bias
 
 

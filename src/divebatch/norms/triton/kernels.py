@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from divebatch.norms.fused import MOST_KERNEL_ENTRIES
+from divebatch.norms.triton import MOST_KERNEL_ENTRIES
 
 ROWS_PER_DOT = 16
 """The least rows of a product on tensor cores; kernel entries are rounded up to a power of two of at least it."""

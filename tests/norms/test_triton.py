@@ -1,16 +1,13 @@
 """The hand-written kernels against the weight gradient itself; without a GPU by Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton", reason="needs triton")
 
-from divebatch.norms import NormMeter, fused, normalization, triton_kernels
+from divebatch.norms import NormMeter, normalization, triton
 from divebatch.norms.conv import Patches
+from divebatch.norms.triton import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +26,7 @@ CASES = {
 def signs(num_samples: int, num_rows: int, seed: torch.Tensor) -> torch.Tensor:
     """(B, 2, P): those the kernel draws, seen through a projection of unit vectors."""
     units = torch.eye(num_rows, device=DEVICE).expand(num_samples, num_rows, num_rows).contiguous()
-    return triton_kernels.projected(units, seed)
+    return kernels.projected(units, seed)
 
 
 def form_of(case: str, memory_format: torch.memory_format) -> Patches:
@@ -48,7 +45,7 @@ def form_of(case: str, memory_format: torch.memory_format) -> Patches:
 def test_exact_norms_are_those_of_the_weight_gradient(case, memory_format, with_bias):
     form = form_of(case, memory_format)
     geometry = [number for part in form._geometry for number in part]
-    sq_norms = triton_kernels.sq_norms(form.left, form.unpadded, geometry, with_bias)
+    sq_norms = kernels.sq_norms(form.left, form.unpadded, geometry, with_bias)
     expected = form.explicit(slice(None)).flatten(1).square().sum(1)
     expected += form.left.flatten(2).sum(2).square().sum(1) * with_bias
     torch.testing.assert_close(sq_norms, expected, rtol=1e-5 if DEVICE == "cpu" else 1e-2, atol=1e-5)
@@ -60,7 +57,7 @@ def test_exact_norms_are_those_of_the_weight_gradient(case, memory_format, with_
 def test_the_sums_are_those_of_the_projected_weight_gradient(case, memory_format, with_bias):
     form, seed = form_of(case, memory_format), torch.tensor([7], device=DEVICE)
     geometry = [number for part in form._geometry for number in part]
-    sums = triton_kernels.sketch(form.left, form.unpadded, seed, geometry, with_bias)
+    sums = kernels.sketch(form.left, form.unpadded, seed, geometry, with_bias)
     drawn = signs(*form.left.shape[:2], seed)
     gradients = torch.cat([form.explicit(slice(None)).flatten(2), form.left.flatten(2).sum(2, True) * with_bias], 2)
     u = torch.einsum("bhp,bpd->bhd", drawn, gradients)
@@ -77,7 +74,7 @@ def test_sums_of_a_normalisation_layer(shape, memory_format, per_sample):
     x, dy = (torch.randn(shape, device=DEVICE).contiguous(memory_format=memory_format) for _ in range(2))
     mean, inverse_std = (torch.rand(shape[:2] if per_sample else shape[1:2], device=DEVICE) for _ in range(2))
     normal = (x - mean[..., None, None]) * inverse_std[..., None, None]
-    weight, bias = fused.channel_sums(x, dy, mean, inverse_std)
+    weight, bias = triton.channel_sums(x, dy, mean, inverse_std)
     torch.testing.assert_close(weight, (normal * dy).sum((2, 3)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(bias, dy.sum((2, 3)), rtol=1e-4, atol=1e-4)
 
@@ -103,7 +100,7 @@ def test_exact_norms_of_outer_products(case):
     left, right, gradients = outer_of(case)
     expected = gradients.flatten(1).square().sum(1).float()
     torch.testing.assert_close(
-        fused.outer_sq_norms(left, right), expected, rtol=1e-5 if DEVICE == "cpu" else 1e-2, atol=1e-5
+        triton.outer_sq_norms(left, right), expected, rtol=1e-5 if DEVICE == "cpu" else 1e-2, atol=1e-5
     )
 
 
@@ -113,12 +110,13 @@ def test_sketched_norms_of_outer_products(case):
     seed = torch.tensor([7], device=DEVICE)
     u = torch.einsum("bhp,bpc->bhc", signs(left.shape[0], left.shape[2], seed).double(), gradients)
     expected = torch.stack([u.square().sum((1, 2)), (u[:, 0] * u[:, 1]).sum(1)], 1)
-    found = fused.outer_sketch(left, right, seed=seed)
+    found = triton.outer_sketch(left, right, seed=seed)
     tolerance = (1e-4 if DEVICE == "cpu" else 1e-2) * expected[:, 0]
     assert ((found.sq_norms - expected[:, 0]).abs() < tolerance).all()
     assert ((found.variances.sqrt() / 2 - expected[:, 1].abs()).abs() < tolerance).all()
 
 
+@pytest.mark.slow
 def test_each_row_has_one_sign_in_one_half_and_both_occur():
     drawn = signs(40, 50, torch.tensor([3], device=DEVICE))
     assert ((drawn != 0).sum(1) == 1).all()
@@ -129,12 +127,13 @@ def test_each_row_has_one_sign_in_one_half_and_both_occur():
     assert not torch.equal(drawn[0], drawn[1])
 
 
+@pytest.mark.slow
 def test_the_operators_give_what_the_form_asks_for():
     form = form_of("stride, dilation, uneven", torch.channels_last)
     expected = form.explicit(slice(None)).flatten(1).square().sum(1)
-    sq_norms = fused.conv2d_sq_norms(form.left, form.unpadded, *form._geometry)
+    sq_norms = triton.conv2d_sq_norms(form.left, form.unpadded, *form._geometry)
     torch.testing.assert_close(sq_norms, expected, rtol=1e-5 if DEVICE == "cpu" else 1e-2, atol=1e-5)
-    draws = [fused.conv2d_sketch(form.left, form.unpadded, *form._geometry) for _ in range(60)]
+    draws = [triton.conv2d_sketch(form.left, form.unpadded, *form._geometry) for _ in range(60)]
     sketches = torch.stack([draw.sq_norms for draw in draws])
     errors = torch.stack([draw.variances for draw in draws]).mean(0).sqrt() / 60**0.5
     assert ((sketches.mean(0) - expected).abs() < 5 * errors).all()
@@ -142,16 +141,16 @@ def test_the_operators_give_what_the_form_asks_for():
 
 
 def test_the_switch_is_put_back_and_stays_off_without_triton(monkeypatch):
-    monkeypatch.setattr(fused, "ENABLED", False)
-    with fused.switched(True):
-        assert fused.ENABLED
-        with fused.switched(False):
-            assert not fused.ENABLED
-        assert fused.ENABLED
-    assert not fused.ENABLED
-    monkeypatch.setattr(fused, "AVAILABLE", False)
-    with fused.switched(True):
-        assert not fused.ENABLED
+    monkeypatch.setattr(triton, "ENABLED", False)
+    with triton.switched(True):
+        assert triton.ENABLED
+        with triton.switched(False):
+            assert not triton.ENABLED
+        assert triton.ENABLED
+    assert not triton.ENABLED
+    monkeypatch.setattr(triton, "AVAILABLE", False)
+    with triton.switched(True):
+        assert not triton.ENABLED
 
 
 class Everything(torch.nn.Module):
@@ -177,18 +176,21 @@ def counted(model: torch.nn.Module, mode: str, passes: int) -> NormMeter:
     return meter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "passes"), [("exact", 1), ("sketch", 25)])
 def test_a_network_measured_by_kernels_is_the_network_measured_without(mode, passes, monkeypatch):
     model = Everything().to(DEVICE)
-    with fused.switched(False):
+    with triton.switched(False):
         torch.manual_seed(1)
         expected = counted(model, "exact", passes)
     used = []
     for name in ("conv2d_sq_norms", "conv2d_sketch", "channel_sums"):
-        plain = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *a, plain=plain, name=name, **k: (used.append(name), plain(*a, **k))[1])
+        plain = getattr(triton, name)
+        monkeypatch.setattr(
+            triton, name, lambda *a, plain=plain, name=name, **k: (used.append(name), plain(*a, **k))[1]
+        )
     for name in ("applies", "applies_exactly"):
-        monkeypatch.setattr(fused, name, lambda left, right: left.dtype == right.dtype)
+        monkeypatch.setattr(triton, name, lambda left, right: left.dtype == right.dtype)
     monkeypatch.setattr(normalization, "_layer_kernel_applies", lambda *_: False)  # it is a CPU's
     torch.manual_seed(1)
     found = counted(model, mode, passes)
@@ -210,7 +212,7 @@ def test_a_compiled_network_measured_by_kernels_is_the_network_measured_without_
     torch.compiler.reset()
     found = {}
     for both, run in ((False, model), (True, torch.compile(model))):
-        with fused.switched(both), NormMeter(model, mode=mode if both else "exact", compiled=both) as meter:
+        with triton.switched(both), NormMeter(model, mode=mode if both else "exact", compiled=both) as meter:
             for _ in range(passes):
                 with torch.autocast(DEVICE, torch.bfloat16, enabled=in_bfloat16):
                     loss = torch.nn.functional.cross_entropy(run(x), y)
