@@ -2,12 +2,15 @@
 
 from divebatch.lab.experiments.datasets.cifar import Cifar10, Cifar100
 from divebatch.lab.experiments.datasets.dataset import DataPlace, DatasetSettings, DataSplit
+from divebatch.lab.experiments.datasets.regression import LinearSpectrum, TeacherStudent
 from divebatch.lab.experiments.datasets.synthetic import Synthetic
 from divebatch.lab.experiments.datasets.text import Text
 from divebatch.lab.experiments.datasets.tiny_imagenet import TinyImageNet
 
 DATASETS: dict[str, type[DatasetSettings]] = {
     "synthetic": Synthetic,
+    "linear-spectrum": LinearSpectrum,
+    "teacher-student": TeacherStudent,
     "cifar10": Cifar10,
     "cifar100": Cifar100,
     "tiny-imagenet": TinyImageNet,

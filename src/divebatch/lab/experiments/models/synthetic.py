@@ -1,4 +1,4 @@
-"""The two models of the synthetic experiments, with PyTorch's default initialisation."""
+"""The models of drawn data, with PyTorch's default initialisation where nothing else is said."""
 
 from dataclasses import dataclass
 
@@ -14,6 +14,16 @@ class LogisticRegression(ModelSettings):
 
     def build(self, num_features: int, num_classes: int) -> nn.Module:
         return nn.Linear(num_features, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearModel(ModelSettings):
+    """One number for each sample, from weights that start at zero, without bias."""
+
+    def build(self, num_features: int, num_classes: int) -> nn.Module:
+        layer = nn.Linear(num_features, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        return layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
