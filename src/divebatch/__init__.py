@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from divebatch.norms import NormMeter, gradient_diversity, rule_for
     from divebatch.policies import AdaBatch, Auto, DiveBatch, Fixed, Policy
     from divebatch.records import EpochRecord
-    from divebatch.warming import warm_shapes
 
 __version__ = "0.2.0"
 
@@ -34,7 +33,6 @@ __all__ = [
     "NoiseMeter",
     "gradient_diversity",
     "micro_batches",
-    "warm_shapes",
     "rule_for",
     "advise",
     "Advice",
@@ -57,7 +55,6 @@ _HOMES = {
     "norms": ("NormMeter", "gradient_diversity", "rule_for"),
     "policies": ("AdaBatch", "Auto", "DiveBatch", "Fixed", "Policy"),
     "records": ("EpochRecord",),
-    "warming": ("warm_shapes",),
 }
 
 

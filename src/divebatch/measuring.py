@@ -13,9 +13,6 @@ from divebatch.measurement import Diversity
 from divebatch.policies import Policy
 from divebatch.state_checks import Check, anything, table, truth, wrong
 
-FORESIGHT = 100
-"""Epochs after which a policy has shown all that it does."""
-
 
 class Measuring:
     """Puts an estimator to work for the epochs that are to be measured.
@@ -93,12 +90,6 @@ class Measuring:
     def _is_due(self, epoch: int, batch_size: int) -> bool:
         # A monotone policy at its cap has nothing left to decide and asks for no measurement.
         return self._always or any(policy.measures(epoch, batch_size) for policy in self._asking)
-
-    def kinds(self, epoch: int, batch_size: int) -> set[bool]:
-        """Whether epochs at this size, from `epoch` on, are measured: always, never, or some of them."""
-        if self.estimator is None:
-            return {False}
-        return {self._is_due(each, batch_size) for each in range(epoch, epoch + FORESIGHT)}
 
     def _warn_of_caveat(self) -> None:
         if self.estimator is None or self._has_warned or self._deciding not in self._asking:

@@ -16,7 +16,6 @@ from divebatch.policies import (
     POLICIES,
     AdaDamp,
     Auto,
-    Doublings,
     GeoDamp,
     Goodput,
     GradientDamp,
@@ -33,6 +32,7 @@ from divebatch.policies import (
     make_policy,
 )
 from divebatch.policies.divebatch import ExtraSamples
+from divebatch.policies.policy import clamp
 
 CAP = 2048
 CASES = {
@@ -160,45 +160,6 @@ def test_a_decision_is_a_whole_size_within_the_bounds(name, policy, measurement)
     assert decision.lr_factor > 0
 
 
-REACHING = CASES | {
-    "rounded": Rounded(DiveBatch.algorithm_1(0.1, CAP), 256),
-    "rounded, never down": Rounded(DiveBatch(0.1, CAP), 100),
-    "rounded, of a few": Rounded(AdaBatch(CAP, factor=1.5), 64),
-    "doublings": Doublings(NoiseScale(CAP, monotone=False)),
-    "doublings, never down": Doublings(DiveBatch(0.1, CAP - 1)),
-    "simigrad, by multiples": SimiGrad(CAP, multiple_of=100, min_batch_size=30),
-    "adabatch, threefold": AdaBatch(CAP, factor=3, every_epochs=1),
-    "geodamp, slow": GeoDamp(CAP, factor=1.1, every_epochs=1),
-    "plateau, slow": Plateau(CAP, factor=1.3, patience=1),
-}
-
-
-@pytest.mark.parametrize("policy", REACHING.values(), ids=REACHING)
-@quickly
-@given(measurement=MEASUREMENTS, later=MEASUREMENTS, dataset_size=st.sampled_from([100, 1000, 50_000]))
-def test_no_decision_leaves_the_sizes_that_can_be_reached(policy, measurement, later, dataset_size):
-    now = min(measurement.batch_size, dataset_size)
-    start = replace(measurement, batch_size=now, dataset_size=dataset_size, largest_batch_size=dataset_size)
-    reachable = {min(size, dataset_size) for size in policy.reachable(start)} | {now}
-    for seen in (start, replace(later, first_batch_size=start.first_batch_size, dataset_size=dataset_size)):
-        seen = replace(seen, batch_size=now, largest_batch_size=dataset_size)
-        now = policy.next(seen).at_most(dataset_size).batch_size
-        assert now in reachable
-
-
-def test_few_sizes_are_reached_where_a_compiler_must_see_few():
-    start = Measurement(epoch=1, batch_size=100, dataset_size=50_000)
-    assert sorted(Auto(CAP).reachable(start)) == [100, 200, 400, 800, 1600, 2048]
-    assert sorted(Auto(CAP).reachable(replace(start, batch_size=400))) == [400, 800, 1600, 2048]
-    assert sorted(Doublings(DiveBatch(0.1, CAP)).reachable(start)) == [100, 200, 400, 800, 1600, 2048]
-    shrinking = Doublings(DiveBatch(0.1, CAP, min_batch_size=30, monotone=False))
-    assert sorted(shrinking.reachable(start))[:3] == [25, 50, 100]
-    assert sorted(Rounded(DiveBatch(0.1, CAP), 512).reachable(start)) == [100, 512, 1024, 1536, 2048]
-    assert sorted(Rounded(AdaBatch(CAP), 512).reachable(start)) == [100, 512, 1536, 2048]
-    assert list(Fixed().reachable(start)) == [100]
-    assert len(DiveBatch(0.1, CAP).reachable(start)) == CAP - 99
-
-
 @any_policy
 @quickly
 @given(measurement=MEASUREMENTS)
@@ -243,7 +204,7 @@ def test_training_cannot_start_above_the_cap(policy):
 
 WRONG = {
     "delta": (lambda value: DiveBatch(value, CAP), [0, -0.1, math.nan, math.inf, True, "0.1"]),
-    "max_batch_size": (lambda value: DiveBatch(0.1, value), [0, -1, 2.5, math.nan, True, None]),
+    "max_batch_size": (lambda value: DiveBatch(0.1, value), [0, -1, 2.5, math.nan, math.inf, True, "3", None]),
     "min_batch_size": (lambda value: DiveBatch(0.1, CAP, min_batch_size=value), [0, -1, 2.5, math.nan, True]),
     "every_epochs": (lambda value: DiveBatch(0.1, CAP, every_epochs=value), [0, -1, 2.5, math.nan, True]),
     "multiple_of": (lambda value: SimiGrad(CAP, multiple_of=value), [0, -1, 2.5, True]),
@@ -284,6 +245,36 @@ def test_the_catalog_says_what_it_does_not_know():
         make_policy("divebatch", detla=0.1, max_batch_size=CAP)
     with pytest.raises(ArgumentError, match="delta=0"):
         make_policy("divebatch", delta=0, max_batch_size=CAP)
+
+
+# Bounds
+
+
+def slow_clamp(proposal, cap, at_least, multiple_of):
+    """Try every allowed size; the lowest one is allowed even if it is no multiple."""
+    lowest = min(at_least, cap)
+    allowed = [size for size in range(lowest, cap + 1) if size % multiple_of == 0 or size == lowest]
+    return max((size for size in allowed if size <= proposal), default=lowest)
+
+
+@quickly
+@given(
+    proposal=st.one_of(st.floats(0, 1e4), st.just(math.inf)),
+    cap=st.integers(1, 260),
+    at_least=st.integers(1, 300),
+    multiple_of=st.integers(1, 40),
+)
+def test_clamp_finds_the_largest_allowed_size_that_is_not_above_the_proposal(proposal, cap, at_least, multiple_of):
+    size = clamp(proposal, cap, at_least=at_least, multiple_of=multiple_of)
+    assert size == slow_clamp(proposal, cap, at_least, multiple_of)
+    assert type(size) is int
+
+
+def test_the_cap_must_not_be_below_the_floor():
+    assert DiveBatch(0.1, 8, min_batch_size=8).next(seen(batch_size=8)).batch_size == 8
+    for make in (partial(DiveBatch, 0.1), NoiseScale):
+        with pytest.raises(ArgumentError, match="max_batch_size=7 is below min_batch_size=8"):
+            make(7, min_batch_size=8)
 
 
 # Fixed

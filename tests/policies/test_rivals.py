@@ -26,8 +26,8 @@ from divebatch.policies import (
     SimiGrad,
     SmithSchedule,
 )
-from divebatch.policies.confidence import asked, ratio
-from divebatch.policies.simigrad import cosines
+from divebatch.policies.by_noise import cosines
+from divebatch.policies.policy import ratio, wanted_size
 from divebatch.step_line import step_line
 
 CAP, N = 4096, 50_000
@@ -195,8 +195,11 @@ def test_a_smaller_size_needs_evidence_too():
 
 
 def test_what_is_asked_without_an_interval_is_the_rule_or_infinite():
-    assert asked(noise(10.0), 128, lambda b: 3 * b) == (pytest.approx(30.0), "")
-    assert asked(Diversity(1.0, 0.0, 10), 128, lambda b: 3 * b) == (math.inf, "the gradients of 10 samples sum to zero")
+    assert wanted_size(noise(10.0), 128, lambda b: 3 * b) == (pytest.approx(30.0), "")
+    assert wanted_size(Diversity(1.0, 0.0, 10), 128, lambda b: 3 * b) == (
+        math.inf,
+        "the gradients of 10 samples sum to zero",
+    )
 
 
 def test_extra_samples_are_a_part_of_the_noise_scale():

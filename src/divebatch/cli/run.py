@@ -43,9 +43,6 @@ def run(
     device: Device = "cpu",
     precision: Annotated[str | None, typer.Option(help="Number format: fp32, tf32 or bf16.")] = None,
     compile: Compile = None,
-    warm_shapes: Annotated[
-        bool, typer.Option("--warm-shapes", help="Compile for all batch sizes before the first epoch.")
-    ] = False,
     cuda_graphs: Annotated[
         bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay compiled passes on a GPU.")
     ] = None,
@@ -109,7 +106,6 @@ def run(
             checkpoint_steps=checkpoint_steps,
             keep_epochs=whole_numbers("--keep-checkpoints", keep_checkpoints),
             sharding=sharding,
-            warm_shapes=warm_shapes,
             loggers=work.known_loggers(logger),
         )
         runs = work.all_runs(first, comma_separated(methods), trials or planned.trials)

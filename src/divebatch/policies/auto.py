@@ -1,21 +1,19 @@
 """The default for those who do not want to choose: between the batch you know and the one the noise asks for."""
 
 import math
-from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from divebatch.checks import require_choice, require_coupling_power, require_positive
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import Capped
-from divebatch.policies.confidence import asked, require_diversity
+from divebatch.policies.policy import Capped, require_diversity, wanted_size
 from divebatch.policies.wrappers import ramped
 
 POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5}
 """The power of the batch size that the learning rate follows with each coupling by name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Auto(Capped):
     """sqrt(b0 * B): the geometric mean of the batch you start with and the noise scale B. Nothing to set but the cap.
 
@@ -55,7 +53,7 @@ class Auto(Capped):
     lr_coupling: Literal["linear", "sqrt", "adam"] | float | None = None
 
     def __post_init__(self) -> None:
-        Capped.__post_init__(self)
+        super().__post_init__()
         if self.step_cost is not None:
             require_positive("step_cost", self.step_cost)
         if isinstance(self.lr_coupling, str | None):
@@ -66,12 +64,6 @@ class Auto(Capped):
     def measures(self, epoch: int, batch_size: int) -> bool:
         """Until the cap is reached: from there on nothing is left to decide."""
         return batch_size < self.max_batch_size
-
-    def reachable(self, seen: Measurement) -> Collection[int]:
-        """Return the doublings of the first batch from the present one on, and the cap."""
-        most, first = min(self.max_batch_size, seen.largest_batch_size), seen.first_batch_size
-        doublings = (first << power for power in range((most // first).bit_length()))
-        return {most, *(size for size in doublings if size >= seen.batch_size)}
 
     def next(self, seen: Measurement) -> Decision:
         """Return the doubling nearest to the mean, and a learning rate that comes one decision after it."""
@@ -88,7 +80,7 @@ class Auto(Capped):
         def mean(noise_scale: float) -> float:
             return math.sqrt(cost * max(noise_scale, 0.0))
 
-        wanted, reason = asked(require_diversity(self, seen), seen.batch_size, mean)
+        wanted, reason = wanted_size(require_diversity(self, seen), seen.batch_size, mean)
         if wanted is None or math.isnan(wanted):
             return Decision(batch_size=seen.batch_size, reason=reason)
         size = max(seen.batch_size, self._nearest(seen.first_batch_size, wanted))

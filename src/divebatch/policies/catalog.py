@@ -4,21 +4,14 @@ from typing import Any
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
-from divebatch.policies.adabatch import AdaBatch
-from divebatch.policies.adadamp import AdaDamp, GeoDamp, GradientDamp, PadaDamp
 from divebatch.policies.auto import Auto
-from divebatch.policies.cabs import CABS
+from divebatch.policies.by_loss import AdaDamp, Plateau
+from divebatch.policies.by_noise import CABS, GradientDamp, InnerProductTest, NoiseScale, NormTest, SimiGrad
+from divebatch.policies.by_schedule import Seesaw, SmithSchedule
 from divebatch.policies.divebatch import DiveBatch
-from divebatch.policies.fixed import Fixed
 from divebatch.policies.goodput import Goodput
-from divebatch.policies.inner_product_test import InnerProductTest
-from divebatch.policies.noise_scale import NoiseScale
-from divebatch.policies.norm_test import NormTest
-from divebatch.policies.plateau import Plateau
 from divebatch.policies.policy import Policy
-from divebatch.policies.sample_schedule import SampleSchedule
-from divebatch.policies.schedule_to_batch import Seesaw, SmithSchedule
-from divebatch.policies.simigrad import SimiGrad
+from divebatch.policies.timetables import AdaBatch, Fixed, GeoDamp, PadaDamp, SampleSchedule
 
 POLICIES: dict[str, type[Policy]] = {
     "fixed": Fixed,

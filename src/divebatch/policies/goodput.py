@@ -1,17 +1,16 @@
 """Goodput (Pollux, Qiao et al. 2021): throughput times the worth of a sample."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from divebatch.checks import require_count, require_positive
 from divebatch.measurement import Decision, Measurement, gain
-from divebatch.policies.bounds import Capped
-from divebatch.policies.confidence import require_diversity
+from divebatch.policies.policy import Capped, clamp, require_diversity
 from divebatch.step_line import Line, step_line
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Goodput(Capped):
     """The size with the best product of samples a second, measured on the fly, and the worth of a sample, gain / S.
 
@@ -37,15 +36,12 @@ class Goodput(Capped):
     every_epochs: int = 1
 
     def __post_init__(self) -> None:
-        Capped.__post_init__(self)
+        super().__post_init__()
         require_positive("min_improvement", self.min_improvement)
         require_count("every_epochs", self.every_epochs)
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         return epoch % self.every_epochs == 0
-
-    def reachable(self, seen: Measurement) -> Collection[int]:
-        return self._candidates(seen.first_batch_size)
 
     def next(self, seen: Measurement) -> Decision:
         times = [(size, size / speed) for size, speed in seen.history.throughputs if speed > 0]
@@ -75,7 +71,7 @@ class Goodput(Capped):
 
     def _candidates(self, first: int) -> Sequence[int]:
         powers = range(math.ceil(2 * math.log2(max(1.0, self.max_batch_size / first))) + 1)
-        return sorted({self.bounds.clamp(first * 2 ** (power / 2), at_least=first) for power in powers})
+        return sorted({clamp(first * 2 ** (power / 2), self.max_batch_size, at_least=first) for power in powers})
 
 
 def goodput(batch_size: int, first_batch_size: int, noise_scale: float, line: Line) -> float:

@@ -1,15 +1,17 @@
-"""What a policy is."""
+"""The base classes of policies, and the way from a measured noise scale to a decision."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Set
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Set
+from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
-from divebatch.errors import ArgumentError
-from divebatch.measurement import Decision, Measurement
+from divebatch.checks import require_count
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.measurement import Decision, Diversity, Measurement
 
 NEEDS = ("diversity", "inner_variance", "loss", "throughputs")
-"""What a policy may need that is not free: fields of `Measurement`, its `Diversity` and its `History`."""
+"""Inputs that are not free: fields of `Measurement`, its `Diversity` and its `History`."""
 
 _PLAIN = bool | int | float | str | None
 
@@ -28,27 +30,27 @@ class Policy(ABC):
                 due = seen.epoch % self.every_epochs == 0
                 return Decision(batch_size=2 * seen.batch_size if due else seen.batch_size)
 
-    A new policy of this library is one file in this folder and one row in `catalog.py`.
+    A new policy of this library is a class in the file of its family and one row in `catalog.py`.
     """
 
     needs: Set[str] = frozenset()
     """Which of "diversity", "inner_variance", "loss" and "throughputs" `next` reads; nothing else is measured."""
     estimator: str | None = None
-    """The name of the estimator that measures for it where the controller is given none; None for "moments"."""
+    """The name of the estimator to use if the controller is given none; None: "moments"."""
     lr_coupling: str | float | None = None
-    """The coupling that the rule is made for; None where any will do."""
+    """The coupling that the rule is made for; None: any."""
     needs_lr_coupling: bool = False
-    """Whether the learning rate must follow the batch size: where no coupling is named, as suits the optimizer."""
+    """Whether the learning rate must follow the batch size: if no coupling is named, as suits the optimizer."""
     moves_lr: bool = False
-    """Whether the decisions' `lr_factor` is made for their size, so that nothing around may change the size."""
+    """Whether the decisions' `lr_factor` is made for their size, so that no wrapper may change the size."""
     decides_within_epochs: bool = False
-    """Whether `next` makes sense every so many steps. Not where it counts epochs, or reads an epoch's loss or speed."""
+    """Whether `next` may be asked every few steps. False for rules that count epochs or read their loss or speed."""
     epoch_settings: ClassVar[Set[str]] = frozenset()
-    """Its settings that count epochs: an experiment that is shortened shortens them with it."""
+    """Settings that count epochs: a shortened experiment shortens them too."""
     run_settings: ClassVar[Set[str]] = frozenset()
-    """Its settings that follow from how long a run is, which an experiment fills in: "total_samples"."""
+    """Settings that follow from the length of a run, which an experiment fills in: "total_samples"."""
     has_many_sizes: ClassVar[bool] = False
-    """Whether it proposes sizes of all values, which are rounded down where a compiler must see few shapes."""
+    """Whether it proposes sizes of all values, which are rounded down if a compiler must see few shapes."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -58,7 +60,7 @@ class Policy(ABC):
 
     @property
     def cap(self) -> int | None:
-        """The largest size it asks for, in samples; None where it has none."""
+        """The largest size it asks for, in samples; None: no limit."""
         return None
 
     @abstractmethod
@@ -69,15 +71,13 @@ class Policy(ABC):
         """Whether `epoch` (from 1), run at `batch_size`, must be measured. Unmeasured epochs cost nothing."""
         return True
 
-    def reachable(self, seen: Measurement) -> Collection[int]:
-        """Return the sizes that it may ask for from here on, so that a compiler can be ready for each (`warm_shapes`).
-
-        Of `seen` only the sizes count. A policy that says nothing may ask for every size up to its cap.
-        """
-        return range(1, min(self.cap or seen.largest_batch_size, seen.largest_batch_size) + 1)
-
-    def check_start(self, batch_size: int) -> None:  # noqa: B027 (most have nothing to check)
+    def check_start(self, batch_size: int) -> None:
         """Raise if training cannot start at `batch_size`."""
+        if self.cap is not None and batch_size > self.cap:
+            raise ArgumentError(
+                f"max_batch_size={self.cap} is below the first batch size {batch_size}: raise max_batch_size or start "
+                f"the loader with a smaller batch"
+            )
 
 
 def require_known_needs(owner: str, needs: Any) -> None:
@@ -104,7 +104,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     Settings are a dataclass's fields, or any other object's attributes that are numbers, words or policies.
     """
     if is_dataclass(policy):
-        values = {entry.name: getattr(policy, entry.name) for entry in fields(policy) if entry.init}
+        values = {entry.name: getattr(policy, entry.name) for entry in fields(policy)}
     else:
         values = {name: value for name, value in vars(policy).items() if isinstance(value, _PLAIN | Policy)}
     return {"class": type(policy).__name__, **{name: _plain(value) for name, value in values.items()}}
@@ -114,3 +114,149 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Policy):
         return settings_of(value)
     return value if isinstance(value, _PLAIN) else repr(value)
+
+
+@dataclass(frozen=True)
+class Capped(Policy):
+    """A policy with a largest size, above which training may not start."""
+
+    max_batch_size: int
+
+    def __post_init__(self) -> None:
+        require_count("max_batch_size", self.max_batch_size)
+
+    @property
+    def cap(self) -> int:
+        return self.max_batch_size
+
+
+@dataclass(frozen=True)
+class Periodic(Capped):
+    """A rule that decides after every `every_epochs`-th epoch, by a `proposal` within floor and cap."""
+
+    needs = frozenset({"diversity"})
+    estimator = "moments"
+    decides_within_epochs = True
+    epoch_settings = frozenset({"every_epochs"})
+    has_many_sizes = True
+    multiple_of = 1
+
+    _: KW_ONLY
+    min_batch_size: int = 1
+    every_epochs: int = 1
+    monotone: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("min_batch_size", self.min_batch_size)
+        require_count("every_epochs", self.every_epochs)
+        if self.max_batch_size < self.min_batch_size:
+            raise ArgumentError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
+
+    @abstractmethod
+    def proposal(self, seen: Measurement) -> tuple[float | None, str]:
+        """Return the wanted batch size, None for the present one, and the reason."""
+
+    def measures(self, epoch: int, batch_size: int) -> bool:
+        """Every `every_epochs`-th epoch, but not at a cap that it never leaves."""
+        return epoch % self.every_epochs == 0 and not (self.monotone and batch_size >= self.max_batch_size)
+
+    def next(self, seen: Measurement) -> Decision:
+        """Return the proposal within the bounds; the present size in epochs without a decision."""
+        is_measured = seen.diversity is not None or self.measures(seen.epoch, seen.batch_size)
+        if seen.epoch % self.every_epochs or not is_measured:
+            return Decision(batch_size=seen.batch_size)
+        wanted, reason = self.proposal(seen)
+        least = max(self.min_batch_size, seen.batch_size if self.monotone else 1)
+        return decided(seen, wanted, self.max_batch_size, at_least=least, multiple_of=self.multiple_of, reason=reason)
+
+
+def clamp(proposal: float, cap: int, *, at_least: int = 1, multiple_of: int = 1) -> int:
+    """Return the allowed size nearest below `proposal`. The cap wins over the floor; both win over the multiple.
+
+    >>> clamp(1000.7, 4096, multiple_of=64), clamp(1000.7, 4096, at_least=2048), clamp(float("inf"), 4096)
+    (960, 2048, 4096)
+    """
+    # The cap wins: the present size of a rule that never shrinks must not carry a batch over it.
+    lowest = min(at_least, cap)
+    # Truncated and not rounded: this is how the paper's rule is read here.
+    whole = int(min(max(proposal, lowest), cap))
+    return max(whole - whole % multiple_of, lowest)
+
+
+def decided(
+    seen: Measurement, wanted: float | None, cap: int, *, at_least: int = 1, multiple_of: int = 1, reason: str
+) -> Decision:
+    """Return `wanted` within the bounds, and the present size for None and NaN."""
+    if wanted is None:
+        return Decision(batch_size=seen.batch_size, reason=reason)
+    if math.isnan(wanted):
+        return Decision(batch_size=seen.batch_size, reason=f"{reason}: not a number, so no change")
+    capped = f", capped at {cap}" if wanted > cap else ""
+    size = clamp(wanted, cap, at_least=at_least, multiple_of=multiple_of)
+    return Decision(batch_size=size, reason=f"{reason}{capped}", unclamped=wanted)
+
+
+def times_first(seen: Measurement, factor: float, cap: int, reason: str) -> Decision:
+    """Return ceil(b0 * `factor`) within first batch and cap. `SpillOver` gives what is over the cap to the rate."""
+    first = seen.first_batch_size
+    wanted = first * factor
+    # A rounding error above a whole number is no sample more.
+    wanted = float(math.ceil(wanted - 1e-9)) if math.isfinite(wanted) else wanted
+    return decided(seen, wanted, cap, at_least=first, reason=reason)
+
+
+def require_diversity(policy: object, seen: Measurement) -> Diversity:
+    """Return the epoch's diversity, or raise if none was measured."""
+    if seen.diversity is None:
+        name = type(policy).__name__
+        raise UsageError(f"{name} needs the diversity of epoch {seen.epoch}, and none was measured")
+    return seen.diversity
+
+
+def require_loss(policy: object, seen: Measurement) -> float:
+    """Return the epoch's loss, or raise if none was given."""
+    if seen.loss is None:
+        raise UsageError(f"{type(policy).__name__} needs the loss of epoch {seen.epoch}: control.step(loss=...)")
+    return seen.loss
+
+
+def wanted_size(diversity: Diversity, batch_size: int, rule: Callable[[float], float]) -> tuple[float | None, str]:
+    """Apply `rule`, which grows with the noise scale, as far as the evidence allows; return its size and a remark.
+
+    A noise scale comes with an interval. If the sizes that the interval allows lie on both sides of the present one,
+    no change is justified: None, for the present size. If the interval has no upper end, ||G||^2 cannot be told from
+    zero; the value, a division by it, may then be anything, so the lower end is taken. Without a spread the value is
+    taken as it is, and a value that cannot be formed counts as infinite. With a spread, if no noise scale is ruled out
+    or most samples had to be left out, nothing changes, and the remark says why.
+
+    >>> wanted_size(Diversity(0.02, 1.0, 50_000), 128, lambda noise_scale: 0.1 * (1 + noise_scale))
+    (100.0, '')
+    """
+    if diversity.spread is None:
+        return (rule(diversity.noise_scale), "") if diversity.is_defined else (math.inf, diversity.undefined_reason)
+    ends = diversity.noise_scale_interval()
+    low, high = map(rule, ends)
+    # The interval comes before the value: sizes on both sides of the present one justify no change.
+    if low <= batch_size <= high or diversity.has_diverged:
+        if ends == (0.0, math.inf):
+            why = diversity.undefined_reason or "the estimates scatter too much"
+            return None, f"the noise scale is not known, as {why}: no change"
+        return None, f"the wanted size is {_range(diversity, low, high)} with 95 % confidence: no change"
+    if diversity.is_defined and high < math.inf:
+        return rule(diversity.noise_scale), f"{_range(diversity, low, high)} with 95 % confidence"
+    return low, f"at least {low:.0f} with 95 % confidence"
+
+
+def _range(diversity: Diversity, low: float, high: float) -> str:
+    if diversity.spread is not None and not diversity.spread.bounds_below:
+        # Gradients of successive steps without momentum: moments cannot tell the weights' motion from noise.
+        return f"at most {high:.0f}, how far below only estimator='split' or 'per-sample' can tell here,"
+    return f"between {low:.0f} and {high:.0f}" if high < math.inf else f"at least {low:.0f}"
+
+
+def ratio(above: float, below: float) -> float:
+    """Return above / below for positive quantities: infinite if `below` is zero, NaN if nothing is known."""
+    if math.isnan(above) or math.isnan(below) or above < 0 or math.isinf(below) or above == below == 0:
+        return math.nan
+    return above / below if below > 0 and above / below < math.inf else math.inf

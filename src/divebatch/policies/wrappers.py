@@ -1,40 +1,30 @@
-"""Policies around other policies: they damp changes, round sizes, or spread what a change does to the learning rate.
+"""Wrappers around a policy, to damp changes, round sizes, or spread changes of the learning rate.
 
-Those that change the size go inside those that move the learning rate: `WarmUp(Steady(NoiseScale(4096)))`.
+Wrappers that change the size go inside those that move the learning rate: `WarmUp(Steady(NoiseScale(4096)))`.
 """
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Set
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from itertools import islice
+from dataclasses import KW_ONLY, dataclass, replace
 
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.policy import Policy, require_policy
 
-MANY = 10_000
-"""More sizes than anyone prepares for: a policy without a cap, over a stream without an end, has no largest."""
+_OF_THE_INNER = ("needs", "estimator", "lr_coupling", "needs_lr_coupling", "moves_lr", "decides_within_epochs")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Around(Policy):
     """A policy whose `next` changes another one's; everything else is the inner policy's."""
 
     policy: Policy
-    needs: Set[str] = field(init=False, repr=False)
-    estimator: str | None = field(init=False, repr=False)
-    lr_coupling: str | float | None = field(init=False, repr=False)
-    needs_lr_coupling: bool = field(init=False, repr=False)
-    moves_lr: bool = field(init=False, repr=False)
-    decides_within_epochs: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_policy(self.policy, example="NoiseScale(4096)")
-        for each in fields(Around):
-            if not each.init:
-                object.__setattr__(self, each.name, getattr(self.policy, each.name))
+        for name in _OF_THE_INNER:
+            object.__setattr__(self, name, getattr(self.policy, name))
 
     @property
     def cap(self) -> int | None:
@@ -44,26 +34,17 @@ class Around(Policy):
     def next(self, seen: Measurement) -> Decision:
         """Return the inner decision, changed."""
 
-    def _inner(self, seen: Measurement) -> Decision:
-        """No larger than can be had: it would be cut later, and what is made of it here must fit."""
-        return self.policy.next(seen).at_most(seen.largest_batch_size)
-
     def measures(self, epoch: int, batch_size: int) -> bool:
         return self.policy.measures(epoch, batch_size)
-
-    def reachable(self, seen: Measurement) -> Collection[int]:
-        return self.policy.reachable(seen)
 
     def check_start(self, batch_size: int) -> None:
         self.policy.check_start(batch_size)
 
+    def _inner(self, seen: Measurement) -> Decision:
+        # No larger than possible: it would be cut later, and what is made of it here must fit.
+        return self.policy.next(seen).at_most(seen.largest_batch_size)
 
-@dataclass(frozen=True, slots=True)
-class OfSize(Around):
-    """One that changes the size, and so must not stand around a policy that has moved the rate for another size."""
-
-    def __post_init__(self) -> None:
-        Around.__post_init__(self)
+    def _require_free_size(self) -> None:
         if self.policy.moves_lr:
             own, inner = type(self).__name__, type(self.policy).__name__
             raise ArgumentError(
@@ -72,23 +53,16 @@ class OfSize(Around):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class OfRate(Around):
-    """One that lets the learning rate follow from the size that is decided."""
+@dataclass(frozen=True)
+class Steady(Around):
+    """A policy that keeps a size for some decisions and leaves small changes out.
 
-    def __post_init__(self) -> None:
-        Around.__post_init__(self)
-        object.__setattr__(self, "moves_lr", True)
-
-
-@dataclass(frozen=True, slots=True)
-class Steady(OfSize):
-    """Keep a size for some decisions, and leave small changes out: each costs recompiling and unsettles the optimizer.
+    Each change costs recompiling and unsettles the optimizer.
 
     Args:
-        policy: The policy whose sizes are taken.
-        dwell: How many decisions a size stays in force at least: epochs, or what `every_steps` makes of them.
-        threshold: The least change that is made, as a factor: 1.25 lets through a quarter more, or as much less.
+        policy: The inner policy.
+        dwell: The least number of decisions at one size: epochs, or every `every_steps` steps.
+        threshold: The least change, as a factor: 1.25 lets through a quarter more, or as much less.
     """
 
     _: KW_ONLY
@@ -96,7 +70,8 @@ class Steady(OfSize):
     threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        OfSize.__post_init__(self)
+        super().__post_init__()
+        self._require_free_size()
         require_count("dwell", self.dwell)
         require_positive("threshold", self.threshold)
         if self.threshold < 1:
@@ -111,13 +86,13 @@ class Steady(OfSize):
         return Decision(batch_size=seen.batch_size, reason=reason)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundedDown(OfSize):
-    """One that leaves few sizes, for compilers: each new size costs them half a minute.
+@dataclass(frozen=True)
+class _RoundedDown(Around):
+    """A wrapper that leaves few sizes. The present size stays if rounding would lead past it, or to nothing."""
 
-    For rules that say where to be. One that goes by small steps from where it is would not move. The present size stays
-    where rounding would lead past it, or to nothing.
-    """
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_free_size()
 
     @abstractmethod
     def rounded(self, size: int, seen: Measurement) -> int:
@@ -130,51 +105,38 @@ class RoundedDown(OfSize):
             size = now
         return replace(decision, batch_size=size)
 
-    def reachable(self, seen: Measurement) -> Collection[int]:
-        """Return the present size and those that the inner policy's become."""
-        inner = self.policy.reachable(seen)
-        sizes = self._down_from(inner, seen) if isinstance(inner, range) else (self.rounded(n, seen) for n in inner)
-        return {seen.batch_size, *islice(sizes, MANY)} - {0}
 
-    def _down_from(self, inner: range, seen: Measurement) -> Iterator[int]:
-        """From the largest to the least, each found from the one above: the inner sizes may be millions."""
-        size, least = min(max(inner), seen.largest_batch_size) + 1, self.rounded(min(inner), seen)
-        while size > max(1, least):
-            size = self.rounded(size - 1, seen)
-            yield size
+@dataclass(frozen=True)
+class Rounded(_RoundedDown):
+    """A policy with sizes rounded down to multiples, for compilers: each new size costs them half a minute.
 
-
-@dataclass(frozen=True, slots=True)
-class Rounded(RoundedDown):
-    """Round sizes down to multiples, for compilers: each new size costs them half a minute.
-
-    For rules that say where to be. One that goes by small steps from where it is would not move. The present size stays
-    where rounding would lead past it, or to nothing.
+    A rule that moves by small steps from the present size would not move. The present size stays if rounding would
+    lead past it, or to nothing.
 
     Args:
-        policy: The policy whose sizes are taken.
-        multiple_of: Samples by which sizes differ.
+        policy: The inner policy.
+        multiple_of: The multiple, in samples.
     """
 
     multiple_of: int
 
     def __post_init__(self) -> None:
-        OfSize.__post_init__(self)
+        super().__post_init__()
         require_count("multiple_of", self.multiple_of)
 
     def rounded(self, size: int, seen: Measurement) -> int:
         return size // self.multiple_of * self.multiple_of
 
 
-@dataclass(frozen=True, slots=True)
-class Doublings(RoundedDown):
-    """Round sizes down to doublings and halvings of the first batch, and let the cap itself be one: the fewest sizes.
+@dataclass(frozen=True)
+class Doublings(_RoundedDown):
+    """A policy with the fewest sizes: the cap, and doublings and halvings of the first batch, rounded down.
 
-    For rules that say where to be. One that goes by small steps from where it is would not move. `Auto` and `AdaBatch`
-    move by doublings as they are.
+    A rule that moves by small steps from the present size would not move. `Auto` and `AdaBatch` move by doublings
+    already.
 
     Args:
-        policy: The policy whose sizes are taken.
+        policy: The inner policy.
     """
 
     def rounded(self, size: int, seen: Measurement) -> int:
@@ -186,19 +148,20 @@ class Doublings(RoundedDown):
         return first << (size // first).bit_length() - 1
 
 
-@dataclass(frozen=True, slots=True)
-class SpillOver(OfRate):
-    """At the cap, turn what is wanted beyond it into a lower learning rate: lr times size over wanted.
+@dataclass(frozen=True)
+class SpillOver(Around):
+    """A policy that turns what is wanted beyond the cap into a lower learning rate: lr times size over wanted.
 
     lr / b then falls as if the batch had grown. When less is wanted again the rate comes back. Below the cap the rate
-    is left alone, also where sizes are rounded to less than is wanted.
+    is left alone, also if sizes are rounded down.
 
     Args:
-        policy: The policy whose sizes are taken; it must have a `cap`.
+        policy: The inner policy; it must have a `cap`.
     """
 
     def __post_init__(self) -> None:
-        OfRate.__post_init__(self)
+        super().__post_init__()
+        object.__setattr__(self, "moves_lr", True)
         if self.policy.cap is None:
             name = type(self.policy).__name__
             raise ArgumentError(
@@ -207,7 +170,7 @@ class SpillOver(OfRate):
             )
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """At the cap too, where some policies stop: what spills over depends on it."""
+        """At the cap too, where some policies stop: the spill depends on it."""
         # Asked as if below the cap, where a monotone policy still measures.
         return self.policy.measures(epoch, 1) or self.policy.measures(epoch, batch_size)
 
@@ -231,13 +194,13 @@ def _spill(batch_size: int, unclamped: float | None, cap: int) -> float:
     return batch_size / unclamped
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUp(OfRate):
-    """After a growth let the learning rate start from where it was and follow the coupling over some decisions.
+@dataclass(frozen=True)
+class WarmUp(Around):
+    """A policy whose learning rate, after a growth, reaches the value of the coupling over some decisions.
 
     Args:
-        policy: The policy whose sizes are taken.
-        epochs: How many decisions the rate takes to get there: epochs, or what `every_steps` makes of them.
+        policy: The inner policy.
+        epochs: The number of decisions until then: epochs, or every `every_steps` steps.
         power: The power of the batch size that the coupling follows: 1 for the linear one, 0.5 for the square root.
     """
 
@@ -246,7 +209,8 @@ class WarmUp(OfRate):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        OfRate.__post_init__(self)
+        super().__post_init__()
+        object.__setattr__(self, "moves_lr", True)
         require_count("epochs", self.epochs)
         require_positive("power", self.power)
 
@@ -255,9 +219,9 @@ class WarmUp(OfRate):
 
 
 def ramped(decision: Decision, seen: Measurement, *, decisions: int, power: float) -> Decision:
-    """Return `decision` with a learning rate that reaches its value after a growth over so many further decisions.
+    """Return `decision` with a learning rate that reaches its value `decisions` decisions after a growth.
 
-    Its factor pays out a part of what the rate still lacks since the last growth, and holds back what this one adds.
+    The factor pays out a part of what the rate still lacks since the last growth, and holds back what this one adds.
     """
     left = max(0, decisions - (seen.history.decisions_at_size - 1))
     grown = max(1.0, seen.batch_size / (seen.history.previous_batch_size or seen.batch_size))

@@ -45,8 +45,6 @@ class Run:
     """Epochs whose checkpoints stay, each in a file of its own, where others are replaced by later ones."""
     sharding: str = "ddp"
     """How several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
-    warm_shapes: bool = False
-    """Whether code for all batch sizes is compiled before the first epoch."""
     loggers: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
     """Kinds, as `divebatch.lab.loggers` knows them: where epochs are shown beside the records."""
 
@@ -59,8 +57,6 @@ class Run:
             raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
         if self.experiment.training.compile and self.sharding == "fsdp":
             raise ArgumentError("norms of compiled passes are not measured on fsdp's parts: use compile=False, or ddp")
-        if self.warm_shapes and not self.experiment.training.compile:
-            raise ArgumentError("warm_shapes compiles before training, and this run compiles nothing: add compile=True")
         if self.num_workers and self.on_device:
             raise ArgumentError(
                 f"num_workers={self.num_workers} load nothing while the data lies on the device: add on_device=False"

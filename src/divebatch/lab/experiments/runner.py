@@ -76,8 +76,6 @@ def _continue(run: Run, progress: RunProgress, report: Callable[[EpochRecord], N
         with reading_state(run):
             layout = partial(trainer.parallel.layout, trainer.optimizer)
             trainer.load_state_dict(without_identity(progress.saved.state(trainer.clock.device, layout)))
-    if run.warm_shapes:
-        logger.info("%s: %s", run.records_path, trainer.warm_shapes())
     epoch = last_epoch(progress.epochs)
     header = progress.header or _first_header(run, trainer)
     saver = Saver(run, trainer, stop, epoch, RecordsSoFar(header, progress.epochs))

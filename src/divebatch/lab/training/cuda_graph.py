@@ -1,7 +1,6 @@
 """Forward and backward passes as CUDA graphs: recorded once, then replayed."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,15 +139,6 @@ class GraphedPasses:
             self._keep(lambda variant, _: variant[0] == full_size)
             self._ran = {variant: token for variant, token in self._ran.items() if variant[0] == full_size}
         self._batch_size = batch_size
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, passes run kernel by kernel: a recording holds memory, and one that measures serves one epoch."""
-        was_enabled, self.is_enabled = self.is_enabled, False
-        try:
-            yield
-        finally:
-            self.is_enabled = was_enabled
 
     def run(self, part: MicroBatch, plan: BatchPlan) -> Tensor:
         """Add the gradients of the part's mean loss times its weight to the parameters'; returns that product."""

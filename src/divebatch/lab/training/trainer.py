@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.controller import Controller
 from divebatch.data.order import mixed_seed
-from divebatch.errors import ArgumentError, DivergedError
+from divebatch.errors import DivergedError
 from divebatch.lab.training.clock import Clock, forget_peak_memory
 from divebatch.lab.training.device_options import DeviceOptions, device_settings
 from divebatch.lab.training.distributed import Parallel, largest
@@ -35,7 +35,6 @@ from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 from divebatch.state_checks import Check, optional, row_of, same, table, whole
-from divebatch.warming import WarmedShapes, reachable_sizes, warm_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -128,25 +127,6 @@ class Trainer:
             recompiles=self.step.num_compiled,
             **self._costs(peak),
         )
-
-    def warm_shapes(self) -> WarmedShapes:
-        """Compile for every batch size that the policy can reach, before the first epoch: the compiler's time."""
-        if not self.options.compile:
-            raise ArgumentError("warm_shapes is for compiled code, and nothing is compiled here: use compile=True")
-        with (
-            device_settings(self.options.precision, self.clock.device),
-            self.clock.lap("compile"),
-            self.step.graphs.paused(),
-        ):
-            self.model.train()
-            return warm_shapes(self.step, self.control, sizes=reachable_sizes(self.control, shape_of=self._shape_of))
-
-    def _shape_of(self, batch_size: int) -> tuple[int, ...]:
-        """The samples of the passes that a batch goes through in, measured or not, on any rank."""
-        ranks = self.ranks.size
-        most, parts = self.options.micro_batch_size or batch_size, self.control._measuring.min_micro_batches
-        local = {batch_size // ranks, math.ceil(batch_size / ranks)}
-        return tuple(sorted(min(most, math.ceil(size / cut)) for size in local for cut in (1, parts)))
 
     def _train(self, after_step: Callable[[], None]) -> float:
         self.model.train()

@@ -1,27 +1,22 @@
-"""Grow the batch where the schedule would have let the learning rate fall (Smith et al. 2018; Seesaw 2025)."""
+"""Policies that grow the batch as the learning rate schedule falls (Smith et al. 2018; Seesaw 2025)."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from divebatch.errors import UsageError
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.bounds import Capped
-from divebatch.policies.confidence import decided
+from divebatch.policies.policy import Capped, decided
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScheduleToBatch(Capped):
     """The first batch size over the schedule's own rate, relative to its highest; works with every torch scheduler.
 
-    During a warm-up the rate is the highest so far, so that growth begins where the rate begins to fall.
+    During a warm-up the rate is the highest so far, so growth begins when the rate begins to fall.
     """
 
     decides_within_epochs = True
     has_many_sizes = True
-
-    def reachable(self, seen: Measurement) -> Collection[int]:
-        return self.bounds.sizes(at_least=seen.first_batch_size)
 
     def next(self, seen: Measurement) -> Decision:
         """Return b0 / (lr_schedule / its highest), never below b0."""
@@ -34,12 +29,12 @@ class ScheduleToBatch(Capped):
         # 0.1 -> 0.02 must give 5 times the batch, not one sample less for a rounding error.
         wanted = round(wanted, 6) if math.isfinite(wanted) else wanted
         reason = f"the schedule stands at {fallen_to:g} of its highest rate"
-        return decided(seen, wanted, self.bounds, at_least=seen.first_batch_size, reason=reason)
+        return decided(seen, wanted, self.max_batch_size, at_least=seen.first_batch_size, reason=reason)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SmithSchedule(ScheduleToBatch):
-    """For SGD: where the schedule divides the learning rate by k, the batch grows by k and the rate stays.
+    """A schedule of the batch for SGD: b grows by k and the rate stays, if the schedule divides the rate by k.
 
     lr / b is always that of the schedule with the first batch, so at the cap the rest of the decay goes into the
     learning rate. That is the linear coupling, which it brings with it.
@@ -55,9 +50,9 @@ class SmithSchedule(ScheduleToBatch):
     lr_coupling = "linear"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Seesaw(ScheduleToBatch):
-    """For Adam-like optimizers: where the rate would fall by k, it falls by sqrt(k) and the batch grows by k.
+    """A schedule of the batch for Adam-like optimizers: b grows by k and the rate falls by sqrt(k) instead of k.
 
     That is the square-root coupling, which it brings with it.
 

@@ -1,0 +1,261 @@
+"""Policies that follow the gradient noise, tr(Sigma), and the signal, ||G||^2."""
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from divebatch.checks import require_count, require_positive
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.measurement import Decision, Diversity, Measurement
+from divebatch.policies.policy import (
+    Capped,
+    Periodic,
+    ratio,
+    require_diversity,
+    require_loss,
+    times_first,
+    wanted_size,
+)
+
+
+@dataclass(frozen=True)
+class FromNoise(Periodic):
+    """A rule of the noise scale alone. If the estimate has an interval, the whole interval must ask for a change."""
+
+    @abstractmethod
+    def wanted(self, noise_scale: float) -> float:
+        """Return the batch size for this noise scale; it must grow with it."""
+
+    def proposal(self, seen: Measurement) -> tuple[float | None, str]:
+        size, remark = wanted_size(require_diversity(self, seen), seen.batch_size, self.wanted)
+        name = type(self).__name__
+        return size, remark if size is None else f"{name} wants {size:.1f}" + (f", {remark}" if remark else "")
+
+
+@dataclass(frozen=True)
+class NoiseScale(FromNoise):
+    """The noise scale B itself (McCandlish et al. 2018): a batch whose gradient is half signal, half noise.
+
+    At b = B training takes twice the fewest possible steps and twice the fewest possible samples. With a step cost r
+    the batch is sqrt(r * B), which grows more slowly.
+
+    >>> NoiseScale(4096).wanted(900.0), NoiseScale(4096, step_cost=4).wanted(900.0)
+    (900.0, 60.0)
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+        min_batch_size: The smallest batch, in samples.
+        every_epochs: Epochs between two decisions.
+        monotone: Whether the batch never shrinks.
+        step_cost: The samples that one optimizer step is worth; None: the rule B.
+    """
+
+    step_cost: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step_cost is not None:
+            require_positive("step_cost", self.step_cost)
+
+    def wanted(self, noise_scale: float) -> float:
+        return noise_scale if self.step_cost is None else math.sqrt(self.step_cost * max(noise_scale, 0.0))
+
+
+@dataclass(frozen=True)
+class NormTest(FromNoise):
+    """The norm test (Byrd et al. 2012; Lau et al. 2024): ceil(B / eta^2).
+
+    This is the smallest batch whose gradient's standard deviation is at most `eta` times its norm. The original
+    compares the variance with the noisy batch gradient's norm. Here both come from an estimator, so the test is not
+    fooled by noise. It leaves the learning rate alone.
+
+    >>> NormTest(4096, eta=0.5).wanted(100.3)
+    402.0
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+        min_batch_size: The smallest batch, in samples.
+        every_epochs: Epochs between two decisions.
+        monotone: Whether the batch never shrinks.
+        eta: The largest standard deviation of the batch gradient, relative to the gradient's norm.
+    """
+
+    eta: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("eta", self.eta)
+
+    def wanted(self, noise_scale: float) -> float:
+        needed = noise_scale / self.eta**2
+        return float(math.ceil(needed)) if math.isfinite(needed) else needed
+
+
+@dataclass(frozen=True)
+class InnerProductTest(Periodic):
+    """The inner product test (Bollapragada et al. 2018): a batch whose gradient descends often enough.
+
+    It is less strict than the norm test. With a = the fraction of the noise along the gradient, its two tests want
+    a * B / theta^2 and (1 - a) * B / nu^2 samples; the larger counts.
+
+    The fraction comes from chunks of a batch, the last one against the others: from the estimators "split" and
+    "moments". It takes the noisy g as the original does, which makes it too large: 1 + B / b times for noise that is
+    alike in all directions.
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+        min_batch_size: The smallest batch, in samples.
+        every_epochs: Epochs between two decisions.
+        monotone: Whether the batch never shrinks.
+        theta: The largest standard deviation of <g_i, g> over the batch, relative to ||g||^2.
+        nu: The largest noise at right angles to g, relative to ||g||; None: no second test.
+    """
+
+    needs = frozenset({"diversity", "inner_variance"})
+
+    theta: float = 0.5
+    nu: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("theta", self.theta)
+        if self.nu is not None:
+            require_positive("nu", self.nu)
+
+    def proposal(self, seen: Measurement) -> tuple[float | None, str]:
+        diversity = require_diversity(self, seen)
+        if math.isnan(diversity.trace):  # a step or two that show nothing are no reason to stop
+            return None, "nothing was seen that would justify a change"
+        along = fraction_along(diversity)
+        across = (1 - along) / self.nu**2 if self.nu is not None else 0.0
+        factor = max(along / self.theta**2, across)
+        size, remark = wanted_size(diversity, seen.batch_size, lambda noise: factor * noise if factor else 0.0)
+        remark = f"{along:.1%} of the noise is along the gradient" + (f"; {remark}" if remark else "")
+        return (math.ceil(size) if size is not None and math.isfinite(size) else size), remark
+
+
+def fraction_along(diversity: Diversity) -> float:
+    """Return Var_i<g_i, g> / (tr(Sigma) ||G||^2), between 0 and 1; 1, the strictest, if it cannot be formed."""
+    if diversity.inner_variance is None:
+        raise UsageError(
+            "the inner product test needs the noise along the gradient, which this estimate lacks: use "
+            "estimator='split' or 'moments'"
+        )
+    below = diversity.trace * diversity.sq_norm
+    fraction = diversity.inner_variance / below if below > 0 else math.nan
+    return min(1.0, max(0.0, fraction)) if math.isfinite(fraction) else 1.0
+
+
+@dataclass(frozen=True)
+class SimiGrad(Periodic):
+    """SimiGrad (Qin et al. 2021): 10 % up or down to hold the cosine of two half-batch gradients at a target.
+
+    The cosine is computed from the noise scale B, as 1 / (1 + 2 B / b) for a batch of b, rather than from single noisy
+    pairs. If its interval holds the target, nothing changes. The original changes the size at every step; here every
+    `every_epochs` epochs or `every_steps` steps. It brings the square-root coupling. It comes to rest at
+    2 * B * target / (1 - target).
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+        min_batch_size: The smallest batch, in samples.
+        every_epochs: Epochs between two decisions.
+        monotone: Whether the batch never shrinks.
+        target_cosine: The cosine to hold, between 0 and 1.
+        multiple_of: Sizes are multiples of this many samples, and so is the least change.
+    """
+
+    lr_coupling = "sqrt"
+    has_many_sizes = False  # it moves by tenths: rounded down by a wrapper it would not move
+
+    monotone: bool = False
+    target_cosine: float = 0.3
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("multiple_of", self.multiple_of)
+        require_positive("target_cosine", self.target_cosine)
+        if self.target_cosine >= 1:
+            raise ArgumentError(f"target_cosine must be below 1, got target_cosine={self.target_cosine!r}")
+
+    def proposal(self, seen: Measurement) -> tuple[float | None, str]:
+        low, high = cosines(require_diversity(self, seen), seen.batch_size)
+        b, least = seen.batch_size, self.multiple_of  # a smaller step would be rounded away, or down to nothing
+        reason = f"likeness of halves {low:.3f} to {high:.3f}, target {self.target_cosine:g}"
+        if high < self.target_cosine:
+            return max(b + least, int(1.1 * b)), reason
+        if low > self.target_cosine and b > least:
+            return max(least, min(b - least, int(0.9 * b))), reason
+        return None, reason
+
+
+def cosines(diversity: Diversity, batch_size: int) -> tuple[float, float]:
+    """Return the interval of the cosine of two half-batch gradients; 0 if the noise scale cannot be formed."""
+    if diversity.spread is None and not diversity.is_defined:
+        return (0.0, 0.0)
+    low, high = diversity.noise_scale_interval()
+    return (1 / (1 + 2 * max(high, 0.0) / batch_size), 1 / (1 + 2 * max(low, 0.0) / batch_size))
+
+
+@dataclass(frozen=True)
+class CABS(Periodic):
+    """CABS (Balles et al. 2017): lr * tr(Sigma) / loss, for a loss whose lowest value is near zero.
+
+    It leaves the learning rate alone. The original decides at every step from exponential means that start at fixed
+    values. Here the estimator averages, over the epoch or with its `decay`, debiased. The size stays if the interval
+    of tr(Sigma) allows it. The original's floor and cap are 16 and 2048.
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+        min_batch_size: The smallest batch, in samples.
+        every_epochs: Epochs between two decisions.
+        monotone: Whether the batch never shrinks.
+    """
+
+    needs = frozenset({"diversity", "loss"})
+    decides_within_epochs = False
+
+    monotone: bool = False
+    min_batch_size: int = 16
+
+    def proposal(self, seen: Measurement) -> tuple[float | None, str]:
+        diversity, loss = require_diversity(self, seen), require_loss(self, seen)
+        low, value, high = (ratio((seen.lr or 0.0) * trace, loss) for trace in traces(diversity))
+        reason = f"lr * tr(Sigma) / loss = {value:.1f}"
+        # The interval comes before the value: if it holds the present size, nothing justifies a change.
+        if low < high and low <= seen.batch_size <= high:
+            return None, f"{reason}, between {low:.0f} and {high:.0f} with 95 % confidence: no change"
+        return (round(value) if math.isfinite(value) else value), reason
+
+
+def traces(diversity: Diversity) -> tuple[float, float, float]:
+    """Return tr(Sigma) between the ends of its interval; a single estimate shows no scatter, so it has no upper end."""
+    trace, spread = diversity.trace, diversity.spread
+    if math.isnan(trace):
+        return (math.nan, math.nan, math.nan)
+    errors = 0.0 if spread is None else spread.quantile(0.95)
+    reach = errors * math.sqrt(spread.trace_variance) if spread is not None and errors < math.inf else errors
+    lowest = trace - reach if spread is None or spread.bounds_below else 0.0
+    return (max(0.0, lowest), max(0.0, trace), trace + reach)
+
+
+@dataclass(frozen=True)
+class GradientDamp(Capped):
+    """AdaDamp's rule for networks (Sievert): ceil(b0 * ||G_0||^2 / ||G||^2).
+
+    G_0 is the first gradient measured. An estimate of ||G||^2 that is not above zero leaves the size as it is.
+
+    Args:
+        max_batch_size: The largest batch, in samples.
+    """
+
+    needs = frozenset({"diversity"})
+    estimator = "moments"
+    decides_within_epochs = True
+    has_many_sizes = True
+
+    def next(self, seen: Measurement) -> Decision:
+        now = require_diversity(self, seen).sq_norm
+        first = now if seen.history.first_sq_norm is None else seen.history.first_sq_norm
+        factor = ratio(first, now) if now > 0 else math.nan
+        return times_first(seen, factor, self.max_batch_size, f"the squared gradient norm fell by {factor:g}")
