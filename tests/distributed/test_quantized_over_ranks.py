@@ -49,19 +49,21 @@ class Run:
     def weights(self) -> list[float]:
         return torch.cat([p.detach().flatten() for p in self.net.parameters()]).tolist()
 
+    def parts(self) -> tuple[Any, ...]:
+        return self.net, self.optimizer, self.noise, self.quantize, self.control
+
     def state(self) -> list[Any]:
-        parts = (self.net, self.optimizer, self.noise, self.control)
-        return [part.state_dict() for part in parts]
+        return [part.state_dict() for part in self.parts()]
 
     def load(self, states: list[Any]) -> None:
-        for part, state in zip((self.net, self.optimizer, self.noise, self.control), states, strict=True):
+        for part, state in zip(self.parts(), states, strict=True):
             part.load_state_dict(state)
 
 
 def trained(ranks: Ranks, **settings: Any) -> tuple[list[float], list[Any], float]:
     run = Run(ranks, **settings)
     records = [run.epoch() for _ in range(2)]
-    return run.weights(), [(r.noise_scale, r.noisy_diversity) for r in records], run.quantize.bits_sent
+    return run.weights(), [r.noise_scale for r in records], run.quantize.bits_sent
 
 
 def test_both_ranks_end_with_the_same_weights(pool: RankPool) -> None:
@@ -71,7 +73,6 @@ def test_both_ranks_end_with_the_same_weights(pool: RankPool) -> None:
     assert bits > 0
     plain = pool.run(2, trained, levels=None)[0]
     assert plain[0] != first
-    assert [noisy for _, noisy in plain[1]] == [None, None]
 
 
 def resumed(ranks: Ranks, stop: int) -> tuple[list[float], list[Any], float]:
@@ -85,7 +86,7 @@ def resumed(ranks: Ranks, stop: int) -> tuple[list[float], list[Any], float]:
     fresh = Run(ranks)
     fresh.load(states)
     records.append(fresh.epoch())
-    return fresh.weights(), [(r.noise_scale, r.noisy_diversity) for r in records], fresh.quantize.bits_sent
+    return fresh.weights(), [r.noise_scale for r in records], fresh.quantize.bits_sent
 
 
 @pytest.mark.parametrize("stop", [1, 5])
@@ -106,13 +107,6 @@ def over_ranks(ranks: Ranks, number: float) -> float:
     return total.item()
 
 
-def counted_and_told(ranks: Ranks) -> tuple[float | None, float]:
-    """What the controller counted for each sample, and by hand: each batch has V / 4, the mean of two ranks'."""
-    run = Run(ranks, levels=1)
-    run.epoch()
-    return run.control._measuring.added_noise, BATCH**2 * over_ranks(ranks, run.quantize.variance_added) / 4 / N
-
-
 def scatter_and_told(ranks: Ranks) -> tuple[float, float]:
     """Of the mean over ranks, for the same batch again and again at the same weights."""
     run = Run(ranks, levels=1)
@@ -122,15 +116,13 @@ def scatter_and_told(ranks: Ranks) -> tuple[float, float]:
         run.net.zero_grad()
         (run.net(x) - y).square().mean().backward()
         drawn.append(torch.cat([p.grad.flatten() for p in run.net.parameters()]))
-    told = over_ranks(ranks, float(run.quantize.take_variance())) / 4
+    told = over_ranks(ranks, run.quantize.variance_added) / 400 / 4
     return torch.stack(drawn).var(0).sum().item(), told
 
 
 def test_the_noise_of_the_mean_is_what_the_ranks_told(pool: RankPool) -> None:
     for scatter, told in pool.run(2, scatter_and_told):
         assert scatter == pytest.approx(told, rel=0.15)
-    for counted, by_hand in pool.run(2, counted_and_told):
-        assert counted == pytest.approx(by_hand, rel=1e-6)
 
 
 def on_the_inner_model(ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
-"""Ways to raise or lower the diversity on purpose, to experiment with: nothing else in the package needs them."""
+"""Ways to raise or lower the diversity on purpose, for experiments; the library knows nothing of them."""
 
-from divebatch.research.langevin_noise import LangevinNoise
-from divebatch.research.quantized_gradients import QuantizedGradients
-from divebatch.research.stratified_batches import StratifiedBatches
+from divebatch.research.langevin import LangevinNoise
+from divebatch.research.quantized import QuantizedGradients
+from divebatch.research.stratified import StratifiedBatches
 
 __all__ = ["LangevinNoise", "QuantizedGradients", "StratifiedBatches"]

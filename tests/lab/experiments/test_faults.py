@@ -89,7 +89,6 @@ def test_quantized_gradients_resume_to_the_same_bits(tmp_path):
     name, experiment = "divebatch-16-levels", small("inducing")
     whole, broken = (Run(experiment, name, 0, tmp_path / folder) for folder in ("whole", "broken"))
     execute(whole)
-    assert all(line["noisy_diversity"] > line["diversity"] for line in records(whole))
     lives = 1
     while stopped(broken, 3, resume=lives > 1):
         lives += 1

@@ -61,8 +61,9 @@ def make_trainer(run: Run) -> Trainer:
         model, method.lr, fused=True if is_fused else None
     )
     schedulers, step_schedulers = _make_schedulers(run, optimizers, length)
-    if method.quantize is not None:  # before there is a controller, which looks for it
-        QuantizedGradients(method.quantize, seed=mixed_seed(run.seed, *QUANTIZER)).attach(parallel.module)
+    quantize: QuantizedGradients | None = None
+    if method.quantize is not None:
+        quantize = QuantizedGradients(method.quantize, seed=mixed_seed(run.seed, *QUANTIZER)).attach(parallel.module)
     control = _make_controller(run, parallel.module, optimizers, length, task.loss_fn, [*schedulers, *step_schedulers])
     trainer = Trainer(
         model=model,
@@ -79,6 +80,7 @@ def make_trainer(run: Run) -> Trainer:
         log_exact=run.log_exact,
         data_fingerprint=split.fingerprint,
         parallel=parallel,
+        quantize=quantize,
     )
     if not ranks.is_first:
         trainer.draw_apart()

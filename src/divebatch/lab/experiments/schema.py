@@ -82,7 +82,7 @@ class Method:
     measure_always: bool = False
     """Whether epochs are measured for the record that the policy does not ask for."""
     quantize: int | None = None
-    """Levels that gradients are rounded to at random (`research/quantized_gradients.py`); None: they are left alone."""
+    """Levels that gradients are rounded to at random (`research/quantized.py`); None: they are left alone."""
     shadows: Mapping[str, Part] | None = None
 
     def scaled(self, ratio: float) -> "Method":

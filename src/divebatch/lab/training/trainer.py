@@ -34,7 +34,8 @@ from divebatch.norms.accumulators import tensor_like
 from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
-from divebatch.state_checks import Check, optional, row_of, same, table, whole
+from divebatch.research import QuantizedGradients
+from divebatch.state_checks import Check, anything, optional, row_of, same, table, whole
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Trainer:
     """A hash of the samples that are trained and validated on."""
     parallel: Parallel = None  # type: ignore[assignment]
     """How the model runs on several ranks; by default on one."""
+    quantize: QuantizedGradients | None = None
+    """Rounds the gradients of `model` at random."""
     step: TrainStep = field(init=False)
     tally: Tally = field(init=False, default_factory=Tally)
 
@@ -177,6 +180,7 @@ class Trainer:
             "tally": self._whole_tally(),
             "random": torch.get_rng_state(),
             "signs": signs_state(self.clock.device),
+            "quantize": self.quantize.state_dict() if self.quantize is not None else None,
             "cuda_random": torch.cuda.get_rng_state(self.clock.device) if self._on_cuda else None,
         }
 
@@ -195,6 +199,7 @@ class Trainer:
                 "tally": row_of(tensor_like(self.tally.loss_sum), whole()),
                 "random": random_state(torch.get_rng_state(), torch.device("cpu")),
                 "signs": random_state(signs_state(self.clock.device), self.clock.device),
+                "quantize": anything if self.quantize is not None else same(None),
                 "cuda_random": optional(byte_tensor),
             }
         )
@@ -207,6 +212,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         for scheduler, saved in zip(self.all_schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
+        if self.quantize is not None:
+            self.quantize.load_state_dict(state["quantize"])
         self.clock.load_state_dict(state["clock"])
         self.step.compiled_before = state["compiled"]
         if self.length is not None:

@@ -8,36 +8,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from divebatch.data.order import checked_seed, mixed_seed
-from divebatch.errors import ArgumentError
-from divebatch.estimators.optimizer_events import scale_of_gradients
-from divebatch.norms.sharded import is_sharded
-from divebatch.state_checks import same, table, whole
+from divebatch.errors import ArgumentError, CheckpointError
 
 DRAWS = 0x53474C44
 """Keeps these draws apart from others that are made from the same seed."""
 
 
 class LangevinNoise:
-    """Adds to each weight, after each step of an optimizer, one normal draw of variance 2 * lr * temperature.
+    """One normal draw of variance 2 * lr * temperature on each weight, after each step of an optimizer.
 
     With plain SGD that is stochastic gradient Langevin dynamics (Welling and Teh 2011): weights wander as if drawn from
-    exp(-loss / temperature), up to the noise of the gradients and the length of the steps. `lr` is the one in force in
-    each parameter group. One draw a step is enough: noise on each sample's gradient has the same law.
+    exp(-loss / temperature), up to the noise of the gradients and the length of the steps. `lr` is the rate that the
+    step used, in each parameter group. One draw a step is enough: noise on each sample's gradient has the same law.
 
     The draws depend on (seed, step) alone, so all ranks draw alike and keep equal weights. Steps inside recorded or
     compiled code are seen by no hook and get no noise.
 
     The noise is on the weights and not on the gradients, so estimators that look at one step at a time (`split`,
-    `per-sample`, `ranks`, `oracle`) need no correction: at the weights where they look they see the data alone.
-    `moments` compares gradients of successive steps, between which the noise moves the weights. With v = 2 * lr *
-    temperature * tr(H^2), b the batch size and H the Hessian, tr(Sigma) comes out too large by b * v / 2 where it
-    compares pairs, and too small by (1 / m - 1) * b * v where momentum m lets it extrapolate: little, to first order.
-    `trajectory` adds up gradients along the way, and the noise makes that way longer, as a higher rate would.
+    `per-sample`, `ranks`, `oracle`) see the data alone. `moments` compares gradients of successive steps, between which
+    the noise moves the weights. With v = 2 * lr * temperature * tr(H^2), b the batch size and H the Hessian, tr(Sigma)
+    comes out too large by b * v / 2 if it compares pairs, and too small by (1 / m - 1) * b * v if momentum m lets it
+    extrapolate, to first order. `trajectory` sums gradients along the way, which the noise makes longer.
 
     Args:
-        optimizer: Whose steps are followed by noise; with as many parameter groups as you like.
+        optimizer: The optimizer whose steps are followed by noise; any number of parameter groups.
         temperature: The temperature, in units of the loss; 0 adds nothing.
-        seed: Decides on the draws.
+        seed: Determines the draws.
     """
 
     def __init__(self, optimizer: Optimizer, *, temperature: float, seed: int = 0) -> None:
@@ -52,9 +48,11 @@ class LangevinNoise:
         self.steps = 0
         """Steps that were followed by noise."""
         self._handle = optimizer.register_step_post_hook(self._after_step)
+        # First of all hooks: a controller's, whenever it was made, puts the schedule's own rate back after the step.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._handle.id, last=False)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Add no noise from here on."""
+        """Stop adding noise."""
         self._handle.remove()
 
     def __enter__(self) -> Self:
@@ -65,18 +63,19 @@ class LangevinNoise:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if not math.isfinite(scale_of_gradients(optimizer)):  # a GradScaler's overflow: no step was made
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf) > 0:  # a GradScaler's overflow: no step was made
             return
         generators: dict[torch.device, torch.Generator] = {}
         for group in optimizer.param_groups:
             deviation = (2 * torch.as_tensor(group["lr"]) * self.temperature) ** 0.5
             for parameter in group["params"]:
-                if parameter.grad is not None:  # others are left alone by the step, too
+                if parameter.grad is not None:  # the step leaves the others alone, too
                     parameter.add_(self._draw(parameter, generators) * deviation.to(parameter))
         self.steps += 1
 
     def _draw(self, parameter: Tensor, generators: dict[torch.device, torch.Generator]) -> Tensor:
-        if is_sharded(parameter):
+        if hasattr(parameter, "full_tensor"):  # a DTensor, of FSDP2
             raise ArgumentError("LangevinNoise needs whole parameters, and FSDP2 has sharded these: use DDP")
         device = parameter.device
         if device not in generators:
@@ -84,11 +83,13 @@ class LangevinNoise:
         return torch.randn(parameter.shape, generator=generators[device], device=device, dtype=parameter.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the draws to come depend on."""
+        """Return what determines the next draws."""
         return {"seed": self.seed, "temperature": self.temperature, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw from here on what the saved one would have drawn."""
-        fields = {"seed": whole(at_most=None), "temperature": same(self.temperature), "steps": whole()}
-        table(fields)("LangevinNoise", state)
+        """Continue with saved draws."""
+        if state["temperature"] != self.temperature:
+            raise CheckpointError(
+                f"LangevinNoise.temperature is {state['temperature']} in the checkpoint, and {self.temperature} here"
+            )
         self.seed, self.steps = state["seed"], state["steps"]
