@@ -232,8 +232,8 @@ def assert_refused(run: Training, state: dict[str, Any], message: str | None = N
 OTHERS: dict[str, Callable[[], Training]] = {
     "control.settings.policy.delta is 0.4 in the checkpoint, and ": other_policy,
     "control.loader.dataset_size is 24 in the checkpoint, and 25 in this run": other_data,
-    "control.rates.couplings.0.kind is 'linear' in the checkpoint, and 'sqrt' in this run": other_coupling,
-    "control.rates.couplings.0.own has 2 parameter groups in the checkpoint, and 1 in this run": other_groups,
+    "control.settings.lr_coupling.0 is 'linear' in the checkpoint, and 'sqrt' in this run": other_coupling,
+    "control.settings.parameter_groups.0 is 2 in the checkpoint, and 1 in this run": other_groups,
 }
 
 

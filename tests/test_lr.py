@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch import AdaptiveLoader
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
 from divebatch.lr import COUPLINGS, LrCoupling, Rates
 
 FIRST = 32
@@ -284,27 +284,6 @@ def test_fresh_objects_carry_on(case: str, order: tuple[str, ...]):
     assert fresh.rates == run.rates
     assert fresh.coupling.schedule_ratio() == run.coupling.schedule_ratio()
     follow_course(fresh, twin, "linear", range(11, STEPS))
-
-
-OTHER_RUNS = {
-    "kind is 'linear' in the checkpoint, and 'sqrt' in this run": (two_groups, "sqrt"),
-    "own has 2 parameter groups in the checkpoint, and 1 ": (
-        lambda: SGD([torch.ones(1)], 0.1),
-        "linear",
-    ),
-}
-
-
-@pytest.mark.parametrize("message", OTHER_RUNS)
-def test_a_state_of_another_run_is_refused(message: str):
-    run = Run("none", kind="linear")
-    run.coupling.follow(2 * FIRST)
-    make_optimizer, kind = OTHER_RUNS[message]
-    coupling = coupled(make_optimizer(), [], kind=kind, batch_size=8)
-    before = coupling.state_dict()
-    with pytest.raises(CheckpointError, match=message):
-        coupling.load_state_dict(run.coupling.state_dict())
-    assert coupling.state_dict() == before
 
 
 # Schedulers that do not fit

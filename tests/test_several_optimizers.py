@@ -298,7 +298,7 @@ def test_fresh_objects_carry_on():
 
 def test_a_state_of_more_optimizers_is_refused():
     run, other = Run(sgd_and_adamw), Run(one_of_both)
-    with pytest.raises(CheckpointError, match="couplings has 2 optimizers in the checkpoint, and 1 in this run"):
+    with pytest.raises(CheckpointError, match=r"settings.lr_coupling is .* in the checkpoint"):
         other.control.load_state_dict(run.control.state_dict())
 
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from divebatch.checks import require_choice, require_count
-from divebatch.control_state import STATE_VERSION, control_state
 from divebatch.data.batch_plan import BatchPlan
 from divebatch.data.epoch_progress import EpochProgress, warn_if_endless
 from divebatch.data.loader import AdaptiveLoader
@@ -37,8 +36,10 @@ from divebatch.resolve import (
     resolve_estimator,
 )
 from divebatch.size_limit import SizeLimit
-from divebatch.state_checks import Check
+from divebatch.state_checks import require_same
 from divebatch.step_count import StepCount, in_multiples
+
+STATE_VERSION = 2
 
 
 class Controller:
@@ -369,16 +370,26 @@ class Controller:
         }
 
     def _settings(self) -> dict[str, Any]:
-        estimator = type(self._measuring.estimator).__name__
-        return {"policy": settings_of(self.policy), "estimator": estimator, "every_steps": self._every_steps}
+        """Return what a resumed run must share with the saved one."""
+        parameters = self._measuring.scene.model.named_parameters()
+        return {
+            "policy": settings_of(self.policy),
+            "estimator": type(self._measuring.estimator).__name__,
+            "every_steps": self._every_steps,
+            "parameters": {name.replace("_orig_mod.", ""): list(each.shape) for name, each in parameters},
+            **self._rates.settings(),
+        }
 
-    def _state_check(self) -> Check:
-        return control_state(self._settings(), self.policy, self.loader, self._measuring, self._rates)
+    def require_fits(self, place: str, state: dict[str, Any]) -> None:
+        """Raise if a saved state is another run's; `place` says in the error where it stands."""
+        for name, mine in (("version", STATE_VERSION), ("settings", self._settings())):
+            require_same(f"{place}.{name}", state.get(name), mine)
+        self.loader._require_same_data(state["loader"], f"{place}.loader")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved controller stood. Nothing is changed if the state does not fit."""
         # All checks come before the first change, so that a state that does not fit leaves everything as it was.
-        self._state_check()("control", state)
+        self.require_fits("control", state)
         self.loader.load_state_dict(state["loader"])
         self._rates.load_state_dict(state["rates"])
         self._steps.load_state_dict(state["steps"])

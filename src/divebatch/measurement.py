@@ -4,10 +4,9 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from divebatch.errors import UndefinedDiversityError, UsageError
-from divebatch.state_checks import Check, list_of, number, optional, row_of, table, whole
 from divebatch.student import t_quantile
 
 
@@ -235,19 +234,6 @@ class History:
     """||G||^2 as first measured."""
     throughputs: tuple[tuple[int, float], ...] = ()
     """(batch size, samples a second) of the fastest epoch at each size; only for a policy that needs it."""
-
-    state_check: ClassVar[Check] = table(
-        {
-            "decisions_at_size": whole(),
-            "previous_batch_size": optional(whole(1)),
-            "unclamped": optional(number(finite=False)),
-            "first_loss": optional(number(finite=False)),
-            "best_loss": optional(number(finite=False)),
-            "epochs_since_best": whole(),
-            "first_sq_norm": optional(number()),
-            "throughputs": list_of(row_of(whole(1), number(above=0))),
-        }
-    )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

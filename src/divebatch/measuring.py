@@ -11,7 +11,6 @@ from divebatch.estimators.added_noise import AddedNoise, require_told_apart, sou
 from divebatch.estimators.catalog import require_fit
 from divebatch.measurement import Diversity
 from divebatch.policies import Policy
-from divebatch.state_checks import Check, anything, table, truth, wrong
 
 
 class Measuring:
@@ -151,19 +150,6 @@ class Measuring:
             "was_at_work": self.was_at_work,
             "added_noise": self._noise.state_dict(),
         }
-
-    def state_check(self) -> Check:
-        """What `state_dict` gives here."""
-        fields = {"is_at_work": truth, "was_at_work": truth, "added_noise": self._noise.state_check()}
-
-        def check(place: str, state: Any) -> None:
-            table({**fields, "estimator": anything})(place, state)
-            if state["is_at_work"] and (self.estimator is None or not state["was_at_work"]):
-                raise wrong(f"{place}.is_at_work", True, "no estimator at work")
-            sums = self.estimator.state_check() if self.estimator and state["is_at_work"] else table({})
-            sums(f"{place}.estimator", state["estimator"])
-
-        return check
 
     def load_state_dict(self, state: dict[str, Any], *, is_under_way: bool) -> None:
         """Go on where another one stood, within an epoch where one is under way."""

@@ -1,10 +1,8 @@
 """The batch size that memory allows, once a larger one has failed."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from divebatch.measurement import Decision
-from divebatch.state_checks import Check, optional, table, truth, whole
 
 
 @dataclass(slots=True)
@@ -15,8 +13,6 @@ class SizeLimit:
         most: The most samples of a batch; None while every size has fitted.
         is_news: Whether no decision has told of it yet.
     """
-
-    state_check: ClassVar[Check] = table({"most": optional(whole(1)), "is_news": truth})
 
     most: int | None = None
     is_news: bool = False

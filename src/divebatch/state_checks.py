@@ -200,3 +200,21 @@ def _require_list(place: str, value: Any, length: int | None, of: str) -> None:
 def _require_dict(place: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         raise wrong(place, value, "a table")
+
+
+def require_same(place: str, saved: Any, mine: Any) -> None:
+    """Raise if a setting of a saved state is not the one of this run, naming the first place where they differ.
+
+    Args:
+        place: Where both stand, such as "control.settings".
+        saved: The settings in the checkpoint.
+        mine: Those of this run.
+    """
+    if isinstance(mine, Mapping) and isinstance(saved, Mapping):
+        for name in [*mine, *(name for name in saved if name not in mine)]:
+            require_same(f"{place}.{name}", saved.get(name), mine.get(name))
+    elif isinstance(mine, list | tuple) and isinstance(saved, list | tuple) and len(mine) == len(saved):
+        for number, (there, here) in enumerate(zip(saved, mine, strict=True)):
+            require_same(f"{place}.{number}", there, here)
+    elif not _are_equal(saved, mine) and (saved is not None or mine is not None):
+        raise CheckpointError(f"{place} is {reprlib.repr(saved)} in the checkpoint, and {mine!r} in this run")

@@ -18,7 +18,6 @@ from divebatch.checks import require_count
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Policy
-from divebatch.state_checks import Check, list_of, row_of, table, truth, whole
 
 SURE = 3
 """Steps that must agree before a loop is told that it does something else than was said."""
@@ -219,30 +218,6 @@ class StepCount:
             "since_step": self._deliverer.batches_delivered - self._at_step,
             "is_open": self._is_open,
         }
-
-    @staticmethod
-    def state_check() -> Check:
-        """What `state_dict` gives."""
-        fields = table(
-            {
-                "batches_per_step": whole(1),
-                "is_settled": truth,
-                **dict.fromkeys(("before", "in_epoch", "in_window"), whole()),
-                "inner": list_of(row_of(whole(), whole(1))),
-                "at_end": row_of(whole(), whole()),
-                "has_stepped": truth,
-                "since_step": whole(),
-                "is_open": truth,
-            }
-        )
-
-        def check(place: str, state: Any) -> None:
-            fields(place, state)
-            whole(at_most=state["in_epoch"])(f"{place}.in_window", state["in_window"])
-            counted = sum(count for _, count in state["inner"]) + state["at_end"][1]
-            whole(at_most=state["in_window"])(f"{place}.inner and at_end: the number of their steps", counted)
-
-        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another count stood; the loader has its state already."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from divebatch.data.sampler import num_batches
 from divebatch.errors import UsageError
 from divebatch.ranks import RankShard
-from divebatch.state_checks import Check, table, whole
 
 MANY_BATCHES = 10_000
 """After so many batches of a stream's first pass it may be endless."""
@@ -101,19 +100,6 @@ class EpochProgress:
             # The order of a user's own sampler cannot be drawn again; ours follows from seed and epoch.
             "order": list(self.order) if with_order and self.order is not None else None,
         }
-
-    @staticmethod
-    def state_check(most: int, order: Check) -> Check:
-        """What `state_dict` gives for a pass of at most so many samples; `order` checks that of a user's sampler."""
-        fields = table({"batch_size": whole(1), "batches": whole(1), "samples": whole(1, most), "order": order})
-
-        def check(place: str, state: Any) -> None:
-            fields(place, state)
-            whole(1, state["samples"])(f"{place}.batches", state["batches"])
-            if state["order"] is not None:
-                whole(1, len(state["order"]))(f"{place}.samples", state["samples"])
-
-        return check
 
 
 def warn_if_endless(current: EpochProgress) -> None:

@@ -10,7 +10,6 @@ from divebatch.checks import require_count
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.from_dataloader import Parts, parts_of
 from divebatch.data.listeners import Listener, Listeners
-from divebatch.data.loader_state import loader_state
 from divebatch.data.order import Order, checked_seed, drawn_seed, in_parts, order_over, restore, state_of
 from divebatch.data.passes import Passes
 from divebatch.data.rank_shards import LocalPlaces, enough_for, every_sample, rank_shard_of, require_shareable
@@ -19,7 +18,7 @@ from divebatch.data.source import make_source
 from divebatch.data.stream import StreamReader, StreamSource, length_of_stream
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.ranks import Ranks, RankShard
-from divebatch.state_checks import Check
+from divebatch.state_checks import require_same
 
 STATE_VERSION = 1
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
@@ -363,14 +362,19 @@ class AdaptiveLoader:
             "num_workers": self._num_workers if self._order is None else None,  # deals out a stream's samples
         }
 
-    def _state_check(self) -> Check:
-        """What `state_dict` gives for the same data, cut in the same way."""
-        generator = self._settings.get("generator")
-        return loader_state(self._way_of_cutting(), self.dataset, self._order, self._reader, generator)
+    def _require_same_data(self, state: dict[str, Any], place: str = "loader") -> None:
+        """Raise for the state of a loader over other data, or one that cuts them in another way."""
+        mine = self._way_of_cutting()
+        # A stream may not know its length before its first pass is over, here or there.
+        if self._order is None and None in (mine["dataset_size"], state.get("dataset_size")):
+            del mine["dataset_size"]
+        if self._order is not None and self._order.is_reproducible:
+            mine["sampler"] = self._order.state_dict()
+        require_same(place, {name: state.get(name) for name in mine}, mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where the saved loader stood: the next pass yields exactly what it had not delivered."""
-        self._state_check()("loader", state)
+        self._require_same_data(state)
         self._passes.load_counts(state)
         self._is_seed_drawn = False
         self._reseed(state["seed"])

@@ -14,7 +14,6 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
-from divebatch.state_checks import Check, anything, optional, table, text, whole, wrong
 
 MOST_DRAWN = 1_000_000
 """Orders that a sampler may have drawn: a resume may have to draw them all again."""
@@ -56,21 +55,6 @@ def restore(generator: Any, state: str | None) -> None:
     """Set a generator to a saved state, where there are both."""
     if state is not None and isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
-
-
-def generator_check(generator: Any) -> Check:
-    """Accept what `state_of` gives for such a generator; where there is none here, any text."""
-
-    def check(place: str, state: Any) -> None:
-        text(place, state)
-        if not isinstance(generator, torch.Generator):
-            return
-        try:
-            restore(torch.Generator(generator.device), state)
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise wrong(place, state, "the state of a generator in hexadecimal digits") from error
-
-    return optional(check)
 
 
 @contextmanager
@@ -119,10 +103,6 @@ class Order(ABC):
     def state_dict(self, *, without_last: bool = False) -> dict[str, Any]:
         """What later drawings depend on, beside the epoch; `without_last` as if the last one had not been made."""
         return {}
-
-    def state_check(self) -> Check:
-        """What `state_dict` gives. A subclass with a state says what that holds; else everything is taken."""
-        return table({}) if type(self).state_dict is Order.state_dict else anything
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Draw from now on what the saved order would have drawn."""
@@ -233,10 +213,6 @@ class FromSampler(Order):
 
     def _state(self) -> dict[str, Any]:
         return {"num_drawn": self._num_drawn, "generator": state_of(getattr(self.sampler, "generator", None))}
-
-    def state_check(self) -> Check:
-        generator = generator_check(getattr(self.sampler, "generator", None))
-        return table({"num_drawn": whole(at_most=MOST_DRAWN), "generator": generator})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["generator"] is not None:

@@ -4,7 +4,6 @@ from typing import Any
 
 from divebatch.data.epoch_progress import EpochProgress, not_finished
 from divebatch.errors import ArgumentError
-from divebatch.state_checks import Check, optional, whole
 
 
 class Passes:
@@ -92,12 +91,6 @@ class Passes:
             "samples_before": self._samples_before,
             "pass": self.current.state_dict(with_order=with_order) if self.current and self.has_begun else None,
         }
-
-    @staticmethod
-    def state_check(one_pass: Check) -> dict[str, Check]:
-        """What `state_dict` gives, as fields of the loader's state; `one_pass` checks the pass under way."""
-        counts = dict.fromkeys(("epoch", "batches_before", "samples_before"), whole())
-        return {**counts, "pass": optional(one_pass)}
 
     def load_counts(self, state: dict[str, Any]) -> None:
         """Take over all counts but the pass under way, which is the loader's to make."""

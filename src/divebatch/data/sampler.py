@@ -9,7 +9,6 @@ from torch.utils.data import Sampler
 from divebatch.checks import require_count
 from divebatch.data.order import Order, Sequential, Shuffled, checked_seed, drawn_seed
 from divebatch.errors import ArgumentError
-from divebatch.state_checks import LARGEST, Check, table, whole
 
 
 def checked_batch_size(batch_size: int, *, dataset_size: int | None, drop_last: bool) -> int:
@@ -21,11 +20,6 @@ def checked_batch_size(batch_size: int, *, dataset_size: int | None, drop_last: 
             f"would leave no batch at all: use a smaller batch or drop_last=False"
         )
     return batch_size
-
-
-def batch_size_check(*, dataset_size: int | None, drop_last: bool) -> Check:
-    """Accept the batch sizes that `checked_batch_size` does."""
-    return whole(1, dataset_size if drop_last and dataset_size is not None else LARGEST)
 
 
 def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
@@ -99,8 +93,6 @@ class AdaptiveBatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Stand where the saved sampler stood at the beginning of its epoch."""
-        sizes = batch_size_check(dataset_size=self.dataset_size, drop_last=self.drop_last)
-        table({"epoch": whole(), "seed": whole(at_most=None), "batch_size": sizes})("sampler", state)
         self.epoch, self.seed, self.batch_size = state["epoch"], state["seed"], state["batch_size"]
         self.order = self.order.seeded(self.seed)
 

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, default_collate
 
 from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.order import worker_seed
-from divebatch.state_checks import Check, list_of, row_of, table, whole
 
 MOST_OF_STREAM = 10_000_000
 """Samples of a batch in a state: a stream is asked for a batch by a list of as many entries."""
@@ -194,10 +193,6 @@ class StreamReader:
         """Which batches were taken since the stream began."""
         taken = self._taken if is_under_way or self._part is not None else []
         return {"round": self._round, "taken": [list(pair) for pair in taken]}
-
-    def state_check(self) -> Check:
-        """What `state_dict` gives."""
-        return table({"round": whole(), "taken": list_of(row_of(whole(1, MOST_OF_STREAM), whole(1)))})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another reader stood."""

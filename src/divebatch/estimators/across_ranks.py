@@ -16,7 +16,6 @@ from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
-from divebatch.state_checks import Check, list_of, number, row_of, table
 
 COLUMNS = 5
 """Numbers of a step's row: sum of s_j ||g_j||^2, squared norm of what the optimizer gets, chunks, samples, and the
@@ -128,12 +127,6 @@ class RankChunks(Source):
             "sum_of_weights": self._sum_of_weights,
         }
 
-    def state_check(self, scene: Scene) -> Check:
-        return BatchWatch.state_check(weighted=list_of(number(finite=False)), sum_of_weights=number(at_least=0))
-
-    def estimates_check(self) -> Check:
-        return RankRows.state_check()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches.load_state_dict(state)
         device = next(iter(self._parameters.values())).device
@@ -170,12 +163,6 @@ class RankRows:
     def state_dict(self) -> dict[str, Any]:
         """The rows, as numbers."""
         return {"rows": [row.tolist() for row in self.rows]}
-
-    @staticmethod
-    def state_check() -> Check:
-        """What `state_dict` gives."""
-        of_norms, of_counts = number(finite=False), number(at_least=0)
-        return table({"rows": list_of(row_of(of_norms, of_norms, of_counts, of_counts, of_counts))})
 
     def load_state_dict(self, state: dict[str, Any], *, is_first: bool) -> None:
         """Go on with saved rows. Other ranks than the first have rows of zeros, which add nothing."""

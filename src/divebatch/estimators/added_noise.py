@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.estimators.optimizer_events import scale_of_gradients, when_gradients_are_used
-from divebatch.state_checks import Check, anything, list_of, number, row_of, table, whole
 
 
 class NoiseSource(Protocol):
@@ -27,10 +26,6 @@ class NoiseSource(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the draws to come depend on; the same on all ranks."""
-        ...
-
-    def state_check(self) -> Check:
-        """Return what raises for a state that cannot be loaded here: see `divebatch.state_checks`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,22 +150,6 @@ class AddedNoise:
         sources = sources_on(self._scene.model)
         total = self._over_ranks() if self._sources else 0.0
         return {"total": total, "samples": self._samples, "sources": [source.state_dict() for source in sources]}
-
-    def state_check(self) -> Check:
-        """What `state_dict` gives here."""
-        sources = sources_on(self._scene.model)
-        numbers = {"total": number(at_least=0, finite=False), "samples": whole()}
-
-        def check(place: str, state: Any) -> None:
-            table({**numbers, "sources": list_of(anything)})(place, state)
-            if (there := len(state["sources"])) != len(sources):
-                raise CheckpointError(
-                    f"{place}.sources: the checkpoint's run had {there} that add noise to the gradients, such as "
-                    f"QuantizedGradients, and here are {len(sources)}: attach the same to the model before loading"
-                )
-            row_of(*(source.state_check() for source in sources))(f"{place}.sources", state["sources"])
-
-        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved sums, which the first rank takes over; called after `start`."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Diversity, Spread
 from divebatch.ranks import Ranks
-from divebatch.state_checks import Check, anything, list_of, number, one_of, row_of, table, truth, whole, wrong
 
 COLUMNS = (3, 4, 5)
 """Numbers of an estimate with its weight: of a pair, with the variance of <g_i, g>, and with what widens the spread."""
@@ -312,26 +311,6 @@ class PairAverage:
             "recent": [each.tolist() for each in self._recent],
             "bounds_below": self.bounds_below,
         }
-
-    @staticmethod
-    def state_check() -> Check:
-        """What `state_dict` gives: 0 in the place of each sum while there is no estimate, else rows of equal length."""
-        others = {"num_samples": whole(), "skipped_samples": whole(), "bounds_below": truth}
-
-        def check(place: str, state: Any) -> None:
-            table({**dict.fromkeys(("first", "second", "between", "recent"), anything), **others})(place, state)
-            columns = len(state["first"]) if isinstance(state["first"], list) else 0
-            row = list_of(number(), length=columns)
-            weight_first = row_of(number(at_least=0), *[number()] * (columns - 1))
-            square = list_of(row, length=columns)
-            if columns not in (0, *COLUMNS):
-                raise wrong(f"{place}.first", state["first"], "0 or a list of three to five numbers")
-            for key, inner in (("first", weight_first), ("second", square)):
-                (inner if columns else one_of(0.0))(f"{place}.{key}", state[key])
-            (square if isinstance(state["between"], list) else one_of(0.0))(f"{place}.between", state["between"])
-            list_of(row)(f"{place}.recent", state["recent"])
-
-        return check
 
     def load_state_dict(self, state: dict[str, Any], *, is_first: bool = True) -> None:
         """Go on with saved sums, which the first rank takes over."""

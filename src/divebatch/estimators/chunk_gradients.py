@@ -9,10 +9,9 @@ from torch.optim import Optimizer
 
 from divebatch.estimators.average import Norms, Readable, Row, norms_of, read
 from divebatch.estimators.second_moment import Preconditioner, rescaled
-from divebatch.norms.accumulators import addend, tensors_like
+from divebatch.norms.accumulators import addend
 from divebatch.norms.sharded import Shards
 from divebatch.norms.sketch import sum_dtype
-from divebatch.state_checks import Check, list_of, number, optional, table, whole
 
 
 class Chunks:
@@ -98,7 +97,6 @@ class Chunks:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved sums."""
-        chunks_state(self.parameters)("chunks", state)
         self.forget()
         self._sizes, self._norms = list(state["sizes"]), [*self.shards.share(state["sq_norms"])]
         # The saved squares have their factors in them already.
@@ -107,24 +105,6 @@ class Chunks:
         for name, total in self.shards.load(state["sums"]).items():
             self._sums[name].copy_(total)
         self._scales = None if state["scales"] is None else self.shards.load(state["scales"])
-
-
-def chunks_state(parameters: Mapping[str, Tensor]) -> Check:
-    """Accept the state of a `Chunks` of these parameters; before a chunk there are no sums."""
-
-    def check(place: str, state: Any) -> None:
-        chunks = len(state["sizes"]) if isinstance(state, dict) and isinstance(state.get("sizes"), list) else 0
-        fields = {
-            "sizes": list_of(whole(1)),
-            "sq_norms": list_of(number(finite=False), length=chunks),
-            "before_last": optional(number(finite=False)),
-            "sums": tensors_like(parameters) if chunks else table({}),
-            # Parameters that the optimizer has not moved yet have no scale.
-            "scales": optional(tensors_like(parameters, some=True)),
-        }
-        table(fields)(place, state)
-
-    return check
 
 
 def sq_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,15 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from divebatch.estimators.average import Norms, inner_variance, read, unbiased
 from divebatch.estimators.fused_sketch import ByKernel, sketch_of
 from divebatch.estimators.gradient_sketch import SignSketch, with_shared_error
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
-from divebatch.norms.accumulators import tensor_like
-from divebatch.state_checks import Check, list_of, number, one_of, table, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +105,3 @@ class SketchedChunks:
         self._sizes, self._sq_norms = list(state["sizes"]), [*share(state["sq_norms"])]
         self._products = [*share(state["products"])]
         self._sum = None if state["sum"] is None else state["sum"].to(self._signs.device, copy=True)
-
-
-def products_state(size: int) -> Check:
-    """Accept the state of a `SketchedChunks` whose sketches have `size` numbers; before a step there is none."""
-
-    def check(place: str, state: Any) -> None:
-        chunks = len(state["sizes"]) if isinstance(state, dict) and isinstance(state.get("sizes"), list) else 0
-        fields = {
-            "sizes": list_of(whole(1)),
-            "sq_norms": list_of(number(finite=False), length=chunks),
-            "products": list_of(number(finite=False), length=max(0, chunks - 1)),
-            "sum": tensor_like(torch.empty(size, device="meta")) if chunks else one_of(None),
-        }
-        table(fields)(place, state)
-
-    return check

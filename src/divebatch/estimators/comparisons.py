@@ -8,17 +8,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from divebatch.checks import require_count
-from divebatch.errors import CheckpointError
 from divebatch.estimators.average import Readable
-from divebatch.estimators.chunk_gradients import Chunks, chunks_state
-from divebatch.estimators.chunk_products import SketchedChunks, products_state
+from divebatch.estimators.chunk_gradients import Chunks
+from divebatch.estimators.chunk_products import SketchedChunks
 from divebatch.estimators.estimator import NoiseSeen, Scene
-from divebatch.estimators.lagged_products import KEPT, Lagged, extrapolation, lagged_state
+from divebatch.estimators.lagged_products import KEPT, Lagged, extrapolation
 from divebatch.estimators.second_moment import Preconditioner, require_second_moment
-from divebatch.estimators.sketch_choice import SketchChoice, chosen_check, kept, kept_check, signs_of
+from divebatch.estimators.sketch_choice import SketchChoice, kept, signs_of
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
-from divebatch.state_checks import Check, table, truth
 
 PAIR = 2
 
@@ -156,25 +154,3 @@ class SuccessiveGradients:
             return Lagged(kept(made_with["sketch"], parameters, KEPT), optimizer)
         window, signs = self.window or PAIR, signs_of(made_with["sketch"], parameters)
         return WholeChunks(parameters, window) if signs is None else SketchedChunks(signs, window)
-
-    def made_with_check(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Check:
-        """Accept what `start` gives for these parameters and settings, whatever the optimizer's momentum."""
-
-        def check(place: str, state: Any) -> None:
-            table({"is_lagged": truth, "sketch": chosen_check(parameters)})(place, state)
-            if state["is_lagged"] and self.window is not None:
-                raise CheckpointError(
-                    f"{place}.is_lagged: the checkpoint's estimate by moments is extrapolated, and here it is made "
-                    f"from {self.window} steps at a time: go on with Moments(), without a window"
-                )
-
-        return check
-
-    def comparison_check(
-        self, made_with: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
-    ) -> Check:
-        """Accept the state of a comparison that was made so."""
-        sketch = made_with["sketch"]
-        if made_with["is_lagged"]:
-            return lagged_state(kept_check(sketch, parameters))
-        return chunks_state(parameters) if sketch is None else products_state(sketch["size"])

@@ -12,7 +12,6 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Diversity
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.ranks import Ranks, RankShard
-from divebatch.state_checks import Check, anything
 
 NoiseSeen = Literal["nowhere", "in trace", "mixed"]
 
@@ -189,10 +188,6 @@ class Estimator(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of an epoch under way; an empty dict between epochs."""
         return {}
-
-    def state_check(self) -> Check:
-        """Return what raises for a state that cannot be loaded here: see `divebatch.state_checks`."""
-        return anything
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (some have no state)
         """Continue an epoch; called after `start`."""

@@ -11,7 +11,6 @@ from divebatch.estimators.gradient_sketch import with_shared_error
 from divebatch.estimators.kept_gradients import Kept
 from divebatch.estimators.step_gradients import StepGradients
 from divebatch.measurement import Spread
-from divebatch.state_checks import Check, anything, list_of, number, table, whole
 
 FARTHEST = 2.5
 """The largest factor of the extrapolation below: it multiplies the noise of the products, too."""
@@ -126,15 +125,3 @@ class Lagged:
             self.kept.load(self._count, gradients)
             self._count += 1
         self._sizes, self._sq_norms = list(state["sizes"]), [*self.kept.shards.share(state["sq_norms"])]
-
-
-def lagged_state(gradient: Check) -> Check:
-    """Accept the state of a `Lagged`: of up to two steps, each kept as `gradient` accepts."""
-
-    def check(place: str, state: Any) -> None:
-        table({"sizes": list_of(whole(1), at_most=KEPT - 1), "sq_norms": anything, "gradients": anything})(place, state)
-        steps = len(state["sizes"])
-        list_of(number(finite=False), length=steps)(f"{place}.sq_norms", state["sq_norms"])
-        list_of(gradient, length=steps)(f"{place}.gradients", state["gradients"])
-
-    return check

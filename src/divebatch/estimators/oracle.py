@@ -10,7 +10,6 @@ from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.measurement import Diversity
 from divebatch.norms import NormMeter, gradient_diversity
 from divebatch.norms.compilation import uncompiled
-from divebatch.state_checks import Check, table
 
 
 class Oracle(Estimator):
@@ -37,9 +36,6 @@ class Oracle(Estimator):
     def bind(self, scene: Scene) -> None:
         NormMeter(uncompiled(scene.model), fallback=self._fallback)  # never attached: its making checks the coverage
         self._scene = scene
-
-    def state_check(self) -> Check:
-        return table({})
 
     def window(self) -> Diversity:
         """At the present weights, like `finish`: nothing is attached."""

@@ -1,19 +1,15 @@
 """Whether gradients are kept whole or as sketches, and which ones: chosen once, and the same again at a resume."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from divebatch.checks import require_choice, require_count
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
 from divebatch.estimators.gradient_sketch import LEAST_SIZE, SignSketch, fitting_size
 from divebatch.estimators.kept_gradients import Copies, Kept, Sketches
-from divebatch.norms.accumulators import tensor_like, tensors_like
-from divebatch.state_checks import Check, optional, table, table_of, text, whole
 
 Chosen = Mapping[str, Any] | None
 """What sketches are drawn from, as plain values for a checkpoint; None where gradients are kept whole."""
@@ -59,32 +55,5 @@ def kept(chosen: Chosen, parameters: Mapping[str, nn.Parameter], slots: int) -> 
     return Copies(parameters, slots) if signs is None else Sketches(signs, slots)
 
 
-def chosen_check(parameters: Mapping[str, nn.Parameter]) -> Check:
-    """Accept what `SketchChoice.choose` says for these parameters."""
-    return optional(table({"size": whole(1), "seed": whole(), "entries": _same_entries(_entries(parameters))}))
-
-
-def kept_check(chosen: Chosen, parameters: Mapping[str, nn.Parameter]) -> Check:
-    """Accept one gradient as `kept` holds it."""
-    if chosen is None:
-        return tensors_like(parameters)
-    return tensor_like(torch.empty(chosen["size"], device="meta"))
-
-
 def _entries(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
     return {name: p.numel() for name, p in parameters.items()}
-
-
-def _same_entries(here: Mapping[str, int]) -> Check:
-    """Accept the same parameters in the same order: another order has other signs."""
-
-    def check(place: str, there: Any) -> None:
-        table_of(text, whole())(place, there)
-        for was, now in itertools.zip_longest(there.items(), here.items()):
-            if was != now:
-                raise CheckpointError(
-                    f"{place}: the checkpoint's sketches are another model's: among its parameters and their entries "
-                    f"is {was} there where {now} is here"
-                )
-
-    return check

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.chunk_gradients import Chunks, chunks_state
+from divebatch.estimators.chunk_gradients import Chunks
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_used
 from divebatch.estimators.second_moment import require_second_moment
@@ -16,7 +16,6 @@ from divebatch.estimators.stepwise import Source, Stepwise, require_settings
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
-from divebatch.state_checks import Check, table, whole
 
 HOW_TO_CUT = (
     "cut each batch into two or more: for (x, y), weight in divebatch.micro_batches(batch, size): "
@@ -127,9 +126,6 @@ class BatchChunks(Source):
         chunks = self._chunks.state_dict()
         return {**self._batches.state_dict(), "chunks": chunks, "num_batches": self._num_batches}
 
-    def state_check(self, scene: Scene) -> Check:
-        return BatchWatch.state_check(chunks=chunks_state(trainable(scene.model)), num_batches=whole())
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches.load_state_dict(state)
         self._chunks.load_state_dict(state["chunks"])
@@ -220,17 +216,6 @@ class BatchWatch:
         if self._num_samples and not self._scene.delivery.ranks.is_alone:
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
         return {"since_step": self._since_step(), "num_samples": round(self._num_samples)}
-
-    @staticmethod
-    def state_check(**others: Check) -> Check:
-        """What `state_dict` gives, along with the fields of its owner."""
-        fields = table({"since_step": whole(), "num_samples": whole(), **others})
-
-        def check(place: str, state: Any) -> None:
-            fields(place, state)
-            whole(at_most=state["since_step"])(f"{place}.num_samples", state["num_samples"])
-
-        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on within a batch."""

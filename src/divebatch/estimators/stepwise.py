@@ -13,7 +13,6 @@ from divebatch.estimators.estimator import Estimator, NoiseSeen, Scene
 from divebatch.measurement import Diversity
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.ranks import Ranks
-from divebatch.state_checks import Check, table, truth
 
 
 class Estimates(Protocol):
@@ -85,14 +84,6 @@ class Source(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return what is under way beside the estimates."""
         return {}
-
-    def state_check(self, scene: Scene) -> Check:
-        """Return what raises for a state that cannot be loaded here."""
-        return table({})
-
-    def estimates_check(self) -> Check:
-        """Return the same for the state of what `attach` returns."""
-        return PairAverage.state_check()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (some have nothing to load)
         """Go on with what was under way; called after `attach`."""
@@ -188,11 +179,6 @@ class Stepwise(Estimator):
             "source": self._source.state_dict(),
             "was_read": self._was_read,
         }
-
-    def state_check(self) -> Check:
-        source = self._source
-        parts = {"estimates": source.estimates_check(), "source": source.state_check(self._bound())}
-        return table({**parts, "was_read": truth})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._source.load_state_dict(state["source"])

@@ -17,7 +17,6 @@ from divebatch.estimators.step_gradients import StepGradients
 from divebatch.estimators.stepwise import Source
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.sharded import Shards
-from divebatch.state_checks import Check, anything, table, whole
 
 
 class Way(Protocol):
@@ -55,16 +54,6 @@ class Way(Protocol):
         self, made_with: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
     ) -> Comparison:
         """A comparison made as another was, whatever the settings are here."""
-        ...
-
-    def made_with_check(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Check:
-        """Accept what `start` gives here."""
-        ...
-
-    def comparison_check(
-        self, made_with: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
-    ) -> Check:
-        """Accept the state of a comparison that was made so."""
         ...
 
 
@@ -175,17 +164,6 @@ class SuccessiveSteps(Source):
             "since_step": self._scene.delivery.samples_delivered - self._stepped,
             "pause": self._pause,
         }
-
-    def state_check(self, scene: Scene) -> Check:
-        here = trainable(scene.model), scene.require_optimizer(self._way.name)
-        fields = {"made_with": self._way.made_with_check(*here), "chunks": anything}
-        counts = {"since_step": whole(), "pause": whole(at_most=self.every_steps)}
-
-        def check(place: str, state: Any) -> None:
-            table({**fields, **counts})(place, state)
-            self._way.comparison_check(state["made_with"], *here)(f"{place}.chunks", state["chunks"])
-
-        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         made_with = state["made_with"]

@@ -12,7 +12,6 @@ from divebatch.norms import DiversityMeter
 from divebatch.norms.accumulators import are_finite
 from divebatch.norms.meter import MODES
 from divebatch.norms.sharded import is_sharded
-from divebatch.state_checks import Check
 
 
 class Trajectory(Estimator):
@@ -99,9 +98,6 @@ class Trajectory(Estimator):
 
     def state_dict(self) -> dict[str, Any]:
         return self._bound().state_dict() if self._bound().is_attached else {}
-
-    def state_check(self) -> Check:
-        return self._bound().state_check()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bound().load_state_dict(state)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Adam, Adamax, AdamW, NAdam, Optimizer
 
 from divebatch.errors import ArgumentError
-from divebatch.state_checks import Check, list_of, number, row_of, table
 
 Mark = tuple[Any, int]
 """The very object that holds a value, and how often it was written to in place."""
@@ -151,14 +150,6 @@ class GroupSettings:
     def state_dict(self) -> dict[str, Any]:
         """The own values and the ratio, from which those in force follow."""
         return {"own": copy.deepcopy(self._own), "ratio": self._ratio}
-
-    def state_check(self) -> Check:
-        """What `state_dict` gives here: that of another kind of optimizer has other settings."""
-        own = (
-            table({name: list_of(number(at_least=0), length=len(_values(group[name]))) for name in self._names(group)})
-            for group in self._optimizer.param_groups
-        )
-        return table({"own": row_of(*own, of="parameter groups"), "ratio": number(above=0)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another one stood."""

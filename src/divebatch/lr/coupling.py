@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +21,6 @@ from divebatch.lr.adam import ADAM_RULES, GroupSettings
 from divebatch.lr.factors import BY_GAIN, Coupling, factor_of, require_known
 from divebatch.lr.hand_set import HandSetRates, Reading
 from divebatch.measurement import gain
-from divebatch.state_checks import Check, list_of, number, optional, same, table, whole, wrong
 
 
 class LrCoupling:
@@ -164,45 +163,8 @@ class LrCoupling:
             "settings": self._settings.state_dict(),
         }
 
-    def state_check(self) -> Check:
-        """What `state_dict` gives here."""
-        noise = optional(number(at_least=0, finite=self.kind not in BY_GAIN))
-        return table(
-            {
-                "kind": same(self.kind),
-                "first_batch_size": whole(1),
-                "batch_factor": number(above=0),
-                "decided_factor": number(above=0),
-                "own": list_of(number(at_least=0), length=len(self.optimizer.param_groups), of="parameter groups"),
-                "highest_own": number(at_least=0),
-                "base_batch_size": whole(1),
-                "noise_scale": noise,
-                "first_noise_scale": noise,
-                "gains": GainSum.state_check,
-                "hand_set": HandSetRates.state_check(),
-                "settings": self._settings.state_check(),
-            }
-        )
-
-    def require_factor(self, place: str, state: dict[str, Any], batch_size: int) -> None:
-        """Raise unless a state's factors are those of the batch size that it belongs to."""
-        base = state["base_batch_size"]
-        noise, first_noise = (
-            None if each is None else each / base for each in (state["noise_scale"], state["first_noise_scale"])
-        )
-        ratio = batch_size / base
-        for name, found, fitting in (
-            ("batch_factor", state["batch_factor"], self._factor_at(ratio, noise, first_noise)),
-            ("gains.gain", state["gains"]["gain"], self._gain_at(ratio, noise)),
-            ("settings.ratio", state["settings"]["ratio"], ratio),
-        ):
-            if not _same(found, fitting):
-                expected = f"{fitting:.6g}, which belongs to a batch of {batch_size} with a base of {base},"
-                raise wrong(f"{place}.{name}", found, expected)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another coupling stood. Optimizer and scheduler may be loaded before or after."""
-        self.state_check()("coupling", state)
         self.first_batch_size, self._highest_own = state["first_batch_size"], state["highest_own"]
         self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
         self._own = list(state["own"])
@@ -307,10 +269,6 @@ def _same(rate: float, other: float) -> bool:
 @dataclass(slots=True)
 class GainSum:
     """The sum over steps of the gain in force: how many steps at the base batch they were worth."""
-
-    state_check: ClassVar[Check] = table(
-        {"gain": number(above=0), "before": number(at_least=0), "steps": whole(), "handed_out": whole()}
-    )
 
     gain: float
     """The gain in force."""

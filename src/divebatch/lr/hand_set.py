@@ -4,7 +4,6 @@ import math
 from typing import Any, Literal
 
 from divebatch.checks import warn_user
-from divebatch.state_checks import Check, number, one_of, table, table_of, truth, whole
 
 Reading = Literal["own", "in force"]
 
@@ -64,12 +63,6 @@ class HandSetRates:
     def state_dict(self) -> dict[str, Any]:
         """How writes are read, and the course so far."""
         return {"reading": self._reading, "ratios": dict(self._ratios), "has_warned": self._has_warned}
-
-    @staticmethod
-    def state_check() -> Check:
-        """What `state_dict` gives."""
-        ratios = table_of(whole(), number(above=0))
-        return table({"reading": one_of(None, "own", "in force"), "ratios": ratios, "has_warned": truth})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another one stood."""

@@ -9,21 +9,24 @@ from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.sampler import num_batches
 from divebatch.errors import UsageError
-from divebatch.state_checks import LARGEST, Check, one_of, table, table_of, truth, whole
 
 ScheduleIn = Literal["epochs", "steps", "calls"]
 Rest = Literal["left out", "own step", "carried over"]
 
-_STATE: dict[str, Check] = {
-    **dict.fromkeys(("first_size", "first_delivery"), whole(1)),
-    "first_epoch": whole(),
-    **dict.fromkeys(("is_by_steps", "is_resized", "is_told", "has_warned"), truth),
-    "made": whole(),
-    "anchor": whole(-LARGEST),
-    "called_at": whole(),
-    "first_gap": whole(),
-    "rest": one_of("left out", "own step", "carried over"),
-}
+_STATE = (
+    "first_size",
+    "first_delivery",
+    "first_epoch",
+    "is_by_steps",
+    "is_resized",
+    "is_told",
+    "has_warned",
+    "made",
+    "anchor",
+    "called_at",
+    "first_gap",
+    "rest",
+)
 """The attributes that are saved as they are."""
 
 
@@ -165,11 +168,6 @@ class ScheduleSteps:
     def state_dict(self) -> dict[str, Any]:
         """All that was counted and learned, as plain values."""
         return {name: getattr(self, f"_{name}") for name in _STATE} | {"gaps": dict(self._gaps)}
-
-    @staticmethod
-    def state_check() -> Check:
-        """What `state_dict` gives."""
-        return table({**_STATE, "gaps": table_of(whole(1), whole(1))})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another one stood."""

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.measurement import Diversity
-from divebatch.norms.accumulators import addend, are_finite, kept, tensors_like, trainable
+from divebatch.norms.accumulators import addend, are_finite, kept, trainable
 from divebatch.norms.adding_up import not_called
 from divebatch.norms.compilation import uncompiled
 from divebatch.norms.deliveries import Deliveries
@@ -23,7 +23,6 @@ from divebatch.norms.rank_weighting import without_weighing
 from divebatch.norms.sharded import ShardSums, is_sharded
 from divebatch.norms.sketch import sum_dtype
 from divebatch.ranks import Ranks, RankShard, inside_ddp
-from divebatch.state_checks import Check, number, table, whole
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -192,20 +191,8 @@ class DiversityMeter:
             "gradient_sums": sums,
         }
 
-    def state_check(self) -> Check:
-        """What `state_dict` gives here."""
-        return table(
-            {
-                "sum_of_sq_norms": number(at_least=0, finite=self.norms._skips_nonfinite),
-                "num_samples": whole(),
-                "skipped_samples": whole(),
-                "gradient_sums": tensors_like(self._parameters),
-            }
-        )
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved sums: the first rank takes them over, the others begin with nothing."""
-        self.state_check()("meter", state)
         self.reset()
         if self._shards is not None:
             self._shards.load_state_dict(state["gradient_sums"])

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from divebatch.data.order import Order, checked_seed, index_dtype, mixed_seed
-from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.state_checks import Check, table
+from divebatch.errors import ArgumentError
 
 
 class StratifiedBatches(Order):
@@ -60,19 +59,6 @@ class StratifiedBatches(Order):
     def state_dict(self, *, without_last: bool = False) -> dict[str, Any]:
         """A mark of the labels, on which the order depends beside seed and epoch."""
         return {"labels": hashlib.sha256(self._strata.tobytes()).hexdigest()}
-
-    def state_check(self) -> Check:
-        """Raises for other labels: they would make another order."""
-        mine = self.state_dict()["labels"]
-
-        def check(place: str, labels: Any) -> None:
-            if labels != mine:
-                raise CheckpointError(
-                    f"{place}: the checkpoint's StratifiedBatches has other labels than this one, and with them "
-                    f"another order: pass the labels of the saved run"
-                )
-
-        return table({"labels": check})
 
 
 def _numbered(labels: Any) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -189,7 +189,7 @@ class Trainer:
         parts = whole() if self.length is not None else same(None)
         return table(
             {
-                "control": self.control._state_check(),
+                "control": self.control.require_fits,
                 "model": model_state(self.model),
                 "optimizer": optimizer_state(self.optimizer),
                 "schedulers": row_of(*map(scheduler_state, self.all_schedulers), of="schedulers"),
