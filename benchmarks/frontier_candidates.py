@@ -10,9 +10,17 @@ STEPS_LEFT = 40
 """The fewest steps at a new size."""
 
 
+GRIDS = {
+    "doublings": lambda first: [first << k for k in range(7)],
+    "halves": lambda first: sorted([first << k for k in range(7)] + [(3 * first << k) // 2 for k in range(6)]),
+    "eighths": lambda first: [first * k // 8 for k in range(8, 513)],
+}
+"""The sizes that may be reached from a first batch: octaves, half octaves (nearly), eighths of the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Growing(Policy):
-    """Sizes that only grow, by doublings of the first or in finer steps, while there are steps left for them."""
+    """Sizes of a grid that only grow, while there are steps left for them."""
 
     decides_within_epochs = True
     run_settings = frozenset({"total_samples"})
@@ -24,16 +32,13 @@ class Growing(Policy):
 
     def next(self, seen: Measurement) -> Decision:
         wanted = self.wanted(seen)
-        if math.isnan(wanted) or wanted < 1:
+        if math.isnan(wanted):
             return Decision(batch_size=seen.batch_size)
-        first = seen.first_batch_size
-        most = min(wanted, self.max_batch_size / first)
-        doubled = first << math.floor(math.log2(most) + 1e-9)
-        size = doubled if self.sizes == "doublings" else int(most * first / 8) * 8
-        left = (self.total_samples or math.inf) - seen.samples
-        size = max(size, seen.batch_size)
-        while size > seen.batch_size and left < STEPS_LEFT * size:
-            size = max(seen.batch_size, size // 2 if self.sizes == "doublings" else int(left / STEPS_LEFT / 8) * 8)
+        most = min(wanted * seen.first_batch_size * (1 + 1e-9), self.max_batch_size)
+        if self.total_samples is not None:
+            most = min(most, (self.total_samples - seen.samples) / STEPS_LEFT)
+        fitting = [size for size in GRIDS[self.sizes](seen.first_batch_size) if size <= most]
+        size = max(seen.batch_size, *fitting, 1)
         return Decision(batch_size=size, reason=f"{wanted:.3g} first batches" if size != seen.batch_size else "")
 
     def wanted(self, seen: Measurement) -> float:
@@ -41,9 +46,16 @@ class Growing(Policy):
         raise NotImplementedError
 
 
+POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5, "none": 0.0}
+"""The power of the batch size that the learning rate follows with each coupling by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Anneal(Growing):
-    """(1 / rho)^power * 2^offset first batches, rho the schedule's rate over its highest."""
+    """(1 / rho)^power * 2^offset first batches, rho the schedule's rate over its highest, `peak`.
+
+    With `limited`, the rate in force never exceeds `peak`.
+    """
 
     lr_coupling = None
     needs_lr_coupling = True
@@ -51,12 +63,26 @@ class Anneal(Growing):
     _: KW_ONLY
     power: float = 1.0
     offset: float = 0.5
+    limited: bool = False
+    peak: float = 1.0
 
     def wanted(self, seen: Measurement) -> float:
         rho = seen.lr_schedule_ratio
         if rho is None or math.isnan(rho):
             return math.nan
         return 2**self.offset * max(rho, 1e-6) ** -self.power
+
+    def next(self, seen: Measurement) -> Decision:
+        decision = Growing.next(self, seen)
+        rho, lr = seen.lr_schedule_ratio, seen.lr
+        if not self.limited or not rho or not lr or seen.batch_size == decision.batch_size == seen.first_batch_size:
+            return decision
+        coupling = seen.lr_coupling
+        power = POWERS[coupling] if isinstance(coupling, str) else coupling
+        # What multiplies the schedule's own rate now, what it should be, and what the coupling will do by itself.
+        now = lr / (rho * self.peak)
+        wanted = min((decision.batch_size / seen.first_batch_size) ** power, 1 / rho)
+        return replace(decision, lr_factor=wanted / now / (decision.batch_size / seen.batch_size) ** power)
 
 
 @dataclass(frozen=True, slots=True)

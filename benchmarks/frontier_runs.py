@@ -58,6 +58,8 @@ class Start:
         size = max(1, knee // self.under)
         settings = {key: value.format(b=size, b4=4 * size) if isinstance(value, str) else value
                     for key, value in self.settings.items()}  # fmt: skip
+        if settings.get("limited"):
+            settings["peak"] = rate
         if self.cap is not None:
             settings["max_batch_size"] = self.cap * knee
         policy = Part(kind=self.policy, settings=settings)
@@ -126,17 +128,20 @@ def annealing(power: float, offset: float, **more: Any) -> Start:
 METHODS = {
     "seesaw-doublings": annealing(1.0, 0.5),
     "seesaw-floor": annealing(1.0, 0.0),
-    "anneal-0.75-0.25": annealing(0.75, 0.25),
-    "anneal-1.25-0.5": annealing(1.25, 0.5),
-    "anneal-1.5-0.5": annealing(1.5, 0.5),
+    "c1": annealing(0.75, 0.25),
+    "limited-1-0.5": annealing(1.0, 0.5, settings={"limited": True}),
+    "limited-1.25-0.5": annealing(1.25, 0.5, settings={"limited": True}),
+    "halves-1-0.25": annealing(1.0, 0.25, settings={"limited": True, "sizes": "halves"}),
+    "halves-1.25-0.25": annealing(1.25, 0.25, settings={"limited": True, "sizes": "halves"}),
+    "halves-1.5-0.25": annealing(1.5, 0.25, settings={"limited": True, "sizes": "halves"}),
+    "eighths-1.25": annealing(1.25, 0.0, settings={"limited": True, "sizes": "eighths"}),
     "seesaw-doublings-adam": annealing(1.0, 0.5, coupling="adam"),
     "seesaw-doublings-uncoupled": annealing(1.0, 0.5, coupling="none"),
-    "seesaw-eighths": annealing(1.0, 0.0, settings={"sizes": "eighths"}),
-    "anneal-1.25-eighths": annealing(1.25, 0.0, settings={"sizes": "eighths"}),
-    "seesaw-from-quarter": annealing(1.0, 0.5, under=4, cap=16),
+    "limited-from-quarter": annealing(1.0, 0.5, under=4, cap=16, settings={"limited": True}),
     "horizon-0.5": Start("horizon", {"power": 0.5}),
     "horizon-1": Start("horizon", {"power": 1.0}),
-    "horizon-0.5-coupled": Start("horizon", {"power": 0.5}, coupling="linear"),
+    "horizon-1-halves": Start("horizon", {"power": 1.0, "sizes": "halves"}),
+    "horizon-1.5": Start("horizon", {"power": 1.5}),
     "late-switch": Start("sample-schedule", {"schedule": "0:{b} 75%:{b4}"}, cap=None),
     "adabatch": Start("adabatch", {"every_epochs": 1}, cap=8, every_steps=None),
     "divebatch": Start("divebatch", {"delta": 0.1}, every_steps=None),
@@ -144,38 +149,41 @@ METHODS = {
     "auto-old-from-quarter": Start("auto", every_steps=32, under=4),
     "larger-of-both": Start("larger-of-both", {"power": 1.0, "offset": 0.5}, every_steps=32),
 }
+SHORT = ("limited-1-0.5", "auto-old", "late-switch", "halves-1.25-0.25", "seesaw-floor")
 DECAYING = (
-    "seesaw-doublings",
-    "seesaw-floor",
-    "auto-old",
-    "late-switch",
-    "anneal-1.25-0.5",
-    "anneal-0.75-0.25",
-    "seesaw-eighths",
-    "anneal-1.25-eighths",
-    "larger-of-both",
+    *SHORT,
+    "halves-1-0.25",
+    "limited-1.25-0.5",
+    "halves-1.5-0.25",
+    "eighths-1.25",
+    "c1",
     "adabatch",
     "divebatch",
 )
-CONSTANT = ("horizon-0.5", "horizon-1", "horizon-0.5-coupled", "auto-old", "late-switch", "adabatch", "divebatch")
-SHORT = ("seesaw-doublings", "seesaw-floor", "anneal-1.25-0.5", "auto-old", "late-switch", "seesaw-eighths")
+CONSTANT = (
+    *("horizon-0.5", "horizon-1", "horizon-1-halves", "horizon-1.5"),
+    *("auto-old", "late-switch", "adabatch", "divebatch"),
+)
 
 WORKLOADS = {
-    "gpt": Workload(
-        "frontier-gpt",
-        (32, 48, 64, 96, 128, 192),
-        (64, 0.016),
-        0.25,
-        (*DECAYING, "seesaw-doublings-adam", "seesaw-doublings-uncoupled", "seesaw-from-quarter"),
-    ),
     "linear": Workload(
         "frontier-linear",
         (8, 16, 32, 48, 64, 96, 128),
         (32, 0.25),
         1.0,
-        (*DECAYING, "anneal-1.5-0.5", "seesaw-doublings-uncoupled", "seesaw-from-quarter", "auto-old-from-quarter"),
+        (*DECAYING, "seesaw-doublings", "limited-from-quarter", "auto-old-from-quarter", "larger-of-both"),
         tolerance=0.03,
         seeds=8,
+    ),
+    "mlp": Workload(
+        "frontier-mlp", (16, 32, 64, 96, 128, 192, 256), (64, 0.02), 1.0, CONSTANT, tolerance=0.03, seeds=5
+    ),
+    "gpt": Workload(
+        "frontier-gpt",
+        (32, 48, 64, 96, 128, 192),
+        (64, 0.016),
+        0.25,
+        (*DECAYING, "seesaw-doublings-adam", "seesaw-doublings-uncoupled", "limited-from-quarter", "larger-of-both"),
     ),
     "linear-adam": Workload(
         "frontier-linear-adam",
@@ -185,9 +193,6 @@ WORKLOADS = {
         (*DECAYING, "seesaw-doublings-adam"),
         tolerance=0.03,
         seeds=8,
-    ),
-    "mlp": Workload(
-        "frontier-mlp", (16, 32, 64, 96, 128, 192, 256), (64, 0.02), 1.0, CONSTANT, tolerance=0.03, seeds=5
     ),
     "lstm": Workload("frontier-lstm", (32, 48, 64, 96, 128, 192), (64, 0.008), 0.5, SHORT),
     "cnn10": Workload("frontier-cnn10", (32, 64, 96, 128, 192, 256), (64, 0.1), 1.0, (*SHORT, "adabatch", "divebatch")),

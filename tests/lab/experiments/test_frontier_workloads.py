@@ -152,7 +152,7 @@ def test_a_run_is_one_line_and_is_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(frontier_runs, "get_experiment", lambda name: small(name, tmp_path))
     monkeypatch.setitem(frontier_runs.POLICIES, "anneal", frontier_runs.CANDIDATES["anneal"])
     fixed = frontier_runs.train(frontier_runs.Point("w", "fixed", 8, 0.05, 0), tmp_path)
-    grown = frontier_runs.train(frontier_runs.Point("w", "seesaw-doublings", 8, 0.05, 0), tmp_path)
+    grown = frontier_runs.train(frontier_runs.Point("w", "limited-1-0.5", 8, 0.05, 0), tmp_path)
     lost = frontier_runs.train(frontier_runs.Point("w", "fixed", 8, 1e9, 0), tmp_path)
     assert (fixed["steps"], fixed["samples"], len(fixed["course"])) == (64, 512, 4)
     assert grown["steps"] <= 64
