@@ -458,7 +458,7 @@ def test_a_stream_is_decided_on_within_epochs_at_every_step(endless: bool, epoch
 
 
 def test_a_stream_that_goes_on_and_on_without_a_decision_is_a_warning_at_the_loops_line(monkeypatch):
-    monkeypatch.setattr("divebatch.data.epoch_progress.MANY_BATCHES", 5)
+    monkeypatch.setattr("divebatch.data.loader.MANY_BATCHES", 5)
     run = OnStream(Fixed(), endless=True)
     with pytest.warns(UserWarning, match=r"5 batches .* epoch_samples=N.* every_steps=N") as caught:
         for _ in zip(run.loader, range(20), strict=False):

@@ -47,7 +47,7 @@ class Run:
 
     @property
     def factor(self) -> float:
-        return self.loader._passes.current.batch_size / FIRST
+        return self.loader.current.batch_size / FIRST
 
     def write(self, rate: float) -> None:
         for group in self.optimizer.param_groups:

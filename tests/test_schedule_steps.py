@@ -155,7 +155,7 @@ def test_the_rate_at_every_step_is_the_courses_at_as_many_samples(name: str, dro
     for epoch in range(EPOCHS):
         seen = 0
         for size in run.batches():
-            full = run.loader._passes.current.batch_size
+            full = run.loader.current.batch_size
             place = expected_place(epoch, seen, per_epoch, Loop(), drop_last)
             assert rate_of(run.optimizer) == pytest.approx(rates[place] * math.sqrt(full / FIRST), rel=1e-9), (
                 epoch,

@@ -31,7 +31,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Each batch's size; the rate goes with the full size of the batches at hand."""
         for x, _ in self.loader:
-            full = self.loader._passes.current.batch_size
+            full = self.loader.current.batch_size
             assert self.optimizer.param_groups[0]["lr"] == pytest.approx(LR * full / FIRST)
             yield len(x)
             self.optimizer.step()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from divebatch.advice import Advice, advise
     from divebatch.controller import Controller
-    from divebatch.data import AdaptiveBatchSampler, AdaptiveLoader
+    from divebatch.data import AdaptiveLoader
     from divebatch.data.micro_batches import micro_batches
     from divebatch.errors import DivebatchError
     from divebatch.estimators import Oracle, Trajectory
@@ -20,7 +20,6 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AdaptiveLoader",
-    "AdaptiveBatchSampler",
     "Controller",
     "DiveBatch",
     "AdaBatch",
@@ -46,7 +45,7 @@ __all__ = [
 _HOMES = {
     "advice": ("Advice", "advise"),
     "controller": ("Controller",),
-    "data": ("AdaptiveBatchSampler", "AdaptiveLoader"),
+    "data": ("AdaptiveLoader",),
     "data.micro_batches": ("micro_batches",),
     "errors": ("DivebatchError",),
     "estimators": ("Oracle", "Trajectory"),

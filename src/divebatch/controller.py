@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from divebatch.checks import require_choice, require_count
-from divebatch.data.batch_plan import BatchPlan
-from divebatch.data.epoch_progress import EpochProgress, warn_if_endless
-from divebatch.data.loader import AdaptiveLoader
-from divebatch.data.rank_shards import rank_shard_of
+from divebatch.data.loader import AdaptiveLoader, warn_if_endless
+from divebatch.data.micro_batches import BatchPlan
+from divebatch.data.order import EpochProgress
+from divebatch.data.source import rank_shard_of
 from divebatch.errors import UsageError
 from divebatch.estimators import Estimator
 from divebatch.finished_epoch import finished_epoch, loss_of_all_ranks
@@ -106,7 +106,7 @@ class Controller:
         self._shadows = dict(shadows or {})
         optimizers = as_list(optimizer)
         require_parts(model, optimizers, loader, policy, estimator, self._shadows)
-        loader._listeners.require_no_controller()
+        loader.require_no_controller()
         require_choice("rank_weighting", rank_weighting, ("model", "loss"))
         require_choice("schedule_in", schedule_in, (None, "epochs", "steps", "calls"))
         require_choice("hand_set_lr", hand_set_lr, (None, "own", "in force"))
@@ -170,7 +170,7 @@ class Controller:
         self._changes: list[Change] = []
         self._history, self._limit = History(), SizeLimit()
         # The loader says when an epoch begins, so that the user's loop needs no call for it.
-        self._stop_listening = loader._listen(self._before_batch, controls=True)
+        self._stop_listening = loader.observe(self._before_batch)
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
         """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next.
@@ -354,7 +354,7 @@ class Controller:
         The same on all ranks, who must all call it, and fit for another number of ranks; only sums and gradients that
         FSDP2 sharded stay in shards (DTensors).
         """
-        if self.loader._has_finished_pass(since=self.epoch):
+        if self.loader.has_finished_pass(since=self.epoch):
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
         return {
             "version": STATE_VERSION,
@@ -384,7 +384,7 @@ class Controller:
         """Raise if a saved state is another run's; `place` says in the error where it stands."""
         for name, mine in (("version", STATE_VERSION), ("settings", self._settings())):
             require_same(f"{place}.{name}", state.get(name), mine)
-        self.loader._require_same_data(state["loader"], f"{place}.loader")
+        self.loader.require_same_data(state["loader"], f"{place}.loader")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved controller stood. Nothing is changed if the state does not fit."""

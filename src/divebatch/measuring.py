@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from divebatch.checks import warn_user
-from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import BatchPlan
 from divebatch.estimators import Estimator, Scene
 from divebatch.estimators.added_noise import AddedNoise, require_told_apart, sources_on
 from divebatch.estimators.catalog import require_fit

@@ -158,7 +158,7 @@ def test_a_sampler_of_ones_own_has_its_own_length():
 
 def test_a_state_of_other_epochs_is_refused():
     loader = AdaptiveLoader(Endless(), 4, epoch_samples=10, seed=0)
-    for other, message in ((12, "dataset_size is 12 in"), (None, "epoch_samples is 0 in")):
+    for other, message in ((12, "dataset_size is 12 in"), (None, "epoch_samples is None in")):
         with pytest.raises(CheckpointError, match=message):
             loader.load_state_dict(AdaptiveLoader(Endless(), 4, epoch_samples=other, seed=0).state_dict())
 
@@ -169,7 +169,7 @@ def test_an_endless_stream_that_is_left_says_what_to_pass():
         if loader.batches_delivered == 5:
             break
     with pytest.raises(UsageError, match=r"5 of \? batches were delivered.*epoch_samples=N"):
-        loader._finished_pass(since=0)
+        loader.finished_pass(since=0)
 
 
 # Sizes that change within a stream
@@ -221,4 +221,4 @@ def test_the_length_of_a_sized_stream_is_not_trusted_after_a_change():
         if len(taken) == 2:
             loader.resize_now(6)
     assert taken == [4, 4, *[6] * 7]
-    assert loader._finished_pass(since=0).samples == 50
+    assert loader.finished_pass(since=0).samples == 50

@@ -259,7 +259,7 @@ def test_a_loop_that_counts_the_batches_finishes_the_epoch(workers):
     for epoch in range(3):
         batches = [batch for _, batch in zip(range(len(loader)), loader, strict=False)]
         assert flat(batches) == Shuffled(23, 0).draw(epoch).tolist()
-    assert loader._finished_pass(since=2).epoch == 2
+    assert loader.finished_pass(since=2).epoch == 2
     assert (loader.epoch, loader.samples_delivered) == (3, 69)
 
 
@@ -277,24 +277,24 @@ def test_the_loader_tells_of_the_pass_that_ended_last():
     loader = AdaptiveLoader(range(23), 5, seed=0)
     for _ in loader:
         loader.batch_size = 7
-    finished = loader._finished_pass(since=0)
+    finished = loader.finished_pass(since=0)
     assert (finished.epoch, finished.batch_size, finished.batches, finished.samples) == (0, 5, 5, 23)
-    assert loader._has_finished_pass(since=0)
-    assert not loader._has_finished_pass(since=1)
+    assert loader.has_finished_pass(since=0)
+    assert not loader.has_finished_pass(since=1)
 
 
 def test_a_pass_that_has_not_ended_is_an_error_that_says_how_far_it_came():
     loader = AdaptiveLoader(range(23), 5, seed=0)
     with pytest.raises(UsageError, match="no epoch has ended"):
-        loader._finished_pass(since=0)
+        loader.finished_pass(since=0)
     batches = iter(loader)
     next(batches)
     with pytest.raises(UsageError, match="1 of 5 batches"):
-        loader._finished_pass(since=0)
+        loader.finished_pass(since=0)
     list(batches)
-    loader._finished_pass(since=0)
+    loader.finished_pass(since=0)
     with pytest.raises(UsageError, match="no epoch has ended since the last"):
-        loader._finished_pass(since=1)
+        loader.finished_pass(since=1)
 
 
 def test_a_listener_hears_each_pass_from_its_first_batch_on():
@@ -422,7 +422,7 @@ def test_batches_may_be_delivered_in_smaller_ones(data):
         loader.batch_size = batch_size
         assert len(loader) == 5
         assert [len(batch) for batch in numbers(loader)] == [5, 5, 5, 5, 3]
-        assert loader._finished_pass(since=0).batch_size == batch_size
+        assert loader.finished_pass(since=loader.epoch - 1).batch_size == batch_size
     assert flat(loader.full_pass()) == list(range(23))
 
 

@@ -126,7 +126,7 @@ def test_a_state_saved_in_the_body_of_the_last_batch_leaves_nothing_of_that_epoc
         state = loader.state_dict()
     copy = resumed(make, state)
     assert numbers(copy) == []
-    assert copy._finished_pass(since=0).batches == loader._finished_pass(since=0).batches
+    assert copy.finished_pass(since=0).batches == loader.finished_pass(since=0).batches
     assert copy.epoch == loader.epoch == 1
     assert numbers(copy) == numbers(loader)
 
@@ -289,7 +289,7 @@ def test_a_state_of_another_loader_is_refused_and_changes_nothing(saved, other, 
 
 def test_a_state_of_another_version_is_refused():
     loader = AdaptiveLoader(range(23), 4, seed=0)
-    with pytest.raises(CheckpointError, match=r"loader\.version is 999 in the checkpoint, and 1 in this run"):
+    with pytest.raises(CheckpointError, match=r"loader\.version is 999 in the checkpoint, and 2 in this run"):
         loader.load_state_dict({**loader.state_dict(), "version": 999})
     with pytest.raises(CheckpointError, match=r"loader\.version is None in the checkpoint"):
         loader.load_state_dict({})

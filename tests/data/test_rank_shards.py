@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 from divebatch import AdaptiveLoader
-from divebatch.data.rank_shards import LocalPlaces, rank_shard_of, size_without_stand_ins
+from divebatch.data.source import rank_shard_of, shard_places, size_without_stand_ins
 from divebatch.ranks import Ranks, RankShard
 
 
@@ -47,7 +47,7 @@ def test_the_ranks_parts_of_each_batch_make_up_the_batch(drawn: tuple[int, int, 
     batch_size = ranks + more
     order = torch.randperm(batch_size + rest)
     batches = [batch for batch in order.split(batch_size) if len(batch) == batch_size or not drop_last]
-    places = [LocalPlaces(len(order), batch_size, rank, drop_last) for rank in ranks_of(ranks)]
+    places = [shard_places(len(order), batch_size, rank, drop_last=drop_last) for rank in ranks_of(ranks)]
     shared = [[order[place] for place in mine] for mine in places]
     assert {len(parts) for parts in shared} == {len(batches)}
     for number, batch in enumerate(batches):

@@ -168,6 +168,9 @@ def test_a_resumed_loop_first_hears_of_the_step_before():
 # What a change costs
 
 
+PLAIN = {"collate_fn": None, "generator": None, "num_workers": 0, "pin_memory": False}
+
+
 class Places:
     """Where batches of two lie, and how many of them were asked for."""
 
@@ -183,9 +186,9 @@ class Places:
 @pytest.mark.parametrize("dataset", [range(2_000), TensorDataset(torch.arange(2_000))], ids=["map", "tensors"])
 @pytest.mark.parametrize("kind", [torch.arange, lambda size: list(range(size))], ids=["tensor", "list"])
 def test_a_source_looks_no_further_than_the_next_batch(dataset, kind):
-    source, places = make_source(dataset, drop_last=False, settings={}), Places()
+    source, places = make_source(dataset, PLAIN), Places()
     batches = source.batches(kind(2_000), places, seed=(0, 0, 0))
-    assert [numbers(next(batches)[1]) for _ in range(2)] == [[0, 1], [2, 3]]
+    assert [numbers(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
     assert places.asked <= 4  # a DataLoader's batches are counted beside being drawn
 
 
@@ -206,9 +209,9 @@ def test_changes_of_size_make_no_copy_of_what_is_left():
 def test_an_order_is_given_up_with_the_end_of_its_pass(kind):
     loader = MAKE[kind]()
     for _ in loader:
-        assert loader._passes.current.order is not None
-    assert loader._passes.finished.order is None
-    assert loader._passes.finished.samples == N
+        assert loader.current.order is not None
+    assert loader._finished.order is None
+    assert loader._finished.samples == N
 
 
 @pytest.mark.parametrize("convert", [lambda order: order, lambda order: order.tolist()], ids=["tensor", "list"])

@@ -98,9 +98,9 @@ def test_a_sized_stream_has_a_length_at_once():
 def test_a_loop_that_counts_the_batches_of_a_sized_stream_finishes_the_epoch():
     loader = AdaptiveLoader(SizedStream(), 5, seed=0)
     assert flat(counted(loader)) == list(range(23))
-    assert loader._finished_pass(since=0).samples == 23
+    assert loader.finished_pass(since=0).samples == 23
     assert flat(counted(loader)) == list(range(23))
-    assert loader._finished_pass(since=1).epoch == 1
+    assert loader.finished_pass(since=1).epoch == 1
 
 
 @with_workers
@@ -110,9 +110,9 @@ def test_an_epoch_left_early_starts_again_and_does_not_count(workers):
         break
     next(iter(loader))
     with pytest.raises(UsageError, match="1 of"):
-        loader._finished_pass(since=0)
+        loader.finished_pass(since=0)
     assert sorted(flat(loader)) == list(range(23))
-    assert (loader._finished_pass(since=0).samples, loader.samples_delivered) == (23, 23)
+    assert (loader.finished_pass(since=0).samples, loader.samples_delivered) == (23, 23)
 
 
 @with_workers

@@ -8,7 +8,6 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 from divebatch import (
-    AdaptiveBatchSampler,
     AdaptiveLoader,
     Auto,
     DiveBatch,
@@ -124,17 +123,6 @@ def test_the_measured_sums_are_exact_at_fixed_weights(precision, tolerance, part
     model = mlp(dtype=torch.float32)
     exact = gradient_diversity(model, mean_loss, ((x, y) for _, x, y in run.loader.full_pass()))
     assert_same_sums(kept.sums, exact, rel=tolerance)
-
-
-def test_accelerates_own_shards_lose_samples_when_the_inner_size_shrinks():
-    sampler = AdaptiveBatchSampler(100, 10, shuffle=False)
-    shards = [accelerate.data_loader.BatchSamplerShard(sampler, 2, index, even_batches=False) for index in range(2)]
-    sampler.batch_size = 5
-    sampler.set_epoch(0)
-    lengths = [len(shard) for shard in shards]
-    seen = {number for shard in shards for batch in shard for number in batch}
-    assert lengths == [10, 10]  # as if all were well
-    assert len(seen) < 100
 
 
 def test_what_would_go_wrong_is_refused():

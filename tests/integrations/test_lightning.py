@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from divebatch import (
     AdaBatch,
-    AdaptiveBatchSampler,
     AdaptiveLoader,
     Auto,
     DiveBatch,
@@ -278,29 +277,6 @@ def column(rows: list[dict[str, str]], name: str) -> list[str]:
 
 
 # What would go wrong without a word
-
-
-def plain_lightning(sizes: tuple[int, ...], *, reload: int) -> list[list[int]]:
-    """A batch sampler changed at each epoch's end, without our callback."""
-
-    class Change(pl.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            sampler.batch_size = sizes[min(trainer.current_epoch + 1, len(sizes) - 1)]
-
-    sampler = AdaptiveBatchSampler(48, sizes[0], seed=0)
-    trained = module()
-    loader = DataLoader(Numbered(), batch_sampler=sampler)
-    settings = {**QUIET, "accelerator": "cpu", "reload_dataloaders_every_n_epochs": reload}
-    pl.Trainer(max_epochs=len(sizes), callbacks=[Change()], **settings).fit(trained, loader)
-    return list(trained.seen.values())
-
-
-def test_lightning_itself_loses_samples_when_a_batch_shrinks():
-    assert [len(numbers) for numbers in plain_lightning((24, 12), reload=0)] == [48, 24]
-
-
-def test_a_batch_sampler_alone_is_right_when_lightning_reloads():
-    assert each_once(plain_lightning(GROWS_AND_SHRINKS, reload=1))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import ChainDataset, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from divebatch import AdaptiveBatchSampler, AdaptiveLoader, Auto, DiveBatch, Fixed
+from divebatch import AdaptiveLoader, Auto, DiveBatch, Fixed
 from divebatch.errors import ArgumentError, CheckpointError
 from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums, each_once
 from integrations.trainer_runs import (
@@ -203,22 +203,6 @@ def test_the_trainer_itself_loses_samples_when_accumulation_shrinks(tmp_path):
     theirs = transformers.Trainer(model=Regression(), args=args, train_dataset=NUMBERED, callbacks=[Change()])
     theirs.train()
     assert len(theirs.model.seen) < 2 * 48
-
-
-def test_the_trainer_itself_loses_samples_when_its_loader_changes(tmp_path):
-    class Change(transformers.TrainerCallback):
-        def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            sampler.batch_size = 12
-
-    class Theirs(transformers.Trainer):
-        def get_train_dataloader(self) -> Any:
-            return DataLoader(NUMBERED, batch_sampler=sampler)
-
-    sampler = AdaptiveBatchSampler(48, 24, seed=0)
-    args = trainer(Fixed(), tmp_path, num_train_epochs=2, gradient_accumulation_steps=1).args
-    theirs = Theirs(model=Regression(), args=args, train_dataset=NUMBERED, callbacks=[Change()])
-    theirs.train()
-    assert len(theirs.model.seen) == 48 + 24
 
 
 @pytest.mark.parametrize(

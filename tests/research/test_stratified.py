@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Fixed, micro_batches
 from divebatch.data.order import Shuffled
-from divebatch.data.rank_shards import LocalPlaces
+from divebatch.data.source import shard_places
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.ranks import Ranks
 from divebatch.research import StratifiedBatches
@@ -101,7 +101,7 @@ def test_ranks_and_parts_of_an_epoch_are_stratified_too():
     order = torch.tensor(LABELS)[StratifiedBatches(LABELS, seed=1).draw(0).long()]
     rank = Ranks.alone()
     rank.rank, rank.size = 1, 2
-    for place in LocalPlaces(N, 20, rank, drop_last=True):
+    for place in shard_places(N, 20, rank, drop_last=True):
         assert order[place].bincount(minlength=3).tolist() == pytest.approx([5, 3, 2], abs=1.5)
     parts = loader_of(epoch_samples=25)
     assert sorted(chain(*numbers(parts), *numbers(parts))) == list(range(N))
@@ -133,7 +133,7 @@ def test_labels_that_do_not_cover_the_data_are_refused():
 def test_a_state_of_other_labels_or_another_order_is_refused():
     state = loader_of().state_dict()
     other = AdaptiveLoader(TensorDataset(torch.arange(N)), 10, order=StratifiedBatches(LABELS[::-1]), seed=5)
-    with pytest.raises(CheckpointError, match="other labels"):
+    with pytest.raises(CheckpointError, match="labels"):
         other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="order"):
         AdaptiveLoader(TensorDataset(torch.arange(N)), 10, seed=5).load_state_dict(state)

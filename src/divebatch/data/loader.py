@@ -1,41 +1,89 @@
-"""A DataLoader whose batch size may change, that sees every sample once an epoch and resumes exactly."""
+"""A DataLoader whose batch size may change, that visits every sample once an epoch and resumes exactly."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any, Literal, Self
 
+import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from divebatch.checks import require_count
-from divebatch.data.epoch_progress import EpochProgress
-from divebatch.data.from_dataloader import Parts, parts_of
-from divebatch.data.listeners import Listener, Listeners
-from divebatch.data.order import Order, checked_seed, drawn_seed, in_parts, order_over, restore, state_of
-from divebatch.data.passes import Passes
-from divebatch.data.rank_shards import LocalPlaces, enough_for, every_sample, rank_shard_of, require_shareable
-from divebatch.data.sampler import checked_batch_size, num_batches
-from divebatch.data.source import make_source
-from divebatch.data.stream import StreamReader, StreamSource, length_of_stream
+from divebatch.checks import require_count, warn_user
+from divebatch.data.order import (
+    EpochProgress,
+    FromSampler,
+    InParts,
+    Order,
+    checked_seed,
+    drawn_seed,
+    in_parts,
+    num_batches,
+    order_of,
+    order_over,
+    restore,
+    state_of,
+)
+from divebatch.data.source import (
+    MapSource,
+    TensorSource,
+    make_source,
+    rank_shard_of,
+    shard_places,
+    size_without_stand_ins,
+)
+from divebatch.data.stream import StreamSource, length_of_stream
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.ranks import Ranks, RankShard
 from divebatch.state_checks import require_same
 
-STATE_VERSION = 1
-_OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+STATE_VERSION = 2
+MANY_BATCHES = 10_000
+"""Batches of a stream's first epoch after which it may be endless."""
 
 Transform = Callable[[Any], Any]
 ProcessGroup = dist.ProcessGroup | Literal["alone"] | None
+
+_OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+_TAKEN_OVER = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def _setting(name: str) -> Any:
+    return property(lambda self: self._settings[name], doc=f"The DataLoader's `{name}`, as it was given.")
+
+
+def _missing(name: str) -> Any:
+    def missing(self: Any) -> Any:
+        raise AttributeError(
+            f"{type(self).__name__} has no {name}: drop the line that asks for it. The loader orders each epoch by "
+            f"itself, so {name}.set_epoch(epoch) is not needed, and after load_state_dict it continues at the next "
+            f"sample, so skip_first_batches is not needed either"
+        )
+
+    return property(missing, doc="Not there; the error says which line to drop.")
 
 
 class AdaptiveLoader:
     """Drop-in for a DataLoader whose batch size may change, with every sample exactly once an epoch.
 
-    Set `batch_size` at any time: it reads back at once and is in force from the next epoch on. `resize_now` changes the
-    rest of the epoch under way too. Leaving a pass early (`break`, `next(iter(loader))`) does not count: the epoch
-    starts again from its beginning. To evaluate on the training data use `full_pass()`, which counts nothing.
+    Set `batch_size` at any time: it reads back at once and takes effect with the next epoch. `resize_now` changes the
+    rest of the current epoch too. An epoch that is left early (`break`, `next(iter(loader))`) does not count: it starts
+    again from its beginning. To evaluate on the training data use `full_pass()`, which counts nothing.
 
-    Unlike a DataLoader it shuffles unless told otherwise, and the order of an epoch depends on (seed, epoch) alone, so
-    that runs repeat and resume whatever their batch sizes were.
+    Unlike a DataLoader it shuffles unless told otherwise. The order of an epoch depends on (seed, epoch) alone, so
+    runs repeat and resume whatever their batch sizes were. The settings of a DataLoader (`num_workers`, `collate_fn`,
+    ...) can be read as its attributes; it has no `sampler` and no `batch_sampler`.
 
     Under an initialised process group `batch_size` and all counts are those of all ranks together, the epoch's order
     is that of one process, and each rank gets its shard of each batch (`rank_shard`). Nothing is padded or repeated. A
@@ -47,19 +95,18 @@ class AdaptiveLoader:
         dataset: a map-style dataset, or an IterableDataset, which keeps its own order.
         batch_size: samples per batch.
         shuffle: whether each epoch has a new random order. An IterableDataset is never shuffled.
-        seed: decides on the orders and on what worker processes draw. None: one is drawn from `generator`, where you
-            pass one, else from torch's default one, so `torch.manual_seed` decides; ranks take rank 0's. `loader.seed`
-            and the state tell it.
+        seed: determines the orders and what worker processes draw. None: one is drawn from `generator` if you pass
+            one, else from torch's default one, so `torch.manual_seed` determines it; ranks take rank 0's. It can be
+            read as `loader.seed` and is part of the state.
         drop_last: whether to leave out a last batch that is shorter.
-        order: what draws the epochs' orders in the place of plain shuffling, such as `StratifiedBatches(labels)`.
-        transform: called in this process with each batch as it is delivered; its result takes the batch's place.
-        delivery_size: samples per delivered batch where that is not `batch_size`: for a loop that sums several of them
+        order: draws the epochs' orders instead of plain shuffling, such as `StratifiedBatches(labels)`.
+        transform: called in this process with each batch as it is delivered; its result replaces the batch.
+        delivery_size: samples per delivered batch if that is not `batch_size`: for a loop that sums several of them
             up for one optimizer step.
-        epoch_samples: samples of an epoch where that is not one pass over the data. A stream then goes on in each epoch
-            where the last one left it, for endless streams; one that ends begins anew, after an epoch that may be
-            shorter. Each pass over a map-style dataset falls into equal epochs of at most so many samples. None: an
-            epoch is one pass.
-        process_group: whose ranks share each batch. None: those of the group that is initialised when the loader is
+        epoch_samples: samples of an epoch. A stream then continues in each epoch where the last one left it, for
+            endless streams; one that ends begins anew, after an epoch that may be shorter. A map-style dataset is cut
+            into equal epochs of at most this many samples, each sample in one of them. None: an epoch is all the data.
+        process_group: the ranks that share each batch. None: those of the group that is initialised when the loader is
             first used, if there is one. "alone": this process by itself, whatever group there is.
         **dataloader_kwargs: passed on to `torch.utils.data.DataLoader`; any collate function will do.
 
@@ -72,6 +119,12 @@ class AdaptiveLoader:
     >>> [x.tolist() for x, in loader]
     [[0, 1, 2], [3, 4]]
     """
+
+    num_workers, collate_fn, pin_memory = map(_setting, ("num_workers", "collate_fn", "pin_memory"))
+    timeout, multiprocessing_context = map(_setting, ("timeout", "multiprocessing_context"))
+    prefetch_factor, persistent_workers = map(_setting, ("prefetch_factor", "persistent_workers"))
+    generator, pin_memory_device, in_order = map(_setting, ("generator", "pin_memory_device", "in_order"))
+    sampler, batch_sampler = map(_missing, ("sampler", "batch_sampler"))
 
     def __init__(
         self,
@@ -92,8 +145,20 @@ class AdaptiveLoader:
         if clash:
             raise ArgumentError(f"{', '.join(clash)} cannot be passed on; use AdaptiveLoader.wrap(DataLoader(...))")
         order = order_over(dataset, order, shuffle=shuffle)
-        parts = Parts(dataset, batch_size, order, drop_last, dataloader_kwargs, dataloader_kwargs.get("generator"))
-        self._setup(parts, seed, transform, delivery_size, epoch_samples, process_group)
+        # It knows every default, and refuses what a DataLoader refuses.
+        template: DataLoader[Any] = DataLoader(dataset, **dataloader_kwargs)
+        self._setup(
+            template,
+            order,
+            batch_size,
+            drop_last,
+            template.generator,
+            seed=seed,
+            transform=transform,
+            delivery_size=delivery_size,
+            epoch_samples=epoch_samples,
+            process_group=process_group,
+        )
 
     @classmethod
     def wrap(
@@ -106,114 +171,171 @@ class AdaptiveLoader:
         epoch_samples: int | None = None,
         process_group: ProcessGroup = None,
     ) -> Self:
-        """Take over an existing DataLoader: its dataset, sampler, collate, workers and batch size.
+        """Take over an existing DataLoader: its dataset, sampler, collate function, workers and batch size.
 
-        torch's plain shuffling becomes ours; a sampler of your own keeps drawing the order. The arguments are those of
-        the class, but that a seed which is not given is drawn from the DataLoader's own generator, if it has one.
+        torch's plain shuffling becomes that of this class; a sampler of your own keeps drawing the order. The
+        arguments are those of the class. A seed that is not given is drawn from the DataLoader's own generator, if it
+        has one.
         """
+        if not isinstance(dataloader, DataLoader):
+            raise ArgumentError(f"wrap takes a DataLoader, got {type(dataloader).__name__}")
+        cutting: Any = dataloader.batch_sampler
+        # A batch sampler of the user's own chooses the batches, so there is no size to set.
+        if type(cutting) is not BatchSampler:
+            kind = "none (batch_size=None)" if cutting is None else type(cutting).__name__
+            raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")
+        dataset, sampler = dataloader.dataset, cutting.sampler
+        if isinstance(dataset, IterableDataset) or isinstance(sampler, Order):
+            order = order_over(dataset, sampler if isinstance(sampler, Order) else None, shuffle=True)
+        else:
+            order = order_of(sampler)
         loader = cls.__new__(cls)
-        loader._setup(parts_of(dataloader), seed, transform, delivery_size, epoch_samples, process_group)
+        loader._setup(
+            dataloader,
+            order,
+            cutting.batch_size,
+            cutting.drop_last,
+            dataloader.generator or getattr(sampler, "generator", None),
+            seed=seed,
+            transform=transform,
+            delivery_size=delivery_size,
+            epoch_samples=epoch_samples,
+            process_group=process_group,
+        )
         return loader
 
     def _setup(
         self,
-        parts: Parts,
+        dataloader: "DataLoader[Any]",
+        order: Order | None,
+        batch_size: int,
+        drop_last: bool,
+        generator: torch.Generator | None,
+        *,
         seed: int | None,
         transform: Transform | None,
         delivery_size: int | None,
         epoch_samples: int | None,
         process_group: ProcessGroup,
     ) -> None:
-        if parts.settings.get("in_order") is False:
+        if not dataloader.in_order:
             raise ArgumentError("in_order=False cannot be used: batches must come in the order they were drawn")
         if delivery_size is not None:
             require_count("delivery_size", delivery_size)
-        self.dataset, self.drop_last = parts.dataset, parts.drop_last
-        self.transform, self.delivery_size = transform, delivery_size
-        self.epoch_samples, self._settings = epoch_samples, parts.settings
-        self._order = in_parts(parts.order, length_of_stream(parts.dataset), epoch_samples)
-        self._num_workers: int = parts.settings.get("num_workers") or 0
+        self.dataset: Any = dataloader.dataset
+        self.drop_last = drop_last
+        self.transform, self.delivery_size, self.epoch_samples = transform, delivery_size, epoch_samples
+        self._settings = {name: getattr(dataloader, name) for name in _TAKEN_OVER}
+        self._order = in_parts(order, length_of_stream(self.dataset), epoch_samples)
         self._is_seed_drawn = seed is None
-        self._reseed(drawn_seed(parts.generator) if seed is None else checked_seed(seed))
-        self._source = make_source(parts.dataset, drop_last=parts.drop_last, settings=parts.settings)
-        self._reader: StreamReader | None = None
-        if isinstance(self._source, StreamSource):
-            self._reader = StreamReader(self._source, part=epoch_samples, cuts=not parts.drop_last)
-        self._passes = Passes()
+        self._reseed(drawn_seed(generator) if seed is None else checked_seed(seed))
+        self._source = self._make_source(self._settings, drop_last=drop_last)
+        self.epoch, self.batches_delivered, self.samples_delivered, self.local_samples_delivered = 0, 0, 0, 0
+        self._at_last_step = (0, 0, 0)
+        self.current: EpochProgress | None = None
+        """The epoch that began last, until it ends; also one that was left early, or comes from a state."""
+        self._finished: EpochProgress | None = None
+        """The epoch that ended last."""
+        self._is_resumed = False
+        """Whether `current` comes from a state and nobody has asked for its batches yet."""
         self._stream_size: int | None = None
-        """Samples of an epoch of a stream, where a state told it."""
+        """Samples of an epoch of a stream, once an epoch or a state has shown them."""
+        self._observer: Callable[[EpochProgress], None] | None = None
+        self._others: tuple[Callable[[EpochProgress], None], ...] = ()
         self._ranks: Ranks | None = None
-        self.batch_size = parts.batch_size
+        self.batch_size = batch_size
         if process_group is not None:
             self._join(Ranks.alone() if process_group == "alone" else Ranks.here(process_group))
-        self.rank_shard, self.local_samples_delivered = RankShard(0, 0), 0
-        self._listeners = Listeners()
+        self.rank_shard = RankShard(0, 0)
+        """This rank's share of the batch delivered last."""
+
+    def _make_source(self, settings: dict[str, Any], *, drop_last: bool) -> TensorSource | MapSource | StreamSource:
+        if self._order is None:
+            return StreamSource(self.dataset, settings, drop_last=drop_last, part=self.epoch_samples)
+        return make_source(self.dataset, settings)
 
     # What a user reads and sets
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch from the next pass on."""
+        """Samples per batch from the next epoch on."""
         return self._batch_size
 
     @batch_size.setter
     def batch_size(self, value: int) -> None:
-        size = checked_batch_size(value, dataset_size=self.dataset_size, drop_last=self.drop_last)
-        self._batch_size = size if self._ranks is None else enough_for(self._ranks, size)
+        require_count("batch_size", value)
+        size = self.dataset_size
+        if self.drop_last and size is not None and value > size:
+            raise ArgumentError(
+                f"batch_size={value} is larger than the {size} samples of an epoch and drop_last=True would leave no "
+                f"batch at all: use a smaller batch or drop_last=False"
+            )
+        if self._ranks is not None and value < self._ranks.size:
+            warn_user(f"batch_size={value} is below the {self._ranks.size} ranks that share a batch: raised to it")
+            value = self._ranks.size
+        self._batch_size = value
 
     def resize_now(self, batch_size: int) -> None:
-        """Set `batch_size` and cut with it what the epoch under way has not delivered yet: still each sample once.
+        """Set `batch_size` and cut the rest of the current epoch with it: still each sample once.
 
-        Batches that workers prefetched are thrown away and fetched anew; those of a stream, which cannot go back, come
-        first (`prefetch_factor * num_workers` of them). With `drop_last` the epoch ends where what is left fills no
+        Batches that workers prefetched are thrown away and fetched anew. Those of a stream, which cannot go back, come
+        first (`prefetch_factor * num_workers` of them). With `drop_last` the epoch ends when what is left fills no
         batch of the new size.
         """
         self.batch_size = batch_size
-        if (current := self._passes.under_way) is not None:
-            current.resize(self.batch_size)
+        if self.current is not None and (self.current.is_open or self._is_resumed):
+            self.current.resize(self.batch_size)
 
     @property
     def dataset_size(self) -> int | None:
-        """Samples in one epoch; None for a stream of unknown length before its first epoch is over."""
+        """Samples in one epoch; None for a stream of unknown length before its first epoch has ended."""
         if self._order is not None:
             return len(self._order)
-        if self.epoch_samples is not None:
-            return self.epoch_samples
-        ended = self._passes.finished
-        return length_of_stream(self.dataset) or (self._stream_size if ended is None else ended.samples)
+        return self.epoch_samples or length_of_stream(self.dataset) or self._stream_size
 
     @property
-    def epoch(self) -> int:
-        """Complete passes so far."""
-        return self._passes.epoch
+    def worker_init_fn(self) -> Any:
+        """The DataLoader's `worker_init_fn`. Set it before the workers start."""
+        return self._settings["worker_init_fn"]
 
-    @property
-    def batches_delivered(self) -> int:
-        """Batches of all epochs, the one under way included."""
-        return self._passes.batches
-
-    @property
-    def samples_delivered(self) -> int:
-        """Samples of all epochs, the one under way included."""
-        return self._passes.samples
+    @worker_init_fn.setter
+    def worker_init_fn(self, value: Any) -> None:
+        self._settings["worker_init_fn"] = value
+        if not isinstance(self._source, TensorSource):
+            self._source.dataloader.worker_init_fn = value
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no batch is left of the pass under way, or none is under way."""
-        return self._passes.is_at_end
+        """Whether no batch is left of the current epoch, or no epoch has begun."""
+        return self.current is None or self.current.is_used_up
 
     @property
     def ranks(self) -> Ranks:
-        """Who shares each batch; found when first asked for, since a group may be initialised after the loader."""
+        """The processes that share each batch; found when first needed, as a group may be initialised later."""
         return self._ranks or self._join(Ranks.here())
 
     def _join(self, ranks: Ranks) -> Ranks:
-        require_shareable(self._order, ranks)
+        if not ranks.is_alone:
+            self._require_shareable(ranks.size)
         self._ranks = ranks
         if self._is_seed_drawn:
             self._reseed(ranks.from_first(self.seed))
         self.batch_size = self._batch_size
         return ranks
+
+    def _require_shareable(self, count: int) -> None:
+        if self._order is None:
+            raise ArgumentError(
+                f"an IterableDataset has no order that {count} ranks could share: use a map-style dataset, or one "
+                f"process"
+            )
+        if isinstance(self._order, FromSampler) and isinstance(self._order.sampler, DistributedSampler):
+            raise ArgumentError(
+                f"the loader itself deals each batch out to {count} ranks, and a DistributedSampler would do it a "
+                f"second time: leave it out, and let batch_size be that of all ranks together"
+            )
+        if len(self._order) < count:
+            raise ArgumentError(f"{len(self._order)} samples cannot be shared by {count} ranks")
 
     def _reseed(self, seed: int) -> None:
         self.seed = seed
@@ -221,34 +343,41 @@ class AdaptiveLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (from 0) the next one, from its beginning."""
-        self._passes.jump(epoch)
+        self._uncount_current()
+        self.epoch, self.current, self._is_resumed = epoch, None, False
 
     def __len__(self) -> int:
-        """Batches in the pass under way, else in the next one."""
-        current = self._passes.under_way
-        if current is not None and current.num_batches is not None:
+        """Return the batches of the epoch that is being delivered, else of the next one."""
+        current = self.current
+        if current is not None and current.num_batches is not None and (current.is_open or self._is_resumed):
             return current.num_batches
-        if self.dataset_size is None:
+        size = self.dataset_size
+        if size is None:
             raise TypeError("the length of this stream is not known")
-        drop_last = self.drop_last and (self._reader is None or self.epoch_samples is None)
-        return num_batches(self.dataset_size, self.delivery_size or self.batch_size, drop_last=drop_last)
+        drop_last = self.drop_last and (self._order is not None or self.epoch_samples is None)
+        return num_batches(size, self.delivery_size or self.batch_size, drop_last=drop_last)
 
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:
-        passes = self._passes
-        passes.close_if_used_up()
-        if not passes.is_resumed or passes.current is None:
-            passes.current = self._new_pass()
-        elif passes.current.batch_size < self.ranks.size:  # begun by fewer ranks than there are now
-            passes.current.resize(self.ranks.size)
-        passes.is_resumed = False
-        return self._run(passes.current)
-
-    def _new_pass(self) -> EpochProgress:
         ranks = self.ranks  # first: joining them may change seed and batch size
-        order = None if self._order is None else self._order.draw(self.epoch)
-        return self._progress(self.batch_size, self._agreed(order, ranks))
+        current = self.current
+        if current is None or not self._is_resumed:
+            if current is not None and current.is_used_up:  # a loop that counts batches stops at the last one
+                self._end(current)
+            self._uncount_current()
+            order = None if self._order is None else self._agreed(self._order.draw(self.epoch))
+            current = self.current = self._progress(self.batch_size, order)
+        elif current.batch_size < ranks.size:  # begun by fewer ranks than there are now
+            current.resize(ranks.size)
+        self._is_resumed = False
+        return self._run(current)
+
+    def _uncount_current(self) -> None:
+        """Take back the counts of an epoch that was left early."""
+        if self.current is not None:
+            self.batches_delivered -= self.current.batches
+            self.samples_delivered -= self.current.samples
 
     def _progress(self, batch_size: int, order: Any, *, batches: int = 0, samples: int = 0) -> EpochProgress:
         progress = EpochProgress(self.epoch, batch_size, order, self.drop_last, self.delivery_size)
@@ -256,116 +385,194 @@ class AdaptiveLoader:
         progress.end_at = self.epoch_samples if order is None else None
         progress.resize(batch_size)
         size = length_of_stream(self.dataset) if order is None and self.epoch_samples is None else None
-        if size is not None and self._num_workers <= 1:  # of several workers each has a last batch of its own
+        if size is not None and self.num_workers <= 1:  # of several workers each has a last batch of its own
             progress.num_batches = batches + num_batches(size - samples, progress.cut_size, drop_last=self.drop_last)
         return progress
 
-    def _agreed(self, order: Any, ranks: Ranks) -> Any:
-        """Rank 0's, where random states that may differ have drawn it."""
-        return order if self._order is None or self._order.is_reproducible else ranks.from_first(order)
+    def _agreed(self, order: Any) -> Any:
+        """Return rank 0's order if random states that may differ have drawn it."""
+        return order if self._order is None or self._order.is_reproducible else self.ranks.from_first(order)
 
     def _run(self, current: EpochProgress) -> Iterator[Any]:
+        ranks, size = self.ranks, 0
+        batches: Iterator[tuple[int, Any]] = iter(())
         current.begin()
-        self._tell(current)
-        size, batches = current.batch_size, self._rest(current)
+        self._at_last_step = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
         try:
-            while (counted := next(batches, None)) is not None:
-                if current is not self._passes.current:
+            while True:
+                # The loop has come for a batch, so the step on the last one is made. After the very last one nobody
+                # hears of it.
+                if self._observer is not None and current is self.current and not current.is_used_up:
+                    self._observer(current)
+                for listener in self._others if current is self.current and not current.is_used_up else ():
+                    listener(current)
+                if not size or (current.batch_size != size and current.order is not None):
+                    size, batches = current.batch_size, iter(())  # old workers end before new ones start
+                    batches = self._rest(current, ranks)
+                counted = next(batches, None)
+                if counted is None:
+                    break
+                if current is not self.current:
                     raise UsageError(
                         "another pass over this loader began while this one ran: to look at the data in between use "
                         "loader.full_pass() or a loader of its own"
                     )
-                yield self._delivered(current, *counted)
-                self._tell(current)
-                if current.batch_size != size and current.order is not None:
-                    size, batches = current.batch_size, self._rest(current)
+                num_samples, batch = counted
+                if num_samples != self.rank_shard.num_samples:
+                    self.rank_shard = rank_shard_of(num_samples, ranks)
+                mine = self.rank_shard.mine
+                current.batches += 1
+                current.samples += num_samples
+                current.local_samples += mine
+                self.batches_delivered += 1
+                self.samples_delivered += num_samples
+                self.local_samples_delivered += mine
+                yield batch if self.transform is None else self.transform(batch)
         finally:
             current.is_open = False
-        if current is self._passes.current:
-            self._passes.close(current)
+        if current is self.current:
+            self._end(current)
 
-    def _tell(self, current: EpochProgress) -> None:
-        """The loop has come for a batch, so the step on the last one is made; after the very last nobody is told."""
-        if current is self._passes.current and not current.is_used_up:
-            self._listeners.tell(current)
-
-    def _rest(self, current: EpochProgress) -> Iterator[tuple[int, Any]]:
-        """What is still to be delivered here, cut with the size in force, each batch with its number of samples."""
+    def _rest(self, current: EpochProgress, ranks: Ranks) -> Iterator[tuple[int, Any]]:
+        """Return what is left of the epoch, cut with the current size: each batch with its samples of all ranks."""
+        order, left, size = current.order, current.samples_left, current.cut_size
         if isinstance(self._source, StreamSource):
-            assert self._reader is not None
-            return self._reader.rest(current, self.seed)
-        if current.order is None or not current.samples_left:
+            return self._source.rest(current, self.seed)
+        if order is None or not left:
             return iter(())
-        places = LocalPlaces(len(current.order), current.cut_size, self.ranks, self.drop_last, start=current.samples)
+        places = shard_places(len(order), size, ranks, drop_last=self.drop_last, start=current.samples)
         # Workers that begin within an epoch must not draw again what those before them drew, nor what other ranks do.
-        seed = (self.seed, current.epoch, current.samples, self.ranks.rank)
-        return self._source.batches(current.order, places, seed=seed)
+        seed = (self.seed, current.epoch, current.samples, ranks.rank)
+        sizes = chain(repeat(size, left // size), repeat(left % size))
+        return zip(sizes, self._source.batches(order, places, seed=seed), strict=False)
 
-    def _delivered(self, current: EpochProgress, num_samples: int, batch: Any) -> Any:
-        """`num_samples` is what the source counted on this rank; a stream is never shared."""
-        whole = num_samples if current.order is None else min(current.cut_size, current.samples_left)
-        self.rank_shard = rank_shard_of(whole, self.ranks)
-        self.local_samples_delivered += self.rank_shard.mine
-        current.count(self.rank_shard)
-        return batch if self.transform is None else self.transform(batch)
+    def _end(self, current: EpochProgress) -> None:
+        """Make the epoch's counts final."""
+        if current.batches == 0:
+            raise ArgumentError(
+                f"epoch {current.epoch + 1} had no batch of {current.batch_size} samples: "
+                f"the stream is empty, or shorter than one batch with drop_last=True"
+            )
+        current.end()
+        self.epoch, self.current, self._finished = current.epoch + 1, None, current
+        self._stream_size = current.samples
 
     def full_pass(self) -> Iterator[Any]:
-        """Every sample once, in a fixed order and without counting; of a stream its first `epoch_samples`, or all.
+        """Deliver every sample once, in a fixed order and without counting; of a stream an epoch's samples, or all.
 
-        Several ranks see their shards, all of them the same number of batches and nobody a stand-in: batches are a
-        little larger than `batch_size` where that needs it.
+        Several ranks see their shards, all of them the same number of batches and none a stand-in. So batches may be
+        a little larger than `batch_size`.
         """
-        settings = {**self._settings, "persistent_workers": False}
-        source = make_source(self.dataset, drop_last=False, settings=settings)
-        seed, size = (self.seed, self.epoch, 0), self.delivery_size or self.batch_size
-        order = None if self._order is None else self._agreed(self._order.fixed(), self.ranks)
-        counted = every_sample(source, order, size, self.ranks, part=self.epoch_samples, seed=seed)
-        batches = (batch for _, batch in counted)
+        source = self._make_source({**self._settings, "persistent_workers": False}, drop_last=False)
+        seed, size, ranks = (self.seed, self.epoch, 0), self.delivery_size or self.batch_size, self.ranks
+        batches: Iterator[Any]
+        if isinstance(source, StreamSource):
+            batches = (batch for _, batch in source.first(size, seed=seed))
+        else:
+            order = self._agreed(self._order and self._order.fixed())
+            size = size_without_stand_ins(len(order), size, ranks)
+            places = shard_places(len(order), size, ranks, drop_last=False)
+            batches = source.batches(order, places, seed=(*seed, ranks.rank))
         return batches if self.transform is None else map(self.transform, batches)
 
     # What a controller uses
 
-    def _listen(self, listener: Listener, *, controls: bool = False) -> Callable[[], None]:
-        """Call `listener` whenever the loop comes for a batch, before it is fetched; returns what ends that."""
-        return self._listeners.add(listener, controls=controls)
+    def observe(self, before_batch: Callable[[EpochProgress], None]) -> Callable[[], None]:
+        """Call `before_batch` whenever the loop comes for a batch, before it is fetched; return what ends that."""
+        self.require_no_controller()
+        self._observer = before_batch
 
-    def _has_finished_pass(self, *, since: int) -> bool:
-        return self._passes.has_finished(since=since)
+        def stop() -> None:
+            if self._observer == before_batch:
+                self._observer = None
 
-    def _finished_pass(self, *, since: int) -> EpochProgress:
-        return self._passes.finished_since(since)
+        return stop
+
+    def _listen(self, listener: Callable[[EpochProgress], None]) -> Callable[[], None]:
+        self._others = (*self._others, listener)
+
+        def stop() -> None:
+            self._others = tuple(each for each in self._others if each != listener)
+
+        return stop
+
+    def require_no_controller(self) -> None:
+        """Raise if a controller observes this loader."""
+        if self._observer is not None:
+            raise UsageError(
+                "this loader has a Controller already, and two would set its batch size in turn: close() the first one "
+                "(or leave its with block) before you make another, or make a loader for each"
+            )
+
+    def since_last_step(self) -> tuple[int, int, int]:
+        """Return batches, samples and this rank's samples delivered in this epoch since the last call."""
+        batches, samples, local = self._at_last_step
+        now = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
+        self._at_last_step = now
+        return now[0] - batches, now[1] - samples, now[2] - local
+
+    def has_finished_pass(self, *, since: int) -> bool:
+        """Whether an epoch has ended whose number is `since` (from 0) or later."""
+        return self._finished is not None and self._finished.epoch >= since
+
+    def finished_pass(self, *, since: int) -> EpochProgress:
+        """Return epoch number `since` (from 0), which must be the one that ended last."""
+        current = self.current
+        if current is not None and current.is_used_up:
+            self._end(current)
+        finished = self._finished
+        if finished is not None and finished.epoch == since:
+            return finished
+        if finished is not None and finished.epoch > since:
+            raise UsageError(
+                f"step() must be called once after each epoch: {finished.epoch + 1 - since} epochs have ended "
+                f"since the last call. A complete pass for evaluation counts as one: use loader.full_pass() instead"
+            )
+        if current is None or current.batches == 0:
+            raise UsageError("no epoch has ended since the last step(): iterate over the loader to its end first")
+        raise UsageError(
+            f"epoch {current.epoch + 1} has not ended: {current.batches} of {current.num_batches or '?'} batches were "
+            f"delivered. If you mean to leave epochs early, either skip step() for an epoch that was left, or pass "
+            f"AdaptiveLoader(..., epoch_samples=N): an epoch is then N samples, also of a stream without an end"
+        )
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, counting batches delivered and not merely prefetched."""
-        order, reader, untouched = self._order, self._reader, self._passes.is_untouched
+        """Return where the loader stands, counting batches delivered and not merely prefetched."""
+        order, current, source = self._order, self.current, self._source
+        cannot_redraw = order is not None and not order.is_reproducible
+        # An epoch without a batch begins again after a resume, with its order if that cannot be drawn again.
+        has_begun = current is not None and (current.batches > 0 or cannot_redraw)
         return {
-            **self._way_of_cutting(),
+            **self._settings_of_epochs(),
             "seed": self.seed,
-            # The order of a pass that has delivered nothing is not saved: a resume draws it again.
-            "sampler": {} if order is None else order.state_dict(without_last=untouched),
-            "generator": state_of(self._settings.get("generator")),
-            "stream": {} if reader is None else reader.state_dict(is_under_way=self._passes.has_begun),
+            "sampler": {} if order is None else order.state_dict(),
+            "generator": state_of(self.generator),
+            "stream": source.state_dict(has_begun=has_begun) if isinstance(source, StreamSource) else {},
             "batch_size": self.batch_size,
-            **self._passes.state_dict(with_order=order is not None and not order.is_reproducible),
+            "epoch": self.epoch,
+            "batches_before": self.batches_delivered - (current.batches if current is not None else 0),
+            "samples_before": self.samples_delivered - (current.samples if current is not None else 0),
+            "pass": current.state_dict(with_order=cannot_redraw) if current is not None and has_begun else None,
         }
 
-    def _way_of_cutting(self) -> dict[str, Any]:
-        """What must be equal for a resume: it decides which samples the rest of an epoch holds."""
+    def _settings_of_epochs(self) -> dict[str, Any]:
+        """Return what determines the samples that the rest of an epoch holds."""
+        order = self._order.order if isinstance(self._order, InParts) else self._order
         return {
             "version": STATE_VERSION,
             "dataset_size": self.dataset_size,
             "drop_last": self.drop_last,
-            "order": type(self._order).__name__ if self._order is not None else "stream",
-            "epoch_samples": self.epoch_samples or 0,
-            "num_workers": self._num_workers if self._order is None else None,  # deals out a stream's samples
+            "order": "stream" if order is None else type(order).__name__,
+            "epoch_samples": self.epoch_samples,
+            "num_workers": self.num_workers if order is None else None,  # deals out a stream's samples
         }
 
-    def _require_same_data(self, state: dict[str, Any], place: str = "loader") -> None:
-        """Raise for the state of a loader over other data, or one that cuts them in another way."""
-        mine = self._way_of_cutting()
-        # A stream may not know its length before its first pass is over, here or there.
+    def require_same_data(self, state: Mapping[str, Any], place: str = "loader") -> None:
+        """Raise if a saved state is of another version, of other data or of another way to cut it into epochs."""
+        mine = self._settings_of_epochs()
+        # A stream may not know its length before its first epoch has ended, here or there.
         if self._order is None and None in (mine["dataset_size"], state.get("dataset_size")):
             del mine["dataset_size"]
         if self._order is not None and self._order.is_reproducible:
@@ -373,24 +580,38 @@ class AdaptiveLoader:
         require_same(place, {name: state.get(name) for name in mine}, mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where the saved loader stood: the next pass yields exactly what it had not delivered."""
-        self._require_same_data(state)
-        self._passes.load_counts(state)
+        """Continue where the saved loader stood: the next epoch delivers exactly what that one had not."""
+        self.require_same_data(state)
         self._is_seed_drawn = False
         self._reseed(state["seed"])
-        restore(self._settings.get("generator"), state["generator"])
+        restore(self.generator, state["generator"])
         if self._order is not None:
             self._order.load_state_dict(state["sampler"])
-        if self._reader is not None:
+        if isinstance(self._source, StreamSource):
             self._stream_size = state["dataset_size"]
-            self._reader.load_state_dict(state["stream"])
-        self.batch_size = state["batch_size"]
-        self._passes.current = self._restored_pass(state["pass"]) if state["pass"] else None
+            self._source.load_state_dict(state["stream"])
+        self.batch_size, self.epoch = state["batch_size"], state["epoch"]
+        self.batches_delivered, self.samples_delivered = state["batches_before"], state["samples_before"]
+        self.current, self._finished, self._is_resumed = None, None, state["pass"] is not None
+        if state["pass"] is not None:
+            current = self.current = self._restored(**state["pass"])
+            self.batches_delivered += current.batches
+            self.samples_delivered += current.samples
+        self._at_last_step = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
 
-    def _restored_pass(self, state: dict[str, Any]) -> EpochProgress:
-        order = state["order"]
+    def _restored(self, batch_size: int, batches: int, samples: int, order: Any) -> EpochProgress:
         if self._order is not None and order is None:
             order = self._order.draw(self.epoch)
         elif self._order is not None:
             self._order.remember(order)
-        return self._progress(state["batch_size"], order, batches=state["batches"], samples=state["samples"])
+        return self._progress(batch_size, order, batches=batches, samples=samples)
+
+
+def warn_if_endless(current: EpochProgress) -> None:
+    """Warn once if the first epoch of a stream has no end in sight: what is decided at its end would never be."""
+    if current.batches == MANY_BATCHES and current.epoch == 0 and current.order is None and not current.num_batches:
+        warn_user(
+            f"{current.batches} batches of this stream were delivered and its end is not known: the batch size is "
+            f"decided at the end of an epoch. If the stream is endless, pass AdaptiveLoader(..., epoch_samples=N), or "
+            f"Controller(..., every_steps=N) to decide within it"
+        )

@@ -1,6 +1,7 @@
 """A batch in several backward passes: any batch size in the memory of a small one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from divebatch.checks import require_choice, require_count
 from divebatch.errors import ArgumentError
 from divebatch.norms.loss_scale import LOSS_REDUCTIONS, LossReduction, LossWeight
+from divebatch.ranks import RankShard
 
 
 def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mean") -> Iterator[tuple[Any, float]]:
@@ -82,3 +84,34 @@ def cut(batch: Any, start: int, stop: int) -> Any:
         # A namedtuple takes its fields one by one.
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
+
+
+# Plans
+
+
+def _ignore(_: Mapping[str, Tensor], __: LossWeight) -> None:
+    """Nobody measures, so nobody needs to see a replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """What `Controller.plan()` says of the batch delivered last. The defaults are those of a loop without a controller.
+
+    Args:
+        measuring: whether an estimator watches this batch.
+        min_micro_batches: the fewest backward passes that the batch must be cut into: some estimators compare them.
+        replay_token: a recorded backward pass may be replayed for as long as this stays equal; None where the
+            estimator needs Python in every pass.
+        batch_size: samples of a full batch on this rank, where the last ones of an epoch may have fewer; None: this one
+            counts as full.
+        rank_shard: this rank's samples of the batch; None where there is no controller.
+        see_replay: takes the gradients of a replayed pass, by the parameters' names, and the weight of its loss: no
+            hook sees a replay.
+    """
+
+    measuring: bool = False
+    min_micro_batches: int = 1
+    replay_token: object = True
+    batch_size: int | None = None
+    rank_shard: RankShard | None = None
+    see_replay: Callable[[Mapping[str, Tensor], LossWeight], None] = _ignore

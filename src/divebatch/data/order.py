@@ -1,11 +1,13 @@
-"""In which order an epoch visits the samples."""
+"""The order in which an epoch visits the samples, and how far an epoch has come."""
 
+import math
 import random
+import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,24 +17,27 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
 
-MOST_DRAWN = 1_000_000
-"""Orders that a sampler may have drawn: a resume may have to draw them all again."""
+MOST_OF_SAMPLER = 100_000_000
+"""Indices that a sampler may draw for an epoch: a list of them takes about 4 GB."""
+
+
+# Seeds
 
 
 def checked_seed(seed: int) -> int:
-    """`seed` if it can seed anything, else an error."""
+    """Return `seed`, or raise if it cannot seed a generator."""
     require_count("seed", seed, at_least=0)
     return seed
 
 
 def drawn_seed(generator: torch.Generator | None = None) -> int:
-    """A seed from `generator`, else from torch's default one, so that `torch.manual_seed` decides over it."""
+    """Draw a seed from `generator`; None: from torch's default one, which `torch.manual_seed` sets."""
     device = "cpu" if generator is None else generator.device
     return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
 
 
 def mixed_seed(seed: int, *purpose: int) -> int:
-    """One well-mixed seed for each purpose: an epoch's order, its workers, a trial's data.
+    """Derive a well-mixed seed for a purpose: an epoch's order, its workers, a trial's data.
 
     A plain sum would give seed 0, epoch 1 the order of seed 1, epoch 0.
     """
@@ -40,43 +45,36 @@ def mixed_seed(seed: int, *purpose: int) -> int:
 
 
 def worker_seed(seed: int, epoch: int, samples: int = 0, rank: int = 0) -> int:
-    """Apart from the seed of the epoch's order. Workers that begin within an epoch must not draw what others drew."""
+    """Derive the seed of workers that start in `epoch` after `samples` samples: none draws what another drew."""
     if samples:
         return mixed_seed(seed, epoch, 1, rank, samples)
     return mixed_seed(seed, epoch, 1, rank) if rank else mixed_seed(seed, epoch, 1)
 
 
-def state_of(generator: Any) -> str | None:
-    """The state of a torch generator, as hexadecimal digits; None where there is none."""
-    return generator.get_state().numpy().tobytes().hex() if isinstance(generator, torch.Generator) else None
+def state_of(generator: torch.Generator | None) -> str | None:
+    """Return the generator's state as hexadecimal digits; None without a generator."""
+    return None if generator is None else generator.get_state().numpy().tobytes().hex()
 
 
-def restore(generator: Any, state: str | None) -> None:
-    """Set a generator to a saved state, where there are both."""
-    if state is not None and isinstance(generator, torch.Generator):
+def restore(generator: torch.Generator | None, state: str | None) -> None:
+    """Set the generator to a saved state, if there are both."""
+    if generator is not None and state is not None:
         generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
 
-@contextmanager
-def global_states_kept() -> Iterator[None]:
-    """Leave the random states of torch, numpy and Python as they are found."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
+# Orders
 
 
 def index_dtype(size: int) -> torch.dtype:
-    """The smallest type that numbers `size` samples: an order is kept for as long as its epoch lasts."""
+    """Return the smaller type that can number `size` samples: an order is kept for as long as its epoch lasts."""
     return torch.int32 if size < 2**31 else torch.int64
 
 
 class Order(ABC):
-    """Draws the sample indices of an epoch."""
+    """The sample indices of each epoch."""
 
-    is_reproducible: ClassVar[bool] = True
-    """Whether every drawing of an epoch, here or on another rank, gives the same."""
+    is_reproducible: bool = True
+    """Whether each drawing of an epoch, here or on another rank, gives the same indices."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -86,22 +84,22 @@ class Order(ABC):
 
     @abstractmethod
     def draw(self, epoch: int) -> Tensor | Sequence[Any]:
-        """All indices of `epoch` (from 0), each once."""
+        """Return all indices of `epoch` (from 0), each once."""
 
     def seeded(self, seed: int) -> "Order":
-        """The same order with another seed, where it has one."""
+        """Return the same order with another seed, if it has one."""
         return self
 
     def fixed(self) -> Tensor | Sequence[Any]:
-        """The indices of an epoch in an order that never changes."""
+        """Return the indices of an epoch in an order that never changes."""
         return torch.arange(self.size, dtype=index_dtype(self.size))
 
     def remember(self, order: Any) -> None:
-        """Take a saved order for the one that was drawn last."""
+        """Take a saved order for the latest drawing."""
         return
 
-    def state_dict(self, *, without_last: bool = False) -> dict[str, Any]:
-        """What later drawings depend on, beside the epoch; `without_last` as if the last one had not been made."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later drawings depend on, beside seed and epoch; of a reproducible order it must be equal."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,7 +131,7 @@ class Sequential(Order):
 
 
 class InParts(Order):
-    """Each pass over another order in equal parts of at most so many samples: one epoch a part, every sample once."""
+    """Another order, each drawing of it cut into equal epochs of at most `most` samples."""
 
     def __init__(self, order: Order, most: int) -> None:
         if isinstance(order, FromSampler):
@@ -144,49 +142,63 @@ class InParts(Order):
         self.order, self.most = order, most
         self.num_parts = -(-len(order) // most)
         super().__init__(len(order) // self.num_parts)
+        self.is_reproducible = order.is_reproducible
+        self._drawn: tuple[int, Any] | None = None
+        """The drawing that is cut at present and its number, if it cannot be repeated."""
 
     def draw(self, epoch: int) -> Tensor | Sequence[Any]:
         number, part = divmod(epoch, self.num_parts)
         first, last = (len(self.order) * end // self.num_parts for end in (part, part + 1))
-        part_of_pass = self.order.draw(number)[first:last]
-        # A view would keep the whole pass in memory.
-        return part_of_pass.clone() if isinstance(part_of_pass, Tensor) else part_of_pass
+        indices = self._whole(number)[first:last]
+        # A view would keep the whole drawing in memory.
+        return indices.clone() if isinstance(indices, Tensor) else indices
+
+    def _whole(self, number: int) -> Any:
+        if self.is_reproducible:
+            return self.order.draw(number)
+        if self._drawn is None or self._drawn[0] != number:
+            self._drawn = number, self.order.draw(number)
+        return self._drawn[1]
 
     def seeded(self, seed: int) -> "InParts":
         return InParts(self.order.seeded(seed), self.most)
 
     def fixed(self) -> Tensor | Sequence[Any]:
-        """Every sample of the dataset."""
+        """Return every sample of the dataset."""
         return self.order.fixed()
 
+    def state_dict(self) -> dict[str, Any]:
+        drawn = None if self._drawn is None else [self._drawn[0], list(self._drawn[1])]
+        return {"inner": self.order.state_dict(), "drawn": drawn}
 
-def in_parts(order: Order | None, length: int | None, most: int | None) -> Order | None:
-    """`order` in parts of at most so many samples, where that is asked for; None for a stream of `length` samples."""
-    if most is None:
-        return order
-    require_count("epoch_samples", most)
-    if length is not None and most > length:
-        raise ArgumentError(
-            f"epoch_samples={most} is more than the {length} samples of the dataset: leave it out, and an epoch is one "
-            f"pass"
-        )
-    return None if order is None else InParts(order, most)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order.load_state_dict(state["inner"])
+        self._drawn = None
+        if state["drawn"] is not None:
+            self._drawn = state["drawn"][0], state["drawn"][1]
+            self.order.remember(self._drawn[1])
 
 
 class FromSampler(Order):
-    """The order of a sampler the user brought; told the epoch where it listens (`set_epoch`)."""
+    """The order of a sampler the user brought; told the epoch if it has `set_epoch`."""
 
     is_reproducible = False
 
     def __init__(self, sampler: Iterable[Any]) -> None:
+        name = type(sampler).__name__
         if not isinstance(sampler, Sized):
-            raise ArgumentError(f"sampler {type(sampler).__name__} has no length: the epoch's size must be known")
+            raise ArgumentError(f"sampler {name} has no length: the epoch's size must be known")
         if len(sampler) == 0:
-            raise ArgumentError(f"the dataset is empty: sampler {type(sampler).__name__} has no samples")
+            raise ArgumentError(f"the dataset is empty: sampler {name} has no samples")
+        if len(sampler) > MOST_OF_SAMPLER:
+            raise ArgumentError(
+                f"sampler {name} draws {len(sampler)} samples for an epoch, too many to hold in memory: leave the "
+                f"sampler out and make the loader by AdaptiveLoader(dataset, batch_size, epoch_samples=N), which "
+                f"shuffles and has epochs of N samples; or give the sampler at most {MOST_OF_SAMPLER} samples"
+            )
         self.sampler: Any = sampler
         self._last_drawn: list[Any] | None = None
         self._num_drawn = 0
-        self._before = self._state()
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -195,49 +207,93 @@ class FromSampler(Order):
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         # A user's sampler cannot be asked twice for the same epoch, so its order is kept and saved.
-        self._before = self._state()
         self._last_drawn = list(self.sampler)
         self._num_drawn += 1
         return self._last_drawn
 
     def fixed(self) -> list[Any]:
-        """The latest epoch's: only a drawing tells which samples there are, and another would advance the sampler."""
+        """Return the latest drawing: only a drawing tells the samples, and another would advance the sampler."""
         return self.draw(0) if self._last_drawn is None else self._last_drawn
 
     def remember(self, order: Any) -> None:
         self._last_drawn = order
 
-    def state_dict(self, *, without_last: bool = False) -> dict[str, Any]:
-        """The state of the sampler's own generator; of a sampler that hides it, how often it has drawn."""
-        return self._before if without_last else self._state()
-
-    def _state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the sampler's own generator, and how often the sampler has drawn."""
         return {"num_drawn": self._num_drawn, "generator": state_of(getattr(self.sampler, "generator", None))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["generator"] is not None:
-            restore(self.sampler.generator, state["generator"])
-        # One that is told the epoch, or draws from torch's default generator, needs nothing of us.
-        elif not hasattr(self.sampler, "set_epoch") and not hasattr(self.sampler, "generator"):
+        restore(getattr(self.sampler, "generator", None), state["generator"])
+        # A sampler that is told the epoch or draws from torch's default generator needs nothing of us.
+        if not hasattr(self.sampler, "set_epoch") and not hasattr(self.sampler, "generator"):
             self._catch_up(state["num_drawn"])
         self._num_drawn = state["num_drawn"]
 
     def _catch_up(self, num_drawn: int) -> None:
-        """Draw and discard, so that a sampler with a hidden random state is where the saved one was."""
+        """Draw and discard until a sampler with a hidden random state is where the saved one was."""
         if self._num_drawn > num_drawn:
             warnings.warn(
-                f"sampler {type(self.sampler).__name__} has drawn {self._num_drawn} orders, and the state that is "
-                f"loaded comes from one that had drawn {num_drawn}: its next orders are others than those of the saved "
-                f"run. Load the state into a loader with a new sampler, or give the sampler a generator or set_epoch",
+                f"sampler {type(self.sampler).__name__} has drawn {self._num_drawn} orders and the saved one only "
+                f"{num_drawn}, so its next orders differ: load the state into a loader with a new sampler, or give "
+                f"the sampler a generator or set_epoch",
                 stacklevel=4,
             )
-        with global_states_kept():
+        of_python, of_numpy = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
             for _ in range(num_drawn - self._num_drawn):
                 list(self.sampler)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
-def size_of(dataset: Any) -> int:
-    """Its length, which must be at least 1."""
+def order_over(dataset: Any, order: Order | None, *, shuffle: bool) -> Order | None:
+    """Return `order` if it covers the dataset; without one, a shuffled or plain order, and None for a stream."""
+    if order is None:
+        if isinstance(dataset, IterableDataset):
+            return None
+        return Shuffled(_size_of(dataset)) if shuffle else Sequential(_size_of(dataset))
+    if not isinstance(order, Order):
+        raise ArgumentError(
+            f"order must be an Order such as StratifiedBatches(labels), got {type(order).__name__}; for a sampler of "
+            f"your own: AdaptiveLoader.wrap(DataLoader(..., sampler=...))"
+        )
+    if isinstance(dataset, IterableDataset) or not shuffle:
+        raise ArgumentError("order cannot be used with an IterableDataset or shuffle=False, which keep the data's own")
+    if len(order) != _size_of(dataset):
+        raise ArgumentError(
+            f"{type(order).__name__} is an order of {len(order)} samples, and the dataset has {len(dataset)}: it must "
+            f"have one entry for each sample"
+        )
+    return order
+
+
+def order_of(sampler: Any) -> Order:
+    """Replace torch's two plain samplers by orders that repeat and resume; keep any other sampler."""
+    # Exact types: a subclass may draw in an order of its own.
+    if type(sampler) is SequentialSampler:
+        return Sequential(_size_of(sampler.data_source))
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        size = _size_of(sampler.data_source)
+        # A RandomSampler of fewer samples draws a subset, which no permutation of all can replace.
+        if sampler.num_samples == size:
+            return Shuffled(size)
+    return FromSampler(sampler)
+
+
+def in_parts(order: Order | None, length: int | None, most: int | None) -> Order | None:
+    """Cut `order` into epochs of at most `most` samples; None for a stream, whose `length` may be known."""
+    if most is None:
+        return order
+    require_count("epoch_samples", most)
+    if length is not None and most > length:
+        raise ArgumentError(
+            f"epoch_samples={most} is more than the {length} samples of the dataset: leave it out, and an epoch visits "
+            f"each sample once"
+        )
+    return None if order is None else InParts(order, most)
+
+
+def _size_of(dataset: Any) -> int:
     try:
         size = len(dataset)
     except TypeError as error:
@@ -247,35 +303,86 @@ def size_of(dataset: Any) -> int:
     return size
 
 
-def order_over(dataset: Any, order: Order | None, *, shuffle: bool) -> Order | None:
-    """`order` if it was given and covers the dataset, else a shuffled or a plain one; None for a stream."""
-    if order is None:
-        if isinstance(dataset, IterableDataset):
-            return None
-        return Shuffled(size_of(dataset)) if shuffle else Sequential(size_of(dataset))
-    if not isinstance(order, Order):
-        raise ArgumentError(
-            f"order must be an Order such as StratifiedBatches(labels), got {type(order).__name__}; for a sampler of "
-            f"your own: AdaptiveLoader.wrap(DataLoader(..., sampler=...))"
-        )
-    if isinstance(dataset, IterableDataset) or not shuffle:
-        raise ArgumentError("order cannot be used with an IterableDataset or shuffle=False, which keep the data's own")
-    if len(order) != size_of(dataset):
-        raise ArgumentError(
-            f"{type(order).__name__} is an order of {len(order)} samples, and the dataset has {len(dataset)}: it must "
-            f"have one entry for each sample"
-        )
-    return order
+# One epoch
 
 
-def order_of(sampler: Any) -> Order:
-    """Ours for torch's two plain samplers, so that epochs repeat and resume; else the sampler itself."""
-    # Exact types: a subclass may draw in an order of its own.
-    if type(sampler) is SequentialSampler:
-        return Sequential(size_of(sampler.data_source))
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        size = size_of(sampler.data_source)
-        # A RandomSampler of fewer samples draws a subset, which no permutation of all can stand for.
-        if sampler.num_samples == size:
-            return Shuffled(size)
-    return FromSampler(sampler)
+def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Return the number of batches that `num_samples` make."""
+    return num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
+
+
+@dataclass(slots=True)
+class EpochProgress:
+    """An epoch and how far it has come.
+
+    Batches count when the loop gets them, not when a worker fetches them. So a state taken in the loop resumes at the
+    next batch.
+    """
+
+    epoch: int
+    """Counts from 0."""
+    batch_size: int
+    """The current size; once the epoch has ended, its last one."""
+    order: Tensor | Sequence[Any] | None
+    """The indices of all its samples; None for a stream, and once the epoch has ended."""
+    drop_last: bool
+    delivery_size: int | None = None
+    """Samples of a delivered batch if that is not the batch size."""
+    end_at: int | None = None
+    """Samples after which the epoch ends, if it is a part of a stream."""
+    num_batches: int | None = None
+    """Batches of the whole epoch; None for a stream of unknown length."""
+    batches: int = 0
+    """Batches delivered."""
+    samples: int = 0
+    """Samples delivered, of all ranks."""
+    local_samples: int = field(default=0, compare=False)
+    """Samples delivered to this rank by this process, so without those before a resume."""
+    is_open: bool = True
+    """Whether its iterator can deliver more: it is neither used up nor left."""
+    seconds: float = field(default=0.0, compare=False)
+    """Time from the first request for a batch, or from the resume, to the end; 0 before the end."""
+    _begun_at: float = field(default=0.0, compare=False)
+    _samples_before: int = field(default=0, compare=False)
+
+    @property
+    def samples_left(self) -> int:
+        """Samples still to be delivered; 0 for a stream."""
+        # Counted in samples and not in batches: exact however often the size has changed.
+        return 0 if self.order is None else len(self.order) - self.samples
+
+    @property
+    def cut_size(self) -> int:
+        """Samples of a delivered batch."""
+        return self.delivery_size or self.batch_size
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether all batches were delivered, even if the loop stopped before the iterator could say so."""
+        return self.batches == self.num_batches if self.end_at is None else self.samples >= self.end_at
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Speed of loading and training together; None if nothing was timed."""
+        return (self.samples - self._samples_before) / self.seconds if self.seconds > 0 else None
+
+    def resize(self, batch_size: int) -> None:
+        """Cut what is left with another size. Workers of a stream may still hold batches of the old one."""
+        self.batch_size, self.num_batches = batch_size, None
+        if self.order is not None:
+            self.num_batches = self.batches + num_batches(self.samples_left, self.cut_size, drop_last=self.drop_last)
+        elif self.end_at is not None:
+            self.num_batches = self.batches + max(0, -(-(self.end_at - self.samples) // self.cut_size))
+
+    def begin(self) -> None:
+        """Start the clock: the loop asks for its first batch, or for the first after a resume."""
+        self._begun_at, self._samples_before = time.perf_counter(), self.samples
+
+    def end(self) -> None:
+        """Stop the clock and give the order up, so that two of them need not be held at a time."""
+        self.seconds, self.order = time.perf_counter() - self._begun_at, None
+
+    def state_dict(self, *, with_order: bool) -> dict[str, Any]:
+        """Return how far it has come; `with_order` if the order cannot be drawn again."""
+        order = list(self.order) if with_order and self.order is not None else None
+        return {"batch_size": self.batch_size, "batches": self.batches, "samples": self.samples, "order": order}

@@ -1,55 +1,50 @@
-"""Where batches come from: tensors in memory, a DataLoader over a map-style dataset, or a stream.
+"""Batches of data that has an order: from tensors in memory or through a DataLoader, and each rank's shard of them.
 
-A source turns the part of an epoch that is still to come into `(num_samples, batch)` pairs. A new kind of source is
-one class here and one line in `make_source`.
+A source has one method, `batches(order, places, seed=...)`: it delivers one batch for each of the `places` in `order`.
+No batch is made before it is asked for, or prefetched, so a change of size drops those that are left. `seed` is (seed,
+epoch, samples delivered before, rank); worker processes derive theirs from it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from divebatch.data.order import index_dtype, worker_seed
-from divebatch.data.stream import StreamSource
+from divebatch.data.order import index_dtype, num_batches, worker_seed
+from divebatch.ranks import Ranks, RankShard
 
 
-class BatchSource(Protocol):
-    """Delivers batches of data that has an order."""
+class Numbers(TensorDataset):
+    """A dataset on a device whose samples are their own numbers, 0 .. size - 1."""
 
-    def batches(
-        self, order: Tensor | Sequence[Any], places: Iterable[slice], *, seed: tuple[int, ...]
-    ) -> Iterator[tuple[int, Any]]:
-        """One batch for each of the `places` in `order`, with its number of samples.
-
-        Nothing is done for a batch before it is asked for, or prefetched: a change of size drops those that are left.
-        `places` can be gone through more than once. `seed` is (seed, epoch, samples delivered before, rank), from which
-        worker processes get theirs.
-        """
-        ...
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(torch.arange(size, device=device))
 
 
 class TensorSource:
-    """Tensors in memory, indexed a whole batch at a time: what a DataLoader gives for them, far faster."""
+    """Tensors in memory, indexed a whole batch at a time: equal to a DataLoader's batches, far faster."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Sequence[Tensor], *, are_numbers: bool = False) -> None:
+        self.tensors, self._are_numbers = tensors, are_numbers
         self._converted: tuple[Any, Tensor] | None = None
-        """The order of the pass under way, where it had to be converted, and what became of it."""
+        """The order of the current epoch and its converted form, if it had to be converted."""
 
     def batches(
         self, order: Tensor | Sequence[Any], places: Iterable[slice], *, seed: tuple[int, ...]
-    ) -> Iterator[tuple[int, Any]]:
-        """Lists of tensors, as torch's default collate makes of tuples."""
+    ) -> Iterator[list[Tensor]]:
+        """Deliver lists of tensors, as torch's default collate makes of tuples."""
         indices = self._on_device(order)
         # One index operation a batch: a DataLoader would fetch and collate sample by sample.
         for place in places:
             batch = indices[place].long()  # index_select takes nothing shorter for sparse tensors
-            yield batch.numel(), self._look_up(batch)
+            # A batch of numbers is a part of the order itself.
+            yield [batch] if self._are_numbers else [tensor.index_select(0, batch) for tensor in self.tensors]
 
     def _on_device(self, order: Tensor | Sequence[Any]) -> Tensor:
-        """`order` as a tensor on the device of the data; made once an epoch and not with each change of size."""
+        """Move `order` to the data's device, once an epoch and not with each change of size."""
         device, size = self.tensors[0].device, len(self.tensors[0])
         if isinstance(order, Tensor) and order.device == device:
             return order
@@ -59,26 +54,9 @@ class TensorSource:
             self._converted = order, tensor.to(device, index_dtype(size))
         return self._converted[1]
 
-    def _look_up(self, indices: Tensor) -> list[Tensor]:
-        return [tensor.index_select(0, indices) for tensor in self.tensors]
-
-
-class Numbers(TensorDataset):
-    """A dataset whose samples are their own numbers, 0 .. size - 1, on a device."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        super().__init__(torch.arange(size, device=device))
-
-
-class NumberSource(TensorSource):
-    """A batch of numbers is a part of the order itself: there is nothing to look up."""
-
-    def _look_up(self, indices: Tensor) -> list[Tensor]:
-        return [indices]
-
 
 class _Batches:
-    """The batch sampler a DataLoader keeps; what it yields is set anew for each pass."""
+    """The batch sampler of a DataLoader; its lists are set anew for each epoch and size."""
 
     def __init__(self) -> None:
         self.pending: Iterator[list[Any]] = iter(())
@@ -88,42 +66,83 @@ class _Batches:
 
 
 class MapSource:
-    """A map-style dataset behind a DataLoader, with whatever workers and collate it was given."""
+    """A map-style dataset behind a DataLoader, with the workers and the collate function it was given."""
 
-    def __init__(self, dataset: Any, *, settings: dict[str, Any]) -> None:
+    def __init__(self, dataset: Any, settings: dict[str, Any]) -> None:
         self._batches = _Batches()
-        self._generator = torch.Generator()
-        settings = {"generator": self._generator, **settings}
-        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **settings)
+        self._generator = settings["generator"] or torch.Generator()
+        settings = {**settings, "generator": self._generator}
+        self.dataloader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **settings)
 
     def batches(
         self, order: Tensor | Sequence[Any], places: Iterable[slice], *, seed: tuple[int, ...]
-    ) -> Iterator[tuple[int, Any]]:
-        """The DataLoader's batches; workers are seeded by `seed`, the global random state is left alone."""
+    ) -> Iterator[Any]:
+        """Deliver the DataLoader's batches; workers are seeded by `seed`, the global random state is left alone."""
         # Lists of a batch at a time: as Python numbers an order takes ten times the memory.
         self._batches.pending = (_as_list(order[place]) for place in places)
         self._generator.manual_seed(worker_seed(*seed))
-        yield from zip((place.stop - place.start for place in places), self._loader, strict=True)
+        return iter(self.dataloader)
 
 
 def _as_list(indices: Tensor | Sequence[Any]) -> list[Any]:
     return list(indices.tolist()) if isinstance(indices, Tensor) else list(indices)
 
 
-def make_source(dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> BatchSource | StreamSource:
-    """The fastest source that gives what `DataLoader(dataset, **settings)` would."""
-    if isinstance(dataset, IterableDataset):
-        return StreamSource(dataset, drop_last=drop_last, settings=dict(settings))
+def make_source(dataset: Any, settings: dict[str, Any]) -> TensorSource | MapSource:
+    """Return the fastest source whose batches equal those of `DataLoader(dataset, **settings)`."""
     # Exact types: a subclass may have a __getitem__ of its own.
     if type(dataset) in (TensorDataset, Numbers) and _is_plain(dataset, settings):
-        DataLoader(dataset, **settings)  # refuses what a DataLoader refuses
-        kind = NumberSource if isinstance(dataset, Numbers) else TensorSource
-        return kind(dataset.tensors)
-    return MapSource(dataset, settings=settings)
+        return TensorSource(dataset.tensors, are_numbers=isinstance(dataset, Numbers))
+    return MapSource(dataset, settings)
 
 
 def _is_plain(dataset: TensorDataset, settings: dict[str, Any]) -> bool:
-    """Whether nothing but the default is asked of the DataLoader, and one index tensor serves all tensors."""
-    default = settings.get("collate_fn") in (None, default_collate)
+    """Whether the DataLoader would do nothing but the default, and one index tensor serves all tensors."""
+    default = settings["collate_fn"] in (None, default_collate)
     one_device = len({tensor.device for tensor in dataset.tensors}) == 1
-    return default and one_device and not settings.get("num_workers") and not settings.get("pin_memory")
+    return default and one_device and not settings["num_workers"] and not settings["pin_memory"]
+
+
+# Each rank's shard of a batch: contiguous parts that differ by one sample at most, the larger ones first
+
+
+def rank_shard_of(num_samples: int, ranks: Ranks) -> RankShard:
+    """Return this rank's shard of a batch of `num_samples`."""
+    first, last = _bounds(num_samples, ranks)
+    return RankShard(num_samples, last - first, ranks.size)
+
+
+def shard_places(
+    num_samples: int, batch_size: int, ranks: Ranks, *, drop_last: bool, start: int = 0
+) -> Iterator[slice]:
+    """Return where this rank's shard of each batch lies in an epoch's order, from sample `start` on.
+
+    A rank that a short last batch leaves without a sample gets the batch's first one as a stand-in. Each place is
+    found when it is asked for, so that a change of size takes the same time however many samples are left.
+    """
+    end = start + num_batches(num_samples - start, batch_size, drop_last=drop_last) * batch_size
+    stops = range(start + batch_size, end + batch_size, batch_size)
+    if ranks.is_alone:
+        return map(slice, range(start, end, batch_size), map(min, stops, repeat(num_samples)))
+    return (_place(stop - batch_size, min(stop, num_samples), ranks) for stop in stops)
+
+
+def _place(start: int, stop: int, ranks: Ranks) -> slice:
+    first, last = _bounds(stop - start, ranks)
+    # Every rank must take part in every collective, so one without a sample runs the first, with weight zero.
+    first, last = (first, last) if last > first else (0, 1)
+    return slice(start + first, start + last)
+
+
+def _bounds(num_samples: int, ranks: Ranks) -> tuple[int, int]:
+    each, larger = divmod(num_samples, ranks.size)
+    first = ranks.rank * each + min(ranks.rank, larger)
+    return first, first + each + (ranks.rank < larger)
+
+
+def size_without_stand_ins(num_samples: int, batch_size: int, ranks: Ranks) -> int:
+    """Return the first size from `batch_size` on that leaves no rank without a sample in the last batch."""
+    size = batch_size
+    while size < num_samples and 0 < num_samples % size < ranks.size:
+        size += 1
+    return size

@@ -1,4 +1,4 @@
-"""Streams: an IterableDataset read in batches whose size may change, in passes that may be parts of it."""
+"""Streams: an IterableDataset read in batches whose size may change, in epochs that may be parts of it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,32 +6,28 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from divebatch.data.epoch_progress import EpochProgress
-from divebatch.data.order import worker_seed
-
-MOST_OF_STREAM = 10_000_000
-"""Samples of a batch in a state: a stream is asked for a batch by a list of as many entries."""
+from divebatch.data.order import EpochProgress, worker_seed
 
 Taken = list[list[int]]
-"""Sizes of batches in the order they were taken, as pairs of a size and how many had it one after the other."""
+"""Sizes of batches in the order they were taken, as pairs of a size and how many batches in a row had it."""
 
 
 class Requests:
-    """The sizes of the batches that a DataLoader asks a stream for, one list of that length each.
+    """What a stream's DataLoader is asked for: one list for each batch, as long as the batch shall be.
 
-    The list decides when it is sent, so a change of `size` is in force with the next batch that is asked for: the next
-    one of all without workers, and after `prefetch_factor * num_workers` of them with workers.
+    The length counts when the list is sent. So a change of `size` reaches the next batch without workers, and the one
+    after `prefetch_factor * num_workers` others with workers.
 
     Args:
-        size: Samples of the batches to come.
-        taken: Batches that are asked for again first, to be dropped.
-        part: Samples of a pass, where passes are parts of the stream; its last batch is then cut to that.
+        size: samples of the batches to come.
+        taken: batches that are asked for again first, to be dropped.
+        part: samples of an epoch whose last batch is cut to fit; None: batches are never cut.
     """
 
     def __init__(self, size: int, *, taken: Taken, part: int | None) -> None:
         self.size, self._taken, self._part = size, taken, part
         self._left = part or 0
-        """Samples that this part of the stream still has to be asked for."""
+        """Samples of the current part that are still to be asked for."""
         self._waiting = 0
         """Samples that were asked for and have not come yet."""
 
@@ -46,17 +42,17 @@ class Requests:
             yield [None] * size
 
     def begin_part(self, samples_before: int) -> None:
-        """A pass begins, or goes on after so many samples: workers may have been asked for some of it already."""
+        """Begin an epoch, or continue it after `samples_before`; workers may already hold requests for some of it."""
         if self._part is not None:
             self._left = self._part - (samples_before + self._waiting) % self._part
 
     def came(self, num_samples: int) -> None:
-        """A batch has come."""
+        """Note that a batch has come."""
         self._waiting -= num_samples
 
 
 class _Asked:
-    """The batch sampler that a DataLoader keeps; whose requests it passes on is set anew each time."""
+    """The batch sampler that a DataLoader and its persistent workers keep; its requests are set anew each time."""
 
     def __init__(self) -> None:
         self.requests = Requests(1, taken=[], part=None)
@@ -76,130 +72,100 @@ class _CountingCollate:
 
 
 class StreamSource:
-    """An IterableDataset behind a DataLoader; each worker batches its own part of it, as torch does."""
+    """An IterableDataset behind a DataLoader; each worker batches its own part of it, as torch does.
 
-    def __init__(self, dataset: Any, *, drop_last: bool, settings: dict[str, Any]) -> None:
-        collate = _CountingCollate(settings.pop("collate_fn", None) or default_collate)
-        self._generator = torch.Generator()
-        settings = {"generator": self._generator, **settings}
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=1, drop_last=drop_last, collate_fn=collate, **settings
-        )
-        self._asked = _Asked()
-        # A DataLoader takes no batch sampler for a stream and lets none be set, but asks the one it has made.
-        object.__setattr__(self._loader, "batch_sampler", self._asked)
-
-    def open(self, requests: Requests, *, seed: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
-        """The stream from its beginning, in batches as requested, each with its number of samples."""
-        self._asked.requests = requests
-        self._generator.manual_seed(worker_seed(*seed))
-        yield from self._loader
-
-    def first(self, num_samples: int | None, size: int, *, seed: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
-        """The first samples of the stream, or all of them, in batches of one size."""
-        count = 0
-        for counted in self.open(Requests(size, taken=[], part=num_samples), seed=seed):
-            yield counted
-            count += counted[0]
-            if count == num_samples:
-                return
-
-
-class StreamReader:
-    """Reads a stream pass by pass, and remembers which batches it took, so that a resume can skip them.
-
-    To go on in the middle the stream is read again from its beginning and what was taken is dropped, which is exact
-    where the stream repeats itself.
+    It remembers which batches it took. A resume reads the stream again from its beginning and drops them, which is
+    exact if the stream repeats itself.
 
     Args:
-        source: The stream.
-        part: Samples of a pass, where each goes on where the one before ended; None where each begins anew.
-        cuts: Whether the last batch of such a pass is cut to fit; else it ends with the first batch that reaches it.
+        dataset: the stream.
+        settings: those of its DataLoader.
+        drop_last: whether to leave out a last batch that is shorter.
+        part: samples of an epoch, each of which continues where the one before ended; None: each begins anew.
     """
 
-    def __init__(self, source: StreamSource, *, part: int | None, cuts: bool) -> None:
-        self._source, self._part, self._cuts = source, part, cuts
+    def __init__(self, dataset: Any, settings: dict[str, Any], *, drop_last: bool, part: int | None) -> None:
+        collate = _CountingCollate(settings["collate_fn"] or default_collate)
+        self._generator = settings["generator"] or torch.Generator()
+        settings = {**settings, "collate_fn": collate, "generator": self._generator}
+        self.dataloader: DataLoader[Any] = DataLoader(dataset, batch_size=1, drop_last=drop_last, **settings)
+        self._part, self._cuts = part, not drop_last
         self._batches: Iterator[tuple[int, Any]] | None = None
-        self._requests: Requests | None = None
+        self._asked = _Asked()
+        # A DataLoader takes no batch sampler for a stream and lets none be set, but asks the one it has made.
+        object.__setattr__(self.dataloader, "batch_sampler", self._asked)
         self._taken: Taken = []
         self._round = 0
-        """How often the stream has come to its end, where passes are parts of it."""
+        """How often a stream whose epochs are parts of it has come to its end."""
         self._is_resumed = False
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether each pass goes on where the one before ended."""
-        return self._part is not None
 
     def rest(self, current: EpochProgress, seed: int) -> Iterator[tuple[int, Any]]:
-        """What the pass has still to deliver; its size may change on the way."""
-        self._begin(current, seed)
-        try:
-            while (counted := self._next(current)) is not None or self._begins_again(current, seed):
-                if counted is not None:
-                    yield counted
-                if current.is_used_up:
-                    return
-        finally:
-            if self._part is None:  # also where the loop leaves: no worker waits for one that does not come back
-                self._batches = None
-
-    def _begin(self, current: EpochProgress, seed: int) -> None:
+        """Deliver what is left of the epoch, each batch with its number of samples; its size may change on the way."""
         if self._part is None and not self._is_resumed:
             self._taken, self._batches = [], None
-        if self._batches is None or self._requests is None:
-            self._open(current, seed)
-        else:
-            self._requests.begin_part(current.samples)
         self._is_resumed = False
+        try:
+            while True:
+                self._asked.requests.begin_part(current.samples)
+                batches = self._reopened(current, seed) if self._batches is None else self._batches
+                self._asked.requests.size = current.cut_size
+                for counted in batches:
+                    self._asked.requests.came(counted[0])
+                    if self._taken and self._taken[-1][0] == counted[0]:
+                        self._taken[-1][1] += 1
+                    else:
+                        self._taken.append([counted[0], 1])
+                    yield counted
+                    if current.is_used_up:
+                        return
+                    self._asked.requests.size = current.cut_size
+                if self._part is None:
+                    return
+                # The stream is at its end: an epoch that would be empty begins it anew, any other ends there.
+                was_read = bool(self._taken)
+                self._taken, self._batches, self._round = [], None, self._round + 1
+                if current.batches or not was_read:
+                    return
+        finally:
+            if self._part is None:  # also if the loop leaves: no worker waits for one that does not come back
+                self._batches = None
 
-    def _open(self, current: EpochProgress, seed: int) -> None:
-        self._requests = Requests(current.cut_size, taken=self._taken, part=self._part if self._cuts else None)
-        self._requests.begin_part(current.samples)  # before workers are asked for anything
+    def _reopened(self, current: EpochProgress, seed: int) -> Iterator[tuple[int, Any]]:
+        """Read the stream from its beginning and drop what was taken."""
+        requests = Requests(current.cut_size, taken=self._taken, part=self._part if self._cuts else None)
+        requests.begin_part(current.samples)  # before workers are asked for anything
         number = current.epoch if self._part is None else self._round
-        self._batches = self._source.open(self._requests, seed=(seed, number))
+        self._batches = self._open(requests, (seed, number))
         for _ in range(sum(count for _, count in self._taken)):
             if next(self._batches, None) is None:
                 break
+        return self._batches
 
-    def _next(self, current: EpochProgress) -> tuple[int, Any] | None:
-        assert self._requests is not None
-        assert self._batches is not None
-        self._requests.size = current.cut_size
-        counted = next(self._batches, None)
-        if counted is not None:
-            self._requests.came(counted[0])
-            self._take(counted[0])
-        return counted
+    def _open(self, requests: Requests, seed: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
+        self._asked.requests = requests
+        self._generator.manual_seed(worker_seed(*seed))
+        return iter(self.dataloader)
 
-    def _begins_again(self, current: EpochProgress, seed: int) -> bool:
-        """The stream is at its end: a pass that would be empty begins it anew, any other ends there."""
-        if self._part is None:
-            return False
-        was_read = bool(self._taken)
-        self._taken, self._batches, self._round = [], None, self._round + 1
-        if current.batches or not was_read:
-            return False
-        self._begin(current, seed)
-        return True
+    def first(self, size: int, *, seed: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
+        """Deliver an epoch's number of samples from the stream's beginning, or all of it, in batches of one size."""
+        count = 0
+        for counted in self._open(Requests(size, taken=[], part=self._part), seed):
+            yield counted
+            count += counted[0]
+            if count == self._part:
+                return
 
-    def _take(self, size: int) -> None:
-        if self._taken and self._taken[-1][0] == size:
-            self._taken[-1][1] += 1
-        else:
-            self._taken.append([size, 1])
-
-    def state_dict(self, *, is_under_way: bool) -> dict[str, Any]:
-        """Which batches were taken since the stream began."""
-        taken = self._taken if is_under_way or self._part is not None else []
+    def state_dict(self, *, has_begun: bool) -> dict[str, Any]:
+        """Return the batches taken since the stream began; `has_begun` says whether an epoch is under way."""
+        taken = self._taken if has_begun or self._part is not None else []
         return {"round": self._round, "taken": [list(pair) for pair in taken]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another reader stood."""
+        """Continue where the saved source stood."""
         self._round, self._taken = state["round"], [list(pair) for pair in state["taken"]]
         self._batches, self._is_resumed = None, bool(self._taken)
 
 
 def length_of_stream(dataset: Any) -> int | None:
-    """Its samples, where it says so."""
+    """Return the number of its samples if the stream knows it."""
     return len(dataset) if hasattr(dataset, "__len__") else None

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from divebatch.checks import require_choice, warn_user
 from divebatch.controller import Controller
-from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
+from divebatch.data.order import EpochProgress
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import InMultiples, refuse_loss
@@ -231,7 +231,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         if self._budget is None:
             return
         is_spent = self._budget.samples_left() == 0
-        current = self.loader._passes.current
+        current = self.loader.current
         if is_spent and self._uncut is not None and current is not None:
             current.resize(self._uncut)  # a later fit that is given more steps goes on with it
         _set_max_steps(trainer, trainer.global_step if is_spent else max(self._budget.steps, trainer.global_step + 1))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.data.sampler import num_batches
+from divebatch.data.order import num_batches
 
 
 class StepBudget:
@@ -22,7 +22,7 @@ class StepBudget:
     def samples_left(self) -> float:
         """Samples left in the epoch under way, or in the next one where none is; infinite before the last epoch."""
         epochs, steps = self._length()
-        current = self._loader._passes.current
+        current = self._loader.current
         is_over = current is not None and current.is_used_up
         epoch, samples = self._loader.epoch + is_over, 0 if current is None or is_over else current.samples
         if epoch != epochs:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from divebatch.controller import Controller
-from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
+from divebatch.data.order import EpochProgress
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 
@@ -47,7 +47,7 @@ class StepPasses:
     @property
     def is_within_step(self) -> bool:
         """Whether passes were delivered whose step is still to come."""
-        current = self._loader._passes.current
+        current = self._loader.current
         return current is not None and current is self._current and current.samples < self._end
 
     def _before_pass(self, current: EpochProgress) -> None:
@@ -86,7 +86,7 @@ def deliver_in_passes(loader: AdaptiveLoader, passes: int, setting: str) -> None
         passes: What the framework was told to accumulate.
         setting: The name of the framework's setting, for messages.
     """
-    if isinstance(loader.dataset, IterableDataset) and (loader.dataset_size is None or loader._num_workers > 1):
+    if isinstance(loader.dataset, IterableDataset) and (loader.dataset_size is None or loader.num_workers > 1):
         raise ArgumentError(
             "accumulated passes need an epoch whose end is known, and this stream's is not: pass "
             "AdaptiveLoader(..., epoch_samples=N), with at most one worker, or accumulate nothing"

@@ -5,9 +5,8 @@ from collections import Counter
 from typing import Any, Literal
 
 from divebatch.checks import warn_user
-from divebatch.data.epoch_progress import EpochProgress
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.data.sampler import num_batches
+from divebatch.data.order import EpochProgress, num_batches
 from divebatch.errors import UsageError
 
 ScheduleIn = Literal["epochs", "steps", "calls"]
@@ -102,7 +101,7 @@ class ScheduleSteps:
 
     def _look(self) -> None:
         """Learn from when the call comes."""
-        current = self._loader._passes.current
+        current = self._loader.current
         if self._is_within_epoch():
             if self.schedule_in == "epochs":
                 raise UsageError(
@@ -110,7 +109,7 @@ class ScheduleSteps:
                     f"out, or call {self.name}.step() after each epoch"
                 )
             self._is_by_steps = True
-        done = current or self._loader._passes.finished
+        done = current or self._loader._finished
         size = self._first_size if done is None else done.batch_size
         self._is_resized = self._is_resized or size != self._first_size
         self._learn_gap(current)
@@ -135,7 +134,7 @@ class ScheduleSteps:
             self._gaps[gap] += 1
 
     def _is_within_epoch(self) -> bool:
-        current = self._loader._passes.current
+        current = self._loader.current
         return current is not None and current.batches > 0 and not current.is_used_up
 
     @property
@@ -146,7 +145,7 @@ class ScheduleSteps:
 
     def _place(self) -> int:
         """Where the loop at the first batch size would stand after as many samples."""
-        current, size = self._loader._passes.current, self._loader.dataset_size
+        current, size = self._loader.current, self._loader.dataset_size
         whole = 0 if size is None else num_batches(size, self._first_delivery, drop_last=self._loader.drop_last)
         epochs = self._loader.epoch - self._first_epoch
         before, after = (self._at_end(whole, epochs + more) for more in (0, 1))

@@ -56,8 +56,8 @@ class StratifiedBatches(Order):
         other.seed = checked_seed(seed)
         return other
 
-    def state_dict(self, *, without_last: bool = False) -> dict[str, Any]:
-        """A mark of the labels, on which the order depends beside seed and epoch."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return a mark of the labels, on which the order depends beside seed and epoch."""
         return {"labels": hashlib.sha256(self._strata.tobytes()).hexdigest()}
 
 

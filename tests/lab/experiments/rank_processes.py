@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import BatchPlan
 from divebatch.lab.experiments import Experiment, Run, execute, parse_experiment
 from divebatch.lab.experiments.datasets.synthetic import Synthetic
 from divebatch.lab.experiments.models import MODELS, ModelSettings

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from divebatch import Diversity
-from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import BatchPlan
 from divebatch.estimators import Scene, Split
 from divebatch.lab.training import Clock, DeviceOptions, TrainStep
 from divebatch.lab.training.distributed import Parallel

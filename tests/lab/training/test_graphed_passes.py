@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, EpochRecord
-from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import BatchPlan
 from divebatch.estimators import Split, optimizer_events
 from divebatch.lab.training import Clock, DeviceOptions, Tally, TrainStep, cuda_graph, train_epoch
 from divebatch.lab.training.cuda_graph import GraphedPasses, MicroBatch, Recording

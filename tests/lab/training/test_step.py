@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import BatchPlan
 from divebatch.errors import BatchTooLargeError
 from divebatch.lab.training import Clock, DeviceOptions, Tally, TrainStep, train_epoch
 from divebatch.lab.training import step as module

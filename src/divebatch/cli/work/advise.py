@@ -19,7 +19,7 @@ from divebatch.advice.plot import CAPTION
 from divebatch.advice.step import LossFn, MakeStep
 from divebatch.advice.text import step_in_words
 from divebatch.data import AdaptiveLoader
-from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import BatchPlan
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.lab.experiments import Experiment, Method, Run, check_parts, get_experiment, make_trainer

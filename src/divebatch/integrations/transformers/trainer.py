@@ -252,7 +252,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
     @property
     def _size_in_force(self) -> int:
         """That of the pass under way: the loader's `batch_size`, if set by hand, is for the next one."""
-        current = self.train_loader._passes.current
+        current = self.train_loader.current
         return self.train_loader.batch_size if current is None else current.batch_size
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:

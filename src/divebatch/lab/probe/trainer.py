@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from divebatch.data import AdaptiveLoader
-from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import mixed_seed
 from divebatch.errors import CheckpointError
 from divebatch.lab.experiments import Run, make_trainer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from divebatch.data.batch_plan import BatchPlan
+from divebatch.data.micro_batches import BatchPlan
 from divebatch.lab.training.clock import Clock, forget_peak_memory, peak_memory_bytes
 from divebatch.norms.loss_scale import LossWeight
 

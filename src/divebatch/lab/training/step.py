@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from divebatch.data.batch_plan import BatchPlan
-from divebatch.data.micro_batches import batch_length, cut, weighted_parts
+from divebatch.data.micro_batches import BatchPlan, batch_length, cut, weighted_parts
 from divebatch.errors import BatchTooLargeError
 from divebatch.lab.training.clock import Clock, forget_peak_memory, peak_memory_bytes
 from divebatch.lab.training.cuda_graph import GraphedPasses, MicroBatch, Variant
