@@ -8,6 +8,7 @@ from divebatch import __version__
 from divebatch.cli.advise import advise
 from divebatch.cli.compare import compare
 from divebatch.cli.doctor import doctor
+from divebatch.cli.frontier import frontier
 from divebatch.cli.list import list_experiments
 from divebatch.cli.probe import probe
 from divebatch.cli.report import report
@@ -37,6 +38,7 @@ app.command("list")(list_experiments)
 app.command("run")(run)
 app.command("report")(report)
 app.command("compare")(compare)
+app.command("frontier")(frontier)
 app.command("watch")(watch)
 app.command("search")(search)
 app.command("probe")(probe)

@@ -1,0 +1,58 @@
+"""`divebatch frontier RECORDS`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from divebatch.cli.console import make_console
+from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.report.frontier import COLUMNS, Frontier, draw, read_trials, rows, score, write_csv
+
+
+def frontier(
+    records: Annotated[Path, typer.Argument(help="Folder that `divebatch run --out` wrote, or lines of trials.")],
+    workload: Annotated[str | None, typer.Option(help="One workload; all by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write frontier.csv and a picture of each workload here.")
+    ] = None,
+) -> None:
+    """Score methods against tuned fixed batches: their steps over the frontier's at equal loss.
+
+    Every fixed size needs at least three rates, and the best of them a worse one on both sides.
+    """
+    if not records.exists():
+        raise leave(f"'{records}' does not exist", WRONG_USE)
+    with errors_exit_with(FAILED):
+        trials = read_trials(records)
+    known = list(dict.fromkeys(each.workload for each in trials))
+    if workload is not None and workload not in known:
+        raise leave(f"no runs of {workload!r}; known: {', '.join(known)}", WRONG_USE)
+    found = score(each for each in trials if workload in (None, each.workload))
+    for each in found:
+        _show(each)
+    if out is not None:
+        with errors_exit_with(FAILED):
+            out.mkdir(parents=True, exist_ok=True)
+            write_csv(found, out / "frontier.csv")
+            for each in found:
+                draw(each).savefig(out / f"frontier-{each.workload}.svg")
+
+
+def _show(found: Frontier) -> None:
+    console = make_console()
+    sizes = ", ".join(f"{each.batch_size} ({each.lr:g})" for each in found.sizes)
+    console.print(f"[bold]{found.workload}[/bold]: fixed sizes (tuned rates) {sizes}", highlight=False)
+    if found.problems:
+        for problem in found.problems:
+            console.print(f"  not scored: {problem}", highlight=False)
+        return
+    noise = "" if found.noise is None else f"; two fixed sizes differ by chance by {found.noise:.2g}"
+    console.print(f"knee {found.knee}{noise}", style="dim")
+    table = Table(box=None, padding=(0, 1))
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
+    for row in rows(found):
+        table.add_row(*row)
+    console.print(table)

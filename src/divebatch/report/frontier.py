@@ -1,0 +1,421 @@
+"""Score batch-size policies against the frontier: the best loss of fixed batches, each with its own tuned rate.
+
+A method's ratio is its steps over those that the frontier needs for the same loss. The frontier is the lower envelope
+of the fixed sizes in (log2 of steps, loss), with straight lines between them. It is used from its knee on only: where
+it is flat, an octave of steps costs less than chance, and a ratio would mean nothing.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from divebatch.errors import MissingExtraError, RecordError
+from divebatch.report.runs import RecordedRun, load_runs
+from divebatch.report.style import looks_for
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIXED = "fixed"
+"""The method of all trials with a fixed batch size."""
+TOLERANCE = 0.005
+"""Relative loss above the best that the knee may have."""
+RESAMPLES = 2000
+LEAST_RATES = 3
+"""Rates of a size: the best one and a worse one on each side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One finished run, as a line of JSON holds it.
+
+    Args:
+        workload: What is trained, for instance an experiment's name.
+        method: The method's name; "fixed" for every fixed batch size.
+        batch_size: The first batch size, in samples.
+        lr: The highest learning rate of the first batch size.
+        seed: Runs with the same seed have the same data order and the same first weights.
+        steps: Optimizer steps of the run.
+        loss: The final loss on held-out data; infinite if training diverged.
+    """
+
+    workload: str
+    method: str
+    batch_size: int
+    lr: float
+    seed: int
+    steps: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSize:
+    """A point of the frontier, or beside it: a fixed size at its tuned rate.
+
+    Args:
+        batch_size: In samples.
+        lr: The best of the rates that were tried on the first seed.
+        steps: Optimizer steps of a run.
+        losses: The loss of each seed.
+        problem: Why the rate does not count as tuned; empty if it does.
+    """
+
+    batch_size: int
+    lr: float
+    steps: int
+    losses: Mapping[int, float]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A method on one workload; numbers are None where `problem` says why there is none.
+
+    Args:
+        method: Its name.
+        batch_size: Its first batch size.
+        steps: Optimizer steps, mean over seeds.
+        loss: Mean over seeds.
+        num_seeds: Seeds that the method and all fixed sizes have in common.
+        ratio: Its steps over the frontier's at equal loss.
+        interval: Of the ratio, 95 %, by a bootstrap over paired seeds; None for a single seed.
+        is_bound: Whether the true ratio is lower: the loss is better than the knee's, and the knee's was taken.
+        at_equal_steps: Its loss over the frontier's at equal steps, minus 1.
+        against_first: Its loss over that of the fixed batch it started with, minus 1.
+        problem: Why there is no ratio.
+    """
+
+    method: str
+    batch_size: int
+    steps: float
+    loss: float
+    num_seeds: int
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    is_bound: bool = False
+    at_equal_steps: float | None = None
+    against_first: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """All of one workload.
+
+    Args:
+        workload: Its name.
+        sizes: The fixed sizes, the smallest first.
+        knee: The size with the fewest steps whose loss cannot be told from the best.
+        noise: Standard error of a difference of two mean losses of fixed sizes; None for a single seed.
+        scores: One for each method.
+        problems: Why nothing is scored; empty if all is well.
+    """
+
+    workload: str
+    sizes: Sequence[FixedSize]
+    knee: int | None
+    noise: float | None
+    scores: Sequence[Score]
+    problems: Sequence[str]
+
+
+# From records to trials
+
+
+def read_trials(path: Path) -> list[Trial]:
+    """Return the trials of a file or folder: lines of trials in `.jsonl` files, or what `divebatch run` wrote.
+
+    Raises:
+        RecordError: A line cannot be read, or there is nothing to read.
+    """
+    files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
+    trials = [trial for file in files for trial in _read_lines(file)]
+    if not trials and path.is_dir():
+        experiments = load_runs(path).experiments
+        trials = [
+            trial
+            for experiment in experiments
+            for runs in experiment.methods.values()
+            for run in runs
+            if (trial := _from_run(experiment.name, run)) is not None
+        ]
+    if not trials:
+        raise RecordError(f"'{path}' holds no finished runs: give a folder that `divebatch run --out` wrote, or trials")
+    return trials
+
+
+def _read_lines(file: Path) -> Iterable[Trial]:
+    names = [each.name for each in fields(Trial)]
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            values = json.loads(line)
+            loss = math.inf if values["loss"] is None else float(values["loss"])
+            yield Trial(**{**{name: values[name] for name in names}, "loss": loss})
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"'{file}' line {number} is no trial: {error!r}") from error
+
+
+def _from_run(workload: str, run: RecordedRun) -> Trial | None:
+    """Return the trial of a recorded run; None for one that has not ended."""
+    if not run.is_finished() or run.last is None:
+        return None
+    metric, method = run.header.metric, run.header.config["method"]
+    loss = getattr(run.last, metric.name) if metric.better == "lower" else run.last.val_loss
+    return Trial(
+        workload=workload,
+        method=FIXED if run.kind_of("method", "policy") == FIXED else run.header.method,
+        batch_size=method["batch_size"],
+        lr=method["lr"],
+        seed=run.header.seed,
+        steps=run.last.steps,
+        loss=math.inf if loss is None else loss,
+    )
+
+
+# From trials to scores
+
+
+def score(trials: Iterable[Trial]) -> list[Frontier]:
+    """Return the frontier and the scores of each workload, in the order in which they come."""
+    by_workload: dict[str, list[Trial]] = {}
+    for trial in trials:
+        by_workload.setdefault(trial.workload, []).append(trial)
+    return [_score_workload(name, own) for name, own in by_workload.items()]
+
+
+def _score_workload(name: str, trials: Sequence[Trial]) -> Frontier:
+    sizes = tuned_sizes(trials)
+    problems = [each.problem for each in sizes if each.problem]
+    if len(sizes) < 2:
+        problems.append("a frontier needs at least two fixed sizes (method 'fixed')")
+    seeds = _common_seeds(sizes)
+    if not seeds:
+        problems.append("no seed was run with all fixed sizes at their tuned rates")
+    methods = dict.fromkeys((each.method, each.batch_size, each.lr) for each in trials if each.method != FIXED)
+    if problems:
+        return Frontier(name, sizes, None, None, [], problems)
+    noise = _noise([[each.losses[seed] for seed in seeds] for each in sizes if _is_finite(each, seeds)])
+    curve = Curve.through(sizes, seeds)
+    knee = curve.knee(noise or 0.0)
+    scores = [_score_method(trials, method, sizes, knee) for method in methods]
+    knee_size = next(each.batch_size for each in sizes if each.steps == round(2**knee))
+    return Frontier(name, sizes, knee_size, noise, scores, [])
+
+
+def tuned_sizes(trials: Iterable[Trial]) -> list[FixedSize]:
+    """Return each fixed size at the best of its rates, which were tried on its first seed."""
+    found: dict[int, list[Trial]] = {}
+    for trial in trials:
+        if trial.method == FIXED:
+            found.setdefault(trial.batch_size, []).append(trial)
+    return [_tuned(size, found[size]) for size in sorted(found)]
+
+
+def _tuned(size: int, trials: Sequence[Trial]) -> FixedSize:
+    first = min(each.seed for each in trials)
+    losses = {each.lr: each.loss for each in trials if each.seed == first}
+    rates = sorted(losses)
+    best = min(rates, key=lambda rate: losses[rate])
+    problem = ""
+    if len(rates) < LEAST_RATES:
+        problem = f"fixed {size}: {len(rates)} rates were tried, and {LEAST_RATES} are needed"
+    elif best in (rates[0], rates[-1]):
+        side, hint = ("lowest", "lower") if best == rates[0] else ("highest", "higher")
+        problem = f"fixed {size}: its best rate {best:g} is the {side} that was tried: try a {hint} one"
+    own = [each for each in trials if each.lr == best]
+    return FixedSize(size, best, own[0].steps, {each.seed: each.loss for each in own}, problem)
+
+
+def _common_seeds(sizes: Sequence[FixedSize]) -> list[int]:
+    return sorted(set.intersection(*(set(each.losses) for each in sizes))) if sizes else []
+
+
+def _is_finite(size: FixedSize, seeds: Iterable[int]) -> bool:
+    return all(math.isfinite(size.losses[seed]) for seed in seeds)
+
+
+def _noise(losses: Sequence[Sequence[float]]) -> float | None:
+    """Return the standard error of a difference of two means, without what a seed does to all sizes alike."""
+    table = np.array(losses)
+    sizes, seeds = table.shape
+    if seeds < 2 or sizes < 2:
+        return None
+    rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    variance = (rest**2).sum() / ((sizes - 1) * (seeds - 1))
+    return math.sqrt(2 * variance / seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The lower envelope: losses that fall as log2 of the steps rises."""
+
+    steps: Sequence[float]
+    losses: Sequence[float]
+
+    @classmethod
+    def through(cls, sizes: Sequence[FixedSize], seeds: Sequence[int]) -> "Curve":
+        """Return the envelope of the mean losses over some seeds, which may repeat."""
+        means = sorted((math.log2(each.steps), float(np.mean([each.losses[s] for s in seeds]))) for each in sizes)
+        kept: list[tuple[float, float]] = []
+        for steps, loss in means:
+            if math.isfinite(loss) and (not kept or loss < kept[-1][1]):
+                kept.append((steps, loss))
+        return cls([steps for steps, _ in kept], [loss for _, loss in kept])
+
+    def knee(self, noise: float) -> float:
+        """Return log2 of the fewest steps with a loss within the tolerance, or the noise, of the best."""
+        best = self.losses[-1]
+        bound = best + max(TOLERANCE * abs(best), noise)
+        return next(steps for steps, loss in zip(self.steps, self.losses, strict=True) if loss <= bound)
+
+    def loss_at(self, steps: float) -> float | None:
+        """Return the loss at log2 of the steps; None outside of the envelope."""
+        if not self.steps[0] <= steps <= self.steps[-1]:
+            return None
+        return float(np.interp(steps, self.steps, self.losses))
+
+    def steps_for(self, loss: float) -> float | None:
+        """Return log2 of the steps that a loss takes; None for one that is worse than all, or better."""
+        if not self.losses[-1] <= loss <= self.losses[0]:
+            return None
+        return float(np.interp(-loss, [-each for each in self.losses], self.steps))
+
+    def octaves(self, steps: float, loss: float, knee: float) -> tuple[float | None, bool]:
+        """Return log2 of a ratio, and whether it is a bound; None where the frontier does not reach."""
+        knee_loss = float(np.interp(knee, self.steps, self.losses))
+        is_bound = loss < knee_loss
+        needed = knee if is_bound else self.steps_for(loss)
+        return (None if needed is None else steps - needed), is_bound
+
+
+def _score_method(
+    trials: Sequence[Trial], method: tuple[str, int, float], sizes: Sequence[FixedSize], knee: float
+) -> Score:
+    name, size, _ = method
+    own = {each.seed: each for each in trials if (each.method, each.batch_size, each.lr) == method}
+    seeds = [seed for seed in _common_seeds(sizes) if seed in own]
+    if not seeds:
+        return Score(name, size, math.nan, math.nan, 0, problem="no seed in common with all fixed sizes")
+    steps, loss = (float(np.mean([getattr(own[s], key) for s in seeds])) for key in ("steps", "loss"))
+    if not math.isfinite(loss):
+        lost = sum(not math.isfinite(own[seed].loss) for seed in seeds)
+        return Score(name, size, steps, loss, len(seeds), problem=f"diverged with {lost} of {len(seeds)} seeds")
+
+    def octaves(chosen: Sequence[int]) -> tuple[float | None, bool]:
+        log_steps = math.log2(np.mean([own[s].steps for s in chosen]))
+        mean = float(np.mean([own[s].loss for s in chosen]))
+        return Curve.through(sizes, chosen).octaves(log_steps, mean, knee)
+
+    curve = Curve.through(sizes, seeds)
+    beside = curve.loss_at(math.log2(steps))
+    first = next((each for each in sizes if each.batch_size == size), None)
+    against = float(np.mean([first.losses[s] for s in seeds])) if first is not None else None
+    numbers: dict[str, Any] = {
+        "at_equal_steps": None if beside is None else loss / beside - 1,
+        "against_first": None if against is None else loss / against - 1,
+    }
+    value, is_bound = octaves(seeds)
+    if value is None:
+        numbers["problem"] = "its loss is worse than that of the largest fixed size"
+    elif is_bound and value > 0:
+        numbers["problem"] = "on the flat part: more steps than the knee, whose loss is as good"
+    else:
+        drawn = _resampled(seeds) if len(seeds) > 1 else []
+        found = [each for each, _ in map(octaves, drawn) if each is not None]
+        ends = np.exp2(np.quantile(found, [0.025, 0.975])).tolist() if found else None
+        numbers |= {"ratio": 2**value, "interval": tuple(ends) if ends else None, "is_bound": is_bound}
+    return Score(name, size, steps, loss, len(seeds), **numbers)
+
+
+def _resampled(seeds: Sequence[int]) -> list[list[int]]:
+    """Return the bootstrap's choices of seeds, the same every time."""
+    draws: list[list[int]] = np.random.default_rng(0).choice(seeds, (RESAMPLES, len(seeds))).tolist()
+    return draws
+
+
+# Tables and a picture
+
+COLUMNS = ("method", "from", "steps", "loss", "ratio", "95 % interval", "at equal steps", "against fixed", "seeds")
+
+
+def rows(frontier: Frontier) -> list[tuple[str, ...]]:
+    """Return the table of one workload: `COLUMNS` for each method, the lowest ratio first."""
+    ordered = sorted(frontier.scores, key=lambda each: math.inf if each.ratio is None else each.ratio)
+    return [_row(each) for each in ordered]
+
+
+def _row(each: Score) -> tuple[str, ...]:
+    ratio = each.problem if each.ratio is None else f"{'<= ' if each.is_bound else ''}{each.ratio:.3f}"
+    interval = "" if each.interval is None else f"{each.interval[0]:.2f} - {each.interval[1]:.2f}"
+    relative = ("" if part is None else f"{part:+.2%}" for part in (each.at_equal_steps, each.against_first))
+    return (
+        *(each.method, str(each.batch_size), f"{each.steps:.0f}", f"{each.loss:.4f}", ratio, interval),
+        *(*relative, str(each.num_seeds)),
+    )
+
+
+def write_csv(frontiers: Iterable[Frontier], path: Path) -> None:
+    """Write every fixed size and every score as one table with plain numbers."""
+    names = [each.name for each in fields(Score) if each.name != "interval"]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["workload", *names, "low", "high", "lr"])
+        for frontier in frontiers:
+            for size in frontier.sizes:
+                loss = float(np.mean(list(size.losses.values())))
+                known = {"method": FIXED, "batch_size": size.batch_size, "steps": size.steps, "loss": loss}
+                known |= {"num_seeds": len(size.losses), "problem": size.problem}
+                writer.writerow([frontier.workload, *(known.get(name) for name in names), None, None, size.lr])
+            for each in frontier.scores:
+                ends = each.interval or (None, None)
+                writer.writerow([frontier.workload, *(getattr(each, name) for name in names), *ends, None])
+
+
+def draw(frontier: Frontier) -> "Figure":
+    """Draw loss against steps: the frontier as a line, methods as points, all fixed sizes as small dots."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import NullLocator
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "report") from error
+    figure = Figure(figsize=(7.0, 4.4), layout="constrained")
+    axes = figure.subplots()
+    seeds = _common_seeds(frontier.sizes)
+    if seeds:
+        curve = Curve.through(frontier.sizes, seeds)
+        axes.plot([2**each for each in curve.steps], curve.losses, color="#222222", linewidth=1.5, label="frontier")
+    means = [float(np.mean(list(each.losses.values()))) for each in frontier.sizes]
+    for each, mean in zip(frontier.sizes, means, strict=True):
+        if math.isfinite(mean):
+            axes.plot(each.steps, mean, ".", color="#222222")
+            axes.annotate(str(each.batch_size), (each.steps, mean), xytext=(4, 4), textcoords="offset points")
+    shown = [each for each in frontier.scores if math.isfinite(each.loss)]
+    names = list(dict.fromkeys(each.method for each in shown))
+    looks = looks_for(names)
+    for number, name in enumerate(names):
+        own = [each for each in shown if each.method == name]
+        axes.plot(
+            [each.steps for each in own],
+            [each.loss for each in own],
+            "osD^vP"[number % 6],
+            color=looks[name].color,
+            label=name,
+        )
+    top = [each.loss for each in shown] + [mean for mean in means if math.isfinite(mean)]
+    if top:
+        low, high = min(top), min(max(top), 3 * float(np.median(top)) - 2 * min(top) + 1e-12)
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    axes.set_xscale("log", base=2)
+    ticks = sorted({each.steps for each in frontier.sizes})
+    axes.set_xticks(ticks, [str(each) for each in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="Optimizer steps (dots: fixed batches, with their size)")
+    axes.set_title(f"{frontier.workload}: loss on held-out data", loc="left")
+    axes.legend(fontsize=8, frameon=False)
+    return figure
