@@ -7,14 +7,13 @@ import matplotlib
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import divebatch
 from advice.known_problem import DIM, Shift, dataset, loss_fn, true_noise_scale
 from divebatch import AdaptiveLoader, Advice, Auto, Controller, Fixed, advise, gradient_diversity, micro_batches
-from divebatch.advice.noise import NoiseCourse, NoiseEstimate, pooled
-from divebatch.advice.step import PlainStep
-from divebatch.advice.tradeoff import SLACK, StepTimes, good_size
+from divebatch.advice.advice import SLACK, NoiseCourse, NoiseEstimate, StepTimes, good_size
+from divebatch.advice.measure import pooled
 from divebatch.errors import ArgumentError, CoverageError, DivergedError
 from divebatch.measurement import Diversity, Spread
 
@@ -81,10 +80,9 @@ def test_the_advice_follows_from_noise_and_time():
 def test_words_numbers_and_json_agree():
     advice = ask(data=dataset(distance=0.3), steps=300)
     words = str(advice)
-    assert f"Start with batch {advice.batch_size}" in words
+    assert words.startswith(f"Start with batch {advice.batch_size}, {advice.lr_factor:.3g} times the learning rate")
+    assert f"Auto({advice.max_batch_size}, step_cost=100.0)" in words
     assert f"Growth stops paying at batch {advice.max_batch_size}" in words
-    assert f"Policy: Auto({advice.max_batch_size}, step_cost=100)." in words
-    assert f"Learning rate: {advice.lr_factor:.3g} times what suits batch 16" in words
     assert advice.lr is None
     values = json.loads(json.dumps(advice.to_dict()))
     assert values["batch_size"] == advice.batch_size
@@ -130,10 +128,11 @@ def test_where_a_step_takes_as_long_as_its_samples_small_batches_stay():
     advice = ask(step_seconds=lambda size: 0.001 * size, steps=200)
     assert advice.batch_size == 8
     assert advice.policy == Fixed()
-    assert "would gain nothing on this device" in str(advice)
+    assert "would gain nothing here" in str(advice)
     assert "takes 1 ms a sample, which fits within 0%." in str(advice)  # no fixed cost to speak of
     largest = ask(data=dataset(distance=0.3), step_seconds=lambda size: 1.0, batch_sizes=[16, 32], steps=200)
-    assert "Policy: Fixed(). No larger batch was timed." in str(largest)
+    assert "Fixed()" in str(largest)
+    assert "the largest that was timed, and still the fastest" in str(largest)
     assert "is fixed cost" not in str(ask(step_seconds=device_with(0.5), steps=200))
     assert "Your batch 16 would take about as long" in str(
         ask(data=dataset(distance=0.3), step_seconds=lambda size: 0.001 * size, batch_sizes=[15])
@@ -189,7 +188,7 @@ def test_adam_gets_square_roots():
     assert advice.lr_coupling == "sqrt"
     assert "square root" in str(advice)
     assert advice.policy == Auto(advice.max_batch_size, step_cost=100.0, lr_coupling="sqrt")
-    assert f'Policy: Auto({advice.max_batch_size}, step_cost=100, lr_coupling="sqrt").' in str(advice)
+    assert f"Auto({advice.max_batch_size}, step_cost=100.0, lr_coupling='sqrt')" in str(advice)
 
 
 @pytest.mark.parametrize(
@@ -226,11 +225,11 @@ def test_where_a_step_costs_much_that_is_its_price():
     calm = ask(data=dataset(distance=1.0), step_seconds=device_with(1000), steps=200)
     assert calm.batch_size < 1000
     assert calm.policy == Auto(calm.max_batch_size, step_cost=1000.0)
-    assert f"Policy: Auto({calm.max_batch_size}, step_cost=1000)." in str(calm)
+    assert f"Auto({calm.max_batch_size}, step_cost=1000.0)" in str(calm)
     noisy = ask(data=dataset(distance=0.1), step_seconds=device_with(20), steps=1000)
     assert noisy.batch_size > 20
     assert noisy.policy == Auto(noisy.max_batch_size)  # its first batch is worth more
-    assert f"Policy: Auto({noisy.max_batch_size})." in str(noisy)
+    assert f"Auto({noisy.max_batch_size})" in str(noisy)
 
 
 def test_it_leaves_everything_as_it_was():
@@ -294,6 +293,16 @@ def test_a_dataloader_keeps_its_collate_and_batch_size():
     assert advice.times.sizes == (32, 64)
 
 
+def test_a_sampler_of_a_dataloader_does_not_move_on():
+    generator = torch.Generator().manual_seed(0)
+    sampler = WeightedRandomSampler(torch.ones(256), 256, generator=generator)
+    loader = DataLoader(dataset(num_samples=256), batch_size=16, sampler=sampler)
+    before = generator.get_state()
+    ask(data=loader, batch_size=None, steps=24)
+    assert torch.equal(generator.get_state(), before)
+    assert loader.sampler is sampler
+
+
 def test_out_of_memory_ends_the_sizes():
     class Small(Shift):
         def forward(self, x):
@@ -309,7 +318,7 @@ def test_out_of_memory_ends_the_sizes():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 3}, "steps must be at least 24"),
+        ({"steps": 3}, "steps must be an integer of at least 24"),
         ({"batch_size": 1}, "batch_size must be at least 2"),
         ({"batch_size": None}, "batch_size is missing"),
         ({"batch_sizes": [8, 4096]}, "batch_sizes: 4096 is more than the 2048 samples there are"),
@@ -340,7 +349,16 @@ def test_another_training_step_can_be_handed_in():
 
     def make_step(model, optimizer, batch_size, estimator):
         made.append((batch_size, estimator is not None))
-        return PlainStep(model, optimizer, loss_fn, min_micro_batches=2)
+
+        def step(batch):
+            optimizer.zero_grad()
+            parts = [(loss_fn(model(x), y) * share, share) for (x, y), share in micro_batches(batch, batch_size // 2)]
+            for loss, _ in parts:
+                loss.backward()
+            optimizer.step()
+            return sum(loss.detach() for loss, _ in parts)
+
+        return step
 
     own = advise(Shift(), loss_fn, dataset(), batch_size=16, steps=24, batch_sizes=[32], make_step=make_step)
     assert made == [(16, True), (16, False), (32, False)]

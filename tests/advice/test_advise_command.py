@@ -1,17 +1,11 @@
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from divebatch import Advice
-from divebatch.advice.noise import NoiseCourse, NoiseEstimate
-from divebatch.advice.tradeoff import StepTimes
 from divebatch.cli import app
-from divebatch.cli.work.advise import command_for
-from divebatch.lab.experiments import Run, get_experiment
 from divebatch.lab.experiments.schema import FOLDER
 from lab.experiments.dataset_tests.text_files import write_corpus
 from lab.probe.tiny_run import tiny_experiment
@@ -73,72 +67,44 @@ def test_batch_size_and_rate_can_be_ones_own(tmp_path):
 
 
 def test_a_function_of_ones_own_by_its_import_path(own):
-    words = ("--batch-size", 16, "--steps", 100, "--batch-sizes", "16,64", "--seconds", 3, "--json")
+    words = ("--batch-size", 16, "--steps", 100, "--batch-sizes", "16,64", "--json")
     answer = call("my_training_code:parts", *words)
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout)
     assert found["target"] == "my_training_code:parts"
     assert found["reference_lr"] == 0.01
-    assert found["deadline"]["samples"] is None  # as many epochs as the time is enough for
-    assert found["deadline"]["command"] == ""
     assert (own / "runs" / "advice" / "my_training_code-parts.svg").exists()
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="older torch")
-def test_a_language_model_with_two_optimizers_gets_a_deadline(tmp_path):
-    file = tmp_path / "muon.toml"
-    file.write_text((FOLDER / "lm-bytes.toml").read_text().replace('"adamw"', '"muon"'))
+def test_one_pass_of_a_language_model_whose_end_is_beyond_its_data(tmp_path):
+    file = tmp_path / "long.toml"
+    file.write_text(
+        (FOLDER / "lm-bytes.toml").read_text().replace("one_pass = true", "one_pass = true\nsamples = 1_000_000")
+    )
     data = write_corpus(tmp_path / "data", train=60)
-    words = ("--model", "gpt-tiny", "--data-dir", data, "--steps", 24, "--batch-sizes", "8,16", "--seconds", 999)
+    words = ("--model", "gpt-tiny", "--data-dir", data, "--steps", 24, "--batch-sizes", "8,16")
     answer = call(file, *words, "--json", "--out", tmp_path)
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout)
     assert found["reference_batch_size"] == 16  # the experiment's baseline
     assert found["lr_coupling"] == "sqrt"
-    assert found["deadline"]["samples"] == 212  # one pass
-    assert [reach["steps"] for reach in found["deadline"]["reaches"]] == [26, 13]
+    assert found["dataset_size"] == 212  # one pass
 
 
-COMMANDS = {
-    "one pass": ("lm-bytes", 32, {"samples": 5000}, "--seconds 60 --methods fixed-32,auto-32"),
-    "again and again": ("lm-bytes", 8, {}, "--seconds 60 --repeat --methods fixed-8,auto-8"),
-    "epochs": ("cifar10", 128, {}, "--epochs 3 --methods sgd-small"),
-    "no such batch": ("lm-bytes", 48, {}, "No method of lm-bytes has batch 48: give one batch_size = 48 and lr = 0.1"),
-}
+def test_out_of_memory_names_options_that_the_command_has(own, monkeypatch):
+    def too_large(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_command_trains_the_best_batch_for_the_time(name):
-    target, size, most, expected = COMMANDS[name]
-    now = NoiseEstimate(1, 100, 0.0, 0.0, 0.0)
-    times = StepTimes(((size, 0.02), (size + 1, 9.0)))
-    dataset_size = size * 1000  # 3000 steps in 60 s
-    advice = Advice(
-        noise=NoiseCourse((now,), now),
-        times=times,
-        reference_batch_size=size,
-        reference_lr=0.1,
-        adaptive=True,
-        dataset_size=dataset_size,
-    )
-    run = Run(get_experiment(target), "", 0, Path("out"), data_dir=Path("data"))
-    found = command_for(run, advice.for_deadline(60.0, **most), target, ["--precision", "fp32"])
-    assert expected in found
-    if "No method" not in expected:
-        assert found.startswith(f"divebatch run {target} --precision fp32 --data-dir data --device cpu --")
+    monkeypatch.setattr(torch.nn.Linear, "forward", too_large)
+    answer = call("my_training_code:parts", "--batch-size", 16)
+    assert answer.exit_code == 2
+    assert "--batch-size" in answer.stderr
+    assert "micro" not in answer.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["synthetic-convex", "--seconds", "0"], "--seconds must be positive and finite, got 0.0"),
-        (["synthetic-convex", "--seconds", "-3"], "--seconds must be positive and finite, got -3.0"),
-        (["synthetic-convex", "--seconds", "nan"], "--seconds must be positive and finite, got nan"),
-        (["synthetic-convex", "--repeat"], "--repeat says how --seconds are filled"),
-        (
-            ["my_training_code:parts", "--batch-size", "16", "--batch-sizes", "16,32", "--seconds", "1e-7"],
-            "--seconds 1e-07 are too few: the fastest step, of batch",
-        ),
         (["my_training_code:nothing"], "cannot import 'my_training_code:nothing'"),
         (["no_such_module:parts"], "cannot import 'no_such_module:parts'"),
         (["my_training_code:few"], "or (model, loss_fn, dataset, optimizer), got 2 objects"),
@@ -152,7 +118,7 @@ def test_the_command_trains_the_best_batch_for_the_time(name):
         (["cifar-11"], "unknown experiment 'cifar-11'"),
         (["synthetic-convex", "--method", "sgd-tiny"], "has no method 'sgd-tiny'"),
         (["synthetic-convex", "--batch-sizes", "8,x"], "--batch-sizes must be whole numbers"),
-        (["synthetic-convex", "--steps", "5"], "steps must be at least 24"),
+        (["synthetic-convex", "--steps", "5"], "steps must be an integer of at least 24"),
         (["synthetic-convex", "--device", "tpu"], "unknown device 'tpu'"),
     ],
 )

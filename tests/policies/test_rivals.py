@@ -27,8 +27,8 @@ from divebatch.policies import (
     SmithSchedule,
 )
 from divebatch.policies.by_noise import cosines
+from divebatch.policies.goodput import step_line
 from divebatch.policies.policy import ratio, wanted_size
-from divebatch.step_line import step_line
 
 CAP, N = 4096, 50_000
 

@@ -1,6 +1,6 @@
-"""Which batch size and learning rate to start with on a device, where growth stops paying, and why."""
+"""Advice on a device: the batch size and learning rate to start with, and the size at which growth stops paying."""
 
-from divebatch.advice.advise import advise
-from divebatch.advice.result import Advice
+from divebatch.advice.advice import Advice
+from divebatch.advice.measure import advise
 
 __all__ = ["Advice", "advise"]

@@ -3,8 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from divebatch.advice.result import Advice
-from divebatch.advice.tradeoff import time_to_progress
+from divebatch.advice.advice import Advice, time_to_progress
 from divebatch.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -73,11 +72,11 @@ def _draw_speed(axes: "Axes", advice: Advice) -> None:
 
 def _draw_progress(axes: "Axes", advice: Advice) -> None:
     now, sizes = advice.noise.now, advice.times.sizes
-    curves = [dict(time_to_progress(advice.times, noise)) for noise in (now.low, now.high)]
+    curves = [time_to_progress(advice.times, noise) for noise in (now.low, now.high)]
     low, high = ([min(c[size] for c in curves) for size in sizes], [max(c[size] for c in curves) for size in sizes])
     axes.fill_between(sizes, low, high, color=COLOR, alpha=0.15, linewidth=0)
     if now.value is not None:
-        middle = [time for _, time in time_to_progress(advice.times, now.value)]
+        middle = list(time_to_progress(advice.times, now.value).values())
         axes.plot(sizes, middle, color=COLOR, marker="o")
     if advice.batch_size is not None:
         axes.axvline(advice.batch_size, color=CHOSEN, linewidth=1.5)

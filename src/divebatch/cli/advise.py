@@ -25,12 +25,6 @@ def advise(
     model: Annotated[str | None, typer.Option(help="Another network for an experiment, such as resnet20.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=2, help="Batch size that the learning rate belongs to.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of an experiment, instead of the method's.")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Also say which batch size gets farthest in so many seconds of training.")
-    ] = None,
-    repeat: Annotated[
-        bool, typer.Option("--repeat", help="With --seconds: an experiment of one pass may go through its data again.")
-    ] = False,
     batch_sizes: Annotated[str | None, typer.Option(help="Sizes to time: 32,64,128; powers of two by default.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of the short run that shows the noise.")] = 300,
     timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing; warming up is not counted.")] = 60.0,
@@ -54,11 +48,8 @@ def advise(
     with errors_exit_with(WRONG_USE):
         settings["device"] = device = chosen_device(device)
         require_matplotlib()
-        for option, value in (("--lr", lr), ("--seconds", seconds)):
-            if value is not None and not 0 < value < math.inf:
-                raise ArgumentError(f"{option} must be positive and finite, got {value}")
-        if repeat and seconds is None:
-            raise ArgumentError("--repeat says how --seconds are filled: give them too")
+        if lr is not None and not 0 < lr < math.inf:
+            raise ArgumentError(f"--lr must be positive and finite, got {lr}")
         settings["batch_sizes"] = None if batch_sizes is None else whole_numbers("--batch-sizes", batch_sizes)
         make_folder(out)
         if work.is_import_path(target):
@@ -70,18 +61,10 @@ def advise(
             parts = work.parts_of(run)
         clip_norm = None if run is None else run.experiment.clip_norm
         advice = work.as_trained(parts, settings, precision=precision, compile=compile, clip_norm=clip_norm)
-        deadline = work.deadline_of(advice, seconds, run, repeat=repeat)
     name = re.sub(r"[^\w.-]+", "-", Path(target).stem if target.endswith(".toml") else target)
-    values, words = {"target": target, **advice.to_dict()}, [str(advice)]
-    if deadline is not None:
-        options = ["--precision", precision]
-        options += (["--model", model] if model else []) + (["--compile"] if compile else [])
-        command = work.command_for(run, deadline, target, options)
-        values |= {"deadline": {**deadline.to_dict(), "command": command}}
-        again = "With --repeat the data is gone through again." if deadline.ends_with_data else ""
-        words += filter(None, [str(deadline), again, command])
+    values = {"target": target, **advice.to_dict()}
     # Before the files: minutes of measuring must not be lost to a full disk.
-    typer.echo(to_json(values) if json else "\n".join(words))
+    typer.echo(to_json(values) if json else str(advice))
     with errors_exit_with(FAILED):
         paths = write_results(out, name, values, work.drawing_of(name, advice))
     if not json:

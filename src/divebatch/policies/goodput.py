@@ -1,13 +1,16 @@
-"""Goodput (Pollux, Qiao et al. 2021): throughput times the worth of a sample."""
+"""Goodput (Pollux, Qiao et al. 2021): throughput times the worth of a sample. The line of step times is here too."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from operator import mul
 
 from divebatch.checks import require_count, require_positive
 from divebatch.measurement import Decision, Measurement, gain
 from divebatch.policies.policy import Capped, clamp, require_diversity
-from divebatch.step_line import Line, step_line
+
+Line = tuple[float, float]
+"""(fixed seconds of a step, seconds for each of its samples)."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,27 @@ def goodput(batch_size: int, first_batch_size: int, noise_scale: float, line: Li
     ratio = batch_size / first_batch_size
     worth = gain(ratio, max(0.0, noise_scale) / first_batch_size) / ratio
     return batch_size / (line[0] + line[1] * batch_size) * worth
+
+
+def step_line(times: Sequence[tuple[float, float]]) -> Line:
+    """Fit seconds = fixed + batch_size * per_sample, neither below zero, with the least relative errors.
+
+    >>> step_line([(10, 3.0), (20, 5.0), (40, 9.0)])
+    (1.0, 0.2)
+
+    Args:
+        times: (batch size, seconds of a step) at one size or more; a single size counts as without fixed cost.
+    """
+    # Rows of fixed / seconds + per_sample * size / seconds = 1, by their normal equations.
+    x, y = [1 / seconds for _, seconds in times], [size / seconds for size, seconds in times]
+    xx, yy, xy = (sum(map(mul, a, b)) for a, b in ((x, x), (y, y), (x, y)))
+    determinant = xx * yy - xy**2
+    if determinant <= 1e-12 * xx * yy:  # a single size: nothing tells the two apart
+        return (0.0, sum(y) / yy)
+    fixed, per_sample = (yy * sum(x) - xy * sum(y)) / determinant, (xx * sum(y) - xy * sum(x)) / determinant
+    if fixed < 0:
+        return (0.0, sum(y) / yy)
+    return (sum(x) / xx, 0.0) if per_sample < 0 else (round(fixed, 12), round(per_sample, 15))
 
 
 def _line_through(times: Sequence[tuple[int, float]]) -> Line:

@@ -1,7 +1,6 @@
 """What `divebatch advise` does."""
 
 import importlib
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +13,19 @@ from torch.optim import Optimizer
 
 from divebatch.advice import Advice
 from divebatch.advice import advise as advise_on
-from divebatch.advice.deadline import Deadline
+from divebatch.advice.measure import LossFn, MakeStep
 from divebatch.advice.plot import CAPTION
-from divebatch.advice.step import LossFn, MakeStep
 from divebatch.advice.text import step_in_words
 from divebatch.data import AdaptiveLoader
 from divebatch.data.micro_batches import BatchPlan
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, BatchTooLargeError
 from divebatch.estimators import Estimator
-from divebatch.lab.experiments import Experiment, Method, Run, check_parts, get_experiment, make_trainer
+from divebatch.lab.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
 from divebatch.lab.training import Clock, DeviceOptions, TrainStep
 from divebatch.lab.training.device_options import device_settings
 from divebatch.lab.training.distributed import Parallel
 from divebatch.lab.training.several_optimizers import parts_of as optimizers_of
 from divebatch.lr import coupling_for
-from divebatch.policies import POLICIES, Auto, Fixed
 from divebatch.report.drawing import Drawing, finish
 from divebatch.report.drawing import settings as figure_settings
 
@@ -69,22 +66,17 @@ def _coupling_of(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
     return "linear" if "linear" in kinds else "sqrt"
 
 
-def deadline_of(advice: Advice, seconds: float | None, run: Run | None, *, repeat: bool) -> Deadline | None:
-    """How far training gets in the seconds; a run over one pass not beyond it, unless it may `repeat` the data."""
-    if seconds is None:
-        return None
-    is_once = run is not None and run.experiment.one_pass and not repeat
-    return advice.for_deadline(seconds, samples=advice.dataset_size if is_once else None)
-
-
 def as_trained(
     parts: dict[str, Any], settings: dict[str, Any], *, precision: str, compile: bool, clip_norm: float | None = None
 ) -> Advice:
     """Advise on the step that `divebatch run` makes."""
     options = DeviceOptions(precision=precision, compile=compile)
     make_step = _trainer_step(parts["loss_fn"], options, clip_norm)
-    with device_settings(options.precision, torch.device(settings["device"])):
-        return advise_on(**parts, **settings, compile=options.compile, make_step=make_step)
+    try:
+        with device_settings(options.precision, torch.device(settings["device"])):
+            return advise_on(**parts, **settings, compile=options.compile, make_step=make_step)
+    except BatchTooLargeError as error:  # which names options of `run`
+        raise BatchTooLargeError("out of memory: name smaller sizes with --batch-size and --batch-sizes") from error
 
 
 def _trainer_step(loss_fn: LossFn, options: DeviceOptions, clip_norm: float | None) -> MakeStep:
@@ -126,6 +118,7 @@ def run_of(
     """The experiment's run with the method, batch size and rate that options name."""
     experiment = get_experiment(name)
     experiment = experiment.with_model(model) if model is not None else experiment
+    experiment = replace(experiment, samples=None, seconds=None, repeat=False)  # the short run has an end of its own
     check_parts(experiment)
     method = method or next(iter([*experiment.report.baselines, *experiment.methods]))
     experiment = _with_start(experiment, method, batch_size, lr)
@@ -136,34 +129,6 @@ def _with_start(experiment: Experiment, name: str, batch_size: int | None, lr: f
     method = experiment.method(name)
     changed = replace(method, batch_size=batch_size or method.batch_size, lr=lr or method.lr)
     return replace(experiment, methods={**experiment.methods, name: changed})
-
-
-def command_for(run: Run | None, deadline: Deadline, target: str, options: list[str]) -> str:
-    """The command that trains an experiment for the time, with its methods of the best batch size; else what to do."""
-    size = deadline.batch_size
-    if run is None or size is None:
-        return ""
-    methods = [name for name, each in run.experiment.methods.items() if each.batch_size == size and _is_meant(each)]
-    if not methods:
-        name, lr = run.experiment.name, f"{deadline.lr:.3g}"
-        return (
-            f"No method of {name} has batch {size}: give one batch_size = {size} and lr = {lr} in a copy of its file."
-        )
-    words = ["divebatch", "run", target, *options, "--data-dir", str(run.data_dir), "--device", run.device]
-    return shlex.join([*words, *_end_of(run.experiment, deadline), "--methods", ",".join(methods)])
-
-
-def _is_meant(method: Method) -> bool:
-    """Whether it stays at its first batch size, or grows from it with the noise: what the advice is about."""
-    return POLICIES[method.policy.kind] in (Fixed, Auto)
-
-
-def _end_of(experiment: Experiment, deadline: Deadline) -> list[str]:
-    """Options for a run of so many seconds; where an experiment knows epochs alone, of as many as that makes."""
-    if experiment.one_pass:
-        return ["--seconds", f"{deadline.seconds:g}", *(["--repeat"] if deadline.samples is None else [])]
-    samples = deadline.chosen.samples
-    return ["--epochs", str(max(1, round(samples / (deadline.advice.dataset_size or samples))))]
 
 
 def is_import_path(text: str) -> bool:

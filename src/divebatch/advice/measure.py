@@ -1,0 +1,410 @@
+"""Measure noise and step times on copies: `advise`."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from divebatch.advice.advice import Advice, NoiseCourse, NoiseEstimate, StepTimes
+from divebatch.checks import require_choice, require_count, require_positive
+from divebatch.data import AdaptiveLoader
+from divebatch.data.micro_batches import batch_length, micro_batches
+from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
+from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
+from divebatch.estimators.lagged_products import extrapolation
+from divebatch.lr import coupling_for
+from divebatch.measurement import Diversity, Spread
+from divebatch.norms.diversity import batch_pair
+
+LossFn = Callable[[Any, Any], Tensor]
+"""Gets the model's outputs and the targets; gives the mean loss over the samples."""
+Step = Callable[[Any], Tensor]
+"""Trains on one batch (inputs, targets); gives its mean loss at the weights before the step."""
+MakeStep = Callable[[nn.Module, Optimizer, int, Estimator | None], Step]
+"""Builds the step for a copy of the model, its optimizer, a batch size and an estimator.
+
+The estimator watches the backward passes: the step makes at least its `min_micro_batches` of them. It is None while
+steps are timed.
+"""
+OnTime = Callable[[int, float], None]
+"""Gets each batch size and the seconds of its step, as soon as they are known."""
+
+PRECISIONS = ("fp32", "bf16")
+STRETCHES = 6
+"""Parts of the short run; the second half of them counts."""
+LEAST_STEPS = 24
+"""Steps of the short run; fewer show nothing."""
+LEAST_SIZE, MOST_SIZE = 8, 2**16
+"""Bounds of the batch sizes that are timed if none are named."""
+WARM, LEAST, MOST = 2, 5, 30
+"""Steps before any is timed (the first ones choose kernels, allocate or compile), and bounds of the number timed."""
+ENOUGH = 0.3
+"""Seconds after which no more than the least are timed."""
+MOST_VARIANTS = 256
+"""Batch sizes for which the compiler may make code."""
+
+
+def advise(
+    model: nn.Module,
+    loss_fn: LossFn,
+    dataset: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    batch_size: int | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    device: str | torch.device | None = None,
+    steps: int = 300,
+    estimator: Literal["split", "moments", "per-sample"] = "split",
+    lr_coupling: Literal["linear", "sqrt"] | None = None,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    compile: bool = False,
+    make_step: MakeStep | None = None,
+    timing_seconds: float = 60.0,
+    step_seconds: Callable[[int], float] | None = None,
+    on_time: OnTime | None = None,
+    seed: int = 0,
+) -> Advice:
+    """Measure the noise scale over a short run and the time of a step against its batch size; advise from both.
+
+    Everything runs on copies: model, optimizer, loader and torch's random numbers stay as they are.
+
+    Args:
+        model: The model to train.
+        loss_fn: `loss_fn(model(inputs), targets)`, a mean over samples.
+        dataset: A Dataset, a DataLoader or an AdaptiveLoader whose batches are pairs (inputs, targets).
+        optimizer: The model's, with the learning rate that suits `batch_size`. None: the weights stay as they are, and
+            the advice on the learning rate is a factor.
+        batch_size: The batch size that learning rate belongs to; by default the loader's. The short run uses both.
+        batch_sizes: The sizes to time; by default powers of two, until memory or the data ends.
+        device: The device to run on; by default the model's.
+        steps: Optimizer steps of the short run.
+        estimator: The estimator of the noise: "split", "moments" or "per-sample" (not for models with BatchNorm).
+        lr_coupling: The course of the learning rate with the batch size: "linear" as for SGD, "sqrt" as for Adam-like
+            optimizers; by default the one that suits the optimizer, which must then be one of torch's.
+        precision: "fp32", or "bf16" for a forward pass under autocast. TF32 is as your torch settings have it.
+        compile: Whether the step goes through torch.compile.
+        make_step: Builds another training step than a plain one. It then takes care of precision and compiling;
+            `compile` must still say whether it compiles.
+        timing_seconds: Most seconds for timing; warming up and compiling are not counted.
+        step_seconds: Gives the seconds of a step of a batch size, in place of timing: for instance for other hardware.
+        on_time: Called with each batch size and the seconds of its step as soon as they are known.
+        seed: The seed of the data's order and of the model's random numbers.
+    """
+    require_count("steps", steps, at_least=LEAST_STEPS)
+    known = tuple(name for name, kind in ESTIMATORS.items() if kind.at_fixed_weights and not kind.needs_loss_fn)
+    require_choice("estimator", estimator, known)
+    require_choice("precision", precision, PRECISIONS)
+    require_positive("timing_seconds", timing_seconds)
+    place = _device_of(model, device)
+    make_step = make_step or _plain_steps(loss_fn, is_bf16=precision == "bf16", compile=compile)
+    if lr_coupling is None:
+        lr_coupling = "linear" if optimizer is None else coupling_for(optimizer)
+    with _restored(dataset), _surroundings(seed, place, compile=compile):
+        loader = _loader_of(dataset, batch_size, seed)
+        reference = loader.batch_size
+        twin, driver = _copied(model, optimizer, place)
+        settings = {"compiled": compile} if ESTIMATORS[estimator].measures_norms else {}
+        watcher = make_estimator(estimator, **settings)
+        watcher.bind(Scene(twin, loader, driver))
+        step = make_step(twin, driver, reference, watcher)
+        noise = measure_noise(step, _endless(loader, place), watcher, steps=steps)
+        sizes = _sizes(batch_sizes, reference, loader.dataset_size)
+        if step_seconds is not None:
+            times = StepTimes(tuple((size, step_seconds(size)) for size in sizes))
+        else:
+            twin, driver = _copied(model, optimizer, place)
+            prepare = _steps_to_time(make_step, twin, driver, next(_endless(loader, place)), place)
+            times = time_steps(prepare, sizes, budget=timing_seconds, on_time=on_time)
+    return Advice(
+        noise=noise,
+        times=times,
+        reference_batch_size=reference,
+        reference_lr=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
+        adaptive=lr_coupling == "sqrt",
+        estimator="moments" if optimizer is None or extrapolation(optimizer) else "split",
+        dataset_size=loader.dataset_size,
+        device=str(place) if step_seconds is None else "",
+    )
+
+
+# The user's own objects: copied, or put back
+
+
+@contextmanager
+def _surroundings(seed: int, device: torch.device, *, compile: bool) -> Iterator[None]:
+    """Inside, random numbers follow from the seed, and the compiler may make code for every size."""
+    devices = [device] if device.type == "cuda" else []
+    variants: Any = nullcontext()
+    if compile:
+        from torch._dynamo import config  # takes a second to import, and only compiled steps need it
+
+        variants = config.patch(recompile_limit=MOST_VARIANTS)
+    with torch.random.fork_rng(devices=devices), variants:
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _restored(data: Any) -> Iterator[None]:
+    """Put a loader of the user's own back on exit."""
+    state = data.state_dict() if isinstance(data, AdaptiveLoader) else None
+    try:
+        yield
+    finally:
+        if state is not None:
+            data.load_state_dict(state)
+
+
+def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+    if first is None:
+        raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
+    return first.device if device is None else torch.device(device)
+
+
+def _copied(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[nn.Module, Optimizer]:
+    """Copy both to the device, in training mode. Without an optimizer the copy's leaves the weights as they are."""
+    try:
+        twin, driver = copy.deepcopy((model, optimizer))  # in one go: the copy's optimizer has the copy's parameters
+    except Exception as error:  # a model of the user's own may refuse in any way
+        raise ArgumentError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and measuring must not change "
+            f"your own: pass a model that copy.deepcopy takes"
+        ) from error
+    twin.to(device).train()
+    if driver is None:
+        return twin, torch.optim.SGD(twin.parameters(), lr=0.0)
+    driver.load_state_dict(driver.state_dict())  # moves its memory to the device
+    return twin, driver
+
+
+def _loader_of(data: Any, batch_size: int | None, seed: int) -> AdaptiveLoader:
+    if isinstance(data, AdaptiveLoader):
+        loader = data
+    elif isinstance(data, DataLoader):
+        # Samplers may have a generator of their own, which must not move on.
+        twin, shared = copy.copy(data), {id(data.dataset): data.dataset}
+        parts = {name: vars(data)[name] for name in ("sampler", "batch_sampler", "generator")}
+        vars(twin).update(copy.deepcopy(parts, shared))
+        loader = AdaptiveLoader.wrap(twin, seed=seed)
+    elif batch_size is None:
+        raise ArgumentError("batch_size is missing: which batch does your learning rate belong to?")
+    else:
+        loader = AdaptiveLoader(data, batch_size, seed=seed)
+    if batch_size is not None:
+        loader.batch_size = batch_size
+    if loader.batch_size < 2:
+        raise ArgumentError("batch_size must be at least 2: noise shows only between parts of a batch")
+    if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
+        raise ArgumentError(f"batch_size={loader.batch_size} is more than the {loader.dataset_size} samples there are")
+    loader.set_epoch(loader.epoch)  # one that was left within an epoch would count its samples back
+    return loader
+
+
+def _endless(loader: AdaptiveLoader, device: torch.device) -> Iterator[Any]:
+    """Yield pairs (inputs, targets) on the device, epoch after epoch."""
+    while True:
+        for batch in loader:
+            yield _mapped(batch_pair(batch), lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same nesting with every tensor changed."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: _mapped(value, function) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        items = [_mapped(value, function) for value in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+# Steps
+
+
+def _plain_steps(loss_fn: LossFn, *, is_bf16: bool, compile: bool) -> MakeStep:
+    """Return a `MakeStep` of a forward pass, a backward pass and an optimizer step."""
+    mean_loss = _compiled_mean_loss() if compile else _mean_loss
+
+    def make_step(model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None) -> Step:
+        parts = 1 if estimator is None else estimator.min_micro_batches
+
+        def step(batch: Any) -> Tensor:
+            optimizer.zero_grad()
+            losses = []
+            for (inputs, targets), weight in micro_batches(batch, -(-batch_length(batch) // parts)):
+                loss = mean_loss(model, loss_fn, is_bf16, inputs, targets) * weight
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            return torch.stack(losses).sum()
+
+        return step
+
+    return make_step
+
+
+def _mean_loss(model: nn.Module, loss_fn: LossFn, is_bf16: bool, inputs: Any, targets: Any) -> Tensor:
+    if not is_bf16:
+        return loss_fn(model(inputs), targets)
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+        outputs = model(inputs)
+    return loss_fn(outputs.float(), targets)
+
+
+@cache
+def _compiled_mean_loss() -> Callable[..., Tensor]:
+    """Compile once for all steps of a process, so that a size that was compiled is not compiled again."""
+    return torch.compile(_mean_loss, dynamic=False)
+
+
+# Noise
+
+
+def measure_noise(step: Step, batches: Iterator[Any], estimator: Estimator, *, steps: int) -> NoiseCourse:
+    """Train for `steps` steps, under the eyes of an estimator that is bound."""
+    found, points, done = list[Diversity](), list[NoiseEstimate](), 0
+    for index in range(STRETCHES):
+        count = steps * (index + 1) // STRETCHES - done
+        found.append(_stretch(step, batches, estimator, count, done))
+        points.append(NoiseEstimate.of(found[-1], done + 1, done + count))
+        done += count
+    half = STRETCHES // 2
+    return NoiseCourse(tuple(points), NoiseEstimate.of(pooled(found[half:]), points[half].first, steps))
+
+
+def _stretch(step: Step, batches: Iterator[Any], estimator: Estimator, count: int, done: int) -> Diversity:
+    estimator.start()
+    try:
+        for index in range(count):
+            loss = step(next(batches))
+            # Only at the ends of a stretch: reading a loss waits for the device.
+            if index in (0, count - 1) and not math.isfinite(float(loss)):
+                raise DivergedError(
+                    f"the loss is {float(loss)} after {done + index} steps: this learning rate is too large for this "
+                    f"batch size, so there is nothing to start from. Pass a smaller one"
+                )
+        return estimator.finish()
+    finally:
+        estimator.close()
+
+
+def pooled(diversities: Sequence[Diversity]) -> Diversity:
+    """Return the mean of independent estimates, weighed by samples.
+
+    Numerator and denominator are averaged apart, so without bias.
+    """
+    total = sum(each.num_samples for each in diversities)
+    parts = [each.num_samples / total for each in diversities]
+
+    def mean(values: Sequence[float], power: int = 1) -> float:
+        return sum(part**power * value for part, value in zip(parts, values, strict=True))
+
+    spreads = [each.spread for each in diversities if each.spread is not None]
+    spread = None
+    if len(spreads) == len(diversities):
+        spread = Spread(
+            trace_variance=mean([each.trace_variance for each in spreads], 2),
+            sq_norm_variance=mean([each.sq_norm_variance for each in spreads], 2),
+            covariance=mean([each.covariance for each in spreads], 2),
+            degrees=sum(each.degrees for each in spreads),
+        )
+    trace, sq_norm = mean([each.trace for each in diversities]), mean([each.sq_norm for each in diversities])
+    return Diversity.from_noise(trace, sq_norm, total, spread=spread)
+
+
+# Time
+
+
+def _sizes(wanted: Sequence[int] | None, reference: int, dataset_size: int | None) -> list[int]:
+    """Return the sizes to time. The reference is always among them, so that the gain over it can be said."""
+    if wanted is None:
+        most = min(dataset_size or MOST_SIZE, MOST_SIZE)
+        wanted = [2**power for power in range(most.bit_length()) if 2**power >= LEAST_SIZE]
+    for size in wanted:
+        require_count("batch_sizes", size)
+        if dataset_size is not None and size > dataset_size:
+            raise ArgumentError(f"batch_sizes: {size} is more than the {dataset_size} samples there are")
+    sizes = sorted({*wanted, reference})
+    if len(sizes) < 2:
+        raise ArgumentError(f"batch_sizes: nothing to choose from beside batch {reference}; name more")
+    return sizes
+
+
+def _steps_to_time(
+    make_step: MakeStep, model: nn.Module, optimizer: Optimizer, batch: Any, device: torch.device
+) -> Callable[[int], Callable[[], None]]:
+    """Return what prepares a whole step of a size. The learning rate is zero, which takes as long."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0
+    present = batch_length(batch)
+
+    def prepare(size: int) -> Callable[[], None]:
+        step = make_step(model, optimizer, size, None)
+        filled = _mapped(batch, lambda tensor: tensor[torch.arange(size, device=tensor.device) % present])
+
+        def run() -> None:
+            step(filled)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return run
+
+    return prepare
+
+
+def time_steps(
+    prepare: Callable[[int], Callable[[], None]],
+    sizes: Sequence[int],
+    *,
+    budget: float,
+    on_time: OnTime | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepTimes:
+    """Time sizes in turn until one does not fit into memory or the next would go over `budget` seconds.
+
+    `prepare(size)` gives a step, which must have ended when it returns: on a GPU it waits. Steps that warm a size up
+    are not counted: compiling takes long at every size, and the small ones would leave nothing for the large.
+    """
+    spent, measured, stopped = 0.0, list[tuple[int, float]](), "the largest asked for"
+    for size in sizes:
+        if measured and spent + LEAST * measured[-1][1] * size / measured[-1][0] > budget:
+            stopped = f"batch {size} would have taken the timing beyond {budget:g} s"
+            break
+        try:
+            seconds = _seconds_of(prepare(size), clock)
+        except (BatchTooLargeError, RuntimeError) as error:
+            # torch's CPU allocator has no error class of its own.
+            is_memory = isinstance(error, BatchTooLargeError) or "allocate memory" in str(error)
+            if not measured or not (is_memory or "out of memory" in str(error)):
+                raise
+            stopped = f"batch {size} does not fit into memory"
+            break
+        spent += sum(seconds)
+        measured.append((size, median(seconds)))
+        if on_time is not None:
+            on_time(*measured[-1])
+    return StepTimes(tuple(measured), stopped)
+
+
+def _seconds_of(step: Callable[[], None], clock: Callable[[], float]) -> list[float]:
+    for _ in range(WARM):
+        step()
+    seconds: list[float] = []
+    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < ENOUGH):
+        before = clock()
+        step()
+        seconds.append(clock() - before)
+    return seconds
