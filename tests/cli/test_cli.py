@@ -39,7 +39,7 @@ def test_list_shows_every_experiment_and_method():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "cifar-11"], "unknown experiment 'cifar-11'; known: cifar10, cifar100, fast-cifar10, inducing"),
+        (["run", "cifar-11"], "unknown experiment 'cifar-11'; known: cifar10, cifar100"),
         ([*RUN, "--methods", "sgd-tiny"], "has no method 'sgd-tiny'; known: sgd-small, sgd-large, divebatch, oracle"),
         ([*RUN, "--device", "tpu"], "unknown device 'tpu'; known: cpu, cuda, cuda:N, mps, auto"),
         ([*RUN, "--trials", "0"], "--trials"),
