@@ -54,7 +54,8 @@ POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5, "none": 0.0}
 class Anneal(Growing):
     """(1 / rho)^power * 2^offset first batches, rho the schedule's rate over its highest, `peak`.
 
-    With `limited`, the rate in force never exceeds `peak`.
+    With `limited`, the rate in force never exceeds `peak`. With `lead`, the size runs ahead of 1 / rho up to 2^lead
+    first batches only.
     """
 
     lr_coupling = None
@@ -65,12 +66,15 @@ class Anneal(Growing):
     offset: float = 0.5
     limited: bool = False
     peak: float = 1.0
+    lead: float | None = None
 
     def wanted(self, seen: Measurement) -> float:
         rho = seen.lr_schedule_ratio
         if rho is None or math.isnan(rho):
             return math.nan
-        return 2**self.offset * max(rho, 1e-6) ** -self.power
+        octaves = -math.log2(max(rho, 1e-6))
+        wanted = self.power * octaves + self.offset
+        return float(2 ** (wanted if self.lead is None else min(wanted, max(octaves, self.lead))))
 
     def next(self, seen: Measurement) -> Decision:
         decision = Growing.next(self, seen)

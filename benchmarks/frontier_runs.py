@@ -135,6 +135,14 @@ METHODS = {
     "halves-1.25-0.25": annealing(1.25, 0.25, settings={"limited": True, "sizes": "halves"}),
     "halves-1.5-0.25": annealing(1.5, 0.25, settings={"limited": True, "sizes": "halves"}),
     "eighths-1.25": annealing(1.25, 0.0, settings={"limited": True, "sizes": "eighths"}),
+    "lead-doublings": annealing(1.5, 0.25, settings={"limited": True, "lead": 2.0}),
+    "lead-halves": annealing(1.5, 0.25, settings={"limited": True, "lead": 2.0, "sizes": "halves"}),
+    "lead-halves-adam": annealing(
+        1.5, 0.25, coupling="adam", settings={"limited": True, "lead": 2.0, "sizes": "halves"}
+    ),
+    "lead-halves-from-quarter": annealing(
+        1.5, 0.25, under=4, settings={"limited": True, "lead": 2.0, "sizes": "halves"}
+    ),
     "seesaw-doublings-adam": annealing(1.0, 0.5, coupling="adam"),
     "seesaw-doublings-uncoupled": annealing(1.0, 0.5, coupling="none"),
     "limited-from-quarter": annealing(1.0, 0.5, under=4, cap=16, settings={"limited": True}),
@@ -149,17 +157,8 @@ METHODS = {
     "auto-old-from-quarter": Start("auto", every_steps=32, under=4),
     "larger-of-both": Start("larger-of-both", {"power": 1.0, "offset": 0.5}, every_steps=32),
 }
-SHORT = ("limited-1-0.5", "auto-old", "late-switch", "halves-1.25-0.25", "seesaw-floor")
-DECAYING = (
-    *SHORT,
-    "halves-1-0.25",
-    "limited-1.25-0.5",
-    "halves-1.5-0.25",
-    "eighths-1.25",
-    "c1",
-    "adabatch",
-    "divebatch",
-)
+SHORT = ("limited-1-0.5", "lead-halves", "auto-old", "late-switch", "lead-doublings", "halves-1.25-0.25")
+DECAYING = (*SHORT, "halves-1-0.25", "limited-1.25-0.5", "adabatch", "divebatch")
 CONSTANT = (
     *("horizon-0.5", "horizon-1", "horizon-1-halves", "horizon-1.5"),
     *("auto-old", "late-switch", "adabatch", "divebatch"),
@@ -171,7 +170,7 @@ WORKLOADS = {
         (8, 16, 32, 48, 64, 96, 128),
         (32, 0.25),
         1.0,
-        (*DECAYING, "seesaw-doublings", "limited-from-quarter", "auto-old-from-quarter", "larger-of-both"),
+        (*DECAYING, "seesaw-floor", "seesaw-doublings", "halves-1.5-0.25", "eighths-1.25", "lead-halves-from-quarter"),
         tolerance=0.03,
         seeds=8,
     ),
@@ -183,14 +182,14 @@ WORKLOADS = {
         (32, 48, 64, 96, 128, 192),
         (64, 0.016),
         0.25,
-        (*DECAYING, "seesaw-doublings-adam", "seesaw-doublings-uncoupled", "limited-from-quarter", "larger-of-both"),
+        (*DECAYING, "lead-halves-adam", "seesaw-doublings-uncoupled", "lead-halves-from-quarter", "larger-of-both"),
     ),
     "linear-adam": Workload(
         "frontier-linear-adam",
         (8, 16, 32, 48, 64, 96, 128),
         (32, 0.032),
         0.5,
-        (*DECAYING, "seesaw-doublings-adam"),
+        (*DECAYING, "lead-halves-adam"),
         tolerance=0.03,
         seeds=8,
     ),
