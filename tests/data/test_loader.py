@@ -6,21 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.data.source import Numbers
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.ranks import Ranks
+from reference.feeding import counted, flat, numbers, with_workers
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
-WORKERS = {
-    "none": {},
-    "two": {"num_workers": 2},
-    "two persistent": {"num_workers": 2, "persistent_workers": True},
-}
 TENSORS = {
     "one": (torch.arange(23),),
     "two": (torch.randn(23, 4), torch.arange(23)),
@@ -29,7 +23,6 @@ TENSORS = {
 }
 
 quickly = settings(max_examples=50, deadline=None)
-with_workers = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 any_data = pytest.mark.parametrize("data", [range(23), TensorDataset(torch.arange(23))], ids=["map", "tensors"])
 
 
@@ -46,13 +39,20 @@ class WorkerSeeds(Dataset):
         return torch.initial_seed()
 
 
-def numbers(batches):
-    """Each batch as a list, whether it is a tensor or a list of one."""
-    return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in batches]
+class Marked(Dataset):
+    """Shows the mark that a worker's start-up function has set in the worker's own copy."""
+
+    mark = 0
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return self.mark
 
 
-def flat(batches):
-    return list(chain(*numbers(batches)))
+def mark_worker(worker_id):
+    get_worker_info().dataset.mark = 7
 
 
 # Coverage
@@ -257,7 +257,7 @@ def test_counts_grow_with_each_delivered_batch(data):
 def test_a_loop_that_counts_the_batches_finishes_the_epoch(workers):
     loader = AdaptiveLoader(range(23), 5, seed=0, **workers)
     for epoch in range(3):
-        batches = [batch for _, batch in zip(range(len(loader)), loader, strict=False)]
+        batches = counted(loader)
         assert flat(batches) == Shuffled(23, 0).draw(epoch).tolist()
     assert loader.finished_pass(since=2).epoch == 2
     assert (loader.epoch, loader.samples_delivered) == (3, 69)
@@ -269,7 +269,7 @@ def test_a_loop_that_counts_the_batches_covers_the_data_at_any_sizes(batch_sizes
     loader = AdaptiveLoader(range(23), 1, seed=0)
     for batch_size in batch_sizes:
         loader.batch_size = batch_size
-        batches = [batch for _, batch in zip(range(len(loader)), loader, strict=False)]
+        batches = counted(loader)
         assert sorted(flat(batches)) == list(range(23))
 
 
@@ -297,10 +297,10 @@ def test_a_pass_that_has_not_ended_is_an_error_that_says_how_far_it_came():
         loader.finished_pass(since=1)
 
 
-def test_a_listener_hears_each_pass_from_its_first_batch_on():
+def test_an_observer_hears_each_pass_from_its_first_batch_on():
     heard = []
     loader = AdaptiveLoader(range(6), 2, seed=0)
-    forget = loader._listen(lambda current: heard.append((current.epoch, current.batches)))
+    forget = loader.observe(lambda current: heard.append((current.epoch, current.batches)))
     iter(loader)
     assert heard == []
     next(iter(loader))
@@ -308,6 +308,88 @@ def test_a_listener_hears_each_pass_from_its_first_batch_on():
     forget()
     list(loader)
     assert heard == [(0, 0), *((epoch, batches) for epoch in range(2) for batches in range(3))]
+
+
+def test_an_epoch_left_early_names_both_ways_out():
+    loader = AdaptiveLoader(range(40), 1, seed=0)
+    next(iter(loader))
+    with pytest.raises(UsageError, match=r"1 of 40 batches.*skip step\(\).*epoch_samples=") as error:
+        loader.finished_pass(since=0)
+    assert "epoch 1 has not ended" in str(error.value)
+    short = AdaptiveLoader(range(40), 1, seed=0, epoch_samples=2)
+    assert len(list(short)) == 2
+    assert short.finished_pass(since=0).samples == 2
+
+
+def test_a_second_pass_before_the_step_is_named():
+    loader = AdaptiveLoader(range(6), 2, seed=0)
+    list(loader), list(loader)
+    with pytest.raises(UsageError, match=r"2 epochs have ended.*full_pass\(\)"):
+        loader.finished_pass(since=0)
+
+
+def test_a_look_after_the_end_of_an_epoch_counts_nothing():
+    loader = AdaptiveLoader(range(6), 2, seed=0)
+    list(loader)
+    state = loader.state_dict()
+    next(iter(loader))
+    assert loader.finished_pass(since=0).samples == 6
+    assert (loader.epoch, loader.batches_delivered, loader.samples_delivered) == (1, 3, 6)
+    assert loader.state_dict() == state
+
+
+def test_what_came_since_the_last_step_is_counted_anew_with_each_epoch_and_resume():
+    loader, resumed = (AdaptiveLoader(range(7), 2, seed=0) for _ in "ab")
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert loader.since_last_step() == (2, 4, 4)
+    assert loader.since_last_step() == (0, 0, 0)
+    next(batches)
+    resumed.load_state_dict(loader.state_dict())
+    assert list(map(len, resumed)) == [1]
+    assert resumed.since_last_step() == (1, 1, 1)
+    next(iter(loader))  # which leaves the epoch
+    assert loader.since_last_step() == (1, 2, 2)
+
+
+# What a program reads of a DataLoader
+
+
+SETTINGS = {
+    "none": {},
+    "workers": {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3, "timeout": 60.0},
+    "functions": {"num_workers": 1, "worker_init_fn": print, "collate_fn": list, "generator": torch.Generator()},
+}
+
+
+@pytest.mark.parametrize("settings_of_loader", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("how", ["made", "wrapped"])
+def test_settings_read_as_those_of_a_torch_loader(settings_of_loader, how):
+    by_torch = DataLoader(range(23), 4, drop_last=True, **settings_of_loader)
+    ours = AdaptiveLoader(range(23), 4, drop_last=True, **settings_of_loader)
+    if how == "wrapped":
+        ours = AdaptiveLoader.wrap(by_torch)
+    names = [name for name in vars(by_torch) if not name.startswith("_") and "sampler" not in name]
+    assert len(names) >= 13
+    for name in [*names, "multiprocessing_context"]:
+        assert getattr(ours, name) == getattr(by_torch, name), name
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_a_sampler_is_not_there_and_the_error_says_which_line_to_drop(name):
+    loader = AdaptiveLoader(range(23), 4, seed=0)
+    assert not hasattr(loader, name)  # a program that asks first goes on
+    with pytest.raises(AttributeError, match=rf"drop the line.*{name}\.set_epoch\(epoch\).*skip_first_batches"):
+        getattr(loader, name).set_epoch(1)
+
+
+def test_a_worker_init_function_may_be_set_later():
+    loader = AdaptiveLoader(Marked(), 4, seed=0, num_workers=2)
+    loader.worker_init_fn = mark_worker
+    assert set(flat(loader)) == set(flat(loader.full_pass())) == {7}
+    in_memory = AdaptiveLoader(TensorDataset(torch.arange(3)), 4, seed=0)
+    in_memory.worker_init_fn = mark_worker
+    assert in_memory.worker_init_fn is mark_worker
 
 
 # A pass for measuring

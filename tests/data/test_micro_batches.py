@@ -250,6 +250,7 @@ def test_losses_of_low_precision():
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
 def test_a_compiled_loss_has_its_weight():
     model, batch = network(), data(8)
     meter = NormMeter(model, compiled=True)

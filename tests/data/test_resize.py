@@ -5,16 +5,15 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.data.source import TensorSource, make_source
 from divebatch.errors import ArgumentError
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+from reference.feeding import numbers, with_workers
 
 N = 23
 MAKE = {
@@ -24,21 +23,11 @@ MAKE = {
         DataLoader(range(N), batch_size=size, sampler=SubsetRandomSampler(range(N))), seed=0
     ),
 }
-WORKERS = [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}]
 any_kind = pytest.mark.parametrize("kind", MAKE)
-quickly = settings(max_examples=30, deadline=None)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(N))
-
-    def __len__(self):
-        return N
-
-
-def numbers(batch):
-    return (batch[0] if isinstance(batch, list) else batch).tolist()
+def listed(batch):
+    return numbers([batch])[0]
 
 
 def epoch(loader, changes: dict[int, int]) -> list[list[int]]:
@@ -46,7 +35,7 @@ def epoch(loader, changes: dict[int, int]) -> list[list[int]]:
     batches: list[list[int]] = []
     lengths = []
     for index, batch in enumerate(loader):
-        batches.append(numbers(batch))
+        batches.append(listed(batch))
         if index in changes:
             loader.resize_now(changes[index])
         lengths.append(len(loader))
@@ -58,7 +47,6 @@ def epoch(loader, changes: dict[int, int]) -> list[list[int]]:
 
 
 @any_kind
-@quickly
 @given(
     changes=st.dictionaries(st.integers(0, 8), st.integers(1, 30), max_size=4),
     more=st.dictionaries(st.integers(0, 8), st.integers(1, 30), max_size=2),
@@ -75,7 +63,7 @@ def test_every_sample_comes_once_whatever_the_changes(kind, changes, more):
         assert 1 <= len(batches[-1]) <= size
 
 
-@pytest.mark.parametrize("workers", [{}, *WORKERS], ids=["none", "two", "two persistent"])
+@with_workers
 def test_the_order_is_the_epochs_own_and_prefetched_batches_are_cut_anew(workers):
     loader = AdaptiveLoader(range(N), 2, seed=5, **workers)
     for number in range(2):
@@ -85,7 +73,6 @@ def test_the_order_is_the_epochs_own_and_prefetched_batches_are_cut_anew(workers
         assert list(chain(*batches)) == Shuffled(N, 5).draw(number).tolist()
 
 
-@quickly
 @given(changes=st.dictionaries(st.integers(0, 8), st.integers(1, N), max_size=4))
 def test_dropping_the_rest_leaves_whole_batches(changes):
     loader = MAKE["tensors"](4, drop_last=True)
@@ -108,18 +95,18 @@ def test_the_length_is_right_after_a_change_and_the_next_epoch_has_the_new_size(
     next(batches), next(batches)
     loader.resize_now(5)
     assert (loader.batch_size, len(loader)) == (5, 2 + 3)
-    assert [len(numbers(batch)) for batch in batches] == [5, 5, 5]
+    assert [len(listed(batch)) for batch in batches] == [5, 5, 5]
     assert (len(loader), loader.batches_delivered, loader.samples_delivered) == (5, 5, N)
-    assert [len(numbers(batch)) for batch in loader] == [5, 5, 5, 5, 3]
+    assert [len(listed(batch)) for batch in loader] == [5, 5, 5, 5, 3]
 
 
 def test_outside_a_pass_it_is_the_size_of_the_next():
     loader = MAKE["tensors"](4)
     loader.resize_now(10)
-    assert [len(numbers(batch)) for batch in loader] == [10, 10, 3]
+    assert [len(listed(batch)) for batch in loader] == [10, 10, 3]
     next(iter(loader))  # left at once
     loader.resize_now(12)
-    assert [len(numbers(batch)) for batch in loader] == [12, 11]
+    assert [len(listed(batch)) for batch in loader] == [12, 11]
 
 
 def test_a_size_that_cannot_be_is_refused_and_changes_nothing():
@@ -130,12 +117,12 @@ def test_a_size_that_cannot_be_is_refused_and_changes_nothing():
     assert loader.batches_delivered == 5
 
 
-# Listening
+# Observing
 
 
-def test_a_listener_hears_before_each_batch_is_fetched_and_not_after_the_last():
+def test_an_observer_hears_before_each_batch_is_fetched_and_not_after_the_last():
     loader, heard = MAKE["tensors"](10), []
-    forget = loader._listen(lambda current: heard.append((current.batches, current.samples)))
+    forget = loader.observe(lambda current: heard.append((current.batches, current.samples)))
     for _ in loader:
         heard.append("body")  # noqa: PERF401
     assert heard == [(0, 0), "body", (1, 10), "body", (2, 20), "body"]
@@ -147,7 +134,7 @@ def test_a_listener_hears_before_each_batch_is_fetched_and_not_after_the_last():
 
 def test_looking_at_one_batch_is_no_step():
     loader, heard = MAKE["tensors"](10), []
-    loader._listen(lambda current: heard.append(current.batches))
+    loader.observe(lambda current: heard.append(current.batches))
     next(iter(loader))
     assert heard == [0]
 
@@ -157,7 +144,7 @@ def test_a_resumed_loop_first_hears_of_the_step_before():
     batches = iter(loader)
     next(batches)
     resumed = MAKE["tensors"](10)
-    resumed._listen(lambda current: heard.append(current.batches))
+    resumed.observe(lambda current: heard.append(current.batches))
     resumed.load_state_dict(loader.state_dict())
     batches = iter(resumed)
     assert heard == []  # not before the loop begins: there is more to load than the loader
@@ -188,7 +175,7 @@ class Places:
 def test_a_source_looks_no_further_than_the_next_batch(dataset, kind):
     source, places = make_source(dataset, PLAIN), Places()
     batches = source.batches(kind(2_000), places, seed=(0, 0, 0))
-    assert [numbers(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
+    assert [listed(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
     assert places.asked <= 4  # a DataLoader's batches are counted beside being drawn
 
 
@@ -236,7 +223,7 @@ def test_a_state_after_changes_continues_with_the_very_next_sample(kind, stop):
     loader, changes = MAKE[kind](2), {0: 3, 2: 1, 3: 7}
     seen = []
     for index, batch in enumerate(loader):
-        seen.append(numbers(batch))
+        seen.append(listed(batch))
         if index in changes:
             loader.resize_now(changes[index])
         if index == stop:
@@ -252,7 +239,7 @@ def test_a_state_after_changes_continues_with_the_very_next_sample(kind, stop):
 def epoch_of_rest(loader, changes):
     batches = []
     for index, batch in enumerate(loader):
-        batches.append(numbers(batch))
+        batches.append(listed(batch))
         if index in changes:
             loader.resize_now(changes[index])
     return batches
@@ -266,4 +253,4 @@ def test_a_resumed_pass_may_be_recut_before_its_first_batch():
     resumed.load_state_dict(loader.state_dict())
     resumed.resize_now(10)
     assert len(resumed) == 3
-    assert [len(numbers(batch)) for batch in resumed] == [10, 9]
+    assert [len(listed(batch)) for batch in resumed] == [10, 9]

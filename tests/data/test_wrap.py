@@ -9,20 +9,17 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.errors import ArgumentError
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+from reference.feeding import Stream, flat
 
 Sample = namedtuple("Sample", ["x", "y"])
 
@@ -33,23 +30,6 @@ class Pairs(Dataset):
 
     def __getitem__(self, index):
         return torch.full((3,), float(index)), index
-
-
-class Marked(Dataset):
-    """Shows the mark that a worker's start-up function has set in the worker's own copy."""
-
-    mark = 0
-
-    def __len__(self):
-        return 11
-
-    def __getitem__(self, index):
-        return self.mark
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(11))
 
 
 class Positions:
@@ -69,10 +49,6 @@ class Buckets(BatchSampler):
     """A batch sampler with ideas of its own."""
 
 
-def mark_worker(worker_id):
-    get_worker_info().dataset.mark = 7
-
-
 def as_dict(samples):
     return {"x": torch.stack([x for x, _ in samples]), "y": torch.tensor([y for _, y in samples])}
 
@@ -83,10 +59,6 @@ def as_named_tuple(samples):
 
 def as_nested(samples):
     return {"inputs": [as_dict(samples), (torch.tensor(len(samples)),)]}
-
-
-def flat(loader):
-    return [number for batch in loader for number in batch.tolist()]
 
 
 def assert_same(ours, theirs):
@@ -194,17 +166,11 @@ def test_an_own_collate_is_used_for_tensors_in_memory_too():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_can_be_wrapped(workers):
-    theirs = DataLoader(Stream(), batch_size=4, drop_last=True, num_workers=workers)
+    theirs = DataLoader(Stream(11), batch_size=4, drop_last=True, num_workers=workers)
     assert_same(AdaptiveLoader.wrap(theirs, seed=0), theirs)
 
 
 # Settings
-
-
-def test_workers_and_their_start_up_are_taken_over():
-    loader = AdaptiveLoader.wrap(DataLoader(Marked(), batch_size=4, num_workers=2, worker_init_fn=mark_worker), seed=0)
-    assert set(flat(loader)) == {7}
-    assert set(flat(loader.full_pass())) == {7}
 
 
 def test_pinned_memory_is_taken_over():
@@ -248,6 +214,13 @@ def test_an_empty_loader_is_refused():
         AdaptiveLoader.wrap(DataLoader([]), seed=0)
     with pytest.raises(ArgumentError, match="empty"):
         AdaptiveLoader.wrap(DataLoader(range(11), sampler=[]), seed=0)
+
+
+@pytest.mark.parametrize("num_samples", [10**10, 10**8 + 1])
+def test_a_sampler_of_more_samples_than_memory_holds_is_refused_at_once(num_samples):
+    sampler = RandomSampler(range(11), replacement=True, num_samples=num_samples)
+    with pytest.raises(ArgumentError, match=rf"RandomSampler draws {num_samples} samples.*epoch_samples=N"):
+        AdaptiveLoader.wrap(DataLoader(range(11), batch_size=4, sampler=sampler))
 
 
 def test_what_is_no_loader_is_refused_by_its_name():

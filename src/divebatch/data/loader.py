@@ -67,8 +67,8 @@ def _missing(name: str) -> Any:
     def missing(self: Any) -> Any:
         raise AttributeError(
             f"{type(self).__name__} has no {name}: drop the line that asks for it. The loader orders each epoch by "
-            f"itself, so {name}.set_epoch(epoch) is not needed, and after load_state_dict it continues at the next "
-            f"sample, so skip_first_batches is not needed either"
+            f"itself, so no {name}.set_epoch(epoch) is needed, and after load_state_dict it continues at the next "
+            f"sample, so no skip_first_batches is needed"
         )
 
     return property(missing, doc="Not there; the error says which line to drop.")
@@ -147,18 +147,8 @@ class AdaptiveLoader:
         order = order_over(dataset, order, shuffle=shuffle)
         # It knows every default, and refuses what a DataLoader refuses.
         template: DataLoader[Any] = DataLoader(dataset, **dataloader_kwargs)
-        self._setup(
-            template,
-            order,
-            batch_size,
-            drop_last,
-            template.generator,
-            seed=seed,
-            transform=transform,
-            delivery_size=delivery_size,
-            epoch_samples=epoch_samples,
-            process_group=process_group,
-        )
+        own = transform, delivery_size, epoch_samples, process_group
+        self._setup(template, batch_size, order, drop_last, seed, template.generator, *own)
 
     @classmethod
     def wrap(
@@ -190,29 +180,19 @@ class AdaptiveLoader:
         else:
             order = order_of(sampler)
         loader = cls.__new__(cls)
-        loader._setup(
-            dataloader,
-            order,
-            cutting.batch_size,
-            cutting.drop_last,
-            dataloader.generator or getattr(sampler, "generator", None),
-            seed=seed,
-            transform=transform,
-            delivery_size=delivery_size,
-            epoch_samples=epoch_samples,
-            process_group=process_group,
-        )
+        generator = dataloader.generator or getattr(sampler, "generator", None)
+        own = transform, delivery_size, epoch_samples, process_group
+        loader._setup(dataloader, cutting.batch_size, order, cutting.drop_last, seed, generator, *own)
         return loader
 
     def _setup(
         self,
         dataloader: "DataLoader[Any]",
-        order: Order | None,
         batch_size: int,
+        order: Order | None,
         drop_last: bool,
-        generator: torch.Generator | None,
-        *,
         seed: int | None,
+        generator: torch.Generator | None,
         transform: Transform | None,
         delivery_size: int | None,
         epoch_samples: int | None,
@@ -343,8 +323,8 @@ class AdaptiveLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (from 0) the next one, from its beginning."""
-        self._uncount_current()
-        self.epoch, self.current, self._is_resumed = epoch, None, False
+        self._drop_current()
+        self.epoch = epoch
 
     def __len__(self) -> int:
         """Return the batches of the epoch that is being delivered, else of the next one."""
@@ -365,7 +345,7 @@ class AdaptiveLoader:
         if current is None or not self._is_resumed:
             if current is not None and current.is_used_up:  # a loop that counts batches stops at the last one
                 self._end(current)
-            self._uncount_current()
+            self._drop_current()
             order = None if self._order is None else self._agreed(self._order.draw(self.epoch))
             current = self.current = self._progress(self.batch_size, order)
         elif current.batch_size < ranks.size:  # begun by fewer ranks than there are now
@@ -373,11 +353,12 @@ class AdaptiveLoader:
         self._is_resumed = False
         return self._run(current)
 
-    def _uncount_current(self) -> None:
+    def _drop_current(self) -> None:
         """Take back the counts of an epoch that was left early."""
         if self.current is not None:
             self.batches_delivered -= self.current.batches
             self.samples_delivered -= self.current.samples
+        self.current, self._is_resumed = None, False
 
     def _progress(self, batch_size: int, order: Any, *, batches: int = 0, samples: int = 0) -> EpochProgress:
         progress = EpochProgress(self.epoch, batch_size, order, self.drop_last, self.delivery_size)
@@ -522,6 +503,8 @@ class AdaptiveLoader:
             self._end(current)
         finished = self._finished
         if finished is not None and finished.epoch == since:
+            if self.current is not None and not self.current.is_open and not self._is_resumed:
+                self._drop_current()  # a look with next(iter(loader)) after the epoch's end
             return finished
         if finished is not None and finished.epoch > since:
             raise UsageError(

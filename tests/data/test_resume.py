@@ -1,35 +1,25 @@
 """A loader that is saved and loaded delivers exactly what was still to come."""
 
-from itertools import chain
+import random
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.errors import CheckpointError
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+from reference.feeding import SizedStream, Stream, flat, numbers
 
 PREFETCHING = {"num_workers": 2, "prefetch_factor": 4}
-
-
-class Stream(IterableDataset):
-    """The numbers below `size`; each worker takes its share."""
-
-    def __init__(self, size=23):
-        self.size = size
-
-    def __iter__(self):
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        return iter(range(first, self.size, step))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return self.size
 
 
 class Rotated:
@@ -65,15 +55,6 @@ LOADERS = {
     ),
 }
 any_loader = pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-
-
-def numbers(batches):
-    """Each batch as a list, whether it is a tensor or a list of one."""
-    return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in batches]
-
-
-def flat(batches):
-    return list(chain(*numbers(batches)))
 
 
 def resumed(make, state, **settings):
@@ -184,7 +165,7 @@ def test_a_resumed_pass_is_no_new_pass():
     loader = AdaptiveLoader(range(23), 4, seed=0)
     batches = after(loader, 2)
     copy, heard = resumed(LOADERS["map"], loader.state_dict()), []
-    copy._listen(lambda current: heard.append((current.epoch, current.batches)))
+    copy.observe(lambda current: heard.append((current.epoch, current.batches)))
     list(copy), list(copy)
     assert heard == [*((0, batches) for batches in range(2, 6)), *((1, batches) for batches in range(6))]
     del batches
@@ -293,3 +274,122 @@ def test_a_state_of_another_version_is_refused():
         loader.load_state_dict({**loader.state_dict(), "version": 999})
     with pytest.raises(CheckpointError, match=r"loader\.version is None in the checkpoint"):
         loader.load_state_dict({})
+
+
+# Random numbers do not repeat
+
+
+class Draws(Dataset):
+    """What a worker draws for each sample, as augmentation does."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.randint(2**40, ())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_workers_draw_anew_after_a_change_and_after_a_resume(own):
+    def make():
+        settings = {"generator": torch.Generator().manual_seed(5)} if own else {}
+        return AdaptiveLoader(Draws(), 2, seed=0, num_workers=2, **settings)
+
+    loader, resumed = make(), make()
+    batches = iter(loader)
+    first = flat([next(batches), next(batches)])
+    loader.resize_now(1)
+    second = flat([next(batches), next(batches)])
+    state = loader.state_dict()
+    rest = flat(batches)
+    resumed.load_state_dict(state)
+    again = flat(resumed)
+    numbers = [*first, *second, *rest, *again, *flat(resumed)]
+    assert len(rest) == len(again) == 6
+    assert len({*numbers}) == len(numbers)
+
+
+def test_a_resume_at_the_same_place_draws_the_same():
+    loader = AdaptiveLoader(Draws(), 2, seed=0, num_workers=2)
+    states = [loader.state_dict() for _ in loader]
+    for state in states[:3]:
+        twice = []
+        for _ in range(2):
+            copy = AdaptiveLoader(Draws(), 2, seed=0, num_workers=2)
+            copy.load_state_dict(state)
+            twice.append(flat(copy))
+        assert twice[0] == twice[1]
+
+
+class Hidden:
+    """A sampler whose random state nobody sees."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(1)
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter(self.rng.permutation(12).tolist())
+
+
+def generator():
+    return torch.Generator().manual_seed(1)
+
+
+SAMPLERS = {
+    "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 13.0), 12, generator=generator()),
+    "with replacement": lambda: RandomSampler(range(12), replacement=True, generator=generator()),
+    "of a part": lambda: SubsetRandomSampler(range(2, 12), generator=generator()),
+    "hidden": Hidden,
+}
+
+
+def with_sampler(kind):
+    return AdaptiveLoader.wrap(DataLoader(range(12), 5, sampler=SAMPLERS[kind]()), seed=0)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(("epochs", "batches"), [(1, 0), (0, 1), (2, 2), (3, 0)])
+def test_a_samplers_orders_go_on_after_a_resume(kind, epochs, batches):
+    loader, resumed = with_sampler(kind), with_sampler(kind)
+    for _ in range(epochs):
+        list(loader)
+    under_way = iter(loader)
+    for _ in range(batches):
+        next(under_way)
+    resumed.load_state_dict(loader.state_dict())
+    rest = flat(under_way)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert flat(resumed) == rest
+    assert [flat(resumed) for _ in range(3)] == [flat(loader) for _ in range(3)]
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+
+
+@pytest.mark.parametrize("kind", ["weighted", "of a part"])
+def test_a_loader_in_use_is_set_back_with_its_samplers_generator(kind):
+    loader = with_sampler(kind)
+    list(loader)
+    state = loader.state_dict()
+    orders = [flat(loader) for _ in range(3)]
+    loader.load_state_dict(state)
+    assert [flat(loader) for _ in range(3)] == orders
+
+
+def test_a_sampler_that_has_drawn_ahead_and_cannot_go_back_is_told():
+    loader = with_sampler("hidden")
+    list(loader)
+    state = loader.state_dict()
+    list(loader)
+    with pytest.warns(UserWarning, match=r"Hidden has drawn 2 orders .* only 1, .* new sampler"):
+        loader.load_state_dict(state)
+
+
+def test_an_own_generator_decides_over_the_seed():
+    before = torch.get_rng_state()
+    first, again = (AdaptiveLoader(range(23), 4, generator=generator()) for _ in "ab")
+    other = AdaptiveLoader(range(23), 4, generator=torch.Generator().manual_seed(2))
+    assert first.seed == again.seed != other.seed
+    assert torch.equal(torch.get_rng_state(), before)
