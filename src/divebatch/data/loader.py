@@ -16,7 +16,6 @@ from divebatch.data.order import (
     Order,
     checked_seed,
     drawn_seed,
-    in_parts,
     num_batches,
     order_of,
     order_over,
@@ -206,7 +205,16 @@ class AdaptiveLoader:
         self.drop_last = drop_last
         self.transform, self.delivery_size, self.epoch_samples = transform, delivery_size, epoch_samples
         self._settings = {name: getattr(dataloader, name) for name in _TAKEN_OVER}
-        self._order = in_parts(order, length_of_stream(self.dataset), epoch_samples)
+        if epoch_samples is not None:
+            require_count("epoch_samples", epoch_samples)
+            length = length_of_stream(self.dataset)
+            if length is not None and epoch_samples > length:
+                raise ArgumentError(
+                    f"epoch_samples={epoch_samples} is more than the {length} samples of the dataset: leave it out, "
+                    f"and an epoch visits each sample once"
+                )
+            order = None if order is None else InParts(order, epoch_samples)
+        self._order = order
         self._is_seed_drawn = seed is None
         self._reseed(drawn_seed(generator) if seed is None else checked_seed(seed))
         self._source = self._make_source(self._settings, drop_last=drop_last)
@@ -263,7 +271,7 @@ class AdaptiveLoader:
         batch of the new size.
         """
         self.batch_size = batch_size
-        if self.current is not None and (self.current.is_open or self._is_resumed):
+        if self.current is not None and self.current.is_open:
             self.current.resize(self.batch_size)
 
     @property
@@ -295,27 +303,24 @@ class AdaptiveLoader:
         return self._ranks or self._join(Ranks.here())
 
     def _join(self, ranks: Ranks) -> Ranks:
-        if not ranks.is_alone:
-            self._require_shareable(ranks.size)
+        order, count = self._order, ranks.size
+        if order is None and count > 1:
+            raise ArgumentError(
+                f"an IterableDataset has no order that {count} ranks could share: use a map-style dataset, or one "
+                f"process"
+            )
+        if isinstance(order, FromSampler) and isinstance(order.sampler, DistributedSampler) and count > 1:
+            raise ArgumentError(
+                f"the loader itself deals each batch out to {count} ranks, and a DistributedSampler would do it a "
+                f"second time: leave it out, and let batch_size be that of all ranks together"
+            )
+        if order is not None and len(order) < count:
+            raise ArgumentError(f"{len(order)} samples cannot be shared by {count} ranks")
         self._ranks = ranks
         if self._is_seed_drawn:
             self._reseed(ranks.from_first(self.seed))
         self.batch_size = self._batch_size
         return ranks
-
-    def _require_shareable(self, count: int) -> None:
-        if self._order is None:
-            raise ArgumentError(
-                f"an IterableDataset has no order that {count} ranks could share: use a map-style dataset, or one "
-                f"process"
-            )
-        if isinstance(self._order, FromSampler) and isinstance(self._order.sampler, DistributedSampler):
-            raise ArgumentError(
-                f"the loader itself deals each batch out to {count} ranks, and a DistributedSampler would do it a "
-                f"second time: leave it out, and let batch_size be that of all ranks together"
-            )
-        if len(self._order) < count:
-            raise ArgumentError(f"{len(self._order)} samples cannot be shared by {count} ranks")
 
     def _reseed(self, seed: int) -> None:
         self.seed = seed
@@ -329,7 +334,7 @@ class AdaptiveLoader:
     def __len__(self) -> int:
         """Return the batches of the epoch that is being delivered, else of the next one."""
         current = self.current
-        if current is not None and current.num_batches is not None and (current.is_open or self._is_resumed):
+        if current is not None and current.num_batches is not None and current.is_open:
             return current.num_batches
         size = self.dataset_size
         if size is None:
@@ -450,7 +455,8 @@ class AdaptiveLoader:
         if isinstance(source, StreamSource):
             batches = (batch for _, batch in source.first(size, seed=seed))
         else:
-            order = self._agreed(self._order and self._order.fixed())
+            assert self._order is not None
+            order = self._agreed(self._order.fixed())
             size = size_without_stand_ins(len(order), size, ranks)
             places = shard_places(len(order), size, ranks, drop_last=False)
             batches = source.batches(order, places, seed=(*seed, ranks.rank))
@@ -503,7 +509,7 @@ class AdaptiveLoader:
             self._end(current)
         finished = self._finished
         if finished is not None and finished.epoch == since:
-            if self.current is not None and not self.current.is_open and not self._is_resumed:
+            if self.current is not None and not self.current.is_open:
                 self._drop_current()  # a look with next(iter(loader)) after the epoch's end
             return finished
         if finished is not None and finished.epoch > since:

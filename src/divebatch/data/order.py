@@ -280,19 +280,6 @@ def order_of(sampler: Any) -> Order:
     return FromSampler(sampler)
 
 
-def in_parts(order: Order | None, length: int | None, most: int | None) -> Order | None:
-    """Cut `order` into epochs of at most `most` samples; None for a stream, whose `length` may be known."""
-    if most is None:
-        return order
-    require_count("epoch_samples", most)
-    if length is not None and most > length:
-        raise ArgumentError(
-            f"epoch_samples={most} is more than the {length} samples of the dataset: leave it out, and an epoch visits "
-            f"each sample once"
-        )
-    return None if order is None else InParts(order, most)
-
-
 def _size_of(dataset: Any) -> int:
     try:
         size = len(dataset)
