@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 
 from divebatch.errors import DivergedError, StoppedError
-from divebatch.lab.experiments import Experiment, Run, check_parts, execute, get_experiment, locked_runs
+from divebatch.lab.experiments import Experiment, Run, check_parts, execute, get_experiment
 from divebatch.lab.training import StopRequest
 from divebatch.lab.training.checkpoint import previous
-from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 
 METHODS = {
@@ -143,7 +142,7 @@ def main(words: Sequence[str] | None = None, *, clock: Callable[[], float] = tim
     options = parser.parse_args(words)
     options.out.mkdir(parents=True, exist_ok=True)
     runs = planned(options)
-    with locked_runs(runs, Ranks.here()), Deadline(options.budget_seconds, clock=clock) as stop:
+    with Deadline(options.budget_seconds, clock=clock) as stop:
         done = work(runs, stop)
     archive = pack(runs)
     left = "" if done == len(runs) else "; the same command again continues"

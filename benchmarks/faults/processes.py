@@ -22,8 +22,10 @@ LIMIT = 240.0
 LOOK = 0.001
 """Seconds from one look at a process or a file to the next."""
 PRELOADED = [
-    *("divebatch.cli", "divebatch.cli.work.run", "divebatch.lab.training.sharded_checkpoint"),
-    *("torch.distributed.fsdp", "torch._dynamo"),
+    "divebatch.cli",
+    "divebatch.cli.work.run",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
 ]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)

@@ -23,11 +23,9 @@ from faults.shop import Shop
 
 EXPERIMENT = "synthetic-nonconvex"
 WORDS = ("run", EXPERIMENT, "--methods", "divebatch", "--trials", "1", "--epochs", "30", "--checkpoint-steps", "5")
-RANK_TIMEOUT = 15
-"""Seconds; a rank that is only slow on a busy machine must not be given up."""
 FAULTS = ("killed", "stopped", "killed while saving")
 SIZES = {"killed": (2, 4), "stopped": (2, 3), "killed while saving": (1, 3)}
-"""Fewest and most ranks of a life; one alone leaves a file where several leave a folder."""
+"""Fewest and most ranks of a life."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,10 @@ def judged(others: list[Command], codes: list[int | None], victim: int) -> Verdi
 
 def said(ranks: list[Command]) -> str:
     """What ranks said of others, each thing once."""
-    told = [line.partition("seed 0: ")[2] for rank in ranks for line in rank.output.splitlines()]
-    return "; ".join(dict.fromkeys(line.partition(":")[0] for line in told if line))
+    told = [
+        line.split(": ") for rank in ranks for line in rank.output.splitlines() if line.startswith("divebatch: rank")
+    ]
+    return "; ".join(dict.fromkeys(words[2] for words in told if len(words) > 2))
 
 
 def verdict_of(last: Life, records: Path, whole: Path) -> Verdict:
@@ -126,7 +126,6 @@ def verdict_of(last: Life, records: Path, whole: Path) -> Verdict:
 def begin(shop: Shop, size: int, sharding: str, out: Path) -> Life:
     """As somebody would who sets the environment by hand."""
     words = [*WORDS, "--out", str(out), "--resume", "--quiet", "--sharding", sharding]
-    words += ["--rank-timeout", str(RANK_TIMEOUT)]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **place} for rank in range(size)]
     return Life([start(shop.log(), rank_in_double.be_a_rank, words, **number) for number in numbers], sharding)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from divebatch.lab.training.checkpoint_store import open_newest
-from divebatch.ranks import Ranks
+from divebatch.lab.training.checkpoint import load_newest
 from faults.courses import CPU, num_records, same_bits, version
 from faults.outcome import Outcome, Verdict, worst
 from faults.processes import LOOK, Command, divebatch
@@ -115,10 +114,10 @@ def wait_for_instant(case: Case, out: Path, command: Command, chance: random.Ran
 
 def where(case: Case, out: Path) -> tuple[str, str]:
     """Where a signal struck: in short, and in numbers of the newest checkpoint."""
-    saved = open_newest(case.checkpoint_path(out), device=CPU, ranks=Ranks.alone())
+    saved = load_newest(case.checkpoint_path(out), device=CPU)
     if saved is None:
         return "before its first checkpoint", ""
-    control = saved.rest["control"]
+    control = saved[1]["control"]
     under_way = control["loader"]["pass"] or {}
     steps, size = under_way.get("batches", 0), under_way.get("batch_size", control["loader"]["batch_size"])
     numbers = f"epoch {control['epoch']}, step {steps}, batch {size}, {num_records(case.records_path(out))} records"

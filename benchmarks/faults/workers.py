@@ -1,4 +1,4 @@
-"""The processes of `run --jobs 2`: one that works, one that waits and the one that started them get SIGKILL."""
+"""The processes of `run --jobs 2`: one that works and the one that started them get SIGKILL."""
 
 import os
 import signal
@@ -14,8 +14,6 @@ from faults.shop import Shop
 
 SEEDS = 3
 WORDS = ("run", "synthetic-nonconvex", "--methods", "sgd-small", "--epochs", "60", "--trials", str(SEEDS))
-IDLE = 0.5
-"""Seconds until a worker that has closed its run's files waits for the next one."""
 
 
 def tries(shop: Shop) -> Iterator[Outcome]:
@@ -25,7 +23,6 @@ def tries(shop: Shop) -> Iterator[Outcome]:
         return
     for _ in range(shop.tries(quick=1, full=3)):
         yield one_try(shop, whole, "a worker at work", kill_busy, code=1)
-        yield one_try(shop, whole, "a worker that waits", kill_idle, code=0)
         yield one_try(shop, whole, "the parent", kill_parent, code=-signal.SIGKILL)
 
 
@@ -72,19 +69,6 @@ def kill_busy(command: Command, out: Path) -> bool:
         return False
     os.kill(next(pid for pid in workers(command) if str(records(out, 0)) in open_files(pid)), signal.SIGKILL)
     return True
-
-
-def kill_idle(command: Command, out: Path) -> bool:
-    """The one for which no run is left, while the other trains the last of three."""
-    deadline = time.monotonic() + LIMIT
-    while command.is_running and time.monotonic() < deadline:
-        waiting = [pid for pid in workers(command) if not any(name.endswith(".jsonl") for name in open_files(pid))]
-        if records(out, 2).exists() and len(waiting) == 1 and len(workers(command)) == 2:
-            time.sleep(IDLE)
-            os.kill(waiting[0], signal.SIGKILL)
-            return command.is_running
-        time.sleep(LOOK)
-    return False
 
 
 def kill_parent(command: Command, out: Path) -> bool:

@@ -15,8 +15,9 @@ from divebatch.cli.exits import command_again, leave
 from divebatch.cli.progress import describe
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.search import to_toml
+from divebatch.lab.training import load_checkpoint
 from divebatch.records import EpochRecord, read_run
-from reference.newest_checkpoint import load_newest
+from lab.experiments.compare_runs import CPU
 
 RUN = ["--epochs", "4", "--trials", "1", "--jobs", "1", "--methods", "divebatch"]
 
@@ -105,7 +106,7 @@ def test_the_command_again_can_be_pasted(monkeypatch):
 
 def test_ctrl_c_saves_the_run_and_shows_the_command_that_resumes_it(experiment, tmp_path):
     words = ["run", experiment, "--epochs", "100000", "--trials", "1", "--jobs", "1", "--methods", "sgd-small"]
-    words += ["--checkpoint-every", "100000", "--out", str(tmp_path)]
+    words += ["--out", str(tmp_path)]
     command = [sys.executable, "-m", "divebatch", *words]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     records = tmp_path / "synthetic-convex" / "sgd-small" / "seed-0.jsonl"
@@ -118,7 +119,7 @@ def test_ctrl_c_saves_the_run_and_shows_the_command_that_resumes_it(experiment, 
     assert "Traceback" not in said
     shown = shlex.split(said.strip().splitlines()[-1])
     assert shown == ["divebatch", *words, "--resume"]
-    state = load_newest(records.with_suffix(".ckpt"))
+    state = load_checkpoint(records.with_suffix(".ckpt"), device=CPU)
     assert state["control"]["epoch"] in (len(read_run(records)[1]), len(read_run(records)[1]) - 1)
 
 

@@ -17,11 +17,8 @@ WRONG_USE = 2
 OPTIONS = {
     r"\bresume=True": "--resume",
     r"\bcompile=False": "--no-compile",
-    r"\bon_device=False": "--data-on-host",
     r"\bmicro_batch_size=(\d+)": r"--micro-batch \1",
-    r"\bnum_workers=(\d+)": r"--workers \1",
     r"\bkeep_epochs=(-?\d+)": r"--keep-checkpoints \1",
-    r"\brepeat=True": "--repeat",
     r"\bsamples=(\d+)": r"--samples \1",
     r"\bseconds=(-?[\w.]+)": r"--seconds \1",
     r"\bsampler='(\w+)'": r"--sampler \1",
@@ -29,7 +26,6 @@ OPTIONS = {
     r"\bchoose by method and seed\b": "choose with --method and --seed",
     r"\bdata_dir=": "--data-dir ",
     r"\banother folder\b": "another --out folder",
-    r"\brank_timeout\b": "--rank-timeout",
 }
 """Arguments as the errors of library and laboratory name them, and the options that set them."""
 
@@ -45,9 +41,9 @@ def in_options(message: str) -> str:
     return message
 
 
-def leave(message: str, code: int) -> typer.Exit:
-    """Print `message` to stderr, once for all ranks of a job; raise what comes back."""
-    if _speaks_first():
+def leave(message: str, code: int, *, is_own: bool = False) -> typer.Exit:
+    """Print `message` to stderr, of several ranks on the first one only unless it `is_own`; raise what comes back."""
+    if is_own or os.environ.get("RANK", "0") == "0":
         typer.echo(f"divebatch: {without_passwords(in_options(message))}", err=True)
     return typer.Exit(code)
 
@@ -58,7 +54,7 @@ def errors_exit_with(code: int) -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        raise leave(str(error), FAILED) from error
+        raise leave(str(error), FAILED, is_own=True) from error
     except DivebatchError as error:
         raise leave(str(error), code) from error
 
@@ -67,15 +63,6 @@ def command_again(*more: str) -> str:
     """The command that was typed, with `more` where it is not there yet; ready to paste into a shell."""
     words = sys.argv[1:]
     return shlex.join([*_program(), *words, *(word for word in more if word not in words)])
-
-
-def _speaks_first() -> bool:
-    """Whether no other rank has said yet why the job ends."""
-    if _is_alone():
-        return True
-    from divebatch.lab.training.launch import speaks_first  # torch takes seconds, which one process need not wait
-
-    return speaks_first()
 
 
 def _is_alone() -> bool:

@@ -34,33 +34,18 @@ def run(
     seconds: Annotated[
         float | None, typer.Option(help="End it after so many seconds of training; its schedule is fitted.")
     ] = None,
-    repeat: Annotated[
-        bool, typer.Option("--repeat", help="Go through the data again where --samples or --seconds need more.")
-    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     data_dir: DataDir = Path("data"),
     model: Annotated[str | None, typer.Option(help="Train another network, such as resnet20 or gpt-tiny.")] = None,
     device: Device = "cpu",
     precision: Annotated[str | None, typer.Option(help="Number format: fp32, tf32 or bf16.")] = None,
     compile: Compile = None,
-    cuda_graphs: Annotated[
-        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay compiled passes on a GPU.")
-    ] = None,
     micro_batch: MicroBatch = None,
-    norm_mode: Annotated[str | None, typer.Option(help="How per-sample norms are measured: exact or sketch.")] = None,
-    data_on_host: Annotated[
-        bool, typer.Option("--data-on-host", help="Keep images in host memory or on disk, not on the device.")
-    ] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that load images; needs --data-on-host.")] = 0,
     sharding: Annotated[
         str, typer.Option(help="Under torchrun: ddp (a copy of the model on each rank) or fsdp (a part on each).")
     ] = "ddp",
-    rank_timeout: Annotated[
-        float, typer.Option(min=1, help="Under torchrun: seconds until a rank that waits for another gives up.")
-    ] = 600.0,
     log_exact: Annotated[bool, typer.Option("--log-exact", help="Log the exact diversity of every epoch.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs in parallel; one for each core by default.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Write a checkpoint every so many epochs.")] = 1,
     checkpoint_steps: Annotated[
         int | None, typer.Option(min=1, help="Also write one every so many steps within an epoch.")
     ] = None,
@@ -84,13 +69,13 @@ def run(
 
     with (
         errors_exit_with(WRONG_USE),
-        work.process_group(chosen_device(device), timeout=rank_timeout) as (own_device, ranks),
+        work.process_group(chosen_device(device)) as own_device,
     ):
+        ranks = work.Ranks.here()
         mode = mode_of(quiet=quiet, json=json)
-        training: dict[str, Any] = {"precision": precision, "compile": compile, "cuda_graphs": cuda_graphs}
-        training |= {"micro_batch_size": micro_batch, "norms": norm_mode}
+        training: dict[str, Any] = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
         planned = work.prepared(experiment, epochs, model=model, training=training)
-        planned = planned.ending(samples=samples, seconds=seconds, repeat=repeat)
+        planned = planned.ending(samples=samples, seconds=seconds)
         work.check_parts(planned)
         first = work.Run(
             planned,
@@ -100,9 +85,6 @@ def run(
             device=own_device,
             log_exact=log_exact,
             data_dir=data_dir,
-            on_device=not data_on_host,
-            num_workers=workers,
-            checkpoint_every=checkpoint_every,
             checkpoint_steps=checkpoint_steps,
             keep_epochs=whole_numbers("--keep-checkpoints", keep_checkpoints),
             sharding=sharding,

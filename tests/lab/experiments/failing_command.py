@@ -7,13 +7,13 @@ import time
 import torch
 
 from divebatch.__main__ import main
-from divebatch.lab.experiments import runner
+from divebatch.lab.experiments.runs import _Keeper
 
 steps = 0
-after_step = runner.Saver._after_step
+after_step = _Keeper._after_step
 
 
-def failing(saver: runner.Saver) -> None:
+def failing(saver: _Keeper) -> None:
     """Rank FAILING_RANK fails after FAILING_STEP steps; FAILURE is how: "error", "sleep", or the name of a signal."""
     global steps
     steps += 1
@@ -34,7 +34,7 @@ def failing(saver: runner.Saver) -> None:
 def make_fail(**changes: str) -> None:
     os.environ.update(changes)
     torch.set_num_threads(1)
-    runner.Saver._after_step = failing  # type: ignore[method-assign]
+    _Keeper._after_step = failing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

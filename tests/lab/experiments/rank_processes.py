@@ -20,10 +20,8 @@ from divebatch.lab.experiments import Experiment, Run, execute, parse_experiment
 from divebatch.lab.experiments.datasets.synthetic import Synthetic
 from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.models.resnet import ResNet, group_norm, small_stem
-from divebatch.lab.training.distributed import spread
-from divebatch.lab.training.launch import process_group
+from divebatch.lab.training.ranks import StopRequest, process_group, spread
 from divebatch.lab.training.step import TrainStep
-from divebatch.lab.training.stop_signals import AgreedStop
 from divebatch.ranks import Ranks
 
 PATIENCE = 60.0
@@ -32,7 +30,6 @@ GRACE = 10.0
 """Seconds that ranks have to find out by themselves that another one has failed."""
 PRELOADED = [
     "divebatch.cli",
-    "divebatch.lab.training.sharded_checkpoint",
     "torch.distributed.fsdp",
     "torch._dynamo",
     "PIL.Image",
@@ -155,7 +152,8 @@ def train(
         die_in_step(dies_at[1])
     if dies_renaming and os.environ["RANK"] == "0":
         die_renaming(dies_renaming)
-    with process_group("cpu") as (_, ranks):
+    with process_group("cpu"):
+        ranks = Ranks.here()
         for run in runs:
             stop = SignalAfter(ranks, (stop_after or {}).get(ranks.rank)) if not ranks.is_alone else None
             execute(run, resume=True, stop=stop)
@@ -170,7 +168,8 @@ def compute_in_double() -> None:
 
 def average_of_buffers() -> None:
     """BatchNorm's statistics are the ranks' own until they are averaged; counts and weights are left alone."""
-    with process_group("cpu") as (_, ranks):
+    with process_group("cpu"):
+        ranks = Ranks.here()
         parallel = spread(nn.BatchNorm1d(3), ranks)
         parallel.module(torch.full((4, 3), float(ranks.rank)) + torch.arange(4.0)[:, None])
         before = parallel.model.running_mean.clone()
@@ -180,7 +179,7 @@ def average_of_buffers() -> None:
         assert torch.allclose(parallel.model.running_mean, torch.full((3,), 0.1 * (1.5 + (ranks.size - 1) / 2)))
 
 
-class SignalAfter(AgreedStop):
+class SignalAfter(StopRequest):
     """Asked to stop when so many steps were made; None: never."""
 
     def __init__(self, ranks: Ranks, steps: int | None) -> None:

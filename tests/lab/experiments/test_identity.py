@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import divebatch.lab.experiments.identity as identity
 from divebatch.cli import app
 from divebatch.errors import CheckpointError, RecordError
-from divebatch.lab.experiments import Run, execute, get_experiment
-from divebatch.lab.experiments.identity import RecordsSoFar
+from divebatch.lab.experiments import Run, execute, get_experiment, runs
 from divebatch.lab.experiments.schema import Part
 from divebatch.lab.search import to_toml
 from divebatch.lab.training.checkpoint import previous
-from divebatch.records import EpochRecord, RunHeader, read_run
+from divebatch.records import read_run
 from lab.experiments.compare_runs import assert_same_end
 from lab.experiments.dataset_tests.image_files import write_cifar10
 from lab.experiments.small_experiment import small
@@ -94,8 +92,8 @@ def test_a_checkpoint_of_other_data_of_the_same_size_is_refused(tmp_path):
 
 
 def test_a_checkpoint_of_another_version_is_refused(broken, monkeypatch):
-    monkeypatch.setattr(identity, "__version__", "9.9")
-    with pytest.raises(CheckpointError, match=r"the version of divebatch is '\d+\.\d+\.\d+' there and '9\.9' here"):
+    monkeypatch.setattr(runs, "__version__", "9.9")
+    with pytest.raises(CheckpointError, match=r"version of divebatch is '\d+\.\d+\.\d+' there and '9\.9' here"):
         execute(broken, resume=True)
 
 
@@ -113,13 +111,6 @@ def test_records_that_were_changed_are_noticed(broken):
     broken.records_path.write_text("".join([*lines, lines[-1].replace('"epoch": 2', '"epoch": 3')]))
     execute(broken, resume=True)
     assert len(read_run(broken.records_path)[1]) == 4
-
-
-def test_numbers_that_records_cannot_hold_change_nothing():
-    huge = EpochRecord(epoch=1, batch_size=8, lr=0.1, steps=1, samples=8, train_loss=1e300, val_loss=float("nan"))
-    header = RunHeader(experiment="it", method="it", seed=0)
-    read_back = EpochRecord.from_dict(json.loads(huge.to_json()))
-    assert RecordsSoFar(header, [huge]).fingerprint == RecordsSoFar(header, [read_back]).fingerprint
 
 
 def test_its_own_checkpoint_is_taken(tmp_path, broken):
@@ -218,7 +209,7 @@ def test_a_pipe_or_a_link_in_a_file_s_place_is_refused_at_once(tmp_path, suffix,
     words = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--epochs", "2", "--trials", "1", "--resume"]
     answer = CliRunner().invoke(app, [*words, "--jobs", "1", "--out", str(tmp_path)])
     assert answer.exit_code == 2
-    assert "is a link, a pipe or a device" in answer.output
+    assert "a pipe or a device" in answer.output
 
 
 def test_a_report_does_not_wait_for_a_pipe(tmp_path):

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from divebatch.cli import app
-from divebatch.lab.experiments import Run, execute, get_experiment, run_workers, runner
+from divebatch.lab.experiments import Run, execute, get_experiment, workers
+from divebatch.lab.experiments.runs import _Keeper
 from divebatch.lab.training import load_checkpoint
 from divebatch.records import was_stopped
 from lab.experiments.compare_runs import CPU, assert_same_end, records
-from lab.experiments.dataset_tests.image_files import write_cifar10
 
 PATIENCE = 60.0
 """Seconds until a wait for another process is given up."""
@@ -33,35 +33,28 @@ def command_line(words: list[str], log: Path, nap: float) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     rest_after_steps(nap)
-    run_workers._start = partial(start_worker, run_workers._start, log)  # type: ignore[assignment]
+    workers._work = partial(work, workers._work, log)  # type: ignore[assignment]
     forks = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _: forks  # type: ignore[assignment, misc] # spawned workers import torch anew
     app(words)
 
 
-def command_line_of_a_group(words: list[str], log: Path, nap: float) -> None:
-    """The same in a process group of its own, as a shell or a job manager makes one."""
-    os.setpgrp()
-    command_line(words, log, nap)
-
-
-def start_worker(start: Callable[..., None], log: Path, threads: int) -> None:
-    """What a worker of that process does first."""
-    start(threads)
-    torch.set_num_threads(1)
+def work(own: Callable[..., None], log: Path, *arguments: Any) -> None:
+    """Note who works, then do what a worker of that process does."""
     with log.open("a") as output:
         output.write(f"worker {os.getpid()}\n")
+    own(*arguments)
 
 
 def rest_after_steps(nap: float) -> None:
     torch.set_num_threads(1)
-    after_step = runner.Saver._after_step
+    after_step = _Keeper._after_step
 
-    def rested(saver: runner.Saver) -> None:
+    def rested(saver: _Keeper) -> None:
         time.sleep(nap)
         after_step(saver)
 
-    runner.Saver._after_step = rested  # type: ignore[method-assign]
+    _Keeper._after_step = rested  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +146,7 @@ def test_killed_at_random_instants_it_resumes_to_the_same_bits(born, whole):
     assert_same_end(last.run, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_polite_signal_ends_a_run_that_resumes(born, whole, number):
     life = born(nap=0.005)
     life.wait_for_saves(2)
@@ -172,6 +165,7 @@ def test_a_polite_signal_ends_a_run_that_resumes(born, whole, number):
     assert not was_stopped(life.run.records_path)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_for_the_step(born, whole):
     life = born(nap=10 * PATIENCE)
     life.wait_for(life.run.records_path.exists)
@@ -187,29 +181,6 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(born, whole):
     assert_same_end(again.run, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_all_processes_of_a_job_saves_although_others_load_its_data(tmp_path, forks, number):
-    """As Slurm sends it: the processes that load images get it too, and must not take the run with them."""
-    write_cifar10(tmp_path / "data", per_file=8)
-    words = ["run", "cifar10", "--model", "resnet20", "--methods", "sgd-small", "--epochs", "50", "--trials", "1"]
-    words += ["--data-dir", str(tmp_path / "data"), "--data-on-host", "--workers", "2", "--out", str(tmp_path)]
-    run = Run(get_experiment("cifar10"), "sgd-small", 0, tmp_path)
-    log = tmp_path / "log"
-    log.touch()
-    process = forks.Process(target=command_line_of_a_group, args=(words, log, 0.2))
-    process.start()
-    life = Life(run, process, log)
-    try:
-        life.wait_for(lambda: run.records_path.exists() and len(records(run)) > 0)
-        os.killpg(process.pid, number)
-        assert life.end() == 1, log.read_text()
-    finally:
-        process.kill()
-    assert "stopped after" in log.read_text()
-    assert "Traceback" not in log.read_text()
-    assert load_checkpoint(run.checkpoint_path, device=CPU)["control"]["epoch"] >= 1
-
-
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -218,6 +189,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_two_jobs_stop_together_and_die_together(tmp_path, born):
     """SIGTERM to the parent; then, resumed, SIGKILL: no worker goes on writing, and both runs end in the same bits."""
     experiment = get_experiment("synthetic-nonconvex").scaled(8)
@@ -250,8 +222,9 @@ def worker_of(log: Path, number: int) -> int:
     return int(log.read_text().split("worker ")[1 + number].split()[0])
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_takes_its_own_run_with_it_alone(tmp_path, born):
-    """One at work and, later, one that waits: the command ends, says which run failed, and a resume mends it."""
+    """The command ends, says which run failed, and a resume mends it."""
     words = ["--methods", "sgd-small", "--trials", "4", "--jobs", "2"]
     life = born(*words, nap=0.01)
     life.wait_for(lambda: life.log.read_text().count("worker ") == 2)
@@ -270,25 +243,3 @@ def test_a_worker_that_is_killed_takes_its_own_run_with_it_alone(tmp_path, born)
     undisturbed = replace(runs[0], folder=tmp_path / "whole")
     execute(undisturbed)
     assert_same_end(runs[0], undisturbed)
-
-
-def test_a_waiting_worker_that_is_killed_hangs_nothing(tmp_path, born):
-    """Three runs for two workers: one waits for the end of the other's second run, and is killed."""
-    words = ["--methods", "sgd-small", "--trials", "3", "--jobs", "2"]
-    life = born(*words, nap=0.01)
-    life.wait_for(lambda: life.log.read_text().count("worker ") == 2)
-    third = tmp_path / "broken/synthetic-nonconvex/sgd-small/seed-2.jsonl"
-    workers = [worker_of(life.log, 0), worker_of(life.log, 1)]
-
-    def waiting() -> list[int]:
-        return [pid for pid in workers if not any(name.endswith(".jsonl") for name in open_files(pid))]
-
-    life.wait_for(lambda: third.exists() and len(waiting()) == 1)
-    time.sleep(1.0)  # until it has tidied up and said so
-    os.kill(waiting()[0], signal.SIGKILL)
-    assert life.end() == 0, life.log.read_text()
-    assert len(third.read_text().splitlines()) == 9
-
-
-def open_files(pid: int) -> list[str]:
-    return [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]

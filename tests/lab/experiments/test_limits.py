@@ -1,20 +1,13 @@
 """Input of any size is answered at once: names, lines, numbers and files that would take hours or all memory."""
 
-import io
-import zipfile
-
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.errors import ArgumentError
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.experiments.schema import FOLDER
-from divebatch.lab.training.checkpoint import load_checkpoint, read_plain, save_checkpoint
-from divebatch.lab.training.sharded_checkpoint import _fresh_folder
 
-CPU = torch.device("cpu")
 TEXT = (FOLDER / "synthetic-convex.toml").read_text(encoding="utf-8")
 
 
@@ -64,34 +57,3 @@ def test_an_unknown_figure_is_named(tmp_path):
     answer = CliRunner().invoke(app, ["run", str(path), "--out", str(tmp_path / "out")])
     assert answer.exit_code == 2
     assert "unknown it.toml: [report] figure 'figure9'" in answer.output.replace(f"{tmp_path}/", "")
-
-
-def test_a_compressed_checkpoint_is_not_unfolded(tmp_path):
-    """Torch never compresses, and zeros unfold to a thousand times their size."""
-    plain, squeezed = io.BytesIO(), io.BytesIO()
-    torch.save({"a": torch.zeros(100_000)}, plain)
-    with zipfile.ZipFile(plain) as there, zipfile.ZipFile(squeezed, "w", zipfile.ZIP_DEFLATED) as here:
-        for entry in there.infolist():
-            here.writestr(entry.filename, there.read(entry))
-    with pytest.raises(CheckpointError, match="is compressed, which no checkpoint of divebatch is"):
-        read_plain(tmp_path / "it.ckpt", io.BytesIO(squeezed.getvalue()), CPU)
-    assert read_plain(tmp_path / "it.ckpt", plain, CPU)["a"].shape == (100_000,)
-
-
-# What a kill left of the other kind of world
-
-
-def test_one_process_saves_where_several_ranks_were_killed_while_saving(tmp_path):
-    path, scratch = tmp_path / "seed-0.ckpt", tmp_path / "seed-0.ckpt.tmp"
-    scratch.mkdir()
-    (scratch / "rest").write_bytes(b"half")
-    save_checkpoint(path, {"a": 1})
-    assert load_checkpoint(path, device=CPU) == {"a": 1}
-    assert not scratch.exists()
-
-
-def test_several_ranks_save_where_one_process_was_killed_while_saving(tmp_path):
-    scratch = tmp_path / "seed-0.ckpt.tmp"
-    scratch.write_bytes(b"half")
-    _fresh_folder(scratch)
-    assert scratch.is_dir()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import divebatch.lab.experiments.run as run_module
+import divebatch.lab.experiments.runs as run_module
 from divebatch.errors import CheckpointError, RecordError
 from divebatch.lab.experiments import Run, execute, execute_all, get_experiment, make_trainer
 from divebatch.lab.experiments.schema import Experiment, Part
@@ -154,7 +154,7 @@ def test_records_cut_behind_the_checkpoint_are_refused(tmp_path):
     interrupted(run, 3)
     lines = run.records_path.read_text().splitlines(keepends=True)
     run.records_path.write_text("".join(lines[:2]))
-    with pytest.raises(CheckpointError, match="stands at epoch 3, but its records end at 1"):
+    with pytest.raises(CheckpointError, match="was changed after its checkpoint"):
         execute(run, resume=True)
 
 
@@ -224,7 +224,7 @@ def test_a_finished_run_leaves_nothing_behind_in_memory(tmp_path, monkeypatch):
         alive.extend([weakref.ref(trainer.model), weakref.ref(trainer.control.loader)])
         return trainer
 
-    monkeypatch.setattr("divebatch.lab.experiments.runner.make_trainer", remembered)
+    monkeypatch.setattr("divebatch.lab.experiments.runs.make_trainer", remembered)
     execute(Run(small(epochs=2), "divebatch", 0, tmp_path))
     assert len(alive) == 2
     assert [reference() for reference in alive] == [None, None]

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from divebatch.errors import ArgumentError
-from divebatch.lab.experiments import check_parts, experiment_names, get_experiment, parse_experiment
+from divebatch.lab.experiments import Run, check_parts, experiment_names, get_experiment, parse_experiment
 from divebatch.lab.experiments.assembly import make_trainer
-from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schema import FOLDER
 from divebatch.policies import POLICIES
 from divebatch.records import Metric
@@ -142,7 +141,7 @@ def change(path: str, value: object) -> dict:
         ("methods/oracle/shadows", {"a": {"kind": "cabs"}}, r"\[methods.oracle\] shadows.a: .*max_batch_size"),
         ("methods", None, r"needs at least one \[methods.NAME\]"),
         ("data", 3, r"\[data\]: must be a table, got 3"),
-        ("task", {"kind": "sorting"}, r"\[task\]: kind must be one of classification, .*next-token, got 'sorting'"),
+        ("task", {"kind": "sorting"}, r"\[task\]: kind must be one of classification, .*next-token.* got 'sorting'"),
         ("metric", "val_loss", r"\[metric\]: must be a table, got 'val_loss'"),
         (
             "metric",

@@ -14,8 +14,6 @@ from divebatch.lab.probe.checkpoints import find_start, run_of
 from divebatch.lab.probe.policy_sizes import EUCLIDEAN, QUESTIONS, Question, ask_policies, policies_for
 from divebatch.lab.probe.trainer import BranchTrainer
 from divebatch.lab.training import load_checkpoint, save_checkpoint
-from divebatch.lab.training.sharded_checkpoint import save_sharded
-from divebatch.ranks import Ranks
 from lab.probe.tiny_run import NAME, run_it, tiny_experiment
 from reference.adam_by_hand import set_by_hand
 
@@ -283,14 +281,6 @@ def test_the_batch_size_is_the_one_in_force_also_where_it_changed_since_the_last
     words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
     found = json.loads(call(place, *words, checkpoint=tmp_path / path.name).stdout)
     assert [gap["batch_size"] for gap in found["gaps"]] == [32, 64]
-
-
-def test_a_checkpoint_of_several_ranks_is_a_folder_and_can_be_named(place, tmp_path):
-    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
-    save_sharded(tmp_path / path.name, load_checkpoint(path, device=torch.device("cpu")), Ranks.alone())
-    (tmp_path / "seed-0.jsonl").write_bytes(path.with_suffix(".jsonl").read_bytes())
-    words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
-    assert call(place, *words, checkpoint=tmp_path / path.name).output == call(place, *words).output
 
 
 def test_the_previous_checkpoint_can_be_probed_by_file_or_epoch(place, tmp_path):

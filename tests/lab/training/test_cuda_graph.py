@@ -13,7 +13,7 @@ from divebatch import Diversity
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.estimators import Scene, Split
 from divebatch.lab.training import Clock, DeviceOptions, TrainStep
-from divebatch.lab.training.distributed import Parallel
+from divebatch.lab.training.ranks import Parallel
 from divebatch.norms import DiversityMeter
 from reference.delivery import Delivered
 

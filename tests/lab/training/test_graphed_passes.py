@@ -15,7 +15,7 @@ from divebatch.data.micro_batches import BatchPlan
 from divebatch.estimators import Split, optimizer_events
 from divebatch.lab.training import Clock, DeviceOptions, Tally, TrainStep, cuda_graph, train_epoch
 from divebatch.lab.training.cuda_graph import GraphedPasses, MicroBatch, Recording
-from divebatch.lab.training.distributed import Parallel
+from divebatch.lab.training.ranks import Parallel
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.policies import NoiseScale
 

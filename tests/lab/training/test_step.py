@@ -10,7 +10,7 @@ from divebatch.data.micro_batches import BatchPlan
 from divebatch.errors import BatchTooLargeError
 from divebatch.lab.training import Clock, DeviceOptions, Tally, TrainStep, train_epoch
 from divebatch.lab.training import step as module
-from divebatch.lab.training.distributed import Parallel
+from divebatch.lab.training.ranks import Parallel
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from divebatch.estimators import Estimator
 from divebatch.lab.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
 from divebatch.lab.training import Clock, DeviceOptions, TrainStep
 from divebatch.lab.training.device_options import device_settings
-from divebatch.lab.training.distributed import Parallel
+from divebatch.lab.training.ranks import Parallel
 from divebatch.lab.training.several_optimizers import parts_of as optimizers_of
 from divebatch.lr import coupling_for
 from divebatch.report.drawing import Drawing, finish

@@ -21,16 +21,14 @@ from divebatch.lab.experiments import (
     execute_all,
     get_experiment,
     lengthened,
-    locked_runs,
-    marked_as_begun,
-    was_begun_by_this_launch,
 )
 from divebatch.lab.loggers import make_logger
-from divebatch.lab.training.launch import first_does, process_group
+from divebatch.lab.training.ranks import first_does, is_restarted, process_group
 from divebatch.ranks import Ranks
 from divebatch.report.paper_figures import FIGURES
 
 __all__ = [
+    "Ranks",
     "Run",
     "all_runs",
     "check_parts",
@@ -51,17 +49,16 @@ def train(runs: list[Run], jobs: int, ranks: Ranks, *, resume: bool, mode: str) 
     out = runs[0].folder
     with errors_exit_with(FAILED):
         make_folder(out)
-    with locked_runs(runs, ranks):
-        resume = resume or was_begun_by_this_launch(out, ranks)
-        first_does(ranks, lambda: _check_can_write(runs, resume=resume))
-        with errors_exit_with(FAILED), marked_as_begun(out, ranks):
-            with _saying_how_to_continue(out), make_display(runs, mode) as display:
-                listeners = {"on_epoch": display.on_epoch, "on_resume": display.on_resume}
-                failures = execute_all(runs, jobs=jobs, resume=resume, **listeners)
-            if len(failures) == len(runs) and all(isinstance(each.error, CANNOT_BEGIN) for each in failures):
-                raise leave("\n".join(_lines(failures)), WRONG_USE)
-            if failures:  # within: what failed is begun, and a launcher that starts it anew continues it
-                raise leave(_in_words(failures, len(runs)), FAILED)
+    resume = resume or is_restarted()  # by a launcher, which gives the same command again
+    first_does(ranks, lambda: _check_can_write(runs, resume=resume))
+    with errors_exit_with(FAILED):
+        with _saying_how_to_continue(out), make_display(runs, mode) as display:
+            listeners = {"on_epoch": display.on_epoch, "on_resume": display.on_resume}
+            failures = execute_all(runs, jobs=jobs, resume=resume, **listeners)
+        if len(failures) == len(runs) and all(isinstance(each.error, CANNOT_BEGIN) for each in failures):
+            raise leave("\n".join(_lines(failures)), WRONG_USE)
+        if failures:
+            raise leave(_in_words(failures, len(runs)), FAILED)
 
 
 def _in_words(failures: Sequence[Failure], num_runs: int) -> str:

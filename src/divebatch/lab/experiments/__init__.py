@@ -1,12 +1,9 @@
 """The paper's experiments: configuration, data, models, runs."""
 
 from divebatch.lab.experiments.assembly import check_parts, make_trainer
-from divebatch.lab.experiments.pool import Failure, default_jobs, execute_all
-from divebatch.lab.experiments.progress import check_can_write, lengthened
-from divebatch.lab.experiments.run import Run
-from divebatch.lab.experiments.run_lock import locked_runs, marked_as_begun, was_begun_by_this_launch
-from divebatch.lab.experiments.runner import execute
+from divebatch.lab.experiments.runs import Run, check_can_write, execute, lengthened
 from divebatch.lab.experiments.schema import Experiment, Method, experiment_names, get_experiment, parse_experiment
+from divebatch.lab.experiments.workers import Failure, default_jobs, execute_all
 
 __all__ = [
     "Experiment",
@@ -21,9 +18,6 @@ __all__ = [
     "experiment_names",
     "get_experiment",
     "lengthened",
-    "locked_runs",
     "make_trainer",
-    "marked_as_begun",
     "parse_experiment",
-    "was_begun_by_this_launch",
 ]

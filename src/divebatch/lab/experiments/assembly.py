@@ -1,6 +1,6 @@
 """From a run's configuration to a trainer."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from divebatch.estimators import Estimator
 from divebatch.lab.experiments.datasets import DATASETS, DataPlace, DataSplit
 from divebatch.lab.experiments.models import MODELS, ModelSettings
 from divebatch.lab.experiments.optimizers import OPTIMIZERS
-from divebatch.lab.experiments.run import Run
 from divebatch.lab.experiments.schedules import SCHEDULES, ScheduleSettings, warm_up
 from divebatch.lab.experiments.schema import (
     ANY_LENGTH,
@@ -29,7 +28,7 @@ from divebatch.lab.experiments.schema import (
 from divebatch.lab.experiments.tasks import TASKS, Task
 from divebatch.lab.training import Clock, LossFn, Trainer
 from divebatch.lab.training.device_options import device_settings
-from divebatch.lab.training.distributed import spread
+from divebatch.lab.training.ranks import spread
 from divebatch.lab.training.run_length import PartSampler, RunLength
 from divebatch.lab.training.several_optimizers import together
 from divebatch.norms.sketch import seed_signs
@@ -38,13 +37,16 @@ from divebatch.ranks import Ranks
 from divebatch.research import QuantizedGradients
 from divebatch.resolve import Trained, estimator_of
 
+if TYPE_CHECKING:
+    from divebatch.lab.experiments.runs import Run
+
 # Apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL, SIGNS, QUANTIZER = (0, 2), (0, 3), (0, 5), (0, 7)
 NO_END = 2**62
 """Samples of a run that ends by the clock alone."""
 
 
-def make_trainer(run: Run) -> Trainer:
+def make_trainer(run: "Run") -> Trainer:
     """Data, model, optimizer, schedule and controller as configured; everything random follows from the seed."""
     experiment, method, device = run.experiment, run.method, torch.device(run.device)
     seed_signs(device, mixed_seed(run.seed, *SIGNS))
@@ -87,7 +89,7 @@ def make_trainer(run: Run) -> Trainer:
     return trainer
 
 
-def _make_loader(run: Run, split: DataSplit, clock: Clock) -> RunLength:
+def _make_loader(run: "Run", split: DataSplit, clock: Clock) -> RunLength:
     """Make the loader, whose epochs are passes over the data or parts of one; return how long the run is, with it."""
     experiment, size = run.experiment, run.method.batch_size
     if not experiment.one_pass:
@@ -127,7 +129,7 @@ def _num_samples(experiment: Experiment, available: int) -> int:
 
 
 def _make_schedulers(
-    run: Run, optimizers: list[Optimizer], length: RunLength
+    run: "Run", optimizers: list[Optimizer], length: RunLength
 ) -> tuple[list[LRScheduler], list[LRScheduler]]:
     """Return those that are stepped after each epoch, and those that are stepped after each batch."""
     course: ScheduleSettings = _settings(SCHEDULES, run.experiment.schedule, "schedule")
@@ -139,7 +141,12 @@ def _make_schedulers(
 
 
 def _make_controller(
-    run: Run, module: nn.Module, optimizers: list[Optimizer], length: RunLength, loss_fn: LossFn, schedulers: list[Any]
+    run: "Run",
+    module: nn.Module,
+    optimizers: list[Optimizer],
+    length: RunLength,
+    loss_fn: LossFn,
+    schedulers: list[Any],
 ) -> Controller:
     method = run.method
     shadows = {name: build_policy(part, length.samples) for name, part in (method.shadows or {}).items()}
@@ -184,27 +191,25 @@ def check_parts(experiment: Experiment) -> None:
             )
 
 
-def place_for(run: Run) -> DataPlace:
+def place_for(run: "Run") -> DataPlace:
     """Where a run's data is read from, and how its batches must be."""
     device, model = torch.device(run.device), _settings(MODELS, run.experiment.model, "model")
     return DataPlace(
         device,
         folder=run.data_dir,
         channels_last=run.experiment.training.channels_last,
-        on_device=run.on_device,
-        num_workers=run.num_workers,
         compile=run.experiment.training.compile and device.type == "cuda",
         sequence_length=model.sequence_length,
     )
 
 
-def _load_data(run: Run) -> DataSplit:
+def _load_data(run: "Run") -> DataSplit:
     data = _settings(DATASETS, run.experiment.data, "data")
     split: DataSplit = data.load(mixed_seed(run.seed, *DATA), place_for(run), held_out=run.experiment.held_out)
     return split
 
 
-def _build_model(run: Run, split: DataSplit) -> nn.Module:
+def _build_model(run: "Run", split: DataSplit) -> nn.Module:
     settings: ModelSettings = _settings(MODELS, run.experiment.model, "model")
     torch.manual_seed(mixed_seed(run.seed, *MODEL))
     model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
@@ -217,7 +222,7 @@ def _policy(method: Method, total_samples: int) -> Policy:
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
-def _estimator(run: Run, loss_fn: LossFn, trained: Trained, shadows: dict[str, Policy]) -> Estimator:
+def _estimator(run: "Run", loss_fn: LossFn, trained: Trained, shadows: dict[str, Policy]) -> Estimator:
     chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH), trained, shadows=shadows)
     part = Part(kind=chosen) if isinstance(chosen, str) else chosen
     return build_estimator(part, run.experiment.training, loss_fn)

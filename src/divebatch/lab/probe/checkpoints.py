@@ -105,7 +105,7 @@ def run_of(start: Start, experiment: Experiment, **settings: Any) -> Run:
 
 
 def _checkpoints(place: Path) -> list[Path]:
-    if place.is_file() or (place.is_dir() and place.name.endswith(SUFFIXES)):  # several ranks make a folder
+    if place.is_file():
         return [place]
     return [path for suffix in SUFFIXES for path in sorted(place.rglob(f"*{suffix}"))]
 
@@ -134,7 +134,7 @@ class _Candidate:
         start = Start(self.path, self.header, state)
         try:
             _ = start.epoch, start.samples, start.batch_size, start.first_batch_size
-            for part in ("model", "optimizer", "identity.data"):
+            for part in ("model", "optimizer", "run.data"):
                 read(state, part, anything)
             read(self.header.config, "training", anything)
         except CheckpointError as error:

@@ -20,9 +20,7 @@ from divebatch.lab.probe.rest_of_pass import RestOfPass
 from divebatch.lab.probe.verdict import Branch
 from divebatch.lab.training import Trainer, evaluate
 from divebatch.lab.training.device_options import device_settings
-from divebatch.lab.training.torch_states import model_state, optimizer_state
 from divebatch.lr import require_adam, scale_settings
-from divebatch.state_checks import read
 
 DROPOUT = (0, 6)
 """The purpose of a branch's random numbers beside its order."""
@@ -45,9 +43,10 @@ class BranchTrainer:
         # Batch size and learning rate must be the branch's alone.
         self.trainer.control.close()
         _require_same_data(start, self.trainer.data_fingerprint)
-        read(start.state, "model", model_state(self.trainer.model))
-        read(start.state, "optimizer", optimizer_state(self.trainer.optimizer))
-        self.restore(start.state)
+        try:
+            self.restore(start.state)
+        except (RuntimeError, ValueError) as error:  # of other shapes
+            raise CheckpointError(f"'{start.path}' does not fit its run: {error}") from error
         self._state = self.save()
         self.loader: AdaptiveLoader = self.trainer.control.loader
         """The loader of the training data."""
@@ -124,7 +123,7 @@ class BranchTrainer:
 
 def _require_same_data(start: Start, here: str) -> None:
     """Raise where a branch would go on with other data than its run: the checkpoint says by which it was made."""
-    there = start.state["identity"]["data"]
+    there = start.state["run"]["data"]
     if there != here:
         raise CheckpointError(
             f"'{start.path}' was trained on other data than those in the data folder (their hash is {there} there and "

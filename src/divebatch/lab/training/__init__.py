@@ -6,8 +6,8 @@ from divebatch.lab.training.clock import Clock
 from divebatch.lab.training.device_options import DeviceOptions
 from divebatch.lab.training.evaluation import evaluate
 from divebatch.lab.training.forward import LossFn
+from divebatch.lab.training.ranks import StopRequest
 from divebatch.lab.training.step import Tally, TrainStep, train_epoch
-from divebatch.lab.training.stop_signals import StopRequest
 from divebatch.lab.training.task import Evaluation, Task
 from divebatch.lab.training.trainer import Trainer
 

@@ -17,8 +17,8 @@ from divebatch.errors import BatchTooLargeError
 from divebatch.lab.training.clock import Clock, forget_peak_memory, peak_memory_bytes
 from divebatch.lab.training.cuda_graph import GraphedPasses, MicroBatch, Variant
 from divebatch.lab.training.device_options import DeviceOptions
-from divebatch.lab.training.distributed import Parallel
 from divebatch.lab.training.forward import LossFn, compiled_loss_of, loss_of
+from divebatch.lab.training.ranks import Parallel
 from divebatch.norms.loss_scale import LossWeight
 from divebatch.norms.meter import pausing_meters
 from divebatch.ranks import Ranks

@@ -16,26 +16,17 @@ from divebatch.data.order import mixed_seed
 from divebatch.errors import DivergedError
 from divebatch.lab.training.clock import Clock, forget_peak_memory
 from divebatch.lab.training.device_options import DeviceOptions, device_settings
-from divebatch.lab.training.distributed import Parallel, largest
 from divebatch.lab.training.evaluation import evaluate
 from divebatch.lab.training.forward import LossFn
+from divebatch.lab.training.ranks import Parallel
 from divebatch.lab.training.run_length import RunLength
 from divebatch.lab.training.step import Tally, TrainStep, train_epoch
 from divebatch.lab.training.task import Task
-from divebatch.lab.training.torch_states import (
-    byte_tensor,
-    model_state,
-    optimizer_state,
-    random_state,
-    scheduler_state,
-)
 from divebatch.norms import gradient_diversity
-from divebatch.norms.accumulators import tensor_like
 from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
 from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 from divebatch.research import QuantizedGradients
-from divebatch.state_checks import Check, anything, optional, row_of, same, table, whole
 
 logger = logging.getLogger(__name__)
 
@@ -163,13 +154,16 @@ class Trainer:
             "measure_seconds": self.clock.seconds("measure"),
             "total_seconds": self.clock.total_seconds,
         }
-        *most, most_bytes = largest(self.ranks, [*seconds.values(), peak])
+        *most, most_bytes = map(max, zip(*self.ranks.gather([*seconds.values(), peak]), strict=True))
         return {**dict(zip(seconds, most, strict=True)), "peak_memory_bytes": int(most_bytes)}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs, also in the middle of an epoch. All ranks must call it; sums are those of all."""
+        """Return all that a resume needs, also in the middle of an epoch.
+
+        All ranks must call it; rank 0 gets whole tensors and the sums of all.
+        """
         self.parallel.average_buffers()
-        return {
+        state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedulers": [scheduler.state_dict() for scheduler in self.all_schedulers],
@@ -183,30 +177,12 @@ class Trainer:
             "quantize": self.quantize.state_dict() if self.quantize is not None else None,
             "cuda_random": torch.cuda.get_rng_state(self.clock.device) if self._on_cuda else None,
         }
-
-    def state_check(self) -> Check:
-        """What `state_dict` gives here."""
-        parts = whole() if self.length is not None else same(None)
-        return table(
-            {
-                "control": self.control.require_fits,
-                "model": model_state(self.model),
-                "optimizer": optimizer_state(self.optimizer),
-                "schedulers": row_of(*map(scheduler_state, self.all_schedulers), of="schedulers"),
-                "clock": Clock.state_check(),
-                "compiled": whole(),
-                "parts_done": parts,
-                "tally": row_of(tensor_like(self.tally.loss_sum), whole()),
-                "random": random_state(torch.get_rng_state(), torch.device("cpu")),
-                "signs": random_state(signs_state(self.clock.device), self.clock.device),
-                "quantize": anything if self.quantize is not None else same(None),
-                "cuda_random": optional(byte_tensor),
-            }
-        )
+        gathered: dict[str, Any] = self.parallel.gathered(state)
+        return gathered
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the saved trainer stood; nothing is changed if the state does not fit."""
-        self.state_check()("", state)
+        """Continue where the saved trainer stood."""
+        state = self.parallel.sharded(state, self.optimizer)
         self.control.load_state_dict(state["control"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
