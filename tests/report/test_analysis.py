@@ -1,7 +1,6 @@
 """Averages over trials against a slow, obvious twin; and one value of each number, whoever says it."""
 
 import csv
-import json
 import math
 import re
 import statistics
@@ -10,15 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up_runs import LOSS, REAL, SYNTHETIC, epoch_record, write_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up_runs import GPU, LOSS, REAL, epoch_record, write_run
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.records import Metric, ReportSettings, RunHeader
-from divebatch.report import Report, analyse, load_runs, write_report
-from divebatch.report.analysis import reaches, target_below, trained_alike
-from divebatch.report.curves import average_curve
-from divebatch.report.runs import RecordedRun
+from divebatch.records import Metric, RunHeader
+from divebatch.report import analyse, load_runs, write_report
+from divebatch.report.analysis import MOST_POINTS, Curve, average_curve, reaches, target_below, trained_alike
+from divebatch.report.load import RecordedRun
 
 NAN = float("nan")
 CASES = {
@@ -139,38 +139,61 @@ def test_methods_train_alike_if_every_epoch_is_the_same(tmp_path: Path) -> None:
     assert [m.method for m in analysis.methods if trained_alike(one, m)] == ["one", "same"]
 
 
+# Outlines of long curves
+
+
+def curve_of(mean):
+    mean = np.asarray(mean, dtype=np.float64)
+    return Curve(np.arange(1, len(mean) + 1), mean, np.full(len(mean), np.nan), np.ones(len(mean), dtype=int))
+
+
+def test_a_short_curve_is_drawn_whole():
+    curve = curve_of(np.sin(np.arange(MOST_POINTS)))
+    assert curve.outline().tolist() == list(range(MOST_POINTS))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(MOST_POINTS + 1, 20_000), st.integers(0, 10**6), st.floats(1, 1e6))
+def test_no_peak_of_a_long_curve_disappears(length, where, height):
+    mean = np.zeros(length)
+    mean[where % length] = height
+    mean[(7 * where + 3) % length] -= 2 * height
+    curve = curve_of(mean)
+    kept = curve.outline()
+    drawn = curve.only(kept)
+    assert len(kept) <= MOST_POINTS
+    assert (drawn.mean.min(), drawn.mean.max()) == (mean.min(), mean.max())
+    assert (kept[0], kept[-1]) == (0, length - 1)
+
+
+def test_epochs_without_a_value_are_no_extremes():
+    mean = np.full(10 * MOST_POINTS, np.nan)
+    mean[::1000] = np.arange(len(mean[::1000]))
+    kept = curve_of(mean).outline()
+    assert np.nanmax(mean[kept]) == np.nanmax(mean)
+
+
 # One value of each number, whoever says it
 
 
-def ways(*accuracies: float, pace: float = 1.0) -> list[dict[str, Any]]:
+def ways(*accuracies: float, pace: float = 1.0, **more: Any) -> list[dict[str, Any]]:
     return [
-        {"val_accuracy": a, "val_loss": 1 - a, "train_seconds": pace * n, "steps": 7 * n, "samples": 900 * n}
+        {"val_accuracy": a, "val_loss": 1 - a, "train_seconds": pace * n, "steps": 7 * n, "samples": 900 * n, **more}
         for n, a in enumerate(accuracies, 1)
     ]
 
 
-@pytest.fixture(params=[SYNTHETIC, REAL], ids=["in epochs", "in seconds"])
-def settings(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture
-def written(tmp_path: Path, settings: ReportSettings, quick_figures: None) -> Report:
+@pytest.mark.usefixtures("quick_figures")
+def test_every_output_gives_one_target_and_one_time_to_it(tmp_path: Path) -> None:
     """The baseline has not finished: its 70 % must not become anyone's target."""
     for seed in range(2):
-        config = {"epochs": 4}
-        write_run(tmp_path, "e", "sgd-small", seed, ways(0.6, 0.7), config=config, report=settings)
-        write_run(tmp_path, "e", "divebatch", seed, ways(0.5, 0.8, 0.895, 0.9, pace=2.0 + seed), report=settings)
-        write_run(tmp_path, "e", "adabatch", seed, ways(0.5, 0.6, 0.88, 0.89), report=settings)
-    return write_report(tmp_path)
-
-
-def test_every_output_names_one_common_target(tmp_path: Path, written: Report) -> None:
+        write_run(tmp_path, "e", "sgd-small", seed, ways(0.6, 0.7), config={"epochs": 4}, report=REAL)
+        write_run(tmp_path, "e", "divebatch", seed, ways(0.5, 0.8, 0.895, 0.9, pace=2.0 + seed), report=REAL)
+        write_run(tmp_path, "e", "adabatch", seed, ways(0.5, 0.6, 0.88, 0.89), report=REAL)
+    report = write_report(tmp_path)
+    page = report.html.read_text(encoding="utf-8")
     texts = {
-        "headline": written.answers[0],
-        "details": written.details[0],
-        "table": " ".join(written.tables[0].notes),
-        "page": written.html.read_text(encoding="utf-8"),
+        "page": page,
         "markdown": (tmp_path / "report.md").read_text(encoding="utf-8"),
         "bars": (tmp_path / "figures" / "e-target.csv").read_text(encoding="utf-8"),
         "compare": CliRunner().invoke(app, ["compare", str(tmp_path), "divebatch", "adabatch"]).output,
@@ -178,43 +201,32 @@ def test_every_output_names_one_common_target(tmp_path: Path, written: Report) -
     for name, text in texts.items():
         assert "89.00 %" in text, name
         assert "69.00 %" not in text, name
-    stated = re.findall(r"[Cc]ommon target(?: of|:) ([\d.]+ %)", texts["page"] + texts["markdown"])
-    assert len(stated) >= 6
-    assert set(stated) == {"89.00 %"}
-
-
-def test_every_output_gives_a_method_one_time_to_target(tmp_path: Path, written: Report) -> None:
-    found: dict[str, set[tuple[float, float]]] = {"divebatch": set(), "adabatch": set()}
-    for row in written.tables[0].rows:
-        time = re.fullmatch(r"([\d.]+) s \((\d+)\)", row[-1])
-        if time:
-            found[row[0]].add((float(time[1]), float(time[2])))
+    (results,) = [table for table in report.sections[0].tables if table.name == "results"]
+    table = {row[0]: row[-1] for row in results.rows}
+    assert table == {"divebatch": "7.50 s (3)", "adabatch": "4.00 s (4)", "sgd-small": "not yet"}
     with (tmp_path / "figures" / "e-target.csv").open() as file:
         bars = {(row["method"], row["unit"]): row["on_mean_metric"] for row in csv.DictReader(file)}
-    page = written.html.read_text(encoding="utf-8")
-    on_page = {
-        (method, unit): float(number)
-        for unit, table in re.findall(r'<table data-axis="(seconds|epochs)"(.*?)</table>', page)
-        for method, number in re.findall(r'<th scope="row">(\w+)</th><td class="bar".*?</td><td>([\d.]+)', table)
-    }
-    for method, times in found.items():
-        times.add((float(bars[method, "seconds"]), float(bars[method, "epochs"])))
-        times.add((on_page[method, "seconds"], on_page[method, "epochs"]))
-    assert found == {"divebatch": {(7.5, 3.0)}, "adabatch": {(4.0, 4.0)}}
+    assert (bars["divebatch", "seconds"], bars["divebatch", "epochs"]) == ("7.5", "3")
     assert bars["sgd-small", "seconds"] == ""
+    found = re.findall(r"<td>([\d.]+ s|not reached)</td></tr>", page)
+    assert found[:3] == ["not reached", "4.00 s", "7.50 s"]
 
 
-def test_the_words_say_what_the_table_says(written: Report, settings: ReportSettings) -> None:
-    in_seconds = settings.race_in == "seconds"
-    first, amount = ("adabatch", "4.00 s of training") if in_seconds else ("divebatch", "3 epochs")
-    assert written.answers[0].startswith(f"So far, {first} got to 89.00 % validation accuracy first, in {amount}")
-    assert written.details[0].startswith(f"{first} reached the common target of 89.00 % first, after {amount}")
+@pytest.mark.usefixtures("quick_figures")
+def test_a_report_has_one_peak_of_memory(tmp_path: Path) -> None:
+    """An unfinished run beside a finished one counts in no table."""
+    finished, unfinished = ways(0.5, 0.6, peak_memory_bytes=100 * 2**20), ways(0.5, peak_memory_bytes=900 * 2**20)
+    write_run(tmp_path, "e", "m", 0, finished, hardware=GPU)
+    write_run(tmp_path, "e", "m", 1, unfinished, config={"epochs": 2}, hardware=GPU)
+    for table in write_report(tmp_path).sections[0].tables:
+        cells = {name: cell for name, cell in zip(table.columns, table.rows[0], strict=True) if "MiB" in name}
+        assert set(cells.values()) <= {"100"}, table.name
 
 
-def test_the_figures_end_where_the_table_ends(written: Report) -> None:
-    page = written.html.read_text(encoding="utf-8")
-    (section,) = json.loads(page.split('id="data">')[1].split("</script>")[0])["sections"]
-    lines = section["charts"][0]["lines"]
-    ends = {section["methods"][line["method"]]["name"]: f"{line['mean'][-1]:.2f} ± 0.00" for line in lines}
-    table = {row[0]: next(cell for cell in reversed(row[2:6]) if cell != "-") for row in written.tables[0].rows}
-    assert ends == table == {"sgd-small": "70.00 ± 0.00", "adabatch": "89.00 ± 0.00", "divebatch": "90.00 ± 0.00"}
+@pytest.mark.usefixtures("quick_figures")
+def test_figures_and_tables_end_with_the_same_value(tmp_path: Path) -> None:
+    for seed in range(2):
+        write_run(tmp_path, "e", "m", seed, ways(0.5, 0.9 - 0.1 * seed))
+    (section,) = write_report(tmp_path).sections
+    curve = section.charts[0].panel.lines[0].curve
+    assert section.summary.rows[0][3] == f"{curve.mean[-1]:.2f} ± {curve.standard_error[-1]:.2f} %" == "85.00 ± 5.00 %"

@@ -10,7 +10,7 @@ from made_up_runs import GPU, real_config, write_run
 from chromium import Browser, find_chromium, open_browser
 from divebatch.report import write_report
 
-pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine")]
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 METHODS = ("sgd-small", "divebatch", EVIL)
@@ -30,7 +30,11 @@ def page(tmp_path_factory: pytest.TempPathFactory, quick_figures_of_module: None
                     **{"val_accuracy": 0.9 - 0.5 / epoch - 0.01 * number - 0.01 * seed, "samples": 1000 * epoch},
                     **{"val_loss": 2.0 / epoch**2 + 0.1 * number, "train_loss": 2.0 / epoch + 0.1 * seed},
                     **{"diversity": epoch + 0.1 * number, "exact_diversity": 2.0 * epoch + seed},
-                    **{"train_seconds": (2.0 - 0.5 * number) * epoch, "peak_memory_bytes": 2**20 * (99 + number)},
+                    **{
+                        "noise_scale": 50.0 * epoch + number,
+                        "train_seconds": (2.0 - 0.5 * number) * epoch,
+                        "peak_memory_bytes": 2**20 * (99 + number),
+                    },
                 }
                 for epoch in range(1, 16)
             ]
@@ -52,7 +56,9 @@ def browser(chromium: Browser, page: Path) -> Iterator[Browser]:
     chromium.resize(1200, 900)
     chromium.prefer("light")
     chromium.open(page)
-    chromium.wait_for("document.querySelectorAll('.plot canvas').length === 7")
+    chromium.wait_for("document.querySelectorAll('.plot canvas').length === 3")
+    chromium.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    chromium.wait_for("document.querySelectorAll('.plot canvas').length === 8")
     yield chromium
     assert chromium.complaints == []
 
@@ -127,11 +133,11 @@ def test_none_and_all(browser: Browser) -> None:
     assert plots(browser) == before
 
 
-@pytest.mark.parametrize("chart", range(7))
+@pytest.mark.parametrize("chart", range(8))
 def test_each_chart_has_its_own_log_scale(browser: Browser, chart: int) -> None:
     before = plots(browser)
     browser.click(f"[data-chart='{chart}'] [data-log]")
-    assert changed(before, plots(browser)) == [number == chart for number in range(7)]
+    assert changed(before, plots(browser)) == [number == chart for number in range(8)]
     browser.click(f"[data-chart='{chart}'] [data-log]")
     assert plots(browser) == before
 
@@ -189,11 +195,14 @@ def test_light_and_dark_by_system_and_by_choice(browser: Browser) -> None:
     assert browser.evaluate(background) == light
 
 
-def test_a_phone_needs_no_sideways_scrolling(browser: Browser) -> None:
-    browser.resize(360, 740, phone=True)
-    browser.wait_for(f"document.querySelector({json.dumps(PLOT)}).clientWidth < 360")
-    browser.wait_for(f"document.querySelector({json.dumps(PLOT + ' .uplot')}).clientWidth < 360")
-    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
+def test_nothing_is_cut_on_a_screen_or_a_phone(browser: Browser) -> None:
+    for width, is_phone in ((1400, False), (390, True)):
+        browser.resize(width, 844, phone=is_phone)
+        browser.wait_for(f"document.querySelector({json.dumps(PLOT)}).clientWidth < {width}")
+        browser.wait_for(f"document.querySelector({json.dumps(PLOT + ' .uplot')}).clientWidth < {width}")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        wider = "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).length"
+        assert browser.evaluate(wider) == 0
 
 
 def test_every_control_has_a_name_and_every_file_exists(browser: Browser, page: Path) -> None:

@@ -1,89 +1,151 @@
+"""Two methods by name, adaptive methods against fixed batches, and what is said of them: by hand and in words."""
+
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from made_up_runs import GPU, LOSS, REAL, write_run
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.records import ReportSettings
-from divebatch.report import analyse, load_runs
-from divebatch.report.compare import Comparison, compare_methods, pair
-from report.made_up_runs import LOSS, write_run
+from divebatch.records import Metric, ReportSettings
+from divebatch.report import Analysis, analyse, load_runs
+from divebatch.report.compare import (
+    BEST,
+    CUSTOMARY,
+    Comparison,
+    Difference,
+    Gain,
+    adaptive_methods,
+    best_fixed,
+    compare_methods,
+    find_gains,
+    metric_in_words,
+    note_on,
+    ratio_in_words,
+    verdict,
+)
 
 A = [0.90, 0.91, 0.92, 0.93, 0.94]
 B = [0.88, 0.90, 0.89, 0.92, 0.91]
+ACCURACY = Metric()
 
 
-def write(folder, method, finals: Sequence[float], *, seconds: float = 1.0, first_seed: int = 0, **settings):
+def analysis_of(folder: Path) -> Analysis:
+    (experiment,) = load_runs(folder).experiments
+    return analyse(experiment)
+
+
+# Differences
+
+
+def test_a_worked_example() -> None:
+    """Five differences with mean 2 and standard deviation sqrt(2.5)."""
+    found = Difference((0.0, 1.0, 2.0, 3.0, 4.0))
+    half = 2.7764 * math.sqrt(2.5) / math.sqrt(5)
+    assert (found.value, found.std, found.num_seeds) == (2.0, pytest.approx(math.sqrt(2.5)), 5)
+    assert found.interval == (pytest.approx(2 - half, abs=1e-4), pytest.approx(2 + half, abs=1e-4))
+    assert found.is_shown
+    assert found.effect == pytest.approx(2 / math.sqrt(2.5) * 0.8)  # Hedges: 1 - 3 / (4 * 4 - 1)
+
+
+def test_a_ratio_is_a_difference_of_logarithms() -> None:
+    found = Difference(tuple(map(math.log, (0.5, 0.25, 0.125))), is_ratio=True)
+    assert found.value == pytest.approx(0.25)
+    assert found.interval is not None
+    assert found.interval[0] * found.interval[1] == pytest.approx(0.25**2)
+    assert Difference((1000.0,) * 3, is_ratio=True).value == math.inf
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    truth, held = 0.3, 0
+    for _ in range(2000):
+        low, high = Difference(tuple(rng.normal(truth, 1.0, 4).tolist())).interval or (0.0, 0.0)
+        held += low <= truth <= high
+    assert 0.935 < held / 2000 < 0.965
+
+
+@pytest.mark.parametrize(
+    ("values", "is_shown"),
+    [
+        ((5.0,), None),  # a single seed shows nothing
+        ((1.0, 2.0), False),
+        ((1.0, 1.01), True),
+        ((0.1, 0.1, 0.1), True),
+        ((0.0, 0.0, 0.0), False),
+    ],
+)
+def test_below_three_seeds_and_where_all_agree_there_is_no_interval(values: Any, is_shown: bool | None) -> None:
+    found = Difference(values)
+    assert (found.interval, found.effect, found.is_shown) == (None, None, is_shown)
+    assert "(" not in metric_in_words(found, ACCURACY)
+    assert "(" not in ratio_in_words(Difference(values, is_ratio=True))
+
+
+@pytest.mark.parametrize(
+    ("values", "metric", "text"),
+    [
+        ((2.0, 1.0, 3.0, 1.0, 3.0), ACCURACY, "2.00 points better (0.76 to 3.24)"),
+        ((-2.0, -1.0, -3.0, -1.0, -3.0), ACCURACY, "2.00 points worse (0.76 to 3.24)"),
+        ((-1.0, 0.0, 1.0), ACCURACY, "no difference shown: +0.00 points (-2.48 to +2.48)"),
+        ((0.5, 0.51, 0.49), LOSS, "0.5 better (0.4752 to 0.5248)"),
+    ],
+)
+def test_a_difference_in_words(values: Any, metric: Metric, text: str) -> None:
+    assert metric_in_words(Difference(values), metric) == text
+
+
+# Two methods by name
+
+
+def write(
+    folder: Path, method: str, finals: Sequence[float], *, seconds: float = 1.0, first_seed: int = 0, **more: Any
+) -> None:
     for seed, final in enumerate(finals, first_seed):
         accuracies = [0.5, final + 0.01, final]
         rows = [
             {"val_accuracy": a, "val_loss": 1 - a, "train_seconds": seconds * (1 + 0.01 * seed) * epoch}
             for epoch, a in enumerate(accuracies, 1)
         ]
-        write_run(folder, "made-up", method, seed, rows, report=ReportSettings(baselines=["b"]), **settings)
+        write_run(folder, "made-up", method, seed, rows, report=ReportSettings(baselines=["b"]), **more)
 
 
-def compared(folder, first="a", second="b") -> Comparison:
-    (experiment,) = load_runs(folder).experiments
-    return compare_methods(analyse(experiment), first, second)
+def compared(folder: Path, first: str = "a", second: str = "b") -> Comparison:
+    return compare_methods(analysis_of(folder), first, second)
 
 
-def test_a_difference_is_said_with_its_interval_and_size(tmp_path):
+def test_two_methods_compare_seed_by_seed(tmp_path: Path) -> None:
     write(tmp_path, "a", A)
     write(tmp_path, "b", B, seconds=2.0)
-    found = compared(tmp_path)
-    final, best, time = found.answers
-    assert found.seeds == (0, 1, 2, 3, 4)
+    found, other = compared(tmp_path), compared(tmp_path, "b", "a")
     # Differences of 2, 1, 3, 1, 3 points: mean 2, standard deviation 1, t = 2.7764.
-    assert final.text == (
-        "a is better than b by 2.00 points "
-        "(a less b: 95% interval +0.76 to +3.24 points; effect size 1.60, large; 5 seeds)."
-    )
-    assert best.paired.mean == pytest.approx(2.0)
-    assert time.measure == "time to 89.00 %"
-    assert time.text == (
-        "a is 2.00 times as fast as b "
-        "(time of a over that of b: 0.50, 95% interval 0.50 to 0.50; the same in every seed; 5 seeds)."
-    )
-    assert found.cautions == ()
+    assert list(found.answers) == ["final accuracy", "best accuracy", "seconds to 89.00 %"]
+    assert found.answers["final accuracy"] == "2.00 points better (0.76 to 3.24); effect size 1.60, large"
+    assert found.answers["seconds to 89.00 %"] == "0.50 times"
+    assert (found.seeds, found.cautions) == ((0, 1, 2, 3, 4), ())
+    assert other.answers["final accuracy"].startswith("2.00 points worse")
+    assert other.answers["seconds to 89.00 %"] == "2.00 times"
 
 
-def test_the_other_way_round_the_better_stays_the_better(tmp_path):
-    write(tmp_path, "a", A)
-    write(tmp_path, "b", B, seconds=2.0)
-    final, _, time = compared(tmp_path, "b", "a").answers
-    assert final.text.startswith("a is better than b by 2.00 points (b less a: 95% interval -3.24 to -0.76")
-    assert time.text.startswith("a is 2.00 times as fast as b (time of b over that of a: 2.00")
-
-
-def test_pairs_matter_not_the_order_of_the_files(tmp_path):
-    """The same seeds differ by one point each, though the methods' spreads overlap."""
+def test_pairs_matter_not_the_spread_of_methods(tmp_path: Path) -> None:
     write(tmp_path, "a", [0.5, 0.6, 0.7, 0.8, 0.9])
     write(tmp_path, "b", [0.49, 0.59, 0.69, 0.79, 0.89])
-    assert compared(tmp_path).answers[0].text.startswith("a is better than b by 1.00 points")
+    assert compared(tmp_path).answers["final accuracy"].startswith("1.00 points better")
 
 
-def test_no_difference_is_not_called_one(tmp_path):
-    write(tmp_path, "a", A)
-    write(tmp_path, "b", [0.94, 0.90, 0.93, 0.91, 0.92])
-    final, _, time = compared(tmp_path).answers
-    assert final.text.startswith("no difference shown between a and b: +0.00 points on average")
-    assert time.text.startswith("no difference shown between a and b (time of a over")
-
-
-def test_few_seeds_are_said_to_be_few_and_one_to_be_none(tmp_path):
-    write(tmp_path, "a", A[:2])
-    write(tmp_path, "b", B[:2])
-    write(tmp_path, "c", B[:1])
-    assert "2 seeds are few" in compared(tmp_path).cautions[0]
+def test_few_seeds_are_said_to_be_few_and_one_to_be_none(tmp_path: Path) -> None:
+    for method, finals in (("a", A[:2]), ("b", B[:2]), ("c", B[:1])):
+        write(tmp_path, method, finals)
+    assert "2 seeds show little" in compared(tmp_path).cautions[0]
     single = compared(tmp_path, "a", "c")
-    assert single.answers == ()
-    assert "With a single seed nothing can be said" in single.cautions[0]
+    assert (single.answers, single.cautions[0][:18]) == ({}, "With a single seed")
 
 
-def test_only_finished_runs_of_common_seeds_count(tmp_path):
+def test_only_finished_runs_of_common_seeds_count(tmp_path: Path) -> None:
     write(tmp_path, "a", A)
     write(tmp_path, "b", B[:3], first_seed=2)
     write_run(tmp_path, "made-up", "b", 1, [{"val_accuracy": 0.1, "val_loss": 0.9}], config={"epochs": 3})
@@ -91,125 +153,279 @@ def test_only_finished_runs_of_common_seeds_count(tmp_path):
     assert found.seeds == (2, 3, 4)
     assert "3 runs are left out" in " ".join(found.cautions)
     write(tmp_path, "c", B, first_seed=20)
-    assert "have no finished run of the same seed" in compared(tmp_path, "a", "c").cautions[0]
+    assert "no finished run of the same seed" in compared(tmp_path, "a", "c").cautions[0]
 
 
-def test_a_target_that_was_missed_has_no_average_time(tmp_path):
+def test_where_a_run_fell_short_there_is_no_fair_average(tmp_path: Path) -> None:
     write(tmp_path, "a", A)
     write(tmp_path, "b", [0.9, 0.9, 0.9, 0.9, 0.2])
-    assert compared(tmp_path).answers[2].text == (
-        "a reached it, with a time, in 5 of 5 seeds and b in 4 of 5: no fair average."
-    )
-
-
-def test_a_run_that_diverged_counts_as_nothing(tmp_path):
-    write(tmp_path, "a", A[:2])
+    assert "no fair average: 5 and 4 of 5 seeds" in list(compared(tmp_path).answers.values())[2]
     for seed in (0, 1):
-        rows = [{"val_accuracy": 0.8, "val_loss": 0.2}, {"val_accuracy": None, "val_loss": None}]
-        write_run(tmp_path, "made-up", "b", seed, rows)
-    assert compared(tmp_path).answers[0].paired.mean == pytest.approx(90.5)
+        write_run(tmp_path, "made-up", "c", seed, [{"val_accuracy": 0.8, "val_loss": 0.2}, {"val_accuracy": None}])
+    difference = compared(tmp_path, "a", "c").differences["final accuracy"]
+    assert difference is not None
+    assert difference.value == pytest.approx(90.5)  # who diverged has an accuracy of 0
 
 
-def test_different_hardware_is_said(tmp_path):
+def test_losses_are_better_lower_and_one_that_is_not_finite_has_no_average(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path, "lm", "a", seed, [{"val_loss": 1.0 + 0.1 * seed}], metric=LOSS)
+        write_run(tmp_path, "lm", "b", seed, [{"val_loss": 1.2 + 0.1 * seed}], metric=LOSS)
+        rows = [{"val_loss": 1.0}, {"val_loss": None if seed else 1.0}]
+        write_run(tmp_path, "lm", "c", seed, rows, metric=LOSS)
+    assert compared(tmp_path).answers["final loss"] == "0.2 better"
+    diverged = compared(tmp_path, "a", "c")
+    assert diverged.differences["final loss"] is None
+    assert "3 and 1 of 3 seeds" in diverged.answers["final loss"]
+
+
+def test_what_makes_times_or_methods_equal_is_said(tmp_path: Path) -> None:
     write(tmp_path, "a", A)
     write(tmp_path, "b", B, hardware={"device": "cuda", "name": "another"})
     assert "different hardware" in " ".join(compared(tmp_path).cautions)
+    for method in ("c", "d"):
+        write(tmp_path, method, A)
+        for path in (tmp_path / "made-up" / method).iterdir():
+            path.write_text(path.read_text().replace('"lr": 0.1', '"lr": 1'))
+    for seed in range(2):
+        for method in ("c", "d"):
+            write_run(tmp_path / "same", "e", method, seed, [{"val_accuracy": 0.5, "lr": 0.1}])
+    assert "trained exactly the same" in " ".join(compared(tmp_path / "same", "c", "d").cautions)
 
 
-def call(*words):
+def call(*words: object):
     return CliRunner().invoke(app, ["compare", *map(str, words)])
 
 
-def test_the_command_says_it_in_words(tmp_path):
+def test_the_command_prints_a_line_a_measure(tmp_path: Path) -> None:
     write(tmp_path / "one", "a", A)
     write(tmp_path / "one", "b", B)
     write(tmp_path / "two", "b", B)
     answer = call(tmp_path / "one", "a", "b")
     assert answer.exit_code == 0, answer.output
-    assert "made-up: a against b\n  final accuracy: a is better than b by 2.00 points" in answer.output
+    assert answer.output.splitlines()[:2] == [
+        "made-up: a against b, 5 seeds",
+        "  final accuracy      2.00 points better (0.76 to 3.24); effect size 1.60, large",
+    ]
     other = call(tmp_path / "one", "a", "b", "--against", tmp_path / "two", "--experiment", "made-up")
     assert other.exit_code == 0, other.output
     assert f"a against b in {tmp_path / 'two'}" in other.output
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("words", "message"),
     [
-        (["a", "c"], 2, "no run of method 'c'; known: a, b"),
-        (["a", "b", "--experiment", "poems"], 2, "experiment 'poems' has not both methods; known: made-up"),
-        (["a", "b", "--against", "/no/such/folder"], 2, "'/no/such/folder' is not a folder"),
+        (["a", "c"], "no run of method 'c'; known: a, b"),
+        (["a", "b", "--experiment", "poems"], "known: made-up"),
+        (["a", "b", "--against", "/no/such/folder"], "'/no/such/folder' is not a folder"),
     ],
 )
-def test_wrong_use_says_what_is_known(tmp_path, words, code, message):
+def test_wrong_use_says_what_is_known(tmp_path: Path, words: list[str], message: str) -> None:
     write(tmp_path, "a", A)
     write(tmp_path, "b", B)
     answer = call(tmp_path, *words)
-    assert answer.exit_code == code
-    assert message in answer.output
+    assert (answer.exit_code, message in answer.output) == (2, True)
 
 
-def test_losses_are_better_lower_and_one_that_is_not_finite_has_no_average(tmp_path):
-    for seed in range(3):
-        write_run(tmp_path, "lm", "a", seed, [{"val_loss": 1.0 + 0.1 * seed}], metric=LOSS)
-        write_run(tmp_path, "lm", "b", seed, [{"val_loss": 1.2 + 0.1 * seed}], metric=LOSS)
-        rows = [{"val_loss": 1.0}, {"val_loss": None if seed else 1.0}]
-        write_run(tmp_path, "lm", "c", seed, rows, metric=LOSS)
-    final, best, _ = compared(tmp_path).answers
-    assert final.measure == "final loss"
-    assert final.text.startswith("a is better than b by 0.2 (a less b: 95% interval -0.2 to -0.2")
-    assert best.paired.mean == pytest.approx(-0.2)
-    diverged, *_ = compared(tmp_path, "a", "c").answers
-    assert diverged.text == "a has one in 3 of 3 seeds and c in 1 of 3: no fair average."
+# Adaptive methods against fixed batches
+
+SETTINGS = ReportSettings(customary="small")
 
 
-def test_methods_that_trained_the_same_are_said_to(tmp_path):
-    for method in ("a", "b"):
-        for seed in range(2):
-            write_run(tmp_path, "made-up", method, seed, [{"val_accuracy": 0.5, "val_loss": 0.5, "lr": 0.1}])
-    assert "a and b trained exactly the same: they can only differ in time." in compared(tmp_path).cautions
+def write_sized(
+    folder: Path,
+    method: str,
+    finals: Sequence[float | None],
+    *,
+    policy: str | None = "fixed",
+    sizes: Sequence[int] = (100, 100),
+    speed: float = 1.0,
+    settings: ReportSettings = SETTINGS,
+    metric: Metric | None = None,
+    **more: Any,
+) -> None:
+    """A run a seed over two epochs of 1000 samples; a step takes 1 ms and 10 us a sample, over `speed`."""
+    for seed, final in enumerate(finals):
+        steps = [math.ceil(1000 / size) for size in sizes]
+        epochs = [
+            {
+                **{"batch_size": size, "steps": sum(steps[: epoch + 1]), "samples": 1000 * (epoch + 1)},
+                **{"train_seconds": (1e-3 * sum(steps[: epoch + 1]) + 1e-2 * (epoch + 1)) / speed},
+                **{"val_accuracy": value, "val_loss": value, "lr": 0.1 + seed + 1e-9 * len(method) / speed},
+            }
+            for epoch, (size, value) in enumerate(zip(sizes, (0.5, final), strict=True))
+        ]
+        named = {"policy": {"kind": policy}} if policy is not None else {}
+        config = {"epochs": 2, "method": {"batch_size": sizes[0], **named}}
+        more = {"hardware": GPU, "report": settings, "metric": metric, **more}
+        write_run(folder, "e", method, seed, epochs, config=config, **more)
 
 
-# Paired differences
+def gains_of(folder: Path) -> dict[tuple[str, str], Gain]:
+    return {(gain.result.method, gain.baseline.method): gain for gain in find_gains(analysis_of(folder))}
 
 
-def test_a_worked_example():
-    """Five differences with mean 2 and standard deviation sqrt(2.5)."""
-    found = pair([0.0, 1.0, 2.0, 3.0, 4.0])
-    assert (found.mean, found.std, found.num_pairs) == (2.0, pytest.approx(math.sqrt(2.5)), 5)
-    half = 2.7764 * math.sqrt(2.5) / math.sqrt(5)
-    assert found.interval == (pytest.approx(2 - half, abs=1e-4), pytest.approx(2 + half, abs=1e-4))
-    assert found.excludes_zero
-    assert found.effect == pytest.approx(2 / math.sqrt(2.5) * 0.8)  # Hedges: 1 - 3 / (4 * 4 - 1)
-    assert found.effect_in_words == "effect size 1.01, large; 5 seeds"
+def verdict_of(folder: Path) -> str:
+    analysis = analysis_of(folder)
+    return verdict(analysis, find_gains(analysis))
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say():
-    rng = np.random.default_rng(0)
-    truth, held = 0.3, 0
-    for _ in range(2000):
-        low, high = pair(rng.normal(truth, 1.0, 4).tolist()).interval
-        held += low <= truth <= high
-    assert 0.935 < held / 2000 < 0.965
+def notes_of(folder: Path) -> dict[str, str]:
+    analysis = analysis_of(folder)
+    gains, best = find_gains(analysis), best_fixed(analysis)
+    return {result.method: note_on(result, gains, best) for result in analysis.methods}
 
 
-def test_two_pairs_have_a_wide_interval():
-    found = pair([1.0, 2.0])
-    assert found.interval == (pytest.approx(1.5 - 6.3531, abs=1e-3), pytest.approx(1.5 + 6.3531, abs=1e-3))
-    assert not found.excludes_zero
+def best_of(folder: Path) -> str | None:
+    best = best_fixed(analysis_of(folder))
+    return best.method if best else None
 
 
-def test_two_pairs_have_no_effect_size():
-    """The correction for few pairs is zero there: it would call every difference negligible."""
-    found = pair([1.0, 20.0])
-    assert math.isnan(found.effect)
-    assert found.effect_in_words == "too few for an effect size; 2 seeds"
-    assert pair([1.0, 20.0, 11.0]).effect_in_words.startswith("effect size 0.64, medium")
+def test_gains_by_hand(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", B, speed=0.5)
+    write_sized(tmp_path, "tuned", [0.9] * 5, sizes=(200, 200))
+    write_sized(tmp_path, "auto", A, policy="auto", sizes=(100, 500))
+    gain = gains_of(tmp_path)["auto", "small"]
+    assert (gain.num_seeds, gain.roles) == (5, (CUSTOMARY,))
+    assert gain.metric is not None
+    assert gain.metric.value == pytest.approx(2.0)
+    # 10 and 2 steps against 10 and 10; 12 ms and 20 ms against twice 20 ms and 20 ms.
+    assert gain.steps is not None
+    assert gain.steps.value == pytest.approx(12 / 20)
+    assert gain.seconds is not None
+    assert gain.seconds.value == pytest.approx(32 / 80)
+    assert gains_of(tmp_path)["auto", "tuned"].roles == (BEST,)
 
 
-def test_differences_without_spread():
-    assert pair([0.0, 0.0]).effect == 0
-    assert not pair([0.0, 0.0]).excludes_zero
-    same = pair([0.1, 0.1, 0.1])
-    assert same.effect == math.inf
-    assert same.excludes_zero
-    assert same.effect_in_words == "the same in every seed; 3 seeds"
+def test_the_best_fixed_batch_is_the_quickest_of_those_within_noise(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", [0.90, 0.92, 0.94])
+    write_sized(tmp_path, "quick", [0.93, 0.89, 0.93], sizes=(200, 200))  # 0.33 points less, +- 2.0
+    write_sized(tmp_path, "quicker", [0.80, 0.82, 0.84], sizes=(500, 500))
+    write_sized(tmp_path, "single", [0.91], sizes=(500, 500))
+    assert best_of(tmp_path) == "quick"
+    write_sized(tmp_path, "quick", [0.89, 0.91, 0.94], sizes=(200, 200))  # 0.67 points less, +- 0.33
+    assert best_of(tmp_path) == "small"
+
+
+def test_of_equals_on_different_machines_the_one_with_fewer_steps_is_best(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", B)
+    write_sized(tmp_path, "large", B, sizes=(500, 500), speed=0.001, hardware={**GPU, "name": "A slow one"})
+    assert best_of(tmp_path) == "large"
+
+
+def test_a_fixed_batch_that_diverged_once_is_not_the_best(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", [0.5, 0.5])
+    write_sized(tmp_path, "large", [0.95, None])
+    write_sized(tmp_path, "auto", [0.6, 0.6], policy="auto")
+    assert best_of(tmp_path) == "small"
+    assert notes_of(tmp_path)["large"] == "1 of 2 seeds diverged"
+
+
+def test_methods_that_have_nothing_to_choose_come_first(tmp_path: Path) -> None:
+    for method, policy in (("a", "divebatch"), ("b", "fixed"), ("c", "auto"), ("d", "adabatch")):
+        write_sized(tmp_path, method, B, policy=policy)
+    assert [result.method for result in adaptive_methods(analysis_of(tmp_path))] == ["c", "a", "d"]
+
+
+def test_where_no_policy_is_named_the_sizes_tell(tmp_path: Path) -> None:
+    write_sized(tmp_path, "kept", B, policy=None)
+    write_sized(tmp_path, "grown", A, policy=None, sizes=(100, 500))
+    assert set(gains_of(tmp_path)) == {("grown", "kept")}
+
+
+def test_one_method_may_be_the_best_and_the_customary(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", A)
+    write_sized(tmp_path, "auto", B, policy="auto")
+    assert [gain.roles for gain in gains_of(tmp_path).values()] == [(BEST, CUSTOMARY)]
+
+
+# The verdict, and a few words on each method
+
+
+def test_the_verdict_says_accuracy_before_speed(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", B, speed=0.5)
+    write_sized(tmp_path, "auto", A, policy="auto", sizes=(100, 500))
+    assert verdict_of(tmp_path) == (
+        "auto against small: accuracy 2.00 points better (0.76 to 3.24), 0.60 times the steps, 0.40 times the seconds."
+    )
+    assert notes_of(tmp_path) == {"auto": "better", "small": "best fixed batch"}
+
+
+def test_what_shows_no_difference_is_said_together_with_its_intervals(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", A)
+    write_sized(tmp_path, "auto", [0.94, 0.90, 0.93, 0.91, 0.92], policy="auto", speed=1 - 1e-9)
+    text = verdict_of(tmp_path)
+    assert "no difference shown in accuracy (-3.1" in text
+    assert " points)" in text
+    assert text.endswith("1.00 times the steps, 1.00 times the seconds.")
+    assert notes_of(tmp_path)["auto"] == "slower"
+
+
+def test_two_seeds_have_a_verdict_without_intervals(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", [0.9, 0.8])
+    write_sized(tmp_path, "auto", [0.8, 0.9], policy="auto", sizes=(100, 500))
+    assert verdict_of(tmp_path) == (
+        "auto against small: no difference shown in accuracy, 0.60 times the steps, 0.80 times the seconds."
+    )
+    assert notes_of(tmp_path)["auto"] == "fewer steps"
+
+
+def test_a_single_seed_may_be_chance(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", [0.9])
+    write_sized(tmp_path, "auto", [0.8], policy="auto", sizes=(100, 500))
+    text = verdict_of(tmp_path)
+    assert text.startswith("auto against small: accuracy 10.00 points worse, 0.60 times the steps")
+    assert "one seed" in text
+    assert notes_of(tmp_path)["auto"] == ""
+
+
+def test_a_run_that_diverged_has_no_difference_in_loss(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", [2.0, 2.0], metric=LOSS)
+    write_sized(tmp_path, "auto", [1.0, None], policy="auto", metric=LOSS)
+    assert "a run diverged" in verdict_of(tmp_path)
+
+
+def test_seconds_of_different_machines_are_not_compared(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", B)
+    write_sized(tmp_path, "auto", A, policy="auto", hardware={**GPU, "name": "Another GPU"})
+    assert "seconds" not in verdict_of(tmp_path)
+
+
+def test_unfinished_runs_make_the_verdict_a_provisional_one(tmp_path: Path) -> None:
+    write_sized(tmp_path, "small", B)
+    write_sized(tmp_path, "auto", A, policy="auto")
+    write_run(tmp_path, "e", "auto", 9, [{"val_accuracy": 0.5}], config={"epochs": 2}, hardware=GPU)
+    assert verdict_of(tmp_path).startswith("So far: auto against small")
+    assert notes_of(tmp_path)["auto"].endswith("5 of 6 seeds finished")
+
+
+def test_methods_that_trained_the_same_have_no_winner(tmp_path: Path) -> None:
+    rows = [{"val_accuracy": 0.5, "lr": 0.1, "train_seconds": 1.0}]
+    write_run(tmp_path, "e", "small", 0, rows, config={"epochs": 1, "method": {"policy": {"kind": "fixed"}}})
+    write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 1, "method": {"policy": {"kind": "auto"}}})
+    assert "trained exactly the same" in verdict_of(tmp_path)
+
+
+def test_a_method_at_chance_has_learned_nothing(tmp_path: Path) -> None:
+    settings = ReportSettings(chance=0.5)
+    write_sized(tmp_path, "small", [0.9, 0.9, 0.9], settings=settings)
+    write_sized(tmp_path, "large", [0.5, 0.49, 0.51], sizes=(500, 500), settings=settings)
+    write_sized(tmp_path, "auto", [0.9, 0.5, 0.9], policy="auto", settings=settings)
+    notes = notes_of(tmp_path)
+    assert (notes["large"], notes["auto"]) == ("learned nothing", "learned nothing in 1 of 3 seeds")
+
+
+@pytest.mark.parametrize(
+    ("methods", "text"),
+    [
+        ({"m": 0.25}, "m ends best, with loss 0.25; there is nothing to compare with."),
+        ({"m": 0.25, "n": 0.5}, "m ends best, with loss 0.25."),
+        ({"m": 0.25, "n": 0.25}, "m and n end best, with loss 0.25."),
+        (dict.fromkeys("abcde", 0.25), "a and b and c and 2 more end best, with loss 0.25."),
+        ({"m": None}, "no run has a validation loss."),
+    ],
+)
+def test_without_a_fixed_and_an_adaptive_method_the_best_one_is_named(tmp_path: Path, methods: Any, text: str) -> None:
+    for method, loss in methods.items():
+        write_run(tmp_path, "e", method, 0, [{"val_loss": loss}], report=REAL)
+    assert verdict_of(tmp_path) == text

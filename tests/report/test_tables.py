@@ -1,5 +1,8 @@
 """The tables: numbers against slow computations, and what partial sets of runs come to."""
 
+import csv
+import io
+import json
 import math
 import statistics
 from pathlib import Path
@@ -9,11 +12,22 @@ import numpy as np
 import pytest
 from made_up_runs import GPU, LOSS, REAL, real_config, write_cifar_like, write_real, write_run
 
+from divebatch.records import ReportSettings
 from divebatch.report import Table, analyse, load_runs
-from divebatch.report.curves import Average
-from divebatch.report.detail_tables import memory_table
-from divebatch.report.export import table_to_markdown
-from divebatch.report.tables import cost_table, result_table, stage_epochs, with_error
+from divebatch.report.analysis import Average
+from divebatch.report.compare import find_gains
+from divebatch.report.tables import (
+    about,
+    cost_table,
+    gains_table,
+    memory_table,
+    result_table,
+    settings_json,
+    size_in_words,
+    stage_epochs,
+    summary_table,
+    with_error,
+)
 
 Rows = list[dict[str, Any]]
 
@@ -142,7 +156,6 @@ def test_runs_that_do_not_compare_are_named(tmp_path: Path) -> None:
     )
     table = results(tmp_path)
     assert any("different numbers of epochs (2, 4)" in note for note in table.notes)
-    assert any("different hardware (A made-up GPU; Another GPU)" in note for note in table.notes)
     assert cells_of(table)["divebatch"]["100 % (4)"] == "-"
 
 
@@ -151,6 +164,9 @@ def test_runs_that_compare_have_no_such_notes(tmp_path: Path) -> None:
     notes = results(tmp_path).notes
     assert len(notes) == 4
     assert not any("different" in note or "single" in note for note in notes)
+    (experiment,) = load_runs(tmp_path).experiments
+    analysis = analyse(experiment)
+    assert len(summary_table(analysis, find_gains(analysis)).notes) == 1
 
 
 def test_times_that_were_not_recorded_leave_the_epoch(tmp_path: Path) -> None:
@@ -172,14 +188,14 @@ def test_costs_are_means_over_trials_at_their_end(tmp_path: Path) -> None:
     table = costs(tmp_path)
     assert cells_of(table)["divebatch"] == {
         "method": "divebatch",
-        "batch size, first → largest": "128 → 512",
+        "batch size, first -> largest": "128 -> 512",
         "steps": "35",
         "10^6 samples": "2",
         "samples per s": f"{(2e6 / 50 + 2e6 / 100) / 2:.0f}",
         "train s": "75.0",
         "eval s": "3.00",
         "compile s": "5.00",
-        "peak MiB": "4",  # 3.5, to even
+        "peak MiB": "4",
     }
     assert "Different batch shapes that were compiled: divebatch 2." in table.notes
     assert not any("CPU" in note for note in table.notes)
@@ -189,7 +205,7 @@ def test_costs_that_no_run_recorded_have_no_column(tmp_path: Path) -> None:
     write_run(tmp_path, "cifar10", "sgd-small", 0, [{"val_accuracy": 0.5}], config=real_config(2, "fixed"))
     write_run(tmp_path, "cifar10", "divebatch", 0, [], config=real_config(2, "divebatch"))
     table = costs(tmp_path)
-    assert table.columns == ["method", "batch size, first → largest", "steps", "10^6 samples"]
+    assert table.columns == ["method", "batch size, first -> largest", "steps", "10^6 samples"]
     assert table.rows[1] == ["divebatch", "-", "-", "-"]
     assert "Not finished, numbers so far: sgd-small, divebatch." in table.notes
     assert any("On a CPU it is the resident peak" in note for note in table.notes)
@@ -198,13 +214,13 @@ def test_costs_that_no_run_recorded_have_no_column(tmp_path: Path) -> None:
 def test_sizes_within_epochs_count_too(tmp_path: Path) -> None:
     rows = [{"batch_size": 512, "changes": [[3, 4096, 0.2], [7, 512, 0.1]]}, {"batch_size": 1024}]
     write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 2, "method": {"batch_size": 128}})
-    assert cells_of(costs(tmp_path))["auto"]["batch size, first → largest"] == "128 → 4096"
+    assert cells_of(costs(tmp_path))["auto"]["batch size, first -> largest"] == "128 -> 4096"
 
 
 def test_the_size_that_an_epoch_with_changes_began_with_counts_too(tmp_path: Path) -> None:
     rows = [{"batch_size": 128, "next_batch_size": 2048}, {"batch_size": 256, "changes": [[900, 256, 0.1]]}]
     write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 2, "method": {"batch_size": 128}})
-    assert cells_of(costs(tmp_path))["auto"]["batch size, first → largest"] == "128 → 2048"
+    assert cells_of(costs(tmp_path))["auto"]["batch size, first -> largest"] == "128 -> 2048"
 
 
 def test_batch_sizes_steps_and_seconds_are_means_over_trials(tmp_path: Path) -> None:
@@ -212,7 +228,7 @@ def test_batch_sizes_steps_and_seconds_are_means_over_trials(tmp_path: Path) -> 
         rows = [{"batch_size": b, "steps": 7 * (seed + 1), "train_seconds": 1.5 + seed, "val_loss": 1.0} for b in sizes]
         write_run(tmp_path, "e", "divebatch", seed, rows)
     cells = cells_of(costs(tmp_path))["divebatch"]
-    assert cells["batch size, first → largest"] == "128 → 2560"
+    assert cells["batch size, first -> largest"] == "128 -> 2560"
     assert (cells["steps"], cells["train s"]) == ("10", "2.00")  # 10.5, to even
 
 
@@ -261,7 +277,7 @@ def test_a_loss_is_better_lower_and_its_target_one_percent_above(tmp_path: Path)
         rows = [{"val_loss": loss, "train_seconds": 10.0 * n} for n, loss in enumerate(losses, 1)]
         write_run(tmp_path, "lm", method, 0, rows, metric=LOSS)
     table = results(tmp_path)
-    assert table.title == "lm: validation loss and time to target"
+    assert table.title == "Validation loss and time to target"
     cells = cells_of(table)
     assert (cells["sgd-small"]["50 % (1)"], cells["sgd-small"]["final val accuracy (%)"]) == ("3", "-")
     assert cells["divebatch"]["to common target"] == "10.0 s (1)"
@@ -292,11 +308,95 @@ def test_numbers_keep_the_digits_that_matter(average: Average | None, text: str)
 
 
 def test_markdown_keeps_text_as_text() -> None:
-    table = Table("t", ["a|b"], [["<script>x</script>"], ["two\nlines"], ["`code` [link](x)"]], ["*bold*"])
-    lines = table_to_markdown(table).splitlines()
+    table = Table("t", "t", ["a|b"], [["<script>x</script>"], ["two\nlines"], ["`code` [link](x)"]], ["*bold*"])
+    lines = table.to_markdown().splitlines()
     assert lines[0] == r"| a\|b |"
     assert lines[2:5] == ["| &lt;script&gt;x&lt;/script&gt; |", "| two lines |", r"| \`code\` \[link\](x) |"]
     assert lines[-1] == r"- \*bold\*"
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "@x", "-a", "\tx", "\n=1", "-1+cmd|x", " =1", "\uff1d1"])
+def test_no_cell_begins_like_a_formula(text: str) -> None:
+    assert csv_cells(text) == [f"'{text}"]
+
+
+@pytest.mark.parametrize("text", ["-", "-1.5", "a=b", "12", "1 ± 2", "a_b & c"])
+def test_numbers_and_other_text_stay_as_they_are(text: str) -> None:
+    assert csv_cells(text) == [text]
+
+
+def csv_cells(text: str) -> list[str]:
+    (row,) = csv.DictReader(io.StringIO(Table("t", "t", ["method"], [[text]], []).to_csv()))
+    return list(row.values())
+
+
+def test_text_is_aligned() -> None:
+    table = Table(
+        "t", "t", ["method", "batch", "steps", ""], [["a", "8 -> 16", "12", "no gain"], ["bc", "8", "3", ""]], []
+    )
+    assert table.to_text() == ["method  batch    steps", "a       8 -> 16     12  no gain", "bc      8            3"]
+
+
+# The small table, gains, settings
+
+
+def test_the_small_table_has_one_row_a_method(tmp_path: Path) -> None:
+    settings = ReportSettings(customary="sgd")
+    for method, policy, size in (("sgd", "fixed", 128), ("dive", "divebatch", 512)):
+        for seed in range(2):
+            rows = [{"val_accuracy": 0.9, "batch_size": b, "train_seconds": 1.0, "val_loss": 0.1} for b in (128, size)]
+            config = {"epochs": 2, "summary": "A made-up experiment.", "method": {"policy": {"kind": policy}}}
+            write_run(tmp_path, "e", method, seed, rows, config=config, report=settings)
+    (experiment,) = load_runs(tmp_path).experiments
+    analysis = analyse(experiment)
+    gains = find_gains(analysis)
+    assert summary_table(analysis, gains).rows == [
+        ["dive", "128 -> 512", "20", "90.00 ± 0.00 %", "1.00", "no gain"],
+        ["sgd", "128", "20", "90.00 ± 0.00 %", "1.00", "best fixed batch"],
+    ]
+    assert (size_in_words(experiment), about(experiment)) == ("2 epochs, 2 seeds", "A made-up experiment")
+    table = gains_table(analysis, gains)
+    assert table is not None
+    words = "no difference shown: "
+    expected = ["dive", "sgd (128), best fixed batch and customary batch", "2", f"{words}+0.00 points", "1.00"]
+    assert table.rows == [[*expected, f"{words}1.00 times"]]
+    assert gains_table(analysis, []) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "text"), [("resnet18", "ResNet-18 on CIFAR-10"), ("resnet20", "ResNet-18 on CIFAR-10 (resnet20)")]
+)
+def test_a_model_that_the_summary_does_not_name_is_said(tmp_path: Path, model: str, text: str) -> None:
+    config = {"epochs": 1, "summary": "ResNet-18 on CIFAR-10.", "model": {"kind": model}}
+    write_run(tmp_path, "e", "m", 0, [{}], config=config)
+    assert about(load_runs(tmp_path).experiments[0]) == text
+
+
+def test_gains_say_what_they_lack(tmp_path: Path) -> None:
+    config = {"epochs": 1, "seconds": 3.0}
+    for method, size, name in (("small", [128], "A GPU"), ("grown", [64, 128], "Another GPU")):
+        rows = [{"val_accuracy": 0.5, "batch_size": b} for b in size]
+        hardware, settings = {**GPU, "name": name}, ReportSettings(customary="other")
+        write_run(tmp_path, "e", method, 0, rows, config=config, hardware=hardware, report=settings)
+    (experiment,) = load_runs(tmp_path).experiments
+    analysis = analyse(experiment)
+    table = gains_table(analysis, find_gains(analysis))
+    assert table is not None
+    notes = " ".join(table.notes)
+    assert all(words in notes for words in ("other, has no finished run", "after some seconds", "different hardware"))
+    assert table.rows[0][-1] == "-"
+
+
+def test_settings_are_said_once_and_what_differs_by_method(tmp_path: Path) -> None:
+    for seed in range(6):
+        write_run(tmp_path, "e", "a", seed, [{}], config={"epochs": 1, "method": {"lr": seed / 10}, "seed": seed})
+    write_run(tmp_path, "e", "b", 0, [{}], config={"epochs": 1, "deep": {"er": ["<&>"]}})
+    found = json.loads(settings_json(load_runs(tmp_path).experiments[0]))
+    assert found["all runs"]["epochs"] == 1
+    assert found["all runs"]["versions.torch"] == "2.13.0"
+    assert found["a"]["method.lr"] == [0.0, 0.1, 0.2, 0.3, "and 2 more"]
+    assert (found["b"]["method.lr"], found["b"]["deep.er"], found["b"]["seeds"]) == (None, ["<&>"], 0)
+    assert "seed" not in found["all runs"] | found["a"]
 
 
 # Memory
@@ -314,7 +414,7 @@ def epochs_of(*entries: tuple[int, float], measured: tuple[int, ...] = ()) -> li
 
 def table_of(folder: Path) -> Table | None:
     (experiment,) = load_runs(folder).experiments
-    return memory_table(experiment)
+    return memory_table(analyse(experiment))
 
 
 def memory_cells(folder: Path) -> dict[str, dict[str, str]]:
@@ -334,7 +434,7 @@ def test_ratios_are_to_fixed_runs_at_the_same_batch_sizes(tmp_path: Path) -> Non
     compared = [(size, peak) for size, peak in growing if size in fixed]
     ratio = sum(peak for _, peak in compared) / sum(fixed[size] for size, _ in compared)
     assert list(cells["divebatch"].values()) == [
-        *("divebatch", "128, 1000, 2048", f"{statistics.fmean(peak for _, peak in growing):.0f}", "9800"),
+        *("divebatch", "128, 1000, 2048", f"{statistics.fmean(peak for _, peak in growing):.0f}"),
         *(f"{ratio:.2f}", "3 of 4", f"{900 / 710:.2f}"),
     ]
     assert cells["sgd-small"]["ratio to fixed batch"] == "1.00"
@@ -353,8 +453,8 @@ def test_without_a_fixed_run_at_any_of_its_sizes_there_is_no_ratio(tmp_path: Pat
 
 def test_averages_are_over_all_epochs_of_all_trials(tmp_path: Path) -> None:
     write_real(tmp_path, {"sgd-small": [epochs_of((128, 600), (128, 700)), epochs_of((128, 800))]})
-    cells = memory_cells(tmp_path)["sgd-small"]
-    assert (cells["average of epochs (MiB)"], cells["maximum (MiB)"]) == ("700", "800")
+    assert memory_cells(tmp_path)["sgd-small"]["average of epochs (MiB)"] == "700"
+    assert cells_of(costs(tmp_path))["sgd-small"]["peak MiB"] == "800"
 
 
 def test_runs_on_a_cpu_do_not_count(tmp_path: Path) -> None:

@@ -56,8 +56,10 @@ def _common(
 
 
 def _show(comparison: Comparison) -> None:
-    typer.echo(f"{comparison.experiment}: {comparison.first} against {comparison.second}")
-    for answer in comparison.answers:
-        typer.echo(f"  {answer.measure}: {answer.text}")
+    names, count = f"{comparison.first} against {comparison.second}", len(comparison.seeds)
+    typer.echo(f"{comparison.experiment}: {names}, {count} seed{'s' * (count != 1)}")
+    width = max(map(len, comparison.answers), default=0)
+    for measure, answer in comparison.answers.items():
+        typer.echo(f"  {measure.ljust(width)}  {answer}")
     for line in comparison.cautions:
         typer.echo(f"  {line}")

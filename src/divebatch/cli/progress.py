@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from divebatch.errors import ArgumentError
 from divebatch.record_line import seen_in_words
 from divebatch.records import EpochRecord
-from divebatch.report.watch import rate_between, time_left
+from divebatch.report.live import rate_between, time_left
 
 if TYPE_CHECKING:
     from divebatch.lab.experiments import Run

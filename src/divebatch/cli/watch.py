@@ -5,7 +5,7 @@ from time import sleep
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -13,9 +13,11 @@ from rich.text import Text
 from divebatch.cli.console import make_console
 from divebatch.cli.exits import WRONG_USE, leave
 from divebatch.cli.progress import duration, rate
-from divebatch.report.watch import Standing, Watch
+from divebatch.report.live import Standing, Watch, printable
 
-COLUMNS = ("run", "state", "epoch", "batch", "lr", "diversity", "samples/s", "left", "val loss", "acc %", "best")
+COLUMNS = ("run", "state", "epoch", "batch", "lr", "left", "val loss", "metric", "best", "samples/s", "noise scale")
+NARROW, WIDE = 8, 100
+"""Columns that a narrow terminal has room for, and from how many characters on a terminal is wide."""
 COLOURS = {"running": "green", "stopped": "yellow", "finished": ""}
 
 
@@ -29,47 +31,62 @@ def watch(
         raise leave(f"'{folder}' is not a folder", WRONG_USE)
     watched, console = Watch(folder), make_console()
     if once or not console.is_terminal:
-        console.print(_view(watched, limit=None))
+        console.print(_view(watched, console.width))
         return
     try:
-        _follow(watched, console, every)
+        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                live.update(_view(watched, console.width, room=max(1, console.height - 6)), refresh=True)
+                sleep(every)
     except KeyboardInterrupt:
         return
 
 
-def _follow(watched: Watch, console: Console, every: float) -> None:
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            live.update(_view(watched, limit=max(1, console.height - 6)), refresh=True)
-            sleep(every)
-
-
-def _view(watched: Watch, *, limit: int | None) -> Group:
-    """Running runs first; of more than fit, the rest is counted."""
+def _view(watched: Watch, width: int, *, room: int | None = None) -> Group:
+    """Show running runs first, below the name of their experiment; count the rest if there is no room."""
     standings = watched.look()
     counts = {state: sum(each.state == state for each in standings) for state in COLOURS}
     title = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "no runs yet"
+    shown = len(COLUMNS) if width >= WIDE else NARROW
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("run", "state") else "right", no_wrap=column != "run")
-    for standing in standings[:limit]:
-        table.add_row(*_row(standing), style=COLOURS[standing.state])
+    for column in COLUMNS[:shown]:
+        table.add_column(column, justify="left" if column in ("run", "state") else "right", no_wrap=True)
+    experiment, num_shown = None, 0
+    for standing in standings:
+        is_new = standing.run.header.experiment != experiment
+        if room is not None and table.row_count + 1 + is_new > room and num_shown:
+            break
+        if is_new:
+            experiment = standing.run.header.experiment
+            table.add_row(Text(printable(experiment), style="bold"))
+        table.add_row(*_cells(standing)[:shown], style=COLOURS[standing.state])
+        num_shown += 1
     parts: list[Text | Table] = [Text(f"{watched.folder}: {title}"), *([table] if standings else [])]
-    if limit is not None and len(standings) > limit:
-        parts.append(Text(f"and {len(standings) - limit} more"))
+    if num_shown < len(standings):
+        parts.append(Text(f"and {len(standings) - num_shown} more"))
     parts += [Text(f"not read: {problem}") for problem in watched.problems[:3]]
     return Group(*parts)
 
 
-def _row(standing: Standing) -> list[Text]:
-    record, planned = standing.last, standing.run.planned_epochs or "?"
+def _cells(standing: Standing) -> list[Text]:
+    record, metric = standing.last, standing.run.header.metric
+    progress = f"{record.epoch if record else 0}/{standing.run.planned_epochs or '?'}"
+    name = f"  {standing.name}"
     if record is None:
-        cells = [standing.name, standing.state, f"0/{planned}", *[""] * 8]
+        cells = [name, standing.state, progress, *[""] * (len(COLUMNS) - 3)]
     else:
-        silent = f" {duration(standing.silent_seconds)} ago" if standing.state == "stopped" else ""
-        cells = [standing.name, f"{standing.state}{silent}", f"{record.epoch}/{planned}", str(record.batch_size)]
-        cells += [f"{record.lr:.4g}", "" if record.diversity is None else f"{record.diversity:.3g}"]
-        cells += [rate(standing.samples_per_second), duration(standing.seconds_left)]
-        cells += ["diverged" if record.val_loss is None else f"{record.val_loss:.4f}"]
-        cells += ["" if record.val_accuracy is None else f"{100 * record.val_accuracy:.2f}", standing.best]
+        value = metric.of(record)
+        cells = [
+            name,
+            standing.state + (f" {duration(standing.silent_seconds)} ago" if standing.state == "stopped" else ""),
+            progress,
+            str(record.batch_size),
+            f"{record.lr:.4g}",
+            duration(standing.seconds_left),
+            "diverged" if record.val_loss is None else f"{record.val_loss:.4f}",
+            "" if value is None else metric.text(value),
+            standing.best,
+            rate(standing.samples_per_second),
+            "" if record.noise_scale is None else f"{record.noise_scale:.0f}",
+        ]
     return list(map(Text, cells))  # as text: names in records may look like markup

@@ -1,89 +1,354 @@
-"""Are two methods different? Seed by seed, with Student's interval and an effect size, in words."""
+"""Hold methods against each other, seed by seed: two by name, and each adaptive one against fixed batches.
+
+The final value is compared as a difference, steps and seconds as ratios. An interval is Student's at 95 %; there is
+none below three seeds, and none if all seeds agree. The best fixed batch is the one with the best final value; of those
+within one standard error of it, seed by seed, the quickest.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from divebatch.records import Metric
 from divebatch.report.analysis import Analysis, MethodResult, trained_alike
-from divebatch.report.runs import RecordedRun
+from divebatch.report.load import RecordedRun
 from divebatch.student import t_quantile
 
 LEVEL = 0.95
-SIZES = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"), (math.inf, "large"))
-"""Cohen's words for an effect below each bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class Paired:
-    """Differences of pairs, in the unit they were given in."""
-
-    mean: float
-    std: float
-    """Sample standard deviation (divisor n - 1)."""
-    num_pairs: int
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Student's, for the mean, at `LEVEL`."""
-        half = t_quantile(0.5 + LEVEL / 2, self.num_pairs - 1) * self.std / math.sqrt(self.num_pairs)
-        return self.mean - half, self.mean + half
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the interval lies on one side of zero."""
-        low, high = self.interval
-        return low > 0 or high < 0
-
-    @property
-    def effect(self) -> float:
-        """Mean over standard deviation of the differences, with Hedges' correction for few pairs; may be infinite.
-
-        NaN for two pairs that differ: the correction would make it zero, whatever the differences.
-        """
-        if self.std == 0:
-            return 0.0 if self.mean == 0 else math.copysign(math.inf, self.mean)
-        if self.num_pairs == 2:
-            return math.nan
-        return self.mean / self.std * (1 - 3 / (4 * (self.num_pairs - 1) - 1))
-
-    @property
-    def effect_in_words(self) -> str:
-        """For instance `effect size 1.32, large; 5 seeds`."""
-        return f"{self._size_in_words}; {self.num_pairs} seeds"
-
-    @property
-    def _size_in_words(self) -> str:
-        if self.std == 0:
-            return "the same in every seed"
-        if math.isnan(self.effect):
-            return "too few for an effect size"
-        word = next(word for bound, word in SIZES if abs(self.effect) < bound or bound == math.inf)
-        return f"effect size {self.effect:.2f}, {word}"
-
-
-def pair(differences: Sequence[float]) -> Paired:
-    """Of at least two pairs. A spread below rounding counts as none."""
-    mean, std = fmean(differences), stdev(differences)
-    largest = max(map(abs, differences))
-    return Paired(mean, 0.0 if std <= 1e-12 * largest else std, len(differences))
-
-
-# Two methods
-
+FEWEST_SEEDS = 3
+"""Below, no interval is given."""
 FEW_SEEDS = 5
+"""Below, `compare` warns."""
+EFFECTS = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"), (math.inf, "large"))
+"""Cohen's words for an effect below each bound."""
+BEST, CUSTOMARY = "best fixed batch", "customary batch"
+STEPS, SECONDS = "steps", "seconds"
+
 Pairs = Sequence[tuple[RecordedRun, RecordedRun]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What one measure says."""
+class Difference:
+    """How a first method differs from a second in one measure.
 
-    measure: str
-    paired: Paired | None
-    """None where there is no fair average."""
-    text: str
+    Args:
+        values: In each seed that both have, the difference or the logarithm of the ratio; at least one.
+        is_ratio: Whether the values are logarithms of ratios.
+    """
+
+    values: tuple[float, ...]
+    is_ratio: bool = False
+
+    @property
+    def num_seeds(self) -> int:
+        return len(self.values)
+
+    @property
+    def value(self) -> float:
+        """Return the mean difference, or the geometric mean of ratios."""
+        return self._unit(fmean(self.values))
+
+    @property
+    def std(self) -> float:
+        """Return the sample standard deviation of the values; what lies below rounding counts as none."""
+        if len(self.values) < 2:
+            return math.nan
+        spread = stdev(self.values)
+        return 0.0 if spread <= 1e-12 * max(map(abs, self.values)) else spread
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return Student's interval; None below three seeds, and if all seeds agree."""
+        if len(self.values) < FEWEST_SEEDS or self.std == 0:
+            return None
+        low, high = self._ends
+        return self._unit(low), self._unit(high)
+
+    @property
+    def is_shown(self) -> bool | None:
+        """Return whether the interval of the mean leaves out that there is no difference; None for a single seed."""
+        if len(self.values) < 2:
+            return None
+        low, high = self._ends
+        return low > 0 or high < 0
+
+    @property
+    def effect(self) -> float | None:
+        """Return mean over standard deviation with Hedges' correction; None for two seeds, and if all agree."""
+        if len(self.values) < 3 or self.std == 0:
+            return None
+        return fmean(self.values) / self.std * (1 - 3 / (4 * (len(self.values) - 1) - 1))
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        mean, count = fmean(self.values), len(self.values)
+        half = t_quantile(0.5 + LEVEL / 2, count - 1) * self.std / math.sqrt(count)
+        return mean - half, mean + half
+
+    def _unit(self, value: float) -> float:
+        if not self.is_ratio:
+            return value
+        return math.exp(value) if value < 700 else math.inf
+
+
+# Two methods over the seeds of both
+
+
+def seed_pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
+    """Return finished runs that have a value of the metric, two of each seed."""
+    first, second = (
+        {run.header.seed: run for run in result.runs if result.num_finished and _values_of(run, metric)}
+        for result in (one, other)
+    )
+    return [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
+
+
+def _values_of(run: RecordedRun, metric: Metric) -> list[float]:
+    values = [metric.of(record) for record in run.epochs]
+    return [value for value in values if value is not None]
+
+
+def final_value(run: RecordedRun, metric: Metric) -> float:
+    """Return the metric at a run's end; the worst one for a run that diverged."""
+    value = metric.of(run.epochs[-1])
+    return metric.worst if value is None else value
+
+
+def _best_value(run: RecordedRun, metric: Metric) -> float:
+    value = metric.best(_values_of(run, metric))
+    return metric.worst if value is None else value
+
+
+def _metric_difference(pairs: Pairs, metric: Metric, of: Callable[[RecordedRun, Metric], float]) -> Difference | None:
+    """Return a difference that is positive if the first is better; None if a run has no finite value."""
+    scale = (1 if metric.higher_is_better else -1) * (100.0 if metric.is_accuracy else 1.0)
+    values = tuple(scale * (of(one, metric) - of(other, metric)) for one, other in pairs)
+    return Difference(values) if values and all(map(math.isfinite, values)) else None
+
+
+def _ratio(values: Sequence[tuple[float | None, float | None]]) -> Difference | None:
+    """Return None if a value is missing, infinite or not positive."""
+    known = [(one, other) for one, other in values if one and other and min(one, other) > 0 and max(one, other) < 1e300]
+    if not known or len(known) < len(values):
+        return None
+    return Difference(tuple(math.log(one / other) for one, other in known), is_ratio=True)
+
+
+def _same_machine(pairs: Pairs) -> bool:
+    return len({(run.machine, run.is_on_gpu) for each in pairs for run in each}) == 1
+
+
+# Adaptive methods against fixed batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """One adaptive method against one fixed batch."""
+
+    result: MethodResult
+    baseline: MethodResult
+    roles: tuple[str, ...]
+    """`BEST`, `CUSTOMARY` or both."""
+    num_seeds: int
+    metric: Difference | None
+    """Positive if the adaptive method is better, in points or in the metric's unit; None if a run diverged."""
+    steps: Difference | None
+    seconds: Difference | None
+    """None also if the runs come from different machines."""
+
+    @property
+    def word(self) -> str:
+        """Return the gain in a word or two: accuracy first, then seconds, then steps."""
+        if self.metric is None or self.num_seeds < 2:
+            return ""
+        if self.metric.is_shown:
+            return "better" if self.metric.value > 0 else "worse"
+        if self.seconds is not None and self.seconds.is_shown and self.num_seeds >= FEWEST_SEEDS:
+            return "faster" if self.seconds.value < 1 else "slower"
+        return "fewer steps" if self.steps is not None and self.steps.value < 0.95 else "no gain"
+
+
+def adaptive_methods(analysis: Analysis) -> list[MethodResult]:
+    """Return the methods that change their batch size, those that have nothing to choose first."""
+    found = [result for result in analysis.methods if not result.is_fixed]
+    return sorted(found, key=lambda result: result.trials[0].kind_of("method", "policy") != "auto")
+
+
+def find_gains(analysis: Analysis) -> list[Gain]:
+    """Compare each adaptive method with the best fixed batch and, if the experiment names one, the customary one.
+
+    Args:
+        analysis: The experiment's, from `analyse`.
+    """
+    best, name = best_fixed(analysis), analysis.experiment.settings.customary
+    roles: dict[str, list[str]] = {} if best is None else {best.method: [BEST]}
+    if any(result.method == name and result.num_finished for result in analysis.methods):
+        roles.setdefault(str(name), []).append(CUSTOMARY)
+    metric, gains = analysis.metric, []
+    for result in adaptive_methods(analysis):
+        for baseline in map(analysis.method, roles):
+            pairs = seed_pairs(result, baseline, metric)
+            if not pairs:
+                continue
+            ends = [(one.epochs[-1], other.epochs[-1]) for one, other in pairs]
+            timed = [(one.train_seconds, other.train_seconds) for one, other in ends] if _same_machine(pairs) else []
+            gain = Gain(
+                result=result,
+                baseline=baseline,
+                roles=tuple(roles[baseline.method]),
+                num_seeds=len(pairs),
+                metric=_metric_difference(pairs, metric, final_value),
+                steps=_ratio([(one.steps, other.steps) for one, other in ends]),
+                seconds=_ratio(timed),
+            )
+            gains.append(gain)
+    return gains
+
+
+def best_fixed(analysis: Analysis) -> MethodResult | None:
+    """Return the best fixed batch; None while none has finished."""
+    metric = analysis.metric
+    finals = {
+        result.method: fmean(final_value(run, metric) for run in result.runs)
+        for result in analysis.methods
+        if result.is_fixed and result.num_finished
+    }
+    value = metric.best(finals.values())
+    if value is None:
+        return None
+    best = next(analysis.method(name) for name in finals if finals[name] == value)
+    tied = [analysis.method(name) for name in finals if _is_within_noise(analysis.method(name), best, metric)]
+    return min(tied, key=_cost_of(analysis), default=best)
+
+
+def _is_within_noise(result: MethodResult, best: MethodResult, metric: Metric) -> bool:
+    """Return whether the mean difference, seed by seed, is at most its standard error; no run may have diverged."""
+    if result is best:
+        return True
+    pairs = seed_pairs(result, best, metric)
+    if len(pairs) < 2 or any(metric.of(run.epochs[-1]) is None for each in pairs for run in each):
+        return False
+    found = _metric_difference(pairs, metric, final_value)
+    return found is not None and abs(found.value) <= found.std / math.sqrt(found.num_seeds)
+
+
+def _cost_of(analysis: Analysis) -> Callable[[MethodResult], float]:
+    """Take seconds of training if one machine ran all, else steps."""
+    seconds = {result.method: result.final_mean("train_seconds") for result in analysis.methods}
+    if analysis.is_timed and None not in seconds.values():
+        return lambda result: seconds[result.method] or 0.0
+    return lambda result: result.final_mean("steps") or 0.0
+
+
+# In words
+
+
+def metric_in_words(change: Difference, metric: Metric) -> str:
+    """Return for instance `0.39 points better (0.11 to 0.67)`, or that no difference is shown."""
+    form, unit = (".2f", " points") if metric.is_accuracy else (".4g", "")
+    if change.is_shown is False:
+        span = [f"{end:+{form}}" for end in change.interval or ()]
+        return f"no difference shown: {change.value:+{form}}{unit}" + (f" ({' to '.join(span)})" if span else "")
+    span = [f"{abs(end):{form}}" for end in sorted(change.interval or (), key=abs)]
+    text = f"{abs(change.value):{form}}{unit} {'better' if change.value >= 0 else 'worse'}"
+    return text + (f" ({' to '.join(span)})" if span else "")
+
+
+def ratio_in_words(change: Difference) -> str:
+    """Return for instance `0.71 times (0.70 to 0.72)`, or that no difference is shown."""
+    span = f" ({change.interval[0]:.2f} to {change.interval[1]:.2f})" if change.interval else ""
+    return ("no difference shown: " if change.is_shown is False else "") + f"{change.value:.2f} times{span}"
+
+
+def verdict(analysis: Analysis, gains: Sequence[Gain]) -> str:
+    """Return the experiment's result in one sentence: the first adaptive method against the best fixed batch.
+
+    Args:
+        analysis: The experiment's, from `analyse`.
+        gains: Those of `find_gains`.
+    """
+    so_far = "" if analysis.is_finished else "So far: "
+    gain = next((gain for gain in gains if BEST in gain.roles), None)
+    if gain is None:
+        return so_far + _best_in_words(analysis)
+    names = f"{gain.result.method} against {gain.baseline.method}"
+    if trained_alike(gain.result, gain.baseline):
+        return f"{so_far}{names}: both trained exactly the same."
+    chance = " (one seed, so it may be chance)" if gain.num_seeds == 1 else ""
+    return f"{so_far}{names}: {', '.join(_parts(gain, analysis.metric))}{chance}."
+
+
+def _parts(gain: Gain, metric: Metric) -> Iterator[str]:
+    """Yield accuracy before speed; what shows no difference is said together."""
+    differences = {metric.word: gain.metric, SECONDS: gain.seconds}
+    alike = {name: change for name, change in differences.items() if change is not None and change.is_shown is False}
+    if gain.metric is None:
+        yield f"no comparison of {metric.word}, because a run diverged"
+    elif metric.word not in alike:
+        yield f"{metric.word} {metric_in_words(gain.metric, metric)}"
+    if alike:
+        yield f"no difference shown in {' or '.join(_with_span(*each, metric) for each in alike.items())}"
+    if gain.steps is not None:
+        yield f"{gain.steps.value:.2f} times the steps"
+    if gain.seconds is not None and SECONDS not in alike:
+        words, _, span = ratio_in_words(gain.seconds).partition(" times")
+        yield f"{words} times the seconds{span}"
+
+
+def _with_span(name: str, change: Difference, metric: Metric) -> str:
+    """Return the measure with its interval, without which a difference not shown says little."""
+    if change.interval is None:
+        return name
+    low, high = change.interval
+    if change.is_ratio:
+        return f"{name} ({low:.2f} to {high:.2f})"
+    form, unit = (".2f", " points") if metric.is_accuracy else (".4g", "")
+    return f"{name} ({low:+{form}} to {high:+{form}}{unit})"
+
+
+def _best_in_words(analysis: Analysis) -> str:
+    """Return which method ended best, if there are no fixed and adaptive method to compare."""
+    for metric in (analysis.metric, Metric("val_loss", "lower")):
+        finals = {result.method: result.final_mean(metric.name) for result in analysis.methods}
+        known = {method: value for method, value in finals.items() if value is not None}
+        best = metric.best(known.values())
+        if best is None:
+            continue
+        names = [method for method in known if known[method] == best]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        verb = "ends" if len(names) == 1 else "end"
+        alone = "; there is nothing to compare with" if len(analysis.methods) == 1 else ""
+        return f"{' and '.join(names[:3])}{more} {verb} best, with {metric.word} {metric.text(best)}{alone}."
+    return "no run has a validation loss."
+
+
+def note_on(result: MethodResult, gains: Sequence[Gain], best: MethodResult | None) -> str:
+    """Return what is to be said of a method beside its numbers, in a few words.
+
+    Args:
+        result: The method's.
+        gains: Those of `find_gains`.
+        best: The best fixed batch.
+    """
+    count, notes = len(result.trials), []
+    if best is not None and result.method == best.method:
+        notes.append(BEST)
+    gain = next((gain for gain in gains if gain.result is result and BEST in gain.roles), None)
+    if result.is_at_chance:
+        notes.append("learned nothing")
+    elif result.num_at_chance:
+        notes.append(f"learned nothing in {result.num_at_chance} of {result.num_finished} seeds")
+    elif gain is not None and gain.word:
+        notes.append(gain.word)
+    if result.num_diverged:
+        notes.append(f"{result.num_diverged} of {count} seeds diverged")
+    if result.num_finished < count:
+        notes.append(f"{result.num_finished} of {count} seeds finished")
+    return ", ".join(notes)
+
+
+# Two methods by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +359,10 @@ class Comparison:
     first: str
     second: str
     seeds: tuple[int, ...]
-    answers: tuple[Answer, ...]
+    differences: dict[str, Difference | None]
+    """By measure, the first against the second; None if there is no fair average."""
+    answers: dict[str, str]
+    """The same in words."""
     cautions: tuple[str, ...]
 
 
@@ -111,104 +379,35 @@ def compare_methods(
     Args:
         analysis: The experiment's, which also gives the target.
         first: A method of it.
-        second: Another one, of `against` where that is given.
+        second: Another one, of `against` if that is given.
         against: The same experiment from another folder.
-        names: What the two are called in the answers; their method names where not given.
+        names: Words for the two methods in the answers. None: their names.
     """
     results = (analysis.method(first), (against or analysis).method(second))
     metric, called = analysis.metric, names or (first, second)
     pairs = seed_pairs(*results, metric)
-    answers: list[Answer] = []
+    differences: dict[str, Difference | None] = {}
+    answers: dict[str, str] = {}
     if len(pairs) > 1:
-        for which, value in (("final", final_value), ("best", _best)):
-            values = [(value(one, metric), value(other, metric)) for one, other in pairs]
-            answers.append(_values(which, values, metric, called))
-        answers += _times(pairs, results, analysis, called)
+        for measure, value in ((f"final {metric.word}", final_value), (f"best {metric.word}", _best_value)):
+            change = differences[measure] = _metric_difference(pairs, metric, value)
+            counts = [sum(math.isfinite(value(each[place], metric)) for each in pairs) for place in (0, 1)]
+            answers[measure] = _unfair("have one", counts, pairs) if change is None else metric_in_words(change, metric)
+        if analysis.target is not None:
+            measure = f"seconds to {metric.text(analysis.target.value)}"
+            found = [_seconds_by_seed(result, metric, analysis.target.value) for result in results]
+            times = [(found[0][one.header.seed], found[1][other.header.seed]) for one, other in pairs]
+            change = differences[measure] = _ratio(times)
+            counts = [sum(0 < each[place] < math.inf for each in times) for place in (0, 1)]
+            words = "reached it, with a time" if change is None else ratio_in_words(change)
+            answers[measure] = _unfair(words, counts, pairs) if change is None else words
+        for measure, change in differences.items():
+            if change is not None and change.effect is not None:
+                word = next(word for bound, word in EFFECTS if abs(change.effect) < bound)
+                answers[measure] += f"; effect size {abs(change.effect):.2f}, {word}"
     seeds = tuple(run.header.seed for run, _ in pairs)
     cautions = tuple(_cautions(results, pairs, called))
-    return Comparison(analysis.experiment.name, *called, seeds, tuple(answers), cautions)
-
-
-def seed_pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
-    """Finished runs that have a value of the metric, two of each seed."""
-    first, second = (
-        {run.header.seed: run for run in result.runs if result.num_finished and _values_of(run, metric)}
-        for result in (one, other)
-    )
-    return [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
-
-
-def _values_of(run: RecordedRun, metric: Metric) -> list[float]:
-    values = [metric.of(record) for record in run.epochs]
-    return [value for value in values if value is not None]
-
-
-def final_value(run: RecordedRun, metric: Metric) -> float:
-    """The metric at a run's end. A run that ended without a value, because it diverged, has the worst one."""
-    value = metric.of(run.epochs[-1])
-    return metric.worst if value is None else value
-
-
-def _best(run: RecordedRun, metric: Metric) -> float:
-    value = metric.best(_values_of(run, metric))
-    return metric.worst if value is None else value
-
-
-def _values(which: str, values: Sequence[tuple[float, float]], metric: Metric, names: tuple[str, str]) -> Answer:
-    measure = f"{which} {metric.word}"
-    counts = [sum(math.isfinite(each[place]) for each in values) for place in (0, 1)]
-    if min(counts) < len(values):
-        return Answer(measure, None, _no_average("has one", names, counts, len(values)))
-    scale, unit, form = (100.0, " points", ".2f") if metric.is_accuracy else (1.0, "", ".4g")
-    found = pair([scale * (one - other) for one, other in values])
-    low, high = found.interval
-    span = f"{LEVEL:.0%} interval {low:+{form}} to {high:+{form}}{unit}"
-    if found.excludes_zero:
-        better, worse = names if (found.mean > 0) == metric.higher_is_better else names[::-1]
-        text = f"{better} is better than {worse} by {abs(found.mean):{form}}{unit}"
-    else:
-        text = f"no difference shown between {names[0]} and {names[1]}: {found.mean:+{form}}{unit} on average"
-    return Answer(measure, found, f"{text} ({names[0]} less {names[1]}: {span}; {found.effect_in_words}).")
-
-
-def _times(
-    pairs: Pairs, results: tuple[MethodResult, MethodResult], analysis: Analysis, names: tuple[str, str]
-) -> Iterator[Answer]:
-    """Training time to the common target."""
-    target = analysis.target
-    if target is None:
-        return
-    measure = f"time to {analysis.metric.text(target.value)}"
-    by_seed = [_seconds_by_seed(result, analysis.metric, target.value) for result in results]
-    times = [(by_seed[0][one.header.seed], by_seed[1][other.header.seed]) for one, other in pairs]
-    counts = [sum(0 < each[place] < math.inf for each in times) for place in (0, 1)]
-    if min(counts) < len(pairs):
-        yield Answer(measure, None, _no_average("reached it, with a time,", names, counts, len(pairs)))
-        return
-    found = pair_ratios(times)
-    yield _ratio(measure, found, names, found.effect_in_words)
-
-
-def pair_ratios(values: Sequence[tuple[float, float]]) -> Paired:
-    """Of the logarithms of ratios, for what differs by a factor; both of a pair must be positive."""
-    return pair([math.log(one / other) for one, other in values])
-
-
-def factors(found: Paired) -> tuple[float, float, float]:
-    """The mean ratio and the ends of its interval, of what `pair_ratios` found; infinite where no float holds it."""
-    mean, low, high = (math.exp(value) if value < 700 else math.inf for value in (found.mean, *found.interval))
-    return mean, low, high
-
-
-def _ratio(measure: str, found: Paired, names: tuple[str, str], certainty: str) -> Answer:
-    factor, low, high = factors(found)
-    if found.excludes_zero:
-        faster, slower, by = (*names, 1 / factor) if factor < 1 else (*names[::-1], factor)
-        text = f"{faster} is {by:.2f} times as fast as {slower}"
-    else:
-        text = f"no difference shown between {names[0]} and {names[1]}"
-    ratio = f"time of {names[0]} over that of {names[1]}: {factor:.2f}, {LEVEL:.0%} interval {low:.2f} to {high:.2f}"
-    return Answer(measure, found, f"{text} ({ratio}; {certainty}).")
+    return Comparison(analysis.experiment.name, *called, seeds, differences, answers, cautions)
 
 
 def _seconds_by_seed(result: MethodResult, metric: Metric, target: float) -> dict[int, float]:
@@ -216,9 +415,9 @@ def _seconds_by_seed(result: MethodResult, metric: Metric, target: float) -> dic
     return {run.header.seed: seconds for run, seconds in zip(result.runs, trials, strict=True)}
 
 
-def _no_average(what: str, names: tuple[str, str], counts: Sequence[int], num_pairs: int) -> str:
-    first, second = (f"in {count} of {num_pairs}" for count in counts)
-    return f"{names[0]} {what} {first} seeds and {names[1]} {second}: no fair average."
+def _unfair(what: str, counts: Sequence[int], pairs: Pairs) -> str:
+    first, second = counts
+    return f"no fair average: {first} and {second} of {len(pairs)} seeds {what}"
 
 
 def _cautions(results: tuple[MethodResult, MethodResult], pairs: Pairs, names: tuple[str, str]) -> Iterator[str]:
@@ -227,14 +426,11 @@ def _cautions(results: tuple[MethodResult, MethodResult], pairs: Pairs, names: t
     elif len(pairs) == 1:
         yield "With a single seed nothing can be said: run five or so."
     elif len(pairs) < FEW_SEEDS:
-        yield (
-            f"{len(pairs)} seeds are few: the intervals hold if the differences are normally distributed, "
-            f"which so few cannot show."
-        )
+        yield f"{len(pairs)} seeds show little: run five or so."
     if pairs and trained_alike(*results):
         yield f"{names[0]} and {names[1]} trained exactly the same: they can only differ in time."
     left_out = sum(len(result.trials) for result in results) - 2 * len(pairs)
     if left_out:
         yield f"{left_out} runs are left out: unfinished, or without a partner of the same seed."
-    if len({(run.machine, run.is_on_gpu) for each in pairs for run in each}) > 1:
+    if pairs and not _same_machine(pairs):
         yield "The runs come from different hardware: the times do not compare."

@@ -1,24 +1,219 @@
-"""Panels and bars to finished figures, as SVG and PNG, with a caption. Needs the extra `report`."""
+"""Draw figures with matplotlib: the one palette, the style, panels of lines, bars. Needs the extra `report`."""
 
 import importlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from divebatch.errors import MissingExtraError
-from divebatch.report.analysis import Arrival
-from divebatch.report.charts import AXES, BARS_NOTE, Chart, Line, Panel, TargetBars, shown
-from divebatch.report.curves import Curve, Floats
+from divebatch.report.analysis import Arrival, Curve, Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Colours and dashes
+
+Dashes = tuple[float, tuple[float, ...]] | Literal["solid"]
+"""As matplotlib takes them: (offset, lengths in points)."""
+DASHED: Dashes = (0, (3.0, 1.5))
+DOTTED: Dashes = (0, (1.0, 1.3))
+PATTERNS: tuple[Dashes, ...] = ("solid", DASHED, DOTTED, (0, (5.0, 1.6, 1.2, 1.6)))
+# Colours differ in lightness as well as hue, so they hold under the common colour-vision deficiencies and in grey.
+PALETTE = {
+    "#0072B2": "#4DA8E0",
+    "#882255": "#D96BA0",
+    "#009E73": "#2CC79A",
+    "#D55E00": "#FF8A3D",
+    "#E69F00": "#E69F00",
+    "#56B4E9": "#56B4E9",
+    "#CC79A7": "#E3A5C7",
+    "#7F5F2A": "#C8A25C",
+    "#222222": "#EDEDED",
+    "#999999": "#999999",
+}
+"""Every colour, and the same on a dark page, where deep ones would be lost."""
+NUM_HUES = 8
+"""The first colours of the palette, which names choose from; black and grey are for when these are taken."""
+SALT = 16846
+"""A number with which methods that are often held against each other get different colours by their names alone."""
+MAIN, CHOSEN, LIMIT, REFERENCE = "#0072B2", "#009E73", "#D55E00", "#999999"
+"""Colours of pictures without methods: what was measured, what it leads to, what bounds it, what it is held against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Colour and dashes of a line."""
+
+    color: str
+    """On white."""
+    dashes: Dashes
+
+    @property
+    def dark_color(self) -> str:
+        """Return the colour on a dark page."""
+        return PALETTE[self.color]
+
+
+def looks_for(*experiments: Sequence[str]) -> dict[str, Look]:
+    """Return a look for each method: one in all experiments, and different ones within each.
+
+    A colour follows from the method's name, so reports agree unless two methods of one experiment would get the same.
+    A name that continues another's gets that one's colour in other dashes.
+
+    >>> looks = looks_for(["sgd", "adabatch", "adabatch-rescaled"])
+    >>> looks["adabatch"].color == looks["adabatch-rescaled"].color != looks["sgd"].color
+    True
+
+    Args:
+        experiments: The methods of each.
+    """
+    looks: dict[str, Look] = {}
+    for method in dict.fromkeys(name for methods in experiments for name in methods):
+        beside = {name for methods in experiments if method in methods for name in methods if name in looks}
+        looks[method] = _free_look(method, {name: looks[name] for name in beside}, looks)
+    return looks
+
+
+def _free_look(method: str, beside: Mapping[str, Look], looks: Mapping[str, Look]) -> Look:
+    start = blake2b(f"{method} {SALT}".encode(), digest_size=4).digest()[0] % NUM_HUES
+    hues = [*PALETTE][:NUM_HUES]
+    colors = [*hues[start:], *hues[:start], *[*PALETTE][NUM_HUES:]]
+    bases = [looks[name].color for name in sorted(looks, key=len) if method.startswith(f"{name}-")]
+    all_looks = [Look(color, dashes) for dashes, color in product(PATTERNS, colors)]
+    free = [look for look in all_looks if look not in beside.values()]
+    related = [look for look in free if look.color in bases[-1:]]
+    fresh = [look for look in free if look.color not in {used.color for used in beside.values()}]
+    return next(iter(related or fresh or free), Look(colors[0], "solid"))
+
+
+def other_looks(taken: str) -> list[Look]:
+    """Return looks for lines beside a solid one of the colour `taken`."""
+    return [Look(color, dashes) for dashes in (DASHED, DOTTED) for color in PALETTE if color != taken]
+
+
+# What is drawn, by the page and here
+
+AXES = {"epochs": "Epoch", "steps": "Optimizer steps", "samples": "Samples", "seconds": "Training time (s)"}
+"""Horizontal axes, each with its label."""
+EARLY = 0.2
+"""The part of the epochs at the start that a linear axis need not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve and how it is drawn."""
+
+    label: str
+    look: Look
+    curve: Curve
+    seconds: Floats | None = None
+    """Training time at each epoch of the curve, if that and not the epoch is the horizontal axis."""
+    width: float | None = None
+    """In points. None: the figures' usual width."""
+
+    def outline(self) -> "Line":
+        """Return the line with the points that a drawing needs."""
+        kept = self.curve.outline()
+        return replace(self, curve=self.curve.only(kept), seconds=None if self.seconds is None else self.seconds[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The contents of one set of axes."""
+
+    title: str
+    """The quantity with its unit."""
+    lines: Sequence[Line]
+    bounds: tuple[float, float] = (-np.inf, np.inf)
+    """Values that the quantity cannot leave; bands are cut there."""
+    may_be_log: bool = True
+    log_base: int = 10
+    is_steps: bool = False
+    """Whether a value holds for the whole epoch before its point."""
+    first_epoch: int = 1
+    """Where the axis of epochs begins."""
+
+    @property
+    def is_over_seconds(self) -> bool:
+        """Return whether the horizontal axis is training time."""
+        return any(line.seconds is not None for line in self.lines)
+
+    @property
+    def is_log(self) -> bool:
+        """Return whether the means are positive and span more than a factor of ten."""
+        means = np.concatenate([line.curve.mean for line in self.lines])
+        means = means[np.isfinite(means)]
+        return self.may_be_log and bool(means.min() > 0 and means.max() > 10 * means.min())
+
+    @property
+    def focus(self) -> tuple[float, float] | None:
+        """Return the ends of a linear axis that early epochs would stretch to more than twice its length."""
+        ends = [band(line.curve, self.bounds) for line in self.lines]
+        whole = np.concatenate([*(np.concatenate(each) for each in ends), *(line.curve.mean for line in self.lines)])
+        last = max(int(line.curve.epochs[-1]) for line in self.lines)
+        late = np.concatenate([line.curve.mean[line.curve.epochs > EARLY * last] for line in self.lines])
+        late, whole = late[np.isfinite(late)], whole[np.isfinite(whole)]
+        if self.is_log or self.is_steps or last < 10 or not len(late) or late.max() == late.min():
+            return None
+        margin = 0.05 * float(late.max() - late.min())
+        low, high = max(self.bounds[0], late.min() - margin), min(self.bounds[1], late.max() + margin)
+        return (float(low), float(high)) if whole.max() - whole.min() > 2 * (high - low) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBars:
+    """The way of each method to the common target, in one unit."""
+
+    unit: str
+    goal: str
+    """The target, for instance `92.83 %`."""
+    arrivals: Mapping[str, Arrival]
+    looks: Mapping[str, Look]
+
+    @property
+    def title(self) -> str:
+        """Return the axis with its unit, and the target."""
+        return f"{AXES[self.unit]} to the common target of {self.goal}"
+
+    @property
+    def end(self) -> float:
+        """Return the largest finite number of all, at which the axis may end."""
+        numbers = [n for each in self.arrivals.values() for n in (each.value or 0.0, *each.trials)]
+        return max(filter(math.isfinite, numbers), default=0.0)
+
+    def text(self, method: str) -> str:
+        """Return a method's number in words, for instance `21.5 s` or `not reached`."""
+        value = self.arrivals[method].value
+        if value is None:
+            return "not reached"
+        return f"{seconds(value)} s" if self.unit == "seconds" else f"{value:,.0f}"
+
+
+def seconds(value: float) -> str:
+    """Return seconds with at least three digits if there are that many.
+
+    >>> seconds(1.234), seconds(56.78), seconds(1234.5)
+    ('1.23', '56.8', '1234')
+    """
+    return f"{value:.{2 if value < 10 else 1 if value < 1000 else 0}f}"
+
+
+def band(curve: Curve, bounds: tuple[float, float]) -> tuple[Floats, Floats]:
+    """Return mean ± standard error, cut at the bounds; NaN if there is no finite spread."""
+    width = np.where(np.isfinite(curve.standard_error), curve.standard_error, np.nan)
+    return np.clip(curve.mean - width, *bounds), np.clip(curve.mean + width, *bounds)
+
+
+# The style of every figure
 
 PANEL_SIZE = (3.9, 3.3)
 """Width and height of a panel beside others, in inches."""
@@ -28,9 +223,10 @@ BAR_HEIGHT = 0.34
 """Inches for each method."""
 PNG_DPI = 150
 FEW_POINTS = 12
-"""Curves with at most so many epochs show each as a dot."""
+"""Curves with at most this many epochs show each as a dot."""
 MOST_DECADES = 1e30
 """A log axis spans at most this ratio, from the top: a run that diverges can span more than a float holds."""
+MOST_TICKS = 7
 SETTINGS: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "Helvetica", "sans-serif"],
@@ -61,7 +257,7 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A finished figure: file name without folder and suffix, what it shows in words, and its bytes."""
+    """A finished figure: file name without folder and suffix, its subject in words, and its bytes."""
 
     name: str
     title: str
@@ -78,7 +274,69 @@ def require_matplotlib() -> None:
         raise MissingExtraError("matplotlib", "report") from error
 
 
-def make_drawing(
+@contextmanager
+def settings() -> Iterator[None]:
+    """Set our style over matplotlib's defaults, whatever the user's own is; put it back afterwards."""
+    import matplotlib
+    from matplotlib import style
+
+    with style.context("default"), matplotlib.rc_context(SETTINGS):
+        yield
+
+
+def finish(name: str, title: str, figure: "Figure", caption: Sequence[str]) -> Drawing:
+    """Return the figure in both formats; call it within `settings`."""
+    svg = _bytes(figure, "svg")
+    figure.set_layout_engine("none")  # all has its place now; the second search for it would find the same
+    return Drawing(name, title, " ".join(caption), svg, _bytes(figure, "png"))
+
+
+def _bytes(figure: "Figure", kind: str) -> bytes:
+    buffer = BytesIO()
+    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+    figure.savefig(buffer, format=kind, dpi=PNG_DPI, metadata=metadata)
+    return buffer.getvalue()
+
+
+def add_heading(figure: "Figure", heading: str) -> None:
+    """Write a heading at the top left."""
+    figure.suptitle(drawable(heading, 60), x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
+def drawable(text: str, length: int) -> str:
+    """Return only characters that every font can draw, at most `length`.
+
+    >>> drawable("naïve", 4)
+    'na?v'
+    """
+    return re.sub(r"[^ -~]", "?", text)[:length]
+
+
+def size_axis(axes: "Axes", sizes: Sequence[int]) -> None:
+    """Make the horizontal axis one of batch sizes with a tick at each, or at some of many."""
+    from matplotlib.ticker import NullLocator
+
+    powers = [size for size in sizes if size & (size - 1) == 0] or list(sizes)
+    shown = powers[:: math.ceil(len(powers) / MOST_TICKS)]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [str(size) for size in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("Batch size (samples)")
+
+
+def plain_log_ticks(axis: Any) -> None:
+    """Show digits on a log axis, also if it spans less than a power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+# Panels side by side: mean lines with a band of their spread, on axes that fit the numbers
+
+
+def draw_panels(
     name: str,
     title: str,
     heading: str,
@@ -87,56 +345,29 @@ def make_drawing(
     *,
     panel_size: tuple[float, float] = PANEL_SIZE,
 ) -> Drawing:
-    """`title` and `caption` go beside the figure, `heading` into it. Every panel needs a line."""
-    with settings():
-        return finish(name, title, _compose(heading, [panel.outline() for panel in panels], panel_size), caption)
+    """Draw panels with one legend; `title` and `caption` go beside the figure, `heading` into it.
 
-
-def finish(name: str, title: str, figure: "Figure", caption: Sequence[str]) -> Drawing:
-    """The figure in both formats; call it within `settings`."""
-    svg = _bytes(figure, "svg")
-    figure.set_layout_engine("none")  # all has its place now; the second search for it would find the same
-    return Drawing(name, title, " ".join(caption), svg, _bytes(figure, "png"))
-
-
-@contextmanager
-def settings() -> Iterator[None]:
-    """Ours over matplotlib's defaults, whatever the user's own are; put back afterwards."""
-    import matplotlib
-    from matplotlib import style
-
-    with style.context("default"), matplotlib.rc_context(SETTINGS):
-        yield
-
-
-def _compose(heading: str, panels: Sequence[Panel], panel_size: tuple[float, float]) -> "Figure":
+    Args:
+        name: The file's, without folder and suffix.
+        title: The figure's subject in words.
+        heading: The experiment's name.
+        panels: From left to right, each with a line or more.
+        caption: Sentences.
+        panel_size: Width and height of each, in inches.
+    """
     from matplotlib.figure import Figure
 
-    last_epoch = max(int(line.curve.epochs[-1]) for panel in panels for line in panel.lines)
-    figure = Figure(figsize=(panel_size[0] * len(panels), panel_size[1]), layout="constrained")
-    for index, panel in enumerate(panels):
-        _draw_panel(figure.add_subplot(1, len(panels), index + 1), panel, last_epoch)
-    add_heading(figure, heading)
-    _add_legend(figure, panels)
-    return figure
-
-
-def add_heading(figure: "Figure", heading: str) -> None:
-    """At the top left."""
-    figure.suptitle(drawable(heading, 60), x=0.01, ha="left", fontsize=11, fontweight="bold")
-
-
-def drawable(text: str, length: int) -> str:
-    """Only what every font can draw, and only as much as there is room for.
-
-    >>> drawable("naïve", 4)
-    'na?v'
-    """
-    return re.sub(r"[^ -~]", "?", text)[:length]
+    with settings():
+        figure = Figure(figsize=(panel_size[0] * len(panels), panel_size[1]), layout="constrained")
+        for place, panel in enumerate(panels, 1):
+            _draw_panel(figure.add_subplot(1, len(panels), place), panel)
+        add_heading(figure, heading)
+        _add_legend(figure, panels)
+        return finish(name, title, figure, caption)
 
 
 def _add_legend(figure: "Figure", panels: Sequence[Panel]) -> None:
-    """One for all panels, below them, where it covers no data."""
+    """Add one for all panels, below them, where it covers no data."""
     from matplotlib.lines import Line2D
 
     entries = dict.fromkeys((line.label, line.look) for panel in panels for line in panel.lines)
@@ -147,48 +378,34 @@ def _add_legend(figure: "Figure", panels: Sequence[Panel]) -> None:
     figure.legend(handles=handles, loc="outside lower left", ncols=num_columns, handlelength=3.2)
 
 
-def _bytes(figure: "Figure", kind: str) -> bytes:
-    buffer = BytesIO()
-    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    figure.savefig(buffer, format=kind, dpi=PNG_DPI, metadata=metadata)
-    return buffer.getvalue()
-
-
-# One panel: mean lines with a band of their spread, on axes that fit the numbers
-
-
-def _draw_panel(axes: "Axes", panel: Panel, last_epoch: int) -> None:
-    """Draw every line of the panel up to `last_epoch`; each must have a finite value."""
+def _draw_panel(axes: "Axes", panel: Panel) -> None:
     for line in panel.lines:
-        _draw_line(axes, line, panel)
-    _set_x_axis(axes, panel, last_epoch)
+        _draw_line(axes, line.outline(), panel)
+    _set_x_axis(axes, panel)
     _set_y_axis(axes, panel)
     axes.set_title(f"{panel.title}, log scale" if panel.is_log else panel.title, loc="left")
 
 
 def _draw_line(axes: "Axes", line: Line, panel: Panel) -> None:
-    x, color = line.x, line.look.color
+    x, mean = line.curve.epochs.astype(np.float64) if line.seconds is None else line.seconds, line.curve.mean
+    low, high = band(line.curve, (log_limits(panel)[0], panel.bounds[1]) if panel.is_log else panel.bounds)
+    if panel.is_steps:  # from the begin of the first epoch on
+        x = np.concatenate([[x[0] - 1 if line.seconds is None else 0.0], x])
+        mean, low, high = (np.concatenate([each[:1], each]) for each in (mean, low, high))
     marker = "o" if len(x) <= FEW_POINTS else None
-    style: dict[str, Any] = {"color": color, "linestyle": line.look.dashes, "linewidth": line.width, "marker": marker}
-    axes.plot(x, line.curve.mean, label=line.label, **style)
-    bounds = (log_limits(panel)[0], panel.bounds[1]) if panel.is_log else panel.bounds
-    low, high = band(line.curve, bounds, panel.spread)
+    style: dict[str, Any] = {"color": line.look.color, "linestyle": line.look.dashes, "linewidth": line.width}
+    style |= {"drawstyle": "steps-pre"} if panel.is_steps else {"marker": marker}
+    axes.plot(x, mean, label=line.label, **style)
     if len(x) == 1:
-        axes.vlines(x, low, high, color=color, linewidth=1)
+        axes.vlines(x, low, high, color=line.look.color, linewidth=1)
     else:
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-
-
-def band(curve: Curve, bounds: tuple[float, float], spread: str) -> tuple[Floats, Floats]:
-    """Mean ± the spread, cut at the bounds; NaN, that is no band, where there is no finite spread."""
-    width: Floats = getattr(curve, spread)
-    width = np.where(np.isfinite(width), width, np.nan)
-    return np.clip(curve.mean - width, *bounds), np.clip(curve.mean + width, *bounds)
+        step: Any = "pre" if panel.is_steps else None
+        axes.fill_between(x, low, high, color=line.look.color, alpha=0.15, linewidth=0, step=step)
 
 
 def log_limits(panel: Panel) -> tuple[float, float]:
-    """Ends of a log axis: room for every mean and upper band, but a lower band that nears zero runs off."""
-    bands = [band(line.curve, panel.bounds, panel.spread) for line in panel.lines]
+    """Return the ends of a log axis: room for every mean and upper band, but not for a lower band that nears zero."""
+    bands = [band(line.curve, panel.bounds) for line in panel.lines]
     means = np.concatenate([line.curve.mean for line in panel.lines])
     lowest = np.nanmin(means)
     low = max(lowest / 1.5, np.nanmin(np.concatenate([low for low, _ in bands] + [[lowest]])))
@@ -198,16 +415,16 @@ def log_limits(panel: Panel) -> tuple[float, float]:
     return float(low / margin), float(high * margin)
 
 
-def _set_x_axis(axes: "Axes", panel: Panel, last_epoch: int) -> None:
+def _set_x_axis(axes: "Axes", panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
     if panel.is_over_seconds:
         axes.set_xlim(left=0)
-        axes.set_xlabel("Training time (s)")
     else:
-        margin = max(0.5, 0.02 * (last_epoch - panel.first_epoch + 1))
-        axes.set_xlim(panel.first_epoch - margin, last_epoch + margin)
-        axes.set_xlabel("Epoch")
+        last = max(int(line.curve.epochs[-1]) for line in panel.lines)
+        margin = max(0.5, 0.02 * (last - panel.first_epoch + 1))
+        axes.set_xlim(panel.first_epoch - panel.is_steps - margin, last + margin)
+    axes.set_xlabel(AXES["seconds" if panel.is_over_seconds else "epochs"])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=not panel.is_over_seconds))
 
 
@@ -215,64 +432,50 @@ def _set_y_axis(axes: "Axes", panel: Panel) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     if panel.is_log:
-        axes.set_ylim(*log_limits(panel))  # first, or the log scale looks for limits of its own
+        low, high = log_limits(panel)
+        axes.set_ylim(low, high)  # first, or the log scale looks for limits of its own
         axes.set_yscale("log", base=panel.log_base)
-        axes.yaxis.set_major_locator(LogLocator(base=panel.log_base, subs=_log_ticks(panel), numticks=9))
+        # Also 2 and 5 if there are few powers of ten.
+        subs = (1.0, 2.0, 5.0) if panel.log_base == 10 and high < 300 * low else (1.0,)
+        axes.yaxis.set_major_locator(LogLocator(base=panel.log_base, subs=subs, numticks=9))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
+        if panel.focus is not None:
+            axes.set_ylim(*panel.focus)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
 
 
-def _log_ticks(panel: Panel) -> tuple[float, ...]:
-    """Multiples of the base's powers that get a label: also 2 and 5 where there are few powers of ten."""
-    low, high = log_limits(panel)
-    return (1.0, 2.0, 5.0) if panel.log_base == 10 and high < 300 * low else (1.0,)
-
-
 def _tick(value: float) -> str:
-    """Plain digits where they are short."""
+    """Return plain digits if they are short."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
-# Charts and bars as files
+def draw_bars(bars: TargetBars, heading: str, caption: str) -> Drawing:
+    """Draw one bar a method, the first on top, with a dot for each trial.
 
-
-def draw_chart(chart: Chart, heading: str) -> Drawing:
-    """The chart as it is first shown: over epochs."""
-    return make_drawing(chart.name, chart.panel.title, heading, [chart.panel], [chart.caption], panel_size=CHART_SIZE)
-
-
-def draw_bars(bars: TargetBars, heading: str) -> Drawing:
-    """One bar a method, the first on top."""
+    Args:
+        bars: The numbers.
+        heading: The experiment's name.
+        caption: Sentences that go beside the figure.
+    """
     from matplotlib.figure import Figure
 
     with settings():
         figure = Figure(figsize=(CHART_SIZE[0], 1.2 + BAR_HEIGHT * len(bars.arrivals)), layout="constrained")
-        _draw_bars(figure.add_subplot(), bars)
+        axes = figure.add_subplot()
+        for place, (method, arrival) in enumerate(bars.arrivals.items()):
+            color = bars.looks[method].color
+            dots = [each for each in arrival.trials if math.isfinite(each)] if len(arrival.trials) > 1 else []
+            axes.barh(place, arrival.value or 0.0, height=0.6, color=color, alpha=0.5)
+            axes.plot(dots, [place] * len(dots), color=color, marker="o", markersize=3, linestyle="none")
+            text_from = max([arrival.value or 0.0, *dots])
+            axes.text(text_from, place, f"  {bars.text(method)}", va="center", fontsize=9)
+        axes.set_yticks(range(len(bars.arrivals)), [drawable(method, 30) for method in bars.arrivals])
+        axes.set_ylim(len(bars.arrivals) - 0.5, -0.5)
+        axes.set_xlim(0, 1.25 * bars.end or 1.0)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(AXES[bars.unit])
+        axes.set_title(bars.title, loc="left")
         add_heading(figure, heading)
-        return finish("target", bars.title, figure, [BARS_NOTE])
-
-
-def _draw_bars(axes: "Axes", bars: TargetBars) -> None:
-    for place, (method, arrival) in enumerate(bars.arrivals.items()):
-        _draw_bar(axes, place, arrival, bars.looks[method].color, bars)
-    axes.set_yticks(range(len(bars.arrivals)), [drawable(method, 30) for method in bars.arrivals])
-    axes.set_ylim(len(bars.arrivals) - 0.5, -0.5)
-    axes.set_xlim(0, 1.25 * bars.end)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel(AXES[bars.unit])
-    axes.set_title(bars.title, loc="left")
-
-
-def _draw_bar(axes: "Axes", place: int, arrival: Arrival, color: str, bars: TargetBars) -> None:
-    if arrival.value is None:
-        axes.text(0, place, " not reached", va="center", fontsize=9)
-        return
-    axes.barh(place, arrival.value, height=0.6, color=color, alpha=0.75)
-    ends = [arrival.low, min(arrival.high, bars.end)] if arrival.has_interval else []
-    if ends:
-        style = "-" if math.isfinite(arrival.high) else ":"
-        axes.plot(ends, [place, place], color="black", linewidth=1.2, linestyle=style, marker="|")
-    text_from = max([arrival.value, *ends])
-    axes.text(text_from, place, f"  {shown(arrival.value, bars.unit)}", va="center", fontsize=9)
+        return finish("target", bars.title, figure, [caption])

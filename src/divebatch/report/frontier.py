@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from divebatch.errors import MissingExtraError, RecordError
-from divebatch.report.runs import RecordedRun, load_runs
-from divebatch.report.style import looks_for
+from divebatch.report.drawing import looks_for
+from divebatch.report.load import RecordedRun, load_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

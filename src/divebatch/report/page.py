@@ -1,50 +1,132 @@
-"""From folders of runs to a report: Markdown, one HTML page, and every figure and table as files beside it."""
+"""Write a report: one self-contained HTML page, report.md, and every figure and table as files beside them."""
 
-from collections.abc import Callable, Sequence
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from divebatch.errors import RecordError
-from divebatch.report.drawing import require_matplotlib
-from divebatch.report.export import (
-    bars_to_csv,
-    chart_to_csv,
-    escape_markdown,
-    table_to_csv,
-    table_to_latex,
-    table_to_markdown,
+from divebatch.report.analysis import Analysis, Floats, analyse
+from divebatch.report.compare import FEWEST_SEEDS, best_fixed, find_gains, verdict
+from divebatch.report.drawing import AXES, Dashes, Drawing, Line, Look, TargetBars, looks_for, require_matplotlib
+from divebatch.report.figures import (
+    BARS_NOTE,
+    Chart,
+    Track,
+    draw_paper_figures,
+    draw_target,
+    make_bars,
+    make_charts,
+    make_tracks,
 )
-from divebatch.report.html import render_html
-from divebatch.report.runs import load_runs
-from divebatch.report.sections import Section, make_sections
-from divebatch.report.tables import Table
+from divebatch.report.load import RecordedExperiment, load_runs
+from divebatch.report.tables import (
+    Table,
+    about,
+    cost_table,
+    csv_text,
+    escape_markdown,
+    gains_table,
+    memory_table,
+    result_table,
+    settings_json,
+    size_in_words,
+    summary_table,
+)
 
-TABLE_FORMATS: dict[str, Callable[[Table], str]] = {
-    "CSV": table_to_csv,
-    "LaTeX": table_to_latex,
-    "Markdown": table_to_markdown,
-}
+SCRIPTS = ("uPlot.iife.min.js", "page.js")
+AT_ONCE = 3
+"""Charts that the page shows unfolded."""
+MOST_ROWS = 14
+"""Methods that a terminal shows of an experiment."""
+DIGITS = 5
+"""Significant ones of the numbers that the page's script draws: more than a screen shows."""
+FEW_SEEDS_NOTE = "Fewer than three seeds show little, and have no intervals: run five or so."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One experiment's part of a report, before it takes the form of a page."""
+
+    experiment: RecordedExperiment
+    stem: str
+    """Safe in file names and links, different for each section of a report."""
+    heading: str
+    about: str
+    verdict: str
+    summary: Table
+    shown: Sequence[str]
+    """Methods that a terminal shows."""
+    tables: Sequence[Table]
+    """The further ones."""
+    settings: str
+    """JSON."""
+    looks: Mapping[str, Look]
+    tracks: Sequence[Track]
+    charts: Sequence[Chart]
+    bars: Mapping[str, TargetBars]
+    chart_drawings: Sequence[Drawing]
+    """The charts, and the bars if there are any, as files."""
+    paper_drawings: Sequence[Drawing]
+
+    def figure(self, part: str, suffix: str) -> str:
+        """Return a path relative to the page; parts have no dash, so no two sections' files meet."""
+        return f"figures/{self.stem}-{part}.{suffix}"
+
+    def table(self, part: str, suffix: str = "csv") -> str:
+        """Return a path relative to the page."""
+        return f"tables/{self.stem}-{part}.{suffix}"
+
+    @property
+    def axes(self) -> list[str]:
+        """Return the horizontal axes that some runs recorded."""
+        return [axis for axis in AXES if any(axis in track.axes for track in self.tracks)]
+
+    def place(self, method: str) -> int | None:
+        """Return the number of a method's track; None if it has not begun."""
+        return next((place for place, track in enumerate(self.tracks) if track.method == method), None)
+
+    def text(self) -> list[str]:
+        """Return the lines for a terminal: heading, one row a method, verdict."""
+        rows = [row for row in self.summary.rows if row[0] in self.shown]
+        more = len(self.summary.rows) - len(rows)
+        table = replace(self.summary, rows=rows).to_text()
+        rest = [f"and {more} more on the page"] if more else []
+        return [self.heading, *(f"  {line}" for line in (*table, *rest, self.verdict))]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `write_report` did."""
+    """A report on disk.
+
+    Args:
+        html: The page to open.
+        paths: All files written, the page first.
+        sections: One for each experiment.
+        problems: Record files that were left out, and why.
+    """
 
     html: Path
-    """The page to open."""
     paths: tuple[Path, ...]
-    """All files written, the page first."""
-    tables: tuple[Table, ...]
-    """Of all experiments, in order."""
-    answers: tuple[str, ...]
-    """One sentence for each experiment."""
-    gains: tuple[str, ...]
-    """What changing the batch size gained over fixed batches, of the experiments that have both."""
-    details: tuple[str, ...]
-    """What stands behind the answers, of the experiments that have something to compare."""
+    sections: tuple[Section, ...]
     problems: tuple[str, ...]
-    """Record files that were left out, and why."""
+
+    @property
+    def text(self) -> str:
+        """Return a few lines for each experiment."""
+        lines = [line for section in self.sections for line in section.text()]
+        counts = [len(runs) for section in self.sections for runs in section.experiment.methods.values()]
+        return "\n".join([*lines, *([FEW_SEEDS_NOTE] if max(counts) < FEWEST_SEEDS else [])])
 
 
 def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
@@ -53,61 +135,127 @@ def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
     Args:
         folder: Where the runs are, as `load_runs` takes it.
         more: Further folders of the same kind.
-        out: Where to write; the first folder if not given.
+        out: Where to write. None: the first folder.
 
-    Equal records give equal files. Raises `RecordError` where there is no run to report or nothing can be written,
-    and `MissingExtraError` without matplotlib.
+    Equal records give equal files. Raises `RecordError` if there is no run to report or nothing can be written, and
+    `MissingExtraError` without matplotlib.
     """
     require_matplotlib()
     runs = load_runs(folder, *more)
     sections = make_sections(runs.experiments)
-    target = out or folder
-    files = {
-        "report.html": _encoded(render_html(sections, runs.problems)),
-        "report.md": _encoded(render_markdown(sections, runs.problems)),
-    }
+    texts = {"report.html": render_page(sections, runs.problems), "report.md": render_markdown(sections, runs.problems)}
+    # JSON can hold halves of characters that UTF-8 cannot.
+    contents = {name: text.encode("utf-8", "replace") for name, text in texts.items()}
     for section in sections:
-        files |= {**_figure_files(section), **_table_files(section)}
-    _write(target, files)
-    tables = tuple(table for section in sections for table in section.tables)
-    return Report(
-        html=target / "report.html",
-        paths=tuple(target / name for name in files),
-        tables=tables,
-        answers=tuple(section.answer for section in sections),
-        gains=tuple(section.gains for section in sections if section.gains),
-        details=tuple(section.details for section in sections if section.details),
-        problems=runs.problems,
+        contents |= _files_of(section)
+    target = out or folder
+    _write(target, contents)
+    return Report(target / "report.html", tuple(target / name for name in contents), tuple(sections), runs.problems)
+
+
+def make_sections(experiments: Sequence[RecordedExperiment]) -> list[Section]:
+    """Return one section for each experiment, in order."""
+    looks = looks_for(*(list(experiment.methods) for experiment in experiments))
+    stems = file_stems([experiment.name for experiment in experiments])
+    return [_section(experiment, stem, looks) for experiment, stem in zip(experiments, stems, strict=True)]
+
+
+def _section(experiment: RecordedExperiment, stem: str, looks: Mapping[str, Look]) -> Section:
+    analysis = analyse(experiment)
+    gains = find_gains(analysis)
+    tracks, bars = make_tracks(analysis, looks), make_bars(analysis, looks)
+    charts = make_charts(analysis, tracks)
+    tables = [result_table(analysis), gains_table(analysis, gains), cost_table(analysis), memory_table(analysis)]
+    name, best = experiment.name, best_fixed(analysis)
+    first = [best.method if best else None, *(gain.result.method for gain in gains[:1]), experiment.settings.customary]
+    return Section(
+        experiment=experiment,
+        stem=stem,
+        heading=f"{name}, {size_in_words(experiment)}",
+        about=about(experiment),
+        verdict=verdict(analysis, gains),
+        summary=summary_table(analysis, gains),
+        shown=_most_interesting(analysis, first),
+        tables=[table for table in tables if table is not None],
+        settings=settings_json(experiment),
+        looks=looks,
+        tracks=tracks,
+        charts=charts,
+        bars=bars,
+        chart_drawings=[*(chart.draw(name) for chart in charts), *draw_target(bars, name)],
+        paper_drawings=draw_paper_figures(analysis, tracks),
     )
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "replace")  # JSON can hold halves of characters that UTF-8 cannot
+def _most_interesting(analysis: Analysis, first: Sequence[str | None]) -> list[str]:
+    """Return the methods to show if there is no room for all: some that must be there, then those that ended best."""
+    sign = -1 if analysis.metric.higher_is_better else 1
+    finals = {result.method: result.final_mean(analysis.metric.name) for result in analysis.methods}
+    ranked = sorted(finals, key=lambda method: sign * value if (value := finals[method]) is not None else math.inf)
+    return [method for method in dict.fromkeys((*first, *ranked)) if method in finals][:MOST_ROWS]
 
 
-def _figure_files(section: Section) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for drawing in (*section.drawings, *section.chart_drawings):
-        links = section.figure_links(drawing.name)
-        files |= {links["SVG"]: drawing.svg, links["PNG"]: drawing.png}
-    numbers = {chart.name: chart_to_csv(chart) for chart in section.charts}
-    numbers |= {"target": bars_to_csv(section.bars)} if section.bars else {}
-    return files | {section.figure_links(name, csv=True)["CSV"]: _encoded(text) for name, text in numbers.items()}
+def file_stems(names: Sequence[str]) -> list[str]:
+    """Return names reduced to letters, digits and dashes, numbered where they would meet.
+
+    >>> file_stems(["cifar10", "../x", "--x"])
+    ['cifar10', 'x', 'x-2']
+    """
+    stems: list[str] = []
+    for name in names:
+        stem = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:80] or "experiment"
+        number = 2
+        unique = stem
+        while unique.lower() in {taken.lower() for taken in stems}:
+            unique, number = f"{stem}-{number}", number + 1
+        stems.append(unique)
+    return stems
 
 
-def _table_files(section: Section) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for place, table in enumerate((*section.tables, *section.settings), 1):
-        for kind, path in section.table_links(place).items():
-            files[path] = _encoded(TABLE_FORMATS[kind](table))
-    return files
+# Files
 
 
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """All of them or none: what is there stays until every new file lies beside its place."""
-    scratch, name = {name: folder / f"{name}.tmp" for name in files}, ""
+def _files_of(section: Section) -> dict[str, bytes]:
+    figure, table = section.figure, section.table
+    found: dict[str, bytes] = {}
+    for drawing in (*section.paper_drawings, *section.chart_drawings):
+        found |= {figure(drawing.name, "svg"): drawing.svg, figure(drawing.name, "png"): drawing.png}
+    texts = {figure(chart.name, "csv"): csv_text(_points(chart)) for chart in section.charts}
+    texts |= {figure("target", "csv"): csv_text(_arrivals(section.bars))} if section.bars else {}
+    texts |= {table(each.name): each.to_csv() for each in (section.summary, *section.tables)}
+    texts[table("settings", "json")] = section.settings + "\n"
+    return found | {path: text.encode("utf-8", "replace") for path, text in texts.items()}
+
+
+def _points(chart: Chart) -> Iterator[Sequence[object]]:
+    """Yield one row for each point of each line, with its place on every axis."""
+    yield ["line", *AXES, "mean", "standard_error", "trials"]
+    for number, line in enumerate(chart.panel.lines):
+        curve = line.curve
+        places = [chart.positions(number, axis) for axis in AXES]
+        columns = [_column(values) for values in (*places, curve.mean, curve.standard_error)]
+        yield from zip(repeat(line.label, len(curve.epochs)), *columns, curve.num_trials.tolist(), strict=False)
+
+
+def _column(values: Floats | None) -> Iterable[float | None]:
+    return repeat(None) if values is None else values.tolist()
+
+
+def _arrivals(bars: Mapping[str, TargetBars]) -> Iterator[Sequence[object]]:
+    """Yield one row for each method and unit; empty cells if the target was not reached."""
+    yield ["method", "unit", "target", "on_mean_metric", "fastest_trial", "slowest_trial", "reached", "trials"]
+    for unit, each in bars.items():
+        for method, arrival in each.arrivals.items():
+            trials = arrival.trials or (math.inf,)
+            reached = sum(map(math.isfinite, arrival.trials))
+            yield method, unit, each.goal, arrival.value, min(trials), max(trials), reached, len(arrival.trials)
+
+
+def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write all of them or none: old files stay until every new one lies beside its place."""
+    scratch, name = {name: folder / f"{name}.tmp" for name in contents}, ""
     try:
-        for name, content in files.items():
+        for name, content in contents.items():
             scratch[name].parent.mkdir(parents=True, exist_ok=True)
             scratch[name].write_bytes(content)
         for name, path in scratch.items():
@@ -119,44 +267,123 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         raise RecordError(f"cannot write '{folder / name}': {error.strerror}. Choose another folder.") from error
 
 
-# Markdown
-
-
 def render_markdown(sections: Sequence[Section], problems: Sequence[str]) -> str:
-    """The whole report; figures are linked relative to the report's folder."""
-    blocks = ["# Report", *_problem_blocks(problems)]
+    """Return the whole report; figures are linked relative to the report's folder."""
+    blocks = ["# Report"]
+    if problems:
+        blocks += ["## Files left out", "\n".join(f"- {escape_markdown(problem)}" for problem in problems)]
     for section in sections:
-        blocks += _section_blocks(section)
-    return "\n\n".join(blocks) + "\n"
+        blocks += [f"## {escape_markdown(section.heading)}", escape_markdown(section.about)]
+        blocks.append(f"**{escape_markdown(section.verdict)}**")
+        for table in (section.summary, *section.tables):
+            blocks += [f"### {escape_markdown(table.title)}", table.to_markdown()]
+        for drawing in (*section.paper_drawings, *section.chart_drawings):
+            title, path = escape_markdown(drawing.title), section.figure(drawing.name, "svg")
+            blocks += [f"![{title}]({path})", f"**{title}.** {escape_markdown(drawing.caption)}"]
+        settings = section.settings.replace("<", "\\u003c").replace("`", "\\u0060")
+        blocks += ["### Settings, versions, hardware", f"```json\n{settings}\n```"]
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def _section_blocks(section: Section) -> list[str]:
-    blocks = [
-        f"## {escape_markdown(section.name)}",
-        escape_markdown(section.summary),
-        _answer(section),
-        f"**{escape_markdown(section.gains)}**" if section.gains else "",
-        escape_markdown(section.details),
+# The page: nothing is fetched, only its own scripts may run, and text from records only ever appears as text
+
+
+@cache
+def asset(name: str) -> str:
+    """Return the text of a file that belongs to the page."""
+    return files("divebatch.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def render_page(sections: Sequence[Section], problems: Sequence[str]) -> str:
+    """Return the whole page."""
+    from jinja2 import Environment, StrictUndefined  # a fifth of a second, which other commands need not wait
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    hashes = [base64.b64encode(hashlib.sha256(asset(name).encode()).digest()).decode() for name in SCRIPTS]
+    page = environment.from_string(asset("page.html.jinja"))
+    return page.render(
+        sections=sections,
+        problems=problems,
+        data=page_data(sections),
+        asset=asset,
+        scripts=SCRIPTS,
+        hashes=hashes,
+        at_once=AT_ONCE,
+        bars_note=BARS_NOTE,
+        share=lambda value, whole: f"{100 * value / whole if whole else 0:.2f}%",
+        is_finite=math.isfinite,
+    )
+
+
+def page_data(sections: Sequence[Section]) -> dict[str, Any]:
+    """Return the numbers that the page's script draws."""
+    return {"axes": AXES, "sections": [_section_data(section) for section in sections]}
+
+
+def _section_data(section: Section) -> dict[str, Any]:
+    charts = [
+        replace(chart, panel=replace(chart.panel, lines=[line.outline() for line in chart.panel.lines]))
+        for chart in section.charts
     ]
-    for table in section.tables:
-        heading = f"### {escape_markdown(table.title)}" if len(section.tables) > 1 else ""
-        blocks += [heading, table_to_markdown(table)]
-    for drawing in (*section.drawings, *section.chart_drawings):
-        link = f"figures/{section.file_name(drawing.name, 'svg')}"
-        blocks += [
-            f"![{escape_markdown(drawing.title)}]({link})",
-            f"**{escape_markdown(drawing.title)}.** {escape_markdown(drawing.caption)}",
-        ]
-    for table in section.settings:
-        blocks += [f"### {escape_markdown(table.title)}", table_to_markdown(table)]
-    return [block for block in blocks if block]
+    tracks = {track.method: _outline(track, charts) for track in section.tracks}
+    place = {method: number for number, method in enumerate(tracks)}
+    return {
+        "methods": [
+            {
+                "name": track.method,
+                **_colors(track.look),
+                "x": {axis: _rounded(values) for axis, values in track.axes.items()},
+            }
+            for track in tracks.values()
+        ],
+        "charts": [
+            {
+                "title": chart.panel.title,
+                "log": chart.panel.is_log,
+                "base": chart.panel.log_base,
+                "bounds": _rounded(chart.panel.bounds),
+                "steps": chart.panel.is_steps,
+                "focus": chart.panel.focus and _rounded(chart.panel.focus),
+                "lines": [
+                    {"method": place[track.method], **_line_data(tracks[track.method], line)}
+                    for track, line in zip(chart.tracks, chart.panel.lines, strict=True)
+                ],
+            }
+            for chart in charts
+        ],
+    }
 
 
-def _answer(section: Section) -> str:
-    return f"**{escape_markdown(section.answer)}**"
+def _outline(track: Track, charts: Sequence[Chart]) -> Track:
+    """Return the track with the epochs at which one of its lines has a point."""
+    pairs = chain.from_iterable(zip(chart.tracks, chart.panel.lines, strict=True) for chart in charts)
+    used = {epoch for owner, line in pairs if owner.method == track.method for epoch in line.curve.epochs.tolist()}
+    kept = np.isin(track.epochs, list(used))
+    axes = {axis: values[kept] for axis, values in track.axes.items()}
+    return replace(track, epochs=track.epochs[kept], axes=axes)
 
 
-def _problem_blocks(problems: Sequence[str]) -> list[str]:
-    if not problems:
-        return []
-    return ["## Files left out", "\n".join(f"- {escape_markdown(problem)}" for problem in problems)]
+def _line_data(track: Track, line: Line) -> dict[str, Any]:
+    return {
+        **(_colors(line.look) if line.look.color != track.look.color else {}),
+        "label": line.label,
+        "dash": _dash(line.look.dashes),
+        "width": line.width,
+        "at": np.searchsorted(track.epochs, line.curve.epochs).tolist(),
+        "mean": _rounded(line.curve.mean),
+        "error": _rounded(line.curve.standard_error),
+    }
+
+
+def _colors(look: Look) -> dict[str, str]:
+    return {"color": look.color, "dark": look.dark_color}
+
+
+def _dash(dashes: Dashes) -> list[float]:
+    """Return dash and gap in turn, in pixels; empty for a solid line."""
+    return [] if dashes == "solid" else [2 * length for length in dashes[1]]
+
+
+def _rounded(values: Iterable[float]) -> list[float | None]:
+    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values]

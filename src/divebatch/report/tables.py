@@ -1,43 +1,109 @@
-"""The tables of an experiment: what each method reached, when, and what it cost; notes say what is left out."""
+"""Make the tables of an experiment, as text, CSV and Markdown; notes say what is left out."""
 
+import csv
+import html
+import io
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
-from divebatch.records import Metric
-from divebatch.report.analysis import Analysis, Arrival, MethodResult, Target, has_validation
-from divebatch.report.curves import Average
-from divebatch.report.runs import RecordedRun
+from divebatch.records import EpochRecord, Metric
+from divebatch.report.analysis import Analysis, Arrival, Average, MethodResult, has_validation
+from divebatch.report.compare import BEST, CUSTOMARY, Gain, best_fixed, metric_in_words, note_on, ratio_in_words
+from divebatch.report.drawing import seconds
+from divebatch.report.load import RecordedExperiment, RecordedRun
 
 MISSING = "-"
 NOT_REACHED = "not reached"
 MEBIBYTE = 2**20
 QUARTERS = (1, 2, 3, 4)
+MAX_VALUES = 4
+"""Number of different values of one setting that are listed; the rest is counted."""
+MAX_SIZES = 5
+"""Number of batch sizes that are listed one by one."""
+HIDDEN = frozenset({"seed", "trials", "name", "summary"})
+"""Settings that stand elsewhere: with the runs, or in the heading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Plain text in rows and columns; whoever renders it escapes what its format treats as special.
+    """Plain text in rows and columns; renderers escape what their format treats as special.
 
     Args:
-        title: What the table shows.
+        name: Part of its file's name: without a dash, so that no two experiments' files can meet.
+        title: Its subject.
         columns: Their headings.
         rows: One cell for each column; the first one names the row.
         notes: Sentences to be read with the numbers.
     """
 
+    name: str
     title: str
     columns: list[str]
     rows: list[list[str]]
     notes: list[str]
+
+    def to_csv(self) -> str:
+        """Return columns and rows."""
+        return csv_text([self.columns, *self.rows])
+
+    def to_markdown(self) -> str:
+        """Return the table and its notes, without the title."""
+        lines = ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in (self.columns, *self.rows)]
+        notes = [f"- {escape_markdown(note)}" for note in self.notes]
+        return "\n".join([lines[0], "|" + " --- |" * len(self.columns), *lines[1:], "", *notes]).strip()
+
+    def to_text(self) -> list[str]:
+        """Return aligned lines for a terminal: first, second and last column to the left, numbers to the right."""
+        cells = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        left = {0, 1, len(widths) - 1}
+        return [
+            "  ".join(
+                cell.ljust(width) if place in left else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as CSV in which no cell is a formula."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(_csv_cell, row) for row in rows)
+    return text.getvalue()
+
+
+def _csv_cell(cell: object) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.9g}" if math.isfinite(cell) else ""
+    # A spreadsheet would run text that begins like a formula, also after spaces or with the wide forms of the signs.
+    text = "" if cell is None else str(cell)
+    plain = unicodedata.normalize("NFKC", text)
+    return f"'{text}" if re.match(r"\s*[=+@]|[\t\r\n]|\s*-.*[^\d.]", plain) else text
+
+
+def escape_markdown(text: str) -> str:
+    """Return text on one line without tags and markup.
+
+    >>> print(escape_markdown("<b> a|b"))
+    &lt;b&gt; a\\|b
+    """
+    one_line = " ".join(text.split())
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", html.escape(one_line, quote=False))
 
 
 # Numbers as text
 
 
 def with_error(average: Average | None, *, percent: bool = False) -> str:
-    """Mean ± standard error, at least to the error's second digit; the mean alone for a single trial.
+    """Return mean ± standard error, at least to the error's second digit; the mean alone for a single trial.
 
     >>> with_error(Average(0.51234, 0.02, 4)), with_error(Average(0.98764, 0.002, 4), percent=True)
     ('0.5123 ± 0.0100', '98.76 ± 0.10')
@@ -50,44 +116,89 @@ def with_error(average: Average | None, *, percent: bool = False) -> str:
         return f"{mean:.2f}" if percent else f"{mean:.4g}"
     if max(abs(mean), error) >= 1e6 or abs(mean) < 1e-4:
         return f"{mean:.3g} ± {error:.2g}"
-    decimals = 2 if percent else _decimals(error)
+    # Four, or so many more that two digits of the error show.
+    decimals = 2 if percent else min(8, max(4, 1 - math.floor(math.log10(error)))) if error > 0 else 4
     return f"{mean:.{decimals}f} ± {error:.{decimals}f}"
 
 
-def _decimals(size: float) -> int:
-    """Four, or so many more that two digits of `size` show."""
-    return min(8, max(4, 1 - math.floor(math.log10(size)))) if size > 0 else 4
+def size_range(first: float | None, last: float | None) -> str:
+    """Return two sizes in samples, rounded; one if they are equal.
 
-
-def seconds(value: float) -> str:
-    """Short, at least three digits where there are that many.
-
-    >>> seconds(1.234), seconds(56.78), seconds(1234.5)
-    ('1.23', '56.8', '1234')
-    """
-    return f"{value:.{2 if value < 10 else 1 if value < 1000 else 0}f}"
-
-
-def batch_size_range(first: float | None, last: float | None, between: str) -> str:
-    """Two sizes in samples, rounded; one where they are equal.
-
-    >>> batch_size_range(128.0, 5028.4, " - "), batch_size_range(128.0, 128.0, " - ")
-    ('128 - 5028', '128')
+    >>> size_range(128.0, 5028.4), size_range(128.0, 128.0)
+    ('128 -> 5028', '128')
     """
     sizes = [f"{size:.0f}" for size in (first, last) if size is not None]
-    return between.join(dict.fromkeys(sizes)) or MISSING
+    return " -> ".join(dict.fromkeys(sizes)) or MISSING
 
 
-def metric_name(metric: Metric) -> str:
-    """The metric in words."""
-    return f"validation {metric.word}"
+def _number(value: float | None, form: str, *, scale: float = 1.0) -> str:
+    return MISSING if value is None else f"{scale * value:{form}}"
+
+
+def _seconds(value: float | None) -> str:
+    return MISSING if value is None else seconds(value)
+
+
+# An experiment at a glance
+
+
+def size_in_words(experiment: RecordedExperiment) -> str:
+    """Return for instance `20 epochs, 2 seeds`."""
+    counts = sorted({len({run.header.seed for run in runs}) for runs in experiment.methods.values()})
+    seeds = " to ".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
+    epochs = f"{experiment.length} epoch{'s' * (experiment.length != 1)}"
+    return f"{epochs}, {seeds} seed{'s' * (seeds != '1')}"
+
+
+def about(experiment: RecordedExperiment) -> str:
+    """Return the summary of the configuration, and models that it does not name; empty if there is none."""
+    texts = {str(run.header.config.get("summary", "")) for run in experiment.runs}
+    summary = texts.pop().rstrip(".") if len(texts) == 1 else ""
+    # The summary tells of the experiment as planned; `--model` may have put another network in.
+    models = sorted({kind for run in experiment.runs if (kind := run.kind_of("model")) is not None})
+    unnamed = [model for model in models if _letters(model) not in _letters(summary)]
+    return f"{summary} ({', '.join(unnamed)})" if unnamed and summary else summary
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def summary_table(analysis: Analysis, gains: Sequence[Gain]) -> Table:
+    """Make the small table: one row a method, with a note in a few words.
+
+    Args:
+        analysis: The experiment's, from `analyse`.
+        gains: Those of `find_gains`.
+    """
+    metric, best = analysis.metric, best_fixed(analysis)
+    rows = [
+        [
+            result.method,
+            size_range(result.first_batch_size, result.largest_batch_size),
+            _number(result.final_mean("steps"), ".0f"),
+            _with_unit(with_error(result.curve(metric.name).final(), percent=metric.is_accuracy), metric),
+            _seconds(result.final_mean("train_seconds")),
+            note_on(result, gains, best),
+        ]
+        for result in analysis.methods
+    ]
+    notes = ["Means over trials ± standard error, at the end of training; seconds of training alone."]
+    if not analysis.is_timed:
+        machines = "; ".join(analysis.experiment.machines)
+        notes.append(f"Seconds come from different hardware ({machines}) and do not compare.")
+    return Table("summary", "Summary", ["method", "batch", "steps", metric.word, "seconds", ""], rows, notes)
+
+
+def _with_unit(text: str, metric: Metric) -> str:
+    return f"{text} %" if metric.is_accuracy and text != MISSING else text
 
 
 # What each method reached
 
 
 def stage_epochs(length: int) -> list[int]:
-    """The epochs at 25, 50, 75 and 100 % of `length`, rounded down, at least 1.
+    """Return the epochs at 25, 50, 75 and 100 % of `length`, rounded down, at least 1.
 
     >>> stage_epochs(200), stage_epochs(90)
     ([50, 100, 150, 200], [22, 45, 67, 90])
@@ -96,7 +207,7 @@ def stage_epochs(length: int) -> list[int]:
 
 
 def result_table(analysis: Analysis) -> Table:
-    """The metric at four stages of training as mean ± standard error over trials, and the way to both targets.
+    """Make the paper's Table 1: the metric at four stages, mean ± standard error, and the way to both targets.
 
     Args:
         analysis: The experiment's, from `analyse`.
@@ -119,9 +230,8 @@ def result_table(analysis: Analysis) -> Table:
         ]
         for result in analysis.methods
     ]
-    unit = " (%)" if metric.is_accuracy else ""
-    title = f"{experiment.name}: {metric_name(metric)}{unit} and time to target"
-    return Table(title, columns, rows, list(_result_notes(analysis)))
+    title = f"Validation {metric.word}{' (%)' * metric.is_accuracy} and time to target"
+    return Table("results", title, columns, rows, list(_result_notes(analysis)))
 
 
 def _final(result: MethodResult, metric: Metric, length: int) -> Average | None:
@@ -129,7 +239,7 @@ def _final(result: MethodResult, metric: Metric, length: int) -> Average | None:
 
 
 def _way(analysis: Analysis, result: MethodResult, arrivals: Mapping[str, Mapping[str, Arrival]]) -> str:
-    """Seconds and epoch, for instance `1566 s (96)`."""
+    """Return seconds and epoch, for instance `1566 s (96)`."""
     way = arrivals[result.method]
     if not way or result.curve(analysis.metric.name).is_empty:
         return MISSING
@@ -146,18 +256,21 @@ def _result_notes(analysis: Analysis) -> Iterator[str]:
         return
     what = analysis.metric.word
     verb = "is at least the target" if analysis.metric.higher_is_better else "is at most the target"
-    yield "Trials: finished of those there are. Accuracies and losses: means over trials ± standard error."
+    yield "Trials: finished of those there are. Numbers: means over trials ± standard error."
     yield f"Columns in percent: the {what} after that part of the epochs; in parentheses the epoch."
     yield (
-        "To a target: seconds of training (without evaluation and compilation, mean over trials) and, in parentheses, "
-        f"epochs until the {what} averaged over trials {verb}; a trial alone, being rougher than the average, may "
-        f"reach it earlier. Own target: the method's own final {what}{_margin(analysis.metric)}, so easier for one "
-        "that ends worse; a method that has learned nothing has none."
+        f"To a target: seconds of training and, in parentheses, epochs until the {what} averaged over trials {verb}. "
+        f"Own target: the method's own final {what}{_margin(analysis.metric)}, so easier for one that ends worse."
     )
     yield _target_note(analysis)
     yield from _trial_notes(analysis)
     yield from (diverged_note(result, analysis) for result in analysis.methods if result.num_diverged)
-    yield from _comparability_notes(analysis)
+    lengths = sorted({run.planned_epochs for run in analysis.experiment.runs if run.planned_epochs})
+    if len(lengths) > 1:
+        yield (
+            f"Runs ask for different numbers of epochs ({', '.join(map(str, lengths))}): the stages are those of the "
+            f"longest. Keep such runs in different folders."
+        )
 
 
 def _margin(metric: Metric) -> str:
@@ -167,19 +280,12 @@ def _margin(metric: Metric) -> str:
 
 
 def _target_note(analysis: Analysis) -> str:
-    target, metric = analysis.target, analysis.metric
-    what = metric.word
+    target, metric, baselines = analysis.target, analysis.metric, analysis.experiment.settings.baselines
     if target is None:
-        return f"No common target: no method that has learned something has a final {what} yet."
+        return f"No common target: no method that has learned something has a final {metric.word} yet."
+    why = "" if target.is_baseline else f": the best one here{f', as {baselines[0]} has none' if baselines else ''}"
     value = metric.text(target.value)
-    return f"Common target: {value}, the final {what} of {target.method}{_margin(metric)}{_why(analysis, target)}."
-
-
-def _why(analysis: Analysis, target: Target) -> str:
-    baselines = analysis.experiment.settings.baselines
-    if target.is_baseline:
-        return ""
-    return f": the best one here, as {baselines[0]} has none" if baselines else ": the best one here"
+    return f"Common target: {value}, the final {metric.word} of {target.method}{_margin(metric)}{why}."
 
 
 def _trial_notes(analysis: Analysis) -> Iterator[str]:
@@ -200,50 +306,90 @@ def _trial_notes(analysis: Analysis) -> Iterator[str]:
 
 
 def diverged_note(result: MethodResult, analysis: Analysis) -> str:
-    """How many trials diverged, and what the mean loss is then a mean of."""
+    """Return how many trials diverged, and over which the mean loss is then taken."""
     start = f"{result.method}: {result.num_diverged} of {len(result.trials)} trials diverged"
     final = _final(result, Metric("val_loss", "lower"), analysis.experiment.length)
     over = f"the final loss is a mean over {final.num_trials} that did not" if final else "there is no final loss"
     return f"{start} (no finite validation loss in the last epoch); {over}, the accuracy counts all that recorded one."
 
 
-def _comparability_notes(analysis: Analysis) -> Iterator[str]:
-    experiment = analysis.experiment
-    lengths = sorted({run.planned_epochs for run in experiment.runs if run.planned_epochs})
-    if len(lengths) > 1:
+# What adaptive methods gained
+
+
+def gains_table(analysis: Analysis, gains: Sequence[Gain]) -> Table | None:
+    """Make the table of adaptive methods against fixed batches; None without gains.
+
+    Args:
+        analysis: The experiment's, from `analyse`.
+        gains: Those of `find_gains`.
+    """
+    if not gains:
+        return None
+    rows = [
+        [
+            gain.result.method,
+            f"{_with_size(gain.baseline)}, {' and '.join(gain.roles)}",
+            f"{gain.num_seeds}",
+            MISSING if gain.metric is None else metric_in_words(gain.metric, analysis.metric),
+            _number(gain.steps.value if gain.steps else None, ".2f"),
+            MISSING if gain.seconds is None else ratio_in_words(gain.seconds),
+        ]
+        for gain in gains
+    ]
+    columns = ["method", "against", "seeds", analysis.metric.word, "steps", "seconds"]
+    return Table("gains", "Adaptive methods against fixed batches", columns, rows, list(_gain_notes(analysis)))
+
+
+def _with_size(result: MethodResult) -> str:
+    return f"{result.method} ({result.first_batch_size or 0:.0f})"
+
+
+def _gain_notes(analysis: Analysis) -> Iterator[str]:
+    yield (
+        f"Final {analysis.metric.word}: the difference to the fixed batch. Steps and seconds: ratios to it, below 1 if "
+        "less was needed. Means over the seeds that both have finished, in parentheses Student's 95 % interval. 'No "
+        "difference shown': the interval holds a gain (plus sign) and a loss."
+    )
+    yield "Seconds are those of training alone. The cost of finding the best fixed batch is not counted."
+    yield "On many devices the ratio of steps bounds what the ratio of seconds can come down to."
+    best, name = best_fixed(analysis), analysis.experiment.settings.customary
+    if best is not None:
+        fixed = [_with_size(each) for each in analysis.methods if each.is_fixed]
         yield (
-            f"Runs ask for different numbers of epochs ({', '.join(map(str, lengths))}): the stages are those of the "
-            f"longest. Keep such runs in different folders."
+            f"{BEST.capitalize()}: {best.method}, the best in final {analysis.metric.word} or, of those within one "
+            f"standard error of the best, the quickest. Fixed batches here: {', '.join(fixed)}."
         )
-    if len(experiment.machines) > 1:
-        yield f"Times come from different hardware ({'; '.join(experiment.machines)}) and do not compare."
+    if name is not None and not any(each.method == name and each.num_finished for each in analysis.methods):
+        yield f"The {CUSTOMARY}, {name}, has no finished run."
+    if any(run.header.config.get("seconds") is not None for run in analysis.experiment.runs):
+        yield "Runs end after some seconds of training, so that methods see different numbers of samples."
+    if not analysis.is_timed:
+        yield "Seconds are left out where two methods ran on different hardware."
 
 
 # What it cost
 
-Cell = Callable[[MethodResult], str]
-
 
 def cost_table(analysis: Analysis) -> Table:
-    """Steps, samples, seconds and memory at the end of the trials that count, means over trials.
+    """Make the table of steps, samples, seconds and memory at the end of the trials that count, means over trials.
 
     Args:
         analysis: The experiment's, from `analyse`.
     """
-    cells: dict[str, Cell] = {
-        "batch size, first → largest": lambda r: batch_size_range(r.first_batch_size, r.largest_batch_size, " → "),
+    cells: dict[str, Callable[[MethodResult], str]] = {
+        "batch size, first -> largest": lambda r: size_range(r.first_batch_size, r.largest_batch_size),
         "steps": lambda result: _number(result.final_mean("steps"), ".0f"),
         "10^6 samples": lambda result: _number(result.final_mean("samples"), ".4g", scale=1e-6),
         "samples per s": lambda result: _number(_samples_per_second(result), ".0f"),
         "train s": lambda result: _seconds(result.final_mean("train_seconds")),
         "eval s": lambda result: _seconds(result.final_mean("eval_seconds")),
         "compile s": lambda result: _seconds(result.final_mean("compile_seconds")),
-        "peak MiB": lambda result: _number(_mean(map(_peak_bytes, result.runs)), ".0f", scale=1 / MEBIBYTE),
+        "peak MiB": lambda result: _number(result.peak_bytes, ".0f", scale=1 / MEBIBYTE),
     }
     columns = {name: [cell(result) for result in analysis.methods] for name, cell in cells.items()}
     shown = {name: column for name, column in columns.items() if not set(column) <= {MISSING, seconds(0.0)}}
     rows = [[r.method, *(column[index] for column in shown.values())] for index, r in enumerate(analysis.methods)]
-    return Table(f"{analysis.experiment.name}: cost", ["method", *shown], rows, list(_cost_notes(analysis)))
+    return Table("cost", "Cost", ["method", *shown], rows, list(_cost_notes(analysis)))
 
 
 def _cost_notes(analysis: Analysis) -> Iterator[str]:
@@ -255,33 +401,121 @@ def _cost_notes(analysis: Analysis) -> Iterator[str]:
     compiled = [f"{method} {number:.0f}" for method, number in shapes.items() if number]
     if compiled:
         yield f"Different batch shapes that were compiled: {', '.join(compiled)}."
-    on_cpu = "" if all(run.is_on_gpu for run in analysis.experiment.runs) else _CPU_NOTE
-    yield f"Peak MiB: the highest memory use of all epochs.{on_cpu}"
-
-
-_CPU_NOTE = " On a CPU it is the resident peak of the process, with everything else that the process holds."
+    on_cpu = " On a CPU it is the resident peak of the process, with everything else that the process holds."
+    is_on_gpu = all(run.is_on_gpu for run in analysis.experiment.runs)
+    yield f"Peak MiB: the highest memory use of all epochs of all these trials.{'' if is_on_gpu else on_cpu}"
 
 
 def _samples_per_second(result: MethodResult) -> float | None:
-    """Of training, to the end of each run; mean over those that were timed."""
+    """Return the mean over the runs that were timed."""
     last = [run.last for run in result.runs if run.last]
-    return _mean(record.samples / record.train_seconds if record.train_seconds else None for record in last)
-
-
-def _peak_bytes(run: RecordedRun) -> float | None:
-    return max(
-        (record.peak_memory_bytes for record in run.epochs if record.peak_memory_bytes is not None), default=None
-    )
-
-
-def _mean(values: Iterator[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+    known = [record.samples / record.train_seconds for record in last if record.train_seconds]
     return fmean(known) if known else None
 
 
-def _number(value: float | None, form: str, *, scale: float = 1.0) -> str:
-    return MISSING if value is None else f"{scale * value:{form}}"
+# Memory
 
 
-def _seconds(value: float | None) -> str:
-    return MISSING if value is None else seconds(value)
+def memory_table(analysis: Analysis) -> Table | None:
+    """Make the paper's memory table: memory of each method, beside fixed batches of the same sizes.
+
+    None if no run on a GPU recorded its memory: a CPU's records hold the whole process's peak.
+
+    Args:
+        analysis: The experiment's, from `analyse`.
+    """
+    epochs = {result.method: _epochs_with_memory(result.runs) for result in analysis.methods}
+    peaks: dict[int, list[float]] = defaultdict(list)
+    for result in analysis.methods:
+        fixed = [run for run in result.runs if run.kind_of("method", "policy") == "fixed"]
+        for record in _epochs_with_memory(fixed):
+            peaks[record.batch_size].append(_peak(record))
+    expected = {size: fmean(values) for size, values in peaks.items()}
+    rows = [
+        [
+            method,
+            _listed_sizes(records),
+            f"{fmean(map(_peak, records)) / MEBIBYTE:.0f}",
+            _memory_ratio(records, expected),
+            f"{sum(record.batch_size in expected for record in records)} of {len(records)}",
+            _memory_ratio([record for record in records if record.measured], expected),
+        ]
+        for method, records in epochs.items()
+        if records
+    ]
+    if not rows:
+        return None
+    columns = ["method", "batch sizes", "average of epochs (MiB)", "ratio to fixed batch", "epochs compared"]
+    notes = [
+        "Peak memory of the GPU in each epoch, in MiB (2^20 bytes), averaged over the epochs of the trials that count.",
+        "Ratio to fixed batch: the average, divided by the average that the fixed-batch runs here have at each epoch's "
+        "batch size. Epochs at a size that no fixed-batch run here has are left out; 'epochs compared' counts the "
+        "others. Ratio while measuring: the same over the epochs in which gradient norms were measured.",
+    ]
+    missing = [method for method, records in epochs.items() if not records]
+    notes += [f"No GPU memory recorded: {', '.join(missing)}."] if missing else []
+    return Table("memory", "Average of peak memory", [*columns, "ratio while measuring"], rows, notes)
+
+
+def _epochs_with_memory(runs: Sequence[RecordedRun]) -> list[EpochRecord]:
+    return [r for run in runs if run.is_on_gpu for r in run.epochs if r.peak_memory_bytes is not None]
+
+
+def _memory_ratio(epochs: Sequence[EpochRecord], expected: Mapping[int, float]) -> str:
+    compared = [record for record in epochs if record.batch_size in expected]
+    whole = sum(expected[record.batch_size] for record in compared)
+    return f"{sum(map(_peak, compared)) / whole:.2f}" if whole else MISSING
+
+
+def _listed_sizes(epochs: Sequence[EpochRecord]) -> str:
+    """Return every size if there are few, else how many and between which."""
+    sizes = sorted({record.batch_size for record in epochs})
+    if len(sizes) <= MAX_SIZES:
+        return ", ".join(map(str, sizes))
+    return f"{len(sizes)} sizes, {sizes[0]} to {sizes[-1]}"
+
+
+def _peak(record: EpochRecord) -> float:
+    return float(record.peak_memory_bytes or 0)
+
+
+# Settings
+
+
+def settings_json(experiment: RecordedExperiment) -> str:
+    """Return settings, versions and hardware that all runs share, and by method what differs, as JSON."""
+    flat = {method: [_flat(_settings_of(run)) for run in runs] for method, runs in experiment.methods.items()}
+    keys = dict.fromkeys(key for group in flat.values() for run in group for key in run)
+    cells = {key: {method: _distinct(group, key) for method, group in flat.items()} for key in keys}
+    blocks: dict[str, dict[str, Any]] = {"all runs": {}, **{method: {} for method in flat}}
+    for key, by_method in cells.items():
+        values = list(by_method.values())
+        if all(value == values[0] for value in values):
+            blocks["all runs"][key] = values[0]
+        else:
+            for method, value in by_method.items():
+                blocks[method][key] = value
+    return json.dumps(blocks, indent=2, ensure_ascii=False)
+
+
+def _settings_of(run: RecordedRun) -> dict[str, Any]:
+    header = run.header
+    config = {key: value for key, value in header.config.items() if key not in HIDDEN}
+    ran = {"versions": header.versions, "hardware": header.hardware, "git_commit": header.git_commit}
+    return {**config, **ran, "parameters": header.num_parameters, "seeds": header.seed}
+
+
+def _distinct(group: Sequence[Mapping[str, Any]], key: str) -> Any:
+    """Return the value, or a list of the first that occur."""
+    values = [json.loads(text) for text in dict.fromkeys(json.dumps(run.get(key)) for run in group)]
+    if len(values) == 1:
+        return values[0]
+    return values[:MAX_VALUES] + [f"and {len(values) - MAX_VALUES} more"] * (len(values) > MAX_VALUES)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -25,7 +25,7 @@ from divebatch.lab.experiments import (
 from divebatch.lab.loggers import make_logger
 from divebatch.lab.training.ranks import first_does, is_restarted, process_group
 from divebatch.ranks import Ranks
-from divebatch.report.paper_figures import FIGURES
+from divebatch.report.figures import FIGURES
 
 __all__ = [
     "Ranks",

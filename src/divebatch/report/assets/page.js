@@ -30,7 +30,7 @@
   }
 
   // The points of one line over an axis: x, mean, and the ends of the band. Empty where the axis was not recorded.
-  function points(line, method, axis, bounds, floor) {
+  function points(line, method, axis, { bounds, steps }, floor) {
     const places = method.x[axis];
     if (!places) return [[], [], [], []];
     const fit = value => (value === null || (floor && value <= 0) ? null : value);
@@ -40,10 +40,12 @@
       return Math.max(floor || -Infinity, bounds[0] ?? -Infinity, Math.min(bounds[1] ?? Infinity, value));
     };
     const indices = line.mean.map((_, index) => index);
-    return [
+    const columns = [
       line.at.map(place => places[place]), line.mean.map(fit),
       indices.map(index => end(index, 1)), indices.map(index => end(index, -1)),
     ];
+    // A step holds for the epoch before its point: the first one begins at 0.
+    return steps && line.at[0] === 0 ? columns.map((column, number) => [number ? column[0] : 0, ...column]) : columns;
   }
 
   // On a log scale nothing may lie at or below zero: bands end a little under the lowest mean.
@@ -51,6 +53,9 @@
     const positive = chart.lines.flatMap(line => line.mean).filter(value => value > 0);
     return positive.length ? Math.min(...positive) / 1.5 : null;
   }
+
+  const WHOLE_NUMBERS = [];
+  for (let power = 1; power < 1e15; power *= 10) WHOLE_NUMBERS.push(power, 2 * power, 5 * power);
 
   // A little room at both ends, where uPlot alone would go on to the next whole power.
   function logRange(_, low, high) {
@@ -88,21 +93,25 @@
       Object.assign(this, { figure, chart, section });
       this.place = figure.querySelector(".plot");
       this.log = figure.querySelector("[data-log]");
+      this.whole = figure.querySelector("[data-whole]");
       this.log.addEventListener("change", () => this.draw());
+      this.whole?.addEventListener("change", () => this.draw());
       this.place.addEventListener("keydown", event => this.onKey(event));
       this.place.addEventListener("blur", () => this.moveTo(null));
-      new ResizeObserver(() => this.fit()).observe(this.place);
-      this.draw();
+      this.read();
+      new ResizeObserver(() => this.fit()).observe(this.place); // which draws what is unfolded
     }
 
     visible(line) { return this.section.shown[line.method]; }
 
     draw() {
-      if (this.plot) this.plot.destroy();
+      this.plot?.destroy();
+      this.plot = null;
+      if (!this.size().width) return; // folded away: `fit` draws it when it is shown
       const floor = this.log.checked ? logFloor(this.chart) : null;
       this.log.disabled = logFloor(this.chart) === null;
       const tables = this.chart.lines.map(line =>
-        points(line, this.section.methods[line.method], this.section.axis, this.chart.bounds, floor));
+        points(line, this.section.methods[line.method], this.section.axis, this.chart, floor));
       this.plot = new uPlot(this.options(floor !== null), uPlot.join(tables), this.place);
       this.place.dataset.points = String(this.plot.data[0].length);
       this.read();
@@ -114,7 +123,8 @@
 
     fit() {
       const { width, height } = this.size();
-      if (width && (width !== this.plot.width || height !== this.plot.height)) this.plot.setSize({ width, height });
+      if (!this.plot) this.draw();
+      else if (width && (width !== this.plot.width || height !== this.plot.height)) this.plot.setSize({ width, height });
     }
 
     options(isLog) {
@@ -126,9 +136,13 @@
       const numbers = (_, splits) => splits.map(value => (value === null ? null : shown(value)));
       return {
         ...this.size(), legend: { show: false }, padding: [10, 12, 0, 0],
-        scales: { x: { time: false }, y: isLog ? { distr: 3, log: base, range: logRange } : {} },
+        scales: {
+          x: { time: false, range: (plot, low, high) => this.xRange(plot, low, high) },
+          y: isLog ? { distr: 3, log: base, range: logRange } : { range: (_, low, high) => this.linearRange(low, high) },
+        },
         axes: [
-          { ...axis, label: data.axes[this.section.axis], labelSize: 20, size: 34, values: numbers, space: 60 },
+          { ...axis, label: data.axes[this.section.axis], labelSize: 20, size: 34, values: numbers, space: 60,
+            ...(this.section.axis === "seconds" ? {} : { incrs: WHOLE_NUMBERS }) },
           { ...axis, size: 58, values: numbers, ...(isLog ? logTicks(base) : {}) },
         ],
         series: [{}, ...this.chart.lines.flatMap(line => this.series(line))],
@@ -144,6 +158,21 @@
       };
     }
 
+    // Called before the other axis is ranged, which depends on whether the curves are shown whole.
+    xRange(plot, low, high) {
+      if (low === null || high === null) return [0, 1];
+      const xs = plot.data[0];
+      this.isZoomed = low > xs[0] || high < xs[xs.length - 1];
+      return low === high ? uPlot.rangeNum(low, high, 0.1, true) : [low, high];
+    }
+
+    // Early epochs of whole curves may run off the axis, which they would stretch.
+    linearRange(low, high) {
+      const { focus } = this.chart;
+      if (focus && !this.isZoomed && !this.whole.checked) return focus;
+      return low === null || high === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+    }
+
     // Its method's, unless it has its own.
     colors(line) { return line.color ? line : this.section.methods[line.method]; }
 
@@ -153,11 +182,12 @@
     }
 
     series(line) {
-      const edge = { show: this.visible(line), width: 0, stroke: "transparent", points: { show: false } };
-      const few = line.mean.length <= 12;
+      const paths = this.chart.steps ? { paths: uPlot.paths.stepped({ align: -1 }) } : {};
+      const edge = { show: this.visible(line), width: 0, stroke: "transparent", points: { show: false }, ...paths };
+      const few = line.mean.length <= 12 && !this.chart.steps;
       const mean = {
         label: line.label, show: this.visible(line), stroke: this.color(line), width: line.width ?? 2, dash: line.dash,
-        points: { show: few, size: 5, fill: this.color(line) },
+        points: { show: few, size: 5, fill: this.color(line) }, ...paths,
       };
       return [mean, edge, edge];
     }
@@ -165,7 +195,7 @@
     // Values at the cursor, or each line's last ones where there is no cursor.
     read() {
       const { plot } = this;
-      const index = plot.cursor.idx;
+      const index = plot?.cursor.idx;
       const hasCursor = index !== null && index !== undefined && plot.cursor.left >= 0;
       const where = hasCursor ? `${data.axes[this.section.axis]} ${shown(plot.data[0][index])}` : "At the end";
       const entries = this.chart.lines.filter(line => this.visible(line)).map(line => this.entry(line, hasCursor));
@@ -208,6 +238,7 @@
 
     // Keyboard: through the places that some line has a point at.
     onKey(event) {
+      if (!this.plot) return;
       const last = this.plot.data[0].length - 1;
       const now = this.at ?? last;
       const steps = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - 10, PageDown: now + 10, Home: 0, End: last };
@@ -219,13 +250,14 @@
     }
 
     moveTo(index) {
+      if (!this.plot) return;
       this.at = index;
       const left = index === null ? -10 : this.plot.valToPos(this.plot.data[0][index], "x");
       this.plot.setCursor({ left, top: index === null ? -10 : 10 });
     }
 
     toggle() {
-      this.plot.batch(() => this.chart.lines.forEach((line, index) => {
+      this.plot?.batch(() => this.chart.lines.forEach((line, index) => {
         for (let part = 1; part <= PER_LINE; part++) {
           this.plot.setSeries(PER_LINE * index + part, { show: this.visible(line) });
         }
@@ -234,7 +266,7 @@
     }
 
     resetZoom() {
-      const xs = this.plot.data[0];
+      const xs = this.plot?.data[0] ?? [];
       if (xs.length) this.plot.setScale("x", { min: xs[0], max: xs[xs.length - 1] });
     }
   }
@@ -308,7 +340,7 @@
   addEventListener("beforeprint", () => {
     themeBefore = theme.value;
     printing = true;
-    document.querySelectorAll("details.settings").forEach(details => { details.open = true; });
+    document.querySelectorAll("details.more").forEach(details => { details.open = true; });
     setTheme("light");
   });
   addEventListener("afterprint", () => {

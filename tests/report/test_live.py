@@ -8,9 +8,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.cli.watch import watch
+from divebatch.cli.watch import _view, watch
 from divebatch.records import RecordWriter, RunStop, read_run
-from divebatch.report.watch import Watch, rate_between, time_left
+from divebatch.report.live import Watch, rate_between, time_left
 from report.made_up_runs import epoch_record, write_run
 
 ROWS = [
@@ -19,7 +19,7 @@ ROWS = [
 
 
 def write_three(folder) -> None:
-    write_run(folder, "e", "running", 0, [{**row, "diversity": 0.0123} for row in ROWS], config={"epochs": 10})
+    write_run(folder, "e", "running", 0, [{**row, "noise_scale": 812.3} for row in ROWS], config={"epochs": 10})
     write_run(folder, "e", "finished", 0, ROWS)
     stopped = write_run(folder, "e", "stopped", 0, ROWS, config={"epochs": 10})
     long_ago = time.time() - 3600
@@ -65,7 +65,7 @@ def test_a_file_is_read_again_when_it_grows(tmp_path, monkeypatch):
     path = write_run(tmp_path, "e", "m", 0, ROWS, config={"epochs": 10})
     watch = Watch(tmp_path)
     assert watch.look()[0].last.epoch == 2
-    monkeypatch.setattr("divebatch.report.watch.read_run", lambda path: pytest.fail("read twice"))
+    monkeypatch.setattr("divebatch.report.live.read_run", lambda path: pytest.fail("read twice"))
     watch.look()
     monkeypatch.undo()
     with path.open("a") as file:
@@ -78,7 +78,7 @@ def test_broken_files_are_named_and_the_rest_is_shown(tmp_path):
     (tmp_path / "e" / "m" / "seed-1.jsonl").write_text("not json\n")
     answer = call(tmp_path, "--once")
     assert answer.exit_code == 0
-    assert "e m seed 0" in answer.output
+    assert "m seed 0" in answer.output
     assert "not read: " in answer.output
     assert "seed-1.jsonl" in answer.output
 
@@ -89,10 +89,9 @@ def test_once_prints_a_table_without_escape_codes(tmp_path):
     assert answer.exit_code == 0, answer.output
     assert "\x1b" not in answer.output
     assert "1 running, 1 stopped, 1 finished" in answer.output
-    line = next(line for line in answer.output.splitlines() if line.startswith("e running seed 0"))
-    assert re.split(r"\s{1,}", line.strip())[4:] == [
-        *("running", "2/10", "128", "0.1", "0.0123", "500", "20s", "0.5000", "70.00", "70.00", "%")
-    ]
+    line = next(line for line in answer.output.splitlines() if line.startswith("  running seed 0"))
+    words = ["running", "seed", "0", "running", "2/10", "128", "0.1", "20s", "0.5000", "70.00", "%", "70.00", "%"]
+    assert line.split() == [*words, "500", "812"]
     assert "stopped 1h 00m ago" in answer.output
 
 
@@ -100,7 +99,7 @@ def test_names_in_records_are_text_and_nothing_else(tmp_path):
     write_run(tmp_path, "[red]e[/red]", "m\x1b[2J", 0, ROWS, place="x/y")
     answer = call(tmp_path, "--once")
     assert answer.exit_code == 0
-    assert "[red]e[/red] m?[2J seed 0" in answer.output
+    assert "[red]e[/red]\n  m?[2J seed 0" in re.sub(" +\n", "\n", answer.output)
     assert "\x1b" not in answer.output
 
 
@@ -126,7 +125,7 @@ def test_a_terminal_shows_runs_live_until_ctrl_c(tmp_path, monkeypatch):
     monkeypatch.setattr("divebatch.cli.watch.sleep", wait)
     watch(tmp_path, every=0.5)
     assert looks == [0.5, 0.5]
-    assert "e newcomer seed 5" in screen.getvalue()
+    assert "newcomer seed 5" in screen.getvalue()
     assert "\x1b[" in screen.getvalue()
 
 
@@ -141,7 +140,7 @@ def test_more_runs_than_lines_are_counted(tmp_path, monkeypatch):
 
     monkeypatch.setattr("divebatch.cli.watch.sleep", leave)
     watch(tmp_path)
-    assert "and 8 more" in console.file.getvalue()
+    assert "and 9 more" in console.file.getvalue()
     assert "seed 11" not in console.file.getvalue()
 
 
@@ -152,3 +151,14 @@ def test_a_run_that_was_asked_to_stop_is_stopped_at_once(tmp_path):
         writer.write(RunStop(reason="asked to"))
     assert [each.state for each in Watch(tmp_path).look()] == ["stopped"]
     assert len(read_run(path)[1]) == len(ROWS)
+
+
+def test_80_columns_show_whole_names_and_no_wrapped_line(tmp_path, monkeypatch):
+    for seed in range(3):
+        write_run(tmp_path, "synthetic-nonconvex", "sgd-large-warmup", seed, ROWS, config={"epochs": 10})
+    console = Console(file=io.StringIO(), width=80)
+    console.print(_view(Watch(tmp_path), 80))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 6
+    assert max(map(len, lines[1:])) <= 80
+    assert all("sgd-large-warmup seed" in line and "70.00 %" in line for line in lines[3:])

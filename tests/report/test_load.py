@@ -9,9 +9,9 @@ from made_up_runs import LOSS, write_accuracies, write_run
 from divebatch.errors import RecordError
 from divebatch.records import ReportSettings
 from divebatch.report import analyse, load_runs
-from divebatch.report.charts import make_charts, make_tracks
-from divebatch.report.drawing import draw_chart
-from divebatch.report.watch import Watch
+from divebatch.report.drawing import looks_for
+from divebatch.report.figures import make_charts, make_tracks
+from divebatch.report.live import Watch
 
 HEADER = '{"kind": "run", "experiment": "e", "method": "m", "seed": 9}\n'
 EPOCH = {"kind": "epoch", "epoch": 1, "batch_size": 1, "lr": 1.0, "steps": 1, "samples": 1}
@@ -193,6 +193,7 @@ def test_numbers_that_no_arithmetic_survives_end_in_no_traceback(tmp_path, key, 
     last = json.dumps({**json.loads(last), key: "it"}).replace('"it"', value)
     path.write_text("\n".join([*lines, last]) + "\n")
     (experiment,) = load_runs(tmp_path).experiments
-    for chart in make_charts(make_tracks(analyse(experiment))):
-        draw_chart(chart, "e")
+    analysis = analyse(experiment)
+    for chart in make_charts(analysis, make_tracks(analysis, looks_for(["m"]))):
+        chart.draw("e")
     assert Watch(tmp_path).look()

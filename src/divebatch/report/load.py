@@ -19,40 +19,40 @@ class RecordedRun:
 
     @property
     def last(self) -> EpochRecord | None:
-        """The last finished epoch."""
+        """Return the last finished epoch."""
         return self.epochs[-1] if self.epochs else None
 
     @property
     def planned_epochs(self) -> int | None:
-        """How many epochs its configuration asks for, where it says so."""
+        """Return how many epochs the configuration asks for; None if it does not say."""
         planned = self.header.config.get("epochs")
         return planned if isinstance(planned, int) else None
 
     def is_finished(self, *, length: int | None = None) -> bool:
-        """Whether it reached the end that its configuration names, or epoch `length` where it names none."""
+        """Return whether it reached the end of its configuration, or epoch `length` if that names none."""
         end = self.planned_epochs or length
         return self.last is not None and end is not None and self.last.epoch >= end
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether it ran on an NVIDIA or AMD GPU, both of which torch calls cuda."""
+        """Return whether it ran on an NVIDIA or AMD GPU, both of which torch calls cuda."""
         return str(self.header.hardware.get("device", "")).startswith("cuda")
 
     @property
     def machine(self) -> str:
-        """The name of the device or machine that it ran on."""
+        """Return the name of the device or machine that it ran on."""
         return str(self.header.hardware.get("name", self.header.hardware.get("device", "?")))
 
     @property
     def planned_batch_size(self) -> int | None:
-        """What its configuration says it begins with, where it says so."""
+        """Return the first batch size of the configuration; None if it does not say."""
         method = self.header.config.get("method")
         size = method.get("batch_size") if isinstance(method, Mapping) else None
         return size if isinstance(size, int) else None
 
     @property
     def batch_sizes(self) -> list[int]:
-        """All that were in force, in order, those within epochs too; an epoch's record only has its last."""
+        """Return all batch sizes in order, also those within epochs, of which a record only has the last."""
         sizes: list[int] = []
         began = self.planned_batch_size
         for record in self.epochs:
@@ -62,7 +62,7 @@ class RecordedRun:
         return sizes
 
     def kind_of(self, *place: str) -> str | None:
-        """The `kind` of a configured part, for instance of ("method", "policy"); None where none is named."""
+        """Return the `kind` of a configured part, such as ("method", "policy"); None if none is named."""
         part: object = self.header.config
         for key in (*place, "kind"):
             part = part.get(key) if isinstance(part, Mapping) else None
@@ -71,13 +71,13 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True)
 class RecordedExperiment:
-    """All trials of one experiment: method name -> runs in the order of their seeds.
+    """All trials of one experiment.
 
     Args:
         name: The experiment's name.
-        methods: Its runs by method, in the order in which the report shows them.
-        metric: What its runs are judged by.
-        settings: What its runs tell the report beyond their numbers.
+        methods: Method name -> runs by seed, in the order in which the report shows them.
+        metric: The number that runs are judged by.
+        settings: What the headers say for the report alone.
     """
 
     name: str
@@ -91,33 +91,33 @@ class RecordedExperiment:
 
     @property
     def longest(self) -> int:
-        """The highest epoch number that any run reached; 0 where none did."""
+        """Return the highest epoch that any run reached; 0 if none did."""
         return max((run.last.epoch for run in self.runs if run.last), default=0)
 
     @property
     def length(self) -> int:
-        """The number of epochs that the runs ask for: the highest if they differ, the longest run's where none says."""
+        """Return how many epochs the runs ask for: the most if they differ, the longest run's if none says."""
         return max((run.planned_epochs or 0 for run in self.runs), default=0) or self.longest
 
     @property
     def machines(self) -> list[str]:
-        """The names of what the runs ran on, each once."""
+        """Return the names of what the runs ran on, each once."""
         return sorted({run.machine for run in self.runs})
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What a folder holds: experiments by name, and for each file that was left out why."""
+    """Experiments by name, and why files were left out."""
 
     experiments: tuple[RecordedExperiment, ...]
     problems: tuple[str, ...]
 
 
 def load_runs(folder: Path, *more: Path) -> Runs:
-    """Read the runs below some folders.
+    """Read the runs below some folders; raise `RecordError` if there is none.
 
     Names come from the records, not from the folders. Files that cannot be read, that a killed run left half-written
-    or that hold a run that was there before are named in `problems`; no readable run at all is a `RecordError`.
+    or that hold a run a second time are named in `problems`.
 
     Args:
         folder: Holds EXPERIMENT/METHOD/seed-K.jsonl; an experiment's or a method's own folder will do as well.
@@ -138,7 +138,7 @@ def load_runs(folder: Path, *more: Path) -> Runs:
 
 
 def _record_files(folders: Sequence[Path]) -> list[Path]:
-    """Each file once, also where one folder lies in another."""
+    """Return each file once, also if one folder lies in another."""
     files: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -159,7 +159,6 @@ def _read(path: Path) -> RecordedRun:
 
 
 def _torn_line(path: Path) -> list[str]:
-    """Whether the last line has no end: `read_run` leaves it out."""
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         is_whole = file.read(1) == b"\n"
@@ -181,7 +180,7 @@ def _grouped(runs: Iterable[RecordedRun], problems: list[str]) -> tuple[Recorded
 
 
 def _experiment(name: str, runs: list[RecordedRun], problems: list[str]) -> RecordedExperiment:
-    """Metric and settings are those of the run that started last; runs that are judged by another are left out."""
+    """Take metric and settings from the run that started last; leave out runs with another metric."""
     newest = max(runs, key=lambda run: run.header.started or "").header
     methods: dict[str, list[RecordedRun]] = defaultdict(list)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Runs as they stand, from their records alone: what is under way, how fast, how long still."""
+"""Look at runs while they run, from their records alone: state, speed, time left."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from divebatch.errors import RecordError
 from divebatch.records import EpochRecord, read_run, was_stopped
-from divebatch.report.runs import RecordedRun
+from divebatch.report.load import RecordedRun
 
 SILENT_EPOCHS, SILENT_SECONDS = 5, 60.0
-"""A run that wrote nothing for so many of its epochs, and at least so many seconds, counts as stopped."""
+"""A run that wrote nothing for five of its epochs, and for at least a minute, counts as stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Standing:
 
     @property
     def name(self) -> str:
-        """Experiment, method and seed, safe to print."""
+        """Return method and seed, safe to print."""
         header = self.run.header
-        return _printable(f"{header.experiment} {header.method} seed {header.seed}")
+        return printable(f"{header.method} seed {header.seed}")
 
     @property
     def last(self) -> EpochRecord | None:
@@ -34,7 +34,7 @@ class Standing:
 
     @property
     def best(self) -> str:
-        """The best value of the run's metric so far, as text; empty where there is none."""
+        """Return the best value of the metric so far, as text; empty if there is none."""
         metric = self.run.header.metric
         values = [metric.of(record) for record in self.run.epochs]
         best = metric.best(value for value in values if value is not None)
@@ -42,18 +42,18 @@ class Standing:
 
     @property
     def samples_per_second(self) -> float | None:
-        """The speed of training in the last epoch."""
+        """Return the speed of training in the last epoch."""
         *_, before, last = (None, None, *self.run.epochs)
         return rate_between(before, last) if last else None
 
     @property
     def seconds_left(self) -> float | None:
-        """If the rest goes on as fast as the run has gone so far."""
+        """Return the time left at the pace so far; None unless it is running."""
         return time_left(self.last, self.run.planned_epochs) if self.last and self.state == "running" else None
 
 
 def rate_between(before: EpochRecord | None, record: EpochRecord) -> float | None:
-    """Samples trained on a second of training, from one epoch's end to the next one's."""
+    """Return the samples per second of training between the ends of two epochs."""
     if record.train_seconds is None or (before is not None and before.train_seconds is None):
         return None
     samples = record.samples - (before.samples if before else 0)
@@ -62,7 +62,7 @@ def rate_between(before: EpochRecord | None, record: EpochRecord) -> float | Non
 
 
 def time_left(record: EpochRecord, planned_epochs: int | None) -> float | None:
-    """Seconds, everything included, at the average pace so far."""
+    """Return the seconds left at the average pace so far, evaluation and compilation included."""
     if planned_epochs is None or record.total_seconds is None or record.epoch < 1:
         return None
     return max(0, planned_epochs - record.epoch) * record.total_seconds / record.epoch
@@ -70,7 +70,7 @@ def time_left(record: EpochRecord, planned_epochs: int | None) -> float | None:
 
 @dataclass(slots=True)
 class Watch:
-    """Reads a folder again and again; files that have not changed are not read twice."""
+    """A reader of a folder that reads only files that have changed since its last look."""
 
     folder: Path
     _read: dict[Path, tuple[tuple[int, int], RecordedRun, bool]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Watch:
     """Files that could not be read at the last look."""
 
     def look(self) -> list[Standing]:
-        """Every run there is: running ones first, then by name."""
+        """Return every run: running ones first, then by name."""
         self.problems.clear()
         found = [self._standing(path) for path in sorted(self.folder.glob("**/seed-*.jsonl"))]
         order = ("running", "stopped", "finished")
@@ -93,7 +93,7 @@ class Watch:
                 header, epochs = read_run(path)
                 self._read[path] = (stamp, RecordedRun(header, tuple(epochs)), was_stopped(path))
         except (RecordError, OSError) as error:
-            self.problems.append(_printable(str(error)))
+            self.problems.append(printable(str(error)))
             return None
         (_, run, has_stopped), silent = self._read[path], max(0.0, time.time() - status.st_mtime)
         return Standing(run, "stopped" if has_stopped else _state(run, silent), silent)
@@ -110,6 +110,6 @@ def _state(run: RecordedRun, silent: float) -> str:
     return "stopped" if silent > max(SILENT_SECONDS, SILENT_EPOCHS * pace) else "running"
 
 
-def _printable(text: str) -> str:
-    """A terminal would obey control characters."""
+def printable(text: str) -> str:
+    """Replace control characters, which a terminal would obey."""
     return "".join(character if character.isprintable() else "?" for character in text)

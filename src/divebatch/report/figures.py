@@ -1,0 +1,386 @@
+"""Say what each figure shows: charts of single quantities, time to target, and the paper's figures.
+
+A figure of a record's field is a row of `QUANTITIES`; a figure of panels side by side is a row of `FIGURES`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, pairwise
+
+import numpy as np
+
+from divebatch.report.analysis import UNITS, Analysis, Curve, Floats, MethodResult, average_curve
+from divebatch.report.drawing import (
+    AXES,
+    CHART_SIZE,
+    DOTTED,
+    PANEL_SIZE,
+    Drawing,
+    Line,
+    Look,
+    Panel,
+    TargetBars,
+    draw_bars,
+    draw_panels,
+    other_looks,
+)
+from divebatch.report.load import RecordedRun
+from divebatch.report.tables import MEBIBYTE, diverged_note, size_range, stage_epochs
+
+WIDEST, THINNEST = 5.0, 1.5
+"""In points: if many methods share a course, each line is thinner than the one before, so that all are seen."""
+WIDE_PANEL = (4.6, 4.2)
+"""Width and height in inches: room for ten lines and their names."""
+BANDS_NOTE = "Lines are means over the trials that count, bands ± the standard error of the mean."
+SHADOW_NOTE = (
+    "Solid: the batch size in force. The others: what each shadow would have put in force there, decided after the "
+    "epoch before, from the size and the weights that training then had."
+)
+BARS_NOTE = (
+    "Bars: until the metric averaged over trials reaches the target. Dots: each trial alone, which may get there "
+    "earlier, being rougher than the average."
+)
+
+
+# Quantities
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A field that records hold for each epoch, or two that belong together."""
+
+    title: str
+    fields: tuple[tuple[str, str], ...]
+    """Fields of a record that are drawn together, each with what its lines' names end in."""
+    factor: float = 1.0
+    bounds: tuple[float, float] | None = None
+    """None: from 0 on unless a mean is negative."""
+    may_be_log: bool = True
+    log_base: int = 10
+    is_steps: bool = False
+    """Whether a value holds for a whole epoch; methods then often share it exactly."""
+    only_on_gpu: bool = False
+    note: str = ""
+
+
+QUANTITIES = {
+    "accuracy": Quantity(
+        "Validation accuracy (%)", (("val_accuracy", ""),), factor=100.0, bounds=(0.0, 100.0), may_be_log=False
+    ),
+    "bits": Quantity("Validation bits per byte", (("bits_per_byte", ""),)),
+    "loss": Quantity("Validation loss", (("val_loss", ""),)),
+    "batchsize": Quantity(
+        "Batch size (samples)",
+        (("batch_size", ""),),
+        bounds=(1, np.inf),
+        log_base=2,
+        is_steps=True,
+        note="Where it changed within an epoch: the size that the epoch ended with.",
+    ),
+    "noise": Quantity(
+        "Gradient noise scale (samples)",
+        (("noise_scale", ""),),
+        note="Of estimates at fixed weights; epochs in which nothing was measured are left out.",
+    ),
+    "diversity": Quantity(
+        "Gradient diversity",
+        (("diversity", ""), ("exact_diversity", ", exact")),
+        note="Dotted: the exact value, where runs recorded it. Epochs in which nothing was measured are left out.",
+    ),
+    "trainloss": Quantity("Training loss", (("train_loss", ""),)),
+    "lr": Quantity("Learning rate", (("lr", ""),), is_steps=True),
+    "memory": Quantity(
+        "Peak GPU memory (MiB)",
+        (("peak_memory_bytes", ""),),
+        factor=1 / MEBIBYTE,
+        may_be_log=False,
+        only_on_gpu=True,
+    ),
+}
+"""By name, which is part of file names: without a dash, so that no two experiments' files can meet."""
+METRICS = {"val_accuracy": "accuracy", "val_loss": "loss", "bits_per_byte": "bits"}
+"""The quantity of each metric."""
+
+
+# Charts
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """A method with its look, and where each of its epochs lies on every axis."""
+
+    result: MethodResult
+    look: Look
+    epochs: Floats
+    axes: Mapping[str, Floats]
+    """Means over trials; only the axes that the runs recorded."""
+
+    @property
+    def method(self) -> str:
+        return self.result.method
+
+    @property
+    def legend(self) -> str:
+        """Return the label with the first batch size and, if it differs, the mean of the final ones."""
+        return f"{self.result.label} ({size_range(self.result.first_batch_size, self.result.final_mean('batch_size'))})"
+
+    def positions(self, curve: Curve, axis: str) -> Floats | None:
+        """Return where the points of a curve lie on an axis; None if the runs did not record that."""
+        values = self.axes.get(axis)
+        return None if values is None else values[np.searchsorted(self.epochs, curve.epochs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of one panel, and the track of each of its lines."""
+
+    name: str
+    panel: Panel
+    tracks: Sequence[Track]
+    caption: str
+
+    def positions(self, number: int, axis: str) -> Floats | None:
+        """Return where the points of a line lie on an axis; None if its runs did not record that."""
+        return self.tracks[number].positions(self.panel.lines[number].curve, axis)
+
+    def draw(self, heading: str) -> Drawing:
+        """Draw the chart as it is first shown: over epochs."""
+        title, caption = self.panel.title, [self.caption]
+        return draw_panels(self.name, title, heading, [self.panel], caption, panel_size=CHART_SIZE)
+
+
+def make_tracks(analysis: Analysis, looks: Mapping[str, Look]) -> list[Track]:
+    """Return one track for each method that has begun."""
+    begun = [result for result in analysis.methods if any(run.epochs for run in result.runs)]
+    tracks = []
+    for result in begun:
+        means = {axis: result.curve(UNITS[axis]).mean for axis in AXES}
+        # With fewer trials left a mean can fall; a line must not run backwards.
+        axes = {axis: np.maximum.accumulate(mean) for axis, mean in means.items() if np.isfinite(mean).all()}
+        tracks.append(Track(result, looks[result.method], axes["epochs"], axes))
+    return tracks
+
+
+def make_charts(analysis: Analysis, tracks: Sequence[Track]) -> list[Chart]:
+    """Return the charts that the records can fill: metric, batch size and noise scale first, then what shadows wanted.
+
+    Args:
+        analysis: The experiment's, from `analyse`.
+        tracks: Those of its methods.
+    """
+    first = dict.fromkeys([METRICS[analysis.metric.name], "batchsize", "noise", "diversity", *QUANTITIES])
+    charts = [_chart(name, tracks) for name in first]
+    return [chart for chart in charts if chart.panel.lines] + _shadow_charts(tracks)
+
+
+def _chart(name: str, tracks: Sequence[Track]) -> Chart:
+    quantity = QUANTITIES[name]
+    pairs = [(track, line) for track in tracks for line in _lines(quantity, track, track.method)]
+    caption = [BANDS_NOTE, quantity.note, *_ratio_notes(name, tracks)]
+    panel = _panel(quantity, [line for _, line in pairs])
+    return Chart(name, panel, [track for track, _ in pairs], " ".join(filter(None, caption)))
+
+
+def _panel(quantity: Quantity, lines: Sequence[Line]) -> Panel:
+    """Return lines of one quantity with the axis that it needs."""
+    bounds = quantity.bounds
+    if bounds is None:  # most losses cannot be negative, but some can
+        lowest = min((float(np.nanmin(line.curve.mean)) for line in lines), default=0.0)
+        bounds = (0.0 if lowest >= 0 else -np.inf, np.inf)
+    if quantity.is_steps:
+        lines = _nested(lines, WIDEST, THINNEST)
+    return Panel(quantity.title, lines, bounds, quantity.may_be_log, quantity.log_base, quantity.is_steps)
+
+
+def _nested(lines: Sequence[Line], widest: float, thinnest: float) -> list[Line]:
+    """Make each thinner than the one before, so that lines in one place are all seen; few lines need no wide ones."""
+    widest = min(widest, thinnest + 0.9 * (len(lines) - 1))
+    widths = np.linspace(widest, thinnest, len(lines)).tolist()
+    return [replace(line, width=width) for line, width in zip(lines, widths, strict=True)]
+
+
+def _lines(quantity: Quantity, track: Track, label: str) -> Iterator[Line]:
+    """Yield one line for each field of the quantity that the track's runs have a finite value of."""
+    runs = track.result.runs
+    on_gpu = [run for run in runs if run.is_on_gpu]
+    before: Curve | None = None
+    for field, ending in quantity.fields:
+        is_whole = not quantity.only_on_gpu or len(on_gpu) == len(runs)
+        curve = track.result.curve(field) if is_whole else average_curve(on_gpu, field)
+        curve = curve.measured().scaled(quantity.factor)
+        # A policy may act on the exact value: there the second line would hide the first.
+        if len(curve.epochs) and not (before and _are_one(before, curve)):
+            look = replace(track.look, dashes=DOTTED) if ending else track.look
+            yield Line(label + ending, look, curve)
+        before = curve
+
+
+def _are_one(one: Curve, other: Curve) -> bool:
+    return np.array_equal(one.epochs, other.epochs) and np.allclose(one.mean, other.mean, rtol=1e-3)
+
+
+def _ratio_notes(name: str, tracks: Sequence[Track]) -> Iterator[str]:
+    """Say how far the estimate of the diversity is from the exact value."""
+    for track in tracks if name == "diversity" else ():
+        records = [record for run in track.result.runs for record in run.epochs]
+        ratios = [r.diversity / r.exact_diversity for r in records if r.diversity and r.exact_diversity]
+        if ratios and not np.allclose(ratios, 1.0, rtol=1e-2):
+            low, middle, high = np.percentile(ratios, (10, 50, 90))
+            yield (
+                f"{track.method}: the estimate is {middle:.2f} times the exact value in the median epoch "
+                f"({low:.2f} to {high:.2f} from the 10th to the 90th percentile)."
+            )
+
+
+# Policies that only watched
+
+
+def _shadow_charts(tracks: Sequence[Track]) -> list[Chart]:
+    """Return one for each method whose runs have shadows and an epoch after the first."""
+    charts: list[Chart] = []
+    for track in tracks:
+        wishes = list(_wishes(track))
+        if wishes:
+            in_force = track.result.curve("batch_size").measured()
+            driver = Line(f"{track.method}, in force", replace(track.look, dashes="solid"), in_force, width=3.5)
+            lines = [driver, *_nested(wishes, 2.0, 1.0)]
+            title = f"Batch size wanted (samples), {track.method} driving"
+            panel = replace(_panel(QUANTITIES["batchsize"], []), title=title, lines=lines)
+            name = f"shadows{len(charts) + 1}"
+            charts.append(Chart(name, panel, [track] * len(lines), f"{SHADOW_NOTE} {BANDS_NOTE}"))
+    return charts
+
+
+def _wishes(track: Track) -> Iterator[Line]:
+    """Yield one line a shadow, in the order of the records."""
+    runs = track.result.runs
+    names = dict.fromkeys(name for run in runs for record in run.epochs for name in record.shadows or {})
+    for name, look in zip(names, cycle(other_looks(track.look.color)), strict=False):
+        curve = average_curve([_as_if_driven(run, name) for run in runs], "batch_size")
+        if not curve.is_empty:
+            yield Line(name, look, curve)
+
+
+def _as_if_driven(run: RecordedRun, name: str) -> RecordedRun:
+    """Return the epochs for which the shadow had a wish, with that as their batch size."""
+    wished = [
+        replace(record, batch_size=before.shadows[name])
+        for before, record in pairwise(run.epochs)
+        if before.shadows and name in before.shadows and record.epoch == before.epoch + 1
+    ]
+    return replace(run, epochs=tuple(wished))
+
+
+# Time to target
+
+
+def make_bars(analysis: Analysis, looks: Mapping[str, Look]) -> dict[str, TargetBars]:
+    """Return unit -> bars, in seconds first if one machine ran all; empty if there is no target or nobody reached it.
+
+    Args:
+        analysis: The experiment's, from `analyse`.
+        looks: Those of its methods.
+    """
+    if analysis.target is None:
+        return {}
+    goal = analysis.metric.text(analysis.target.value)
+    units = sorted(UNITS, key=lambda unit: unit == "seconds" and not analysis.is_timed)
+    bars = {}
+    for unit in units:
+        arrivals = {method: ways[unit] for method, ways in analysis.common.items()}
+        if any(arrival.value is not None for arrival in arrivals.values()):
+            bars[unit] = TargetBars(unit, goal, arrivals, looks)
+    return bars
+
+
+def draw_target(bars: Mapping[str, TargetBars], heading: str) -> list[Drawing]:
+    """Draw the bars of the first unit; nothing if there are none."""
+    return [draw_bars(first, heading, BARS_NOTE) for first in list(bars.values())[:1]]
+
+
+# The paper's figures
+
+
+@dataclass(frozen=True, slots=True)
+class PanelFigure:
+    """A figure of panels side by side.
+
+    Args:
+        title: Its subject.
+        quantities: One a panel, if there are several; a single one is shown three ways: over epochs as in the paper,
+            over training time, and the last quarter enlarged.
+        panel_size: Width and height of each, in inches.
+    """
+
+    title: str
+    quantities: tuple[str, ...]
+    panel_size: tuple[float, float]
+
+    def draw(self, name: str, analysis: Analysis, tracks: Sequence[Track]) -> Drawing | None:
+        """Draw the methods to show; return None if the records cannot fill the figure."""
+        pairs = {q: [(t, line) for t in tracks for line in _lines(QUANTITIES[q], t, t.legend)] for q in self.quantities}
+        panels = [_panel(QUANTITIES[q], [line for _, line in found]) for q, found in pairs.items()]
+        if len(panels) == 1 and panels[0].lines:
+            panels = _three_ways(panels[0], pairs[self.quantities[0]], stage_epochs(analysis.experiment.length)[2])
+        panels = [panel for panel in panels if panel.lines]
+        if not panels:
+            return None
+        caption = list(_caption(analysis, [track.result for track in tracks]))
+        heading = analysis.experiment.name
+        return draw_panels(name, self.title, heading, panels, caption, panel_size=self.panel_size)
+
+
+def _three_ways(whole: Panel, pairs: Sequence[tuple[Track, Line]], late: int) -> list[Panel]:
+    over_time = [replace(line, seconds=track.positions(line.curve, "seconds")) for track, line in pairs]
+    end = [replace(line, curve=line.curve.since(late)) for line in whole.lines]
+    return [
+        whole,
+        replace(whole, lines=[line for line in over_time if line.seconds is not None]),
+        replace(
+            whole,
+            lines=[line for line in end if not line.curve.is_empty],
+            title=f"{whole.title}, last quarter",
+            first_epoch=late,
+            may_be_log=False,
+        ),
+    ]
+
+
+FIGURES = {
+    "figure1": PanelFigure("Figure 1: validation loss and accuracy", ("loss", "accuracy"), PANEL_SIZE),
+    "figure2": PanelFigure(
+        "Figure 2: validation loss, batch size and diversity", ("loss", "batchsize", "diversity"), PANEL_SIZE
+    ),
+    "figure3": PanelFigure("Figure 3: validation accuracy", ("accuracy",), WIDE_PANEL),
+    "figure4": PanelFigure("Figure 4: validation loss", ("loss",), WIDE_PANEL),
+    "course": PanelFigure("Batch size and learning rate", ("batchsize", "lr"), WIDE_PANEL),
+}
+"""By the name that an experiment file uses, which is part of file names too."""
+
+
+def draw_paper_figures(analysis: Analysis, tracks: Sequence[Track]) -> list[Drawing]:
+    """Draw those that the experiment names and the records can fill."""
+    wanted = analysis.experiment.settings.figures
+    drawings = []
+    for name in (name for name in FIGURES if name in wanted):
+        shown = [track for track in tracks if not wanted[name] or track.method in wanted[name]]
+        drawings.append(FIGURES[name].draw(name, analysis, shown))
+    return [drawing for drawing in drawings if drawing is not None]
+
+
+def _caption(analysis: Analysis, shown: Sequence[MethodResult]) -> Iterator[str]:
+    is_open = any(not result.num_finished for result in shown)
+    yield f"Lines are means over {_trials(shown)}" + (", at each epoch over those that reached it." if is_open else ".")
+    if any(len(result.runs) > 1 for result in shown):
+        yield "Bands are ± the standard error of the mean, cut off at the axis and at impossible values."
+    yield "In parentheses: the batch size, or the first one and the mean of the final ones."
+    unfinished = [result for result in shown if result.num_finished < len(result.trials)]
+    yield from (f"{r.method}: {r.num_finished} of {len(r.trials)} trials finished." for r in unfinished)
+    yield from (diverged_note(result, analysis) for result in shown if result.num_diverged)
+
+
+def _trials(shown: Sequence[MethodResult]) -> str:
+    counts = [len(result.runs) for result in shown]
+    if len(set(counts)) > 1:
+        return "trials (" + ", ".join(f"{result.method}: {len(result.runs)}" for result in shown) + ")"
+    return "1 trial" if counts[0] == 1 else f"{counts[0]} trials"
