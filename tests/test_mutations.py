@@ -1,7 +1,5 @@
 """Errors put into the code on purpose: each must show in the comparison with the slow twin that guards it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.optim import SGD
@@ -11,7 +9,7 @@ from divebatch import AdaBatch, AdaptiveLoader, Controller, DiveBatch, Diversity
 from divebatch.data.order import Shuffled
 from divebatch.lr import LrCoupling
 from divebatch.norms import DiversityMeter
-from divebatch.norms.backward import Backward
+from divebatch.norms.eager import MeasuredPass
 from divebatch.norms.loss_scale import LossScale
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp
@@ -96,8 +94,13 @@ def test_without_an_error_all_comparisons_agree(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_norms_not_multiplied_by_the_squared_batch_size_show(monkeypatch: pytest.MonkeyPatch):
-    exact = Backward.sq_norms.fget
-    monkeypatch.setattr(Backward, "sq_norms", property(lambda self: exact(self) / self.num_samples**2))
+    exact = MeasuredPass.add_up
+
+    def add_up(done: MeasuredPass) -> None:
+        exact(done)
+        done.sq_norms = done.sq_norms / done.num_samples**2
+
+    monkeypatch.setattr(MeasuredPass, "add_up", add_up)
     sum_of_sq_norms, sq_norm_of_sum, num_samples = errors_at_fixed_weights()
     assert sum_of_sq_norms > 0.9
     assert max(sq_norm_of_sum, num_samples) < 1e-9
@@ -105,7 +108,7 @@ def test_norms_not_multiplied_by_the_squared_batch_size_show(monkeypatch: pytest
 
 def test_gradients_not_multiplied_by_the_batch_size_show(monkeypatch: pytest.MonkeyPatch):
     scale = LossScale.of_pass
-    monkeypatch.setattr(LossScale, "of_pass", lambda self, *given: replace(scale(self, *given), factor=1))
+    monkeypatch.setattr(LossScale, "of_pass", lambda self, *given: scale(self, *given)._replace(factor=1))
     sum_of_sq_norms, sq_norm_of_sum, _ = errors_at_fixed_weights()
     assert min(sum_of_sq_norms, sq_norm_of_sum) > 0.9
 

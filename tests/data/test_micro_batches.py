@@ -1,3 +1,4 @@
+import itertools
 import pickle
 from collections import UserDict, namedtuple
 
@@ -10,7 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, NormMeter, micro_batches
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.errors import ArgumentError, CoverageError, UsageError
+from divebatch.norms import DiversityMeter
+from divebatch.ranks import RankShard
 from reference import per_sample
 
 Pair = namedtuple("Pair", "first second")
@@ -278,7 +281,8 @@ WRONG = {
 def test_a_measured_pass_that_leaves_its_weight_out_is_an_error(wrong: str, drawn):
     model, parts = network(), iter(drawn(micro_batches(data(9), 3)))
     (x, y), weight = next(parts)
-    with NormMeter(model), pytest.raises(UsageError, match=r"micro-batch of 3 samples was not used.* \* weight"):
+    meter = DiversityMeter(model, rank_shard=lambda: RankShard(9, 9), delivered=itertools.count(0, 9).__next__)
+    with meter, pytest.raises(CoverageError, match=r"3 samples, and its batch has 9: .* \* weight"):
         WRONG[wrong](mean_over(model, x, y), weight).backward()
 
 

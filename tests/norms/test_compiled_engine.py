@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from divebatch import NormMeter, gradient_diversity
 from divebatch.errors import CoverageError, DivebatchError, UsageError
 from divebatch.norms import DiversityMeter, triton
-from divebatch.norms.compiled_engine import Taps
-from divebatch.norms.conv import Patches
+from divebatch.norms.compiled import CompiledEngine
+from divebatch.norms.rules.conv import Patches
 from reference import per_sample
 from reference.per_sample import mean_loss, mlp, samples, sum_loss
 
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Te
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled code is kept by the class's forward, which tests share. What is tested here are compiled passes."""
-    monkeypatch.setattr(Taps, "looks_first", False)
+    monkeypatch.setattr(CompiledEngine, "looks_first", False)
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from divebatch import NormMeter
 from divebatch.errors import CoverageError
-from divebatch.norms.compiled_engine import Taps
+from divebatch.norms.compiled import CompiledEngine
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNorm1d": (lambda: nn.BatchNorm1d(3), (6, 3)),
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.fixture(autouse=True)
 def compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here are compiled passes."""
-    monkeypatch.setattr(Taps, "looks_first", False)
+    monkeypatch.setattr(CompiledEngine, "looks_first", False)
 
 
 def layers_of(case: str, frozen: str | None) -> tuple[nn.Module, nn.Module]:

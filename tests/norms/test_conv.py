@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from divebatch import NormMeter
 from divebatch.errors import CoverageError
-from divebatch.norms import conv, sample_gradients
+from divebatch.norms import forms
+from divebatch.norms.rules import conv
 from reference.per_sample import mean_loss, sq_norms
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -273,7 +274,7 @@ def test_every_kernel_matches_for_any_geometry(layer_and_call: tuple[nn.Module, 
 @pytest.mark.parametrize("chunk_bytes", [1, 3000])
 @pytest.mark.parametrize("case", FEW_CASES)
 def test_chunks_do_not_change_the_norms(case: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sample_gradients, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
     assert_matches_loop(*layer_and_call(CASES[case], torch.float64))
 
 
@@ -283,7 +284,7 @@ def test_chunks_stay_below_the_cap(case: str, fitting: int, kernel_calls: list[s
     layer, x, dy = layer_and_call(CASES[case], torch.float32)
     left, right = (x, dy) if layer.transposed else (dy, x)
     entries = left[0, 0].numel() * right.shape[1] * layer.weight[0, 0].numel()
-    monkeypatch.setattr(sample_gradients, "CHUNK_BYTES", fitting * entries * 4 + 3)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", fitting * entries * 4 + 3)
     assert_matches_loop(layer, x, dy)
     assert kernel_calls[0] == slice(0, fitting)
     assert len(kernel_calls) == math.ceil(NUM_SAMPLES / fitting)
@@ -292,7 +293,7 @@ def test_chunks_stay_below_the_cap(case: str, fitting: int, kernel_calls: list[s
 def test_chunks_count_the_products_of_positions(kernel_calls: list[slice], monkeypatch: pytest.MonkeyPatch):
     layer = nn.Conv1d(1, 64, 25, padding=12, bias=False)  # patches of 400 entries, but 40 positions with the zeros
     x, dy = torch.randn(NUM_SAMPLES, 1, 16), torch.randn(NUM_SAMPLES, 64, 16)
-    monkeypatch.setattr(sample_gradients, "CHUNK_BYTES", 3 * 40**2 * 4 + 3)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", 3 * 40**2 * 4 + 3)
     assert_matches_loop(layer, x, dy)
     assert kernel_calls == [slice(0, 3), slice(3, 6)]
 
@@ -360,7 +361,7 @@ def tied_autoencoder() -> nn.Module:
 @pytest.mark.parametrize("chunk_bytes", [1, 16 * 2**20])
 @pytest.mark.parametrize("make", [Twice, tied_convolutions, tied_bias_only, tied_autoencoder])
 def test_gradients_of_a_shared_weight_add_up_before_they_are_squared(make, chunk_bytes: int, monkeypatch):
-    monkeypatch.setattr(sample_gradients, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     model = make().double()
     inputs = torch.randn(4, 3, 7, 6).double()

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, micro_batches
 from divebatch.errors import CoverageError
 from divebatch.estimators import Trajectory
+from divebatch.norms import DiversityMeter
 from reference.per_sample import dataset, mean_loss, mlp
 
 Step = Callable[[nn.Module, Tensor, Tensor], None]
@@ -68,6 +70,57 @@ def test_passes_over_what_was_delivered_are_right(step: Step, compiled: bool):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("step", [two_losses, attacked_by_backward, two_views])
 def test_a_second_pass_on_a_batch_is_an_error(step: Step, compiled: bool):
-    seen = 24 if compiled else 8  # compiled passes have their samples on the device, read at the end of the epoch
-    with pytest.raises(CoverageError, match=f"{seen} samples .* delivered {seen // 2}: .*estimator='moments'"):
+    # Compiled passes but the first have their samples on the device, read at the end of the epoch.
+    with pytest.raises(CoverageError, match=r"(8 samples .* delivered 4|24 samples .* delivered 12): .*'moments'"):
         epoch(step, compiled=compiled)
+
+
+def without_its_weight(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    for (part_x, part_y), weight in micro_batches((x, y), 2):
+        (mean_loss(model(part_x), part_y) * float(weight)).backward()
+
+
+def a_part(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    plain(model, x[:3], y[:3])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("step", [without_its_weight, a_part])
+def test_a_pass_over_fewer_samples_than_its_batch_is_an_error(step: Step, compiled: bool):
+    with pytest.raises(CoverageError, match=r"went through \d samples, and its batch has 4: .*weight"):
+        epoch(step, compiled=compiled)
+
+
+class TimeFirst(nn.Module):
+    """Sequences (time, batch, features) through layers that take the first dimension for the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.transpose(0, 1)).mean(0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_with_the_time_first_is_an_error(compiled: bool):
+    model, data = TimeFirst(), TensorDataset(torch.randn(12, 6, 4).double(), torch.randn(12, 1).double())
+    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(data, 4, seed=0)
+    estimator = Trajectory(compiled=compiled)
+    with Controller(model, optimizer, loader, DiveBatch(delta=0.1, max_batch_size=8), estimator=estimator):
+        x, y = next(iter(loader))
+        with pytest.raises(CoverageError, match=r"6 samples .* 4"):
+            (model(x) - y).square().mean().backward()
+
+
+def test_a_loop_that_fetches_a_batch_ahead_is_right():
+    model = mlp()
+    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(6), 4, seed=0)
+    meter = DiversityMeter(model, rank_shard=lambda: loader.rank_shard, delivered=lambda: loader.samples_delivered)
+    with meter:
+        for _ in range(2):
+            for x, y in list(loader):
+                optimizer.zero_grad()
+                mean_loss(model(x), y).backward()
+                optimizer.step()
+        assert meter.diversity().num_samples == 12

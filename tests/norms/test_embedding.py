@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from divebatch import NormMeter
 from divebatch.errors import CoverageError, UsageError
 from divebatch.norms import DiversityMeter
-from divebatch.norms.embedding import embedding
+from divebatch.norms.rules.embedding import embedding
 from reference.per_sample import diversity_of, gradients, sq_norms
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}

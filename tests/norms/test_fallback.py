@@ -7,7 +7,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from divebatch import NormMeter
 from divebatch.errors import ArgumentError, CoverageError
-from divebatch.norms import DiversityMeter, sample_gradients
+from divebatch.norms import DiversityMeter, forms
 from reference.per_sample import diversity_of, gradients, mean_loss, samples, sq_norms
 
 INPUTS, TARGETS = samples(7)
@@ -171,7 +171,7 @@ def made(make) -> nn.Module:
 @pytest.mark.parametrize("chunk_bytes", [1, 16 * 2**20])
 @pytest.mark.parametrize("case", EVERY_CASE)
 def test_vmap_matches_a_loop_over_samples(case: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sample_gradients, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
     model = made(CASES[case])
     with NormMeter(model, fallback="vmap") as meter:
         mean_loss(model(INPUTS), TARGETS).backward()

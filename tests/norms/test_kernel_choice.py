@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from divebatch.errors import CoverageError
 from divebatch.norms import NormMeter, triton
-from divebatch.norms.backward import measured
-from divebatch.norms.compiled_engine import Taps
-from divebatch.norms.conv import Patches
-from divebatch.norms.sample_gradients import Outer, RowSums, joined
+from divebatch.norms.compiled import CompiledEngine
+from divebatch.norms.forms import Outer, RowSums, joined, measured
+from divebatch.norms.rules.conv import Patches
 from divebatch.norms.sketch import Estimate, seed_signs
 from reference.per_sample import mean_loss, mlp, samples
 
@@ -129,7 +128,7 @@ def test_a_copy_of_a_model_with_taps_does_not_count():
 def test_second_derivatives_through_tapped_layers_are_refused(
     layer: nn.Module, looks_first: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Taps, "looks_first", looks_first)
+    monkeypatch.setattr(CompiledEngine, "looks_first", looks_first)
     x, error = torch.randn(4, 3, requires_grad=True), CoverageError if looks_first else RuntimeError
     with NormMeter(layer, compiled=True):
         (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
@@ -142,6 +141,6 @@ def test_seeds_are_drawn_anew_from_the_signs_own_state():
     for seed in (1, 2, 1):
         seed_signs(torch.device("cpu"), seed)
         meter.reset()
-        drawn.append(meter._engine._seeds.clone())
+        drawn.append(meter._engine.seeds.clone())
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from divebatch.errors import CoverageError
-from divebatch.norms import sample_gradients
-from divebatch.norms.linear import linear
+from divebatch.norms import forms
+from divebatch.norms.rules.linear import linear
 from reference.per_sample import sq_norms
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -45,7 +45,7 @@ def by_loop(layer: nn.Linear, x: Tensor, dy: Tensor) -> Tensor:
 def linear_sq_norms(*calls: tuple[nn.Linear, Tensor, Tensor]) -> Tensor:
     stated = [linear(*call) for call in calls]
     counted = [name for name, parameter in calls[0][0].named_parameters() if parameter.requires_grad]
-    return sum(sample_gradients.total([each[name] for each in stated]) for name in counted)
+    return sum(forms.total([each[name] for each in stated]) for name in counted)
 
 
 def assert_matches_loop(layer: nn.Linear, x: Tensor, dy: Tensor) -> None:
@@ -59,13 +59,13 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(kernel, samples) of every kernel call."""
     calls = []
     for name in ("_by_gram", "_by_gradient"):
-        kernel = getattr(sample_gradients, name)
+        kernel = getattr(forms, name)
 
         def recording(x: Tensor, dy: Tensor, *, name: str = name, kernel=kernel) -> Tensor:
             calls.append((name, len(x)))
             return kernel(x, dy)
 
-        monkeypatch.setattr(sample_gradients, name, recording)
+        monkeypatch.setattr(forms, name, recording)
     return calls
 
 
@@ -96,11 +96,11 @@ def layers_with_calls(draw: st.DrawFn) -> tuple[nn.Linear, Tensor, Tensor]:
 @given(layers_with_calls(), st.sampled_from([1, 500, 64 * 2**20]))
 def test_sq_norms_match_for_any_shape_and_chunk(layer_and_call: tuple[nn.Linear, Tensor, Tensor], chunk_bytes: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_gradients, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
         assert_matches_loop(*layer_and_call)
 
 
-@pytest.mark.parametrize("kernel", [sample_gradients._by_gram, sample_gradients._by_gradient])
+@pytest.mark.parametrize("kernel", [forms._by_gram, forms._by_gradient])
 @pytest.mark.parametrize("case", ["few positions of a wide layer", "many positions of a narrow layer"])
 def test_both_kernels_are_right_for_every_shape(kernel, case: str):
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_squares_of_half_precision_do_not_overflow():
     torch.manual_seed(0)
     x, dy = torch.randn(5, 3, 64).half(), (1000 * torch.randn(5, 3, 64)).half()
     expected = (dy.double().mT @ x.double()).square().sum((1, 2))
-    torch.testing.assert_close(sample_gradients._by_gram(dy, x).double(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(forms._by_gram(dy, x).double(), expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(("num_positions", "kernel"), [(3, "_by_gram"), (4, "_by_gradient"), (9, "_by_gradient")])
@@ -126,7 +126,7 @@ def test_the_cheaper_kernel_is_taken(num_positions: int, kernel: str, kernel_cal
 @pytest.mark.parametrize(("num_positions", "entries"), [(3, 2 * 3 * 3), (9, 8 * 8)])
 @pytest.mark.parametrize("fitting", [1, 2, 5])
 def test_chunks_stay_below_the_cap(num_positions, entries, fitting, kernel_calls, monkeypatch):
-    monkeypatch.setattr(sample_gradients, "CHUNK_BYTES", fitting * entries * 4 + 3)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", fitting * entries * 4 + 3)
     layer, x, dy = nn.Linear(8, 8), torch.randn(5, num_positions, 8), torch.randn(5, num_positions, 8)
     assert_matches_loop(layer, x, dy)
     assert kernel_calls[0][1] == fitting

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from divebatch import NormMeter, rule_for
 from divebatch.errors import ArgumentError, CoverageError, UsageError
-from divebatch.norms.compiled_engine import Tapped
+from divebatch.norms.eager import MeasuredPass
 from divebatch.norms.registry import RULES
 from reference.per_sample import mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
 
@@ -367,9 +367,9 @@ def test_a_merged_batch_dimension_gets_an_error():
 
 def test_sums_stay_where_they_are_so_that_a_replayed_pass_finds_them():
     meter, one = NormMeter(mlp()), torch.ones((), dtype=torch.float64)
-    meter._finish(Tapped(one, one, torch.tensor(2), []))
+    meter._finish(MeasuredPass("sketch", one, one, torch.tensor(2)))
     before = [meter._total, meter._variance, meter._num_samples]
-    meter._finish(Tapped(one, one, torch.tensor(3), []))
+    meter._finish(MeasuredPass("sketch", one, one, torch.tensor(3)))
     after = [meter._total, meter._variance, meter._num_samples]
     assert all(old is new for old, new in zip(before, after, strict=True))
     assert (meter.sum_of_sq_norms(), meter.num_samples, float(one)) == (4.0 + 9.0, 5, 1.0)
@@ -385,7 +385,7 @@ def test_a_wrong_value_gets_an_error_that_shows_it_and_there_is_no_every():
 def test_passes_that_wait_together_forwards_without_backward_and_loaded_sums():
     model, halves = mlp(), [(INPUTS[:4], TARGETS[:4]), (INPUTS[4:], TARGETS[4:])]
     with NormMeter(model) as meter:
-        meter._load(10.0, 3)
+        meter._total, meter._num_samples = 10.0, 3
         model(INPUTS)
         losses = [mean_loss(model(x), y) for x, y in halves]
         for loss in reversed(losses):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from divebatch import NormMeter
 from divebatch.errors import CoverageError
-from divebatch.norms import DiversityMeter, sample_gradients
+from divebatch.norms import DiversityMeter, forms
 from reference.per_sample import mean_loss, sq_norms
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -131,7 +131,7 @@ def test_frozen_parameters_do_not_count(case: str, frozen: str):
 @pytest.mark.parametrize("chunk_bytes", [1, 300])
 @pytest.mark.parametrize("case", EVAL_MODE)
 def test_chunks_do_not_change_the_norms(case: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sample_gradients, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
     layer, x, dy = layer_and_call(*EVAL_MODE[case], torch.float64)
     assert_matches_loop(layer.eval(), x, dy)
 
@@ -139,7 +139,7 @@ def test_chunks_do_not_change_the_norms(case: str, chunk_bytes: int, monkeypatch
 @pytest.mark.parametrize("cache_bytes", [1, 2**20])
 @pytest.mark.parametrize("case", [case for case, (_, shape) in (BY_CHANNEL | BATCH_NORMS).items() if len(shape) == 3])
 def test_channels_last(case: str, cache_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sample_gradients, "CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr(forms, "CACHE_BYTES", cache_bytes)
     layer, x, dy = layer_and_call(*EVAL_MODE[case], torch.float64)
     expected = sq_norms(copy.deepcopy(layer.eval()), weighted, x, dy)
     x, dy = (each.to(memory_format=torch.channels_last) for each in (x, dy))

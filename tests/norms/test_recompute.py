@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from divebatch import NormMeter
 from divebatch.errors import CoverageError, UsageError
-from divebatch.norms.recompute import Rerun, Surroundings, results
 from divebatch.norms.registry import RULES, Entry
+from divebatch.norms.rules.rerun import Rerun, Surroundings, results
 from reference.per_sample import mean_loss, sq_norms
 
 WIDTH = 4

@@ -224,7 +224,7 @@ def test_a_result_without_gradient_holds_no_inputs_when_its_graph_is_gone():
             output.sum().backward()
         del output, _
         gc.collect()
-        assert [len(family.open_calls) for family in meter._engine._families] == [0]
+        assert [len(watch.tied.open_calls) for watch in meter._engine._watches] == [0]
 
 
 # Sequences of different lengths

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from divebatch import NormMeter
 from divebatch.errors import ArgumentError
-from divebatch.norms import DiversityMeter, conv, sample_gradients, sketch
+from divebatch.norms import DiversityMeter, forms, sketch
+from divebatch.norms.rules import conv
 from reference import per_sample
 from reference.per_sample import mean_loss, mlp, samples, sq_norms, sum_loss
 
@@ -197,7 +198,7 @@ def test_chunks_stay_below_the_cap_and_do_not_change_a_sketch(case: str, fitting
     monkeypatch.setattr(conv, "_product", observed)
     whole = sketched(layer, inputs, targets)
     (shape_of_whole,) = chunks
-    monkeypatch.setattr(sample_gradients, "CACHE_BYTES", fitting * shape_of_whole[1:].numel() * inputs.element_size())
+    monkeypatch.setattr(forms, "CACHE_BYTES", fitting * shape_of_whole[1:].numel() * inputs.element_size())
     torch.testing.assert_close(sketched(layer, inputs, targets), whole, rtol=1e-10, atol=1e-12)
     sizes = [shape[0] for shape in chunks[1:]]
     assert max(sizes) == fitting

@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from divebatch.norms import NormMeter, normalization, triton
-from divebatch.norms.conv import Patches
+from divebatch.norms import NormMeter, triton
+from divebatch.norms.rules import normalization
+from divebatch.norms.rules.conv import Patches
 from divebatch.norms.triton import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from divebatch.norms import tuning
+from divebatch.norms.rules import tuning
 
 SAMPLES = slice(0, 2)
 

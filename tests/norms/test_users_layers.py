@@ -61,7 +61,7 @@ def test_a_rule_that_names_no_parameters_says_how_to():
 @pytest.mark.usefixtures("_rules_put_back")
 def test_a_parameter_that_a_rule_promised_and_left_out_is_named():
     rule_for(Gate, parameters=("slope", "shift"))(lambda _, x, dy: {"slope": x * dy})
-    with pytest.raises(CoverageError, match=r"the rule of '1' \(Gate\) gave no gradients of \['shift'\]"):
+    with pytest.raises(CoverageError, match=r"the rule of '1' \(Gate\) gave no gradients of 'shift'"):
         measure(gated())
     frozen = gated()
     frozen[1].shift.requires_grad_(False)

@@ -23,7 +23,7 @@ from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
 from divebatch.estimators.lagged_products import extrapolation
 from divebatch.lr import coupling_for
 from divebatch.measurement import Diversity, Spread
-from divebatch.norms.diversity import batch_pair
+from divebatch.norms.meter import batch_pair
 
 LossFn = Callable[[Any, Any], Tensor]
 """Gets the model's outputs and the targets; gives the mean loss over the samples."""

@@ -12,13 +12,14 @@ from divebatch.norms.loss_scale import LOSS_REDUCTIONS, LossReduction, LossWeigh
 from divebatch.ranks import RankShard
 
 
-def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mean") -> Iterator[tuple[Any, float]]:
+def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mean") -> Iterator[tuple[Any, LossWeight]]:
     """Cut `batch` into micro-batches of at most `size` samples, each with the weight for its loss.
 
     Multiply each micro-batch's loss by its weight and call `backward()`: the gradients add up to those of one backward
     pass over the whole batch. Meters and controllers learn the weight from the product, so measured norms are right in
-    whatever way you go through the micro-batches; a measured pass that leaves its weight out is an error. The weight is
-    a float otherwise. BatchNorm sees one micro-batch at a time: its statistics are those of `size` samples.
+    whatever way you go through the micro-batches. If a controller measures a pass that leaves its weight out, that is
+    an error. The weight is a float otherwise. BatchNorm sees one micro-batch at a time: its statistics are those of
+    `size` samples.
 
     Args:
         batch: a tensor, or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors
@@ -34,16 +35,6 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mea
     >>> w.grad == x.mean()
     tensor(True)
     """
-    for part, weight in weighted_parts(batch, size, loss_reduction=loss_reduction):
-        # A meter squares gradients, so a forgotten weight would put its norms off by the square of it.
-        weight.expect_use()
-        yield part, weight
-
-
-def weighted_parts(
-    batch: Any, size: int, *, loss_reduction: LossReduction = "mean"
-) -> Iterator[tuple[Any, LossWeight]]:
-    """`micro_batches` for a caller that sees to the weights itself: one left out is no error."""
     require_count("size", size)
     require_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
     num_samples = batch_length(batch)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -15,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from divebatch.checks import warn_user
 from divebatch.estimators.estimator import Scene
 from divebatch.norms.accumulators import trainable
-from divebatch.norms.loss_scale import LossWeight, weight_of_pass
+from divebatch.norms.loss_scale import LossWeight
+from divebatch.norms.passes import BackwardPass, current_pass
 from divebatch.norms.sharded import is_sharded, local
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -145,8 +145,6 @@ class PassWatch:
         is_wanted: Callable[[], bool],
     ) -> None:
         self._on_pass, self._is_wanted = on_pass, is_wanted
-        self._received: dict[str, Tensor] = {}
-        self._task, self._counts = -1, False
         self._handles: list[RemovableHandle] = []
         for name, parameter in parameters.items():
             self._handles.append(parameter.register_hook(partial(self._receive, name)))
@@ -161,21 +159,15 @@ class PassWatch:
     def _receive(self, name: str, gradient: Tensor) -> None:
         if not self._is_wanted() or is_recorded(gradient):
             return
-        task = torch._C._current_graph_task_id()
-        if task != self._task:  # what an earlier pass left, which died half-way, is dropped
-            self._task, self._received, self._counts = task, {}, False
-        self._received[name] = gradient.detach()
+        current_pass().notes(self)[name] = gradient.detach()
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if not self._counts and self._is_wanted() and not is_recorded(parameter):
-            self._counts = True
-            Variable._execution_engine.queue_callback(self._end)
+        if self._is_wanted() and not is_recorded(parameter):
+            current_pass().at_end(self._end)
 
-    def _end(self) -> None:
-        received, self._received = self._received, {}
-        weight = weight_of_pass(self._task)
+    def _end(self, over: BackwardPass) -> None:
         if self._handles:
-            self._on_pass(received, LossWeight(1.0) if weight is None else weight)
+            self._on_pass(over.notes(self), LossWeight(1.0) if over.weight is None else over.weight)
 
 
 class DropWatch:

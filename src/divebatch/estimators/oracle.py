@@ -9,7 +9,7 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.measurement import Diversity
 from divebatch.norms import NormMeter, gradient_diversity
-from divebatch.norms.compilation import uncompiled
+from divebatch.norms.compiled import uncompiled
 
 
 class Oracle(Estimator):

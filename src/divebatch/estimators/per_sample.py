@@ -11,9 +11,8 @@ from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.estimators.estimator import Scene
 from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms import DiversityMeter
-from divebatch.norms.compilation import is_compiled
-from divebatch.norms.diversity import PassSums
-from divebatch.norms.meter import MODES
+from divebatch.norms.compiled import is_compiled
+from divebatch.norms.meter import MODES, PassSums
 from divebatch.norms.registry import cover
 from divebatch.norms.sharded import is_sharded
 from divebatch.ranks import Ranks

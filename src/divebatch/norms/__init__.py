@@ -1,6 +1,8 @@
-"""Per-sample gradient norms and gradient diversity, usable on their own. A new layer family is one file here."""
+"""Per-sample gradient norms and gradient diversity, usable on their own. A new layer family is one file in `rules`."""
 
-from divebatch.norms import (  # noqa: F401  each registers its rules
+from divebatch.norms.meter import DiversityMeter, NormMeter, gradient_diversity
+from divebatch.norms.registry import rule_for
+from divebatch.norms.rules import (  # noqa: F401  each registers its rules
     attention,
     conv,
     embedding,
@@ -8,9 +10,6 @@ from divebatch.norms import (  # noqa: F401  each registers its rules
     normalization,
     recurrent,
 )
-from divebatch.norms.diversity import DiversityMeter, gradient_diversity
-from divebatch.norms.meter import NormMeter
-from divebatch.norms.registry import rule_for
-from divebatch.norms.shared_parameters import shared_by_samples
+from divebatch.norms.rules.shared import shared_by_samples
 
 __all__ = ["DiversityMeter", "NormMeter", "gradient_diversity", "rule_for", "shared_by_samples"]

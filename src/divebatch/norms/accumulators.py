@@ -1,4 +1,4 @@
-"""How numbers and gradients are added up over backward passes, on the device until somebody reads the sums."""
+"""Sums of numbers and gradients over backward passes, on the device until they are read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,27 +10,27 @@ from divebatch.errors import CheckpointError
 from divebatch.state_checks import Check, table, wrong
 
 _OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of as many bytes."""
+"""Whole numbers by their bytes."""
 
 
 def plus(total: Any, more: Any) -> Any:
-    """`total + more`, in place once it is a tensor: a recorded pass that is replayed must find the sum there."""
+    """Return `total + more`, in place once it is a tensor: a recorded pass that is replayed must find the sum there."""
     return total.add_(more) if isinstance(total, Tensor) else total + more
 
 
 def are_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether no entry of any tensor is NaN or infinite: a single truth, on the device."""
+    """Tell whether no entry of any tensor is NaN or infinite: a single truth, on the device."""
     # The largest entry and not the root of squares, which can be too large for a float by itself.
     dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
     return torch.stack(torch._foreach_norm(dense, torch.inf)).isfinite().all()
 
 
 def kept(tensors: Sequence[Tensor], keep: Tensor) -> list[Tensor]:
-    """The tensors, or zeros in their place where `keep`, a single truth on the device, is false."""
+    """Return the tensors, or zeros in their place where `keep`, a single truth on the device, is false."""
     # As whole numbers: NaN times zero is NaN, but the bits of NaN times zero are those of 0.0.
     plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     bits = [each.view(_OF_SIZE[each.element_size()]) for each in plain]
-    # Without a look at `keep`, which would wait for the device, and by one operator for all.
+    # Without reading `keep`, which would wait for the device, and by one operator for all.
     products = torch._foreach_mul(bits, keep.to(bits[0].dtype)) if bits else ()
     found = [product.view(each.dtype) for product, each in zip(products, plain, strict=True)]
     whole = zip(found, tensors, strict=True)
@@ -38,7 +38,7 @@ def kept(tensors: Sequence[Tensor], keep: Tensor) -> list[Tensor]:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients are added up, by name."""
+    """Return the parameters whose gradients are added up, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -63,7 +63,7 @@ def tensor_like(mine: Tensor) -> Check:
 
 
 def addend(gradient: Tensor, total: Tensor) -> Tensor:
-    """A gradient as it is added to a sum of gradients: dense, in the sum's type, cut off from the graph.
+    """Return a gradient as it is added to a sum of gradients: dense, in the sum's type, cut off from the graph.
 
     Mostly it is that already: each needless operation is a microsecond or more, times the parameters, a step.
     """

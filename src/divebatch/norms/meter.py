@@ -1,27 +1,32 @@
-"""Per-sample squared gradient norms inside the one normal backward pass."""
+"""Per-sample squared gradient norms, and gradient diversity, inside the one normal backward pass."""
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from divebatch.checks import require_choice
-from divebatch.errors import UsageError
-from divebatch.norms.accumulators import plus
-from divebatch.norms.backward import Backward
-from divebatch.norms.compilation import warn_if_compiled
-from divebatch.norms.compiled_engine import Tapped, Taps
-from divebatch.norms.eager_engine import Hooks
-from divebatch.norms.fallback import FALLBACKS
-from divebatch.norms.frozen import FrozenParameters
-from divebatch.norms.loss_scale import LossReduction, LossScale, PassScale
-from divebatch.norms.registry import CoveredLayer, cover
-from divebatch.ranks import RankShard
+from divebatch.errors import ArgumentError, CoverageError, UsageError
+from divebatch.measurement import Diversity
+from divebatch.norms.accumulators import addend, are_finite, kept, plus, trainable
+from divebatch.norms.compiled import CompiledEngine, uncompiled, warn_if_compiled
+from divebatch.norms.coverage import not_called
+from divebatch.norms.eager import EagerEngine, MeasuredPass
+from divebatch.norms.loss_scale import LossReduction, LossScale, LossWeight, PassScale
+from divebatch.norms.passes import ModuleHook
+from divebatch.norms.rank_weighting import without_weighing
+from divebatch.norms.registry import cover
+from divebatch.norms.rules.fallback import FALLBACKS
+from divebatch.norms.sharded import ShardSums, is_sharded
+from divebatch.norms.sketch import sum_dtype
+from divebatch.ranks import Ranks, RankShard, inside_ddp
 
 MODES = ("exact", "sketch")
 
@@ -29,25 +34,12 @@ MODES = ("exact", "sketch")
 _attached: "weakref.WeakSet[NormMeter]" = weakref.WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class CountedPass:
-    """A backward pass that a meter has counted."""
-
-    layers: Sequence[CoveredLayer]
-    """Layers that the pass reached."""
-    scale: PassScale
-    sum_of_sq_norms: Tensor
-    """Over its samples, of their own gradients; in float64."""
-    is_finite: Tensor | None
-    """Whether its gradients are finite numbers, and so count; None where every pass counts."""
-
-
 class NormMeter:
     """Counts sum_i ||g_i||^2 over ordinary backward passes, g_i the gradient of sample i's own, unaveraged loss.
 
     A sample is one entry of the batch dimension (a sequence, not a token). Under train-mode BatchNorm samples have no
-    gradients of their own; what is counted is each one's contribution to the batch gradient
-    (`divebatch.norms.normalization`).
+    gradients of their own; each one's contribution to the batch gradient is counted
+    (`divebatch.norms.rules.normalization`).
 
     Attach the meter (or use it as a context manager) for the passes you want to measure, then read `sum_of_sq_norms()`.
 
@@ -86,31 +78,31 @@ class NormMeter:
     ) -> None:
         require_choice("mode", mode, MODES)
         require_choice("fallback", fallback, (None, *FALLBACKS))
+        self._model, self._frozen = model, dict[str, nn.Parameter]()
+        self._handles: list[RemovableHandle] = []
         self._loss_scale = LossScale(loss_reduction, rank_shard=rank_shard, grad_scaler=grad_scaler)
         self._layers = cover(model, fallback=FALLBACKS[fallback] if fallback is not None else None)
-        self._on_pass: Callable[[CountedPass], None] | None = None
+        self._on_pass: Callable[[MeasuredPass, PassScale, Tensor, Tensor | None], None] | None = None
+        """Receives each pass, its sum of squared norms, and whether it is finite (None where every pass counts)."""
         self._skips_nonfinite = grad_scaler is not None  # it skips the steps that overflowed: they are in no sum
-        self._gradients_are_finite: Callable[[], Tensor | None] = lambda: None
-        """Says so of the pass that has just ended; None where nobody holds its gradients."""
-        self._engine: Hooks | Taps
-        self._frozen, self._is_compiled = FrozenParameters(model), compiled
+        self._engine: EagerEngine | CompiledEngine
         if compiled:
-            self._engine = Taps(model, self._layers, mode, self._finish)
+            self._engine = CompiledEngine(model, self._layers, mode, self._finish)
         else:
             warn_if_compiled(model)
-            self._engine = Hooks(self._layers, mode, self._finish)
+            self._engine = EagerEngine(self._layers, mode, self._finish)
         self._is_attached = False
         self.reset()
 
     # Results
 
     def sum_of_sq_norms(self) -> float:
-        """The sum since the last `reset()`, over all samples of all backward passes; synchronises with the device."""
-        self._engine.check()
+        """Return the sum since the last `reset()`, over all samples of all passes; synchronises with the device."""
+        self._engine.require_countable()
         return float(self._total)
 
     def standard_error(self) -> float:
-        """The standard error of `sum_of_sq_norms()`: 0 where everything was measured exactly.
+        """Return the standard error of `sum_of_sq_norms()`: 0 where everything was measured exactly.
 
         It comes from the same signs as the sum, so it is for sums over some 32 samples or more. Over 8 of them 1.96
         standard errors held the exact sum in 90 % of the draws, over 2 in 78 % (`benchmarks/coverage.py`).
@@ -118,7 +110,7 @@ class NormMeter:
         return math.sqrt(float(self._variance))
 
     def per_sample(self) -> Tensor | None:
-        """The last backward pass's squared norms, one per sample; None before it, and when compiled."""
+        """Return the last pass's squared norms, one per sample; None before it, and when compiled."""
         return None if self._last is None else self._last[0] * self._last[1]
 
     @property
@@ -156,77 +148,69 @@ class NormMeter:
         if self._is_attached:
             raise UsageError("this NormMeter is attached already")
         self._engine.switch_on()
-        self._frozen.begin(hooks=not self._is_compiled)
+        self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+        for module in self._model.modules():
+            # A compiler would have to know of hooks; there a pass through measured layers must do.
+            own = [p for p in module._parameters.values() if p is not None and not p.requires_grad]
+            if own and isinstance(self._engine, EagerEngine):
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(module, self._see_frozen)))
         self._is_attached = True
         _attached.add(self)
 
     def detach(self) -> None:
         """Remove all hooks; the sums stay."""
         self._engine.switch_off()
-        self._frozen.end()
+        while self._handles:
+            self._handles.pop().remove()
         self._is_attached = False
         _attached.discard(self)
 
-    # What a DiversityMeter needs to know
-
-    def _load(self, total: float, num_samples: int, skipped_samples: int = 0) -> None:
-        """Continue from saved sums."""
-        self.reset()
-        self._total, self._num_samples, self._skipped_samples = total, num_samples, skipped_samples
-
-    def _call_at_start(self, function: Callable[[], None]) -> None:
-        """Call it in each backward pass before any parameter has its gradient; not for compiled models."""
-        assert isinstance(self._engine, Hooks)
-        self._engine.on_start = function
-
-    def _layers_reached(self, task: int) -> Sequence[CoveredLayer]:
-        """Layers that the backward pass with this number has come to so far."""
-        return self._engine.backward_of(task).layers
-
-    @property
-    def _is_paused(self) -> bool:
-        """Whether backward passes go by uncounted for the moment."""
-        return self._engine.paused
-
     # One backward pass
 
-    def _finish(self, done: Backward | Tapped) -> None:
-        self._frozen.check()
+    def _finish(self, done: MeasuredPass) -> None:
+        self._require_frozen()
         scale = self._loss_scale.of_pass(done.weight, done.num_samples)
         sq_norms, variances, square = done.sq_norms, done.variances, scale.factor**2
         self._last = (sq_norms, square) if sq_norms.ndim else None
-        total = _summed(sq_norms) * square
-        # The variance of squared norms: the scale enters with its fourth power.
-        variance = None if variances is None else _summed(variances) * square**2
-        counted, is_finite = scale.num_samples, None
+        # In float64: an epoch adds up very many squares of very different size. A compiled pass brings single numbers.
+        total = (sq_norms.sum(dtype=torch.float64) if sq_norms.ndim else sq_norms) * square
+        is_finite, counted = None, scale.num_samples
+        if variances is not None:  # of squared norms: the scale enters with its fourth power
+            variances = (variances.sum(dtype=torch.float64) if variances.ndim else variances) * square**2
         if self._skips_nonfinite:
-            is_finite = self._is_finite(total)
+            is_finite = total.isfinite()
+            if done.gradients:  # norms and gradients can each overflow by themselves
+                is_finite = is_finite & are_finite(list(done.gradients.values()))
             total = torch.where(is_finite, total, 0.0)
-            variance = None if variance is None else torch.where(is_finite, variance, 0.0)
+            variances = None if variances is None else torch.where(is_finite, variances, 0.0)
             counted = counted * is_finite
             self._skipped_samples = plus(self._skipped_samples, scale.num_samples - counted)
         self._total = plus(self._total, total)
-        if variance is not None:
-            self._variance = plus(self._variance, variance)
+        if variances is not None:
+            self._variance = plus(self._variance, variances)
         self._num_samples = plus(self._num_samples, counted)
         if self._on_pass is not None:
-            self._on_pass(CountedPass(done.layers, scale, total, is_finite))
+            self._on_pass(done, scale, total, is_finite)
 
-    def _is_finite(self, total: Tensor) -> Tensor:
-        """Whether the norms and, where they are at hand, the gradients are: either can overflow by itself."""
-        of_gradients = self._gradients_are_finite()
-        return total.isfinite() if of_gradients is None else total.isfinite() & of_gradients
+    def _see_frozen(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._require_frozen()
 
-
-def _summed(values: Tensor) -> Tensor:
-    """A single number, in float64; a compiled pass brings it as one."""
-    # In float64: an epoch adds up very many squares of very different size.
-    return values.sum(dtype=torch.float64) if values.ndim else values
+    def _require_frozen(self) -> None:
+        """Raise if a parameter that was frozen when measuring began is trained now."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise CoverageError(
+                    f"parameter '{name}' was frozen when measuring began and is trained now, so that its gradients "
+                    f"would be missing",
+                    "set it free before the epoch begins (a loop that freezes and frees it by turns must begin with "
+                    "it free)",
+                )
 
 
 @contextmanager
 def pausing_meters() -> Iterator[None]:
-    """Inside, backward passes are not counted by the meters that are attached now."""
+    """Leave backward passes inside uncounted by the meters that are attached now."""
     # Only those that run now, so that a pause within a pause does not end the outer one.
     pausing = [meter._engine for meter in _attached if not meter._engine.paused]
     for engine in pausing:
@@ -236,3 +220,343 @@ def pausing_meters() -> Iterator[None]:
     finally:
         for engine in pausing:
             engine.paused = False
+
+
+@dataclass(frozen=True, slots=True)
+class PassSums:
+    """Both sums of one backward pass by itself, on the device."""
+
+    sum_of_sq_norms: Tensor
+    sq_norm_of_sum: Tensor
+    num_samples: int | Tensor
+    """Its samples; 0 for a pass of weight zero."""
+    is_finite: Tensor | None
+    """Whether its gradients are finite numbers, and so count; None where every pass counts."""
+
+
+class DiversityMeter:
+    """Sums ||g_i||^2 and g_i over backward passes; attach, run any loop, read `diversity()`.
+
+    The gradient sum takes each backward pass's own gradient through parameter hooks, so gradient accumulation,
+    clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters, and holds on to a backward
+    pass's gradients until it ends: one that dies half-way must be in neither sum.
+
+    Where `ranks` train together, reading is a collective: gradient vectors are added over ranks and then squared.
+    Shards of FSDP2 stay shards: each rank sums and squares its own pieces.
+
+    Args:
+        model: its trainable parameters must all be covered by norm rules, as `NormMeter` requires.
+        ranks: the processes that train together; None for this one alone.
+        rank_shard: gives this rank's samples of the batch that a loader delivered last; None where there is no loader.
+        delivered: gives how many samples the loader has delivered to this rank so far; None where there is no loader.
+            With both, each pass must go through the samples of its batch, or of its micro-batch, once.
+        on_pass: receives both sums of each backward pass by itself. The gradient sum then starts anew in each pass.
+        skip_nonfinite: whether a pass whose gradients are not all finite is left out of both sums and counted apart.
+            Under a GradScaler it always is. Not for what FSDP2 has sharded.
+        settings: `NormMeter`'s: mode, fallback, loss_reduction, compiled, grad_scaler.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ranks: Ranks | None = None,
+        rank_shard: Callable[[], RankShard] | None = None,
+        delivered: Callable[[], int] | None = None,
+        on_pass: Callable[[PassSums], None] | None = None,
+        skip_nonfinite: bool = False,
+        **settings: Any,
+    ) -> None:
+        self._model, self._skips_nonfinite = model, skip_nonfinite
+        self._settings = {"rank_shard": rank_shard, **settings}
+        self._ranks, self._on_pass, self._delivered = ranks or Ranks.alone(), on_pass, delivered
+        self._handles: list[RemovableHandle] = []
+        self._token = object()
+        self._sums: dict[str, Tensor] = {}
+        self._unit: Tensor | None = None
+        """The factor that the sums are to be multiplied by when they are read; None where it has always been 1."""
+        self._shards: ShardSums | None = None
+        self._reached: set[int] = set()
+        """Layers with shards that were reached."""
+        self._cover()
+
+    def _cover(self) -> None:
+        self.norms = NormMeter(self._model, **self._settings)
+        self.norms._on_pass = self._add
+        self._parameters = trainable(self._model)
+        self._is_sharded = any(map(is_sharded, self._parameters.values()))
+        if self._is_sharded:
+            self._require_can_be_sharded()
+        elif self._skips_nonfinite:
+            self.norms._skips_nonfinite = True
+
+    def attach(self) -> None:
+        """Start counting from zero, over the parameters that train now: layers may have been frozen or set free."""
+        if self._parameters.keys() != trainable(self._model).keys():
+            self._cover()
+        self.norms.attach()
+        self.reset()
+        for name in self._sums:
+            # A hook sees the pass's own gradient; `.grad` may hold earlier passes, or be clipped or scaled by the user.
+            hook = partial(self.norms._engine.take_gradient, name)
+            self._handles.append(self._parameters[name].register_hook(hook))
+
+    def detach(self) -> None:
+        """Stop counting and free the sums."""
+        self.norms.detach()
+        while self._handles:
+            self._handles.pop().remove()
+        self._sums, self._unit = {}, None
+        self._drop_shards()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether backward passes are being counted."""
+        return self.norms._is_attached
+
+    def reset(self) -> None:
+        """Go back to zero without touching the hooks."""
+        self.norms.reset()
+        self._token = object()
+        plain = {name: p for name, p in self._parameters.items() if not is_sharded(p)}
+        self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in plain.items()}
+        self._unit = None
+        self._loaded = 0
+        """Samples whose passes were before a resume."""
+        self._seen, self._before = 0, self._delivered() if self._delivered is not None else 0
+        """Samples of eager passes, and those delivered before them."""
+        self._drop_shards()
+        if self._is_sharded:
+            assert isinstance(self.norms._engine, EagerEngine)
+            self._shards, self._reached = ShardSums(self._parameters, self.norms._loss_scale.of_mean_over_ranks), set()
+            self.norms._engine.on_start = self._shards.begin
+
+    def _drop_shards(self) -> None:
+        if self._shards is not None:
+            self._shards.detach()
+        self._shards = None
+
+    @property
+    def token(self) -> object:
+        """Changes whenever the sums start again: a recorded pass that adds to the old ones is of no use then.
+
+        None as long as the first pass, which is checked by itself, is still to come.
+        """
+        return self._token if self.norms._engine.is_checked else None
+
+    def diversity(self) -> Diversity:
+        """Return the two sums since the last reset."""
+        if not self.is_attached:
+            raise UsageError("this DiversityMeter is not attached: read diversity() before detaching")
+        if self._shards is not None:  # their gradients may come after the pass
+            self._require_reached(self._shards.received, self._reached)
+        self._require_delivered(self.norms.num_samples + self.norms.skipped_samples - self._loaded)
+        self._multiply_out()
+        whole = self._ranks.sq_norm_of_sum(list(self._sums.values()))
+        pieces = self._shards.sq_norm() if self._shards is not None else 0.0
+        sq_norms, num_samples, skipped, of_pieces = self._ranks.sum_numbers([*self._numbers(), pieces])
+        return Diversity(sq_norms, whole + of_pieces, round(num_samples), skipped_samples=round(skipped))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums over all ranks, for a checkpoint in a measured epoch; any number of ranks can continue."""
+        sq_norms, num_samples, skipped = self._ranks.sum_numbers(self._numbers())
+        self._multiply_out()
+        sums = {name: total.clone() for name, total in self._sums.items()}
+        # Of all ranks, so that the number of ranks may change at a resume; only FSDP2's shards stay in shards.
+        self._ranks.sum_(list(sums.values()))
+        if self._shards is not None:
+            sums |= self._shards.state_dict()
+        return {
+            "sum_of_sq_norms": sq_norms,
+            "num_samples": round(num_samples),
+            "skipped_samples": round(skipped),
+            "gradient_sums": sums,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from saved sums: the first rank takes them over, the others begin with nothing."""
+        self.reset()
+        if self._shards is not None:
+            self._shards.load_state_dict(state["gradient_sums"])
+        # The saved sums are those of all ranks: taken over once, any number of ranks can continue from them.
+        if not self._ranks.is_first:
+            return
+        for name, total in self._sums.items():
+            total.copy_(state["gradient_sums"][name])
+        norms, skipped = self.norms, state["skipped_samples"]
+        norms._total, norms._num_samples, norms._skipped_samples = (
+            state["sum_of_sq_norms"],
+            state["num_samples"],
+            skipped,
+        )
+        self._loaded = state["num_samples"] + skipped
+
+    def _numbers(self) -> list[float]:
+        """Return this rank's sum of squared norms, samples in it, and samples left out."""
+        norms = self.norms
+        return [norms.sum_of_sq_norms(), float(norms.num_samples), float(norms.skipped_samples)]
+
+    def __enter__(self) -> Self:
+        self.attach()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def _add(self, done: MeasuredPass, scale: PassScale, sum_of_sq_norms: Tensor, is_finite: Tensor | None) -> None:
+        """Add the gradients of a pass that has ended."""
+        if self._shards is not None:
+            self._reached |= {id(layer.module) for layer in done.layers}
+        elif done.began_alone:  # a weight used past its layer's forward would be missing in the norms
+            self._require_reached(done.gradients, {id(layer.module) for layer in done.layers})
+        counts = isinstance(scale.num_samples, Tensor) or scale.num_samples > 0
+        if self._delivered is not None and done.size is not None and counts:
+            self._check_size(done.size, done.weight)
+        sums = [self._sums[name] for name in done.gradients]
+        gradients = [addend(g, s) for g, s in zip(done.gradients.values(), sums, strict=True)]
+        if is_finite is not None:
+            gradients = kept(gradients, is_finite)
+        if isinstance(scale.factor, Tensor):
+            self._count_in(scale.factor)
+            torch._foreach_add_(sums, gradients)
+        elif scale.factor and sums:
+            self._multiply_out()
+            torch._foreach_add_(sums, gradients, alpha=scale.factor)
+        if self._on_pass is not None:
+            self._multiply_out()
+            every = list(self._sums.values())
+            sq_norm = torch.stack(torch._foreach_norm(every)).double().square().sum()
+            self._on_pass(PassSums(sum_of_sq_norms, sq_norm, scale.num_samples, is_finite))
+            torch._foreach_zero_(every)
+
+    def _count_in(self, unit: Tensor) -> None:
+        """Keep the sums as multiples of `unit` from here on, in which gradients are added as they are.
+
+        A compiled pass has its scale on the device, where the product with each gradient would need room; asking for
+        that takes a host longer than all the rest.
+        """
+        if self._unit is None:
+            self._unit = torch.ones_like(unit)
+        sums = list(self._sums.values())
+        torch._foreach_mul_(sums, (self._unit / unit).to(sums[0].dtype))
+        self._unit.copy_(unit)
+
+    def _multiply_out(self) -> None:
+        """Turn the sums into sums of gradients as they are, for a reader."""
+        if self._unit is not None:
+            self._count_in(torch.ones_like(self._unit))
+
+    def _check_size(self, num_samples: int, weight: LossWeight | None) -> None:
+        """Raise unless a pass went through each sample of its batch, or of its micro-batch, once.
+
+        Compiled passes have their samples on the device: but for the first pass, only their sum is checked, at the end.
+        """
+        assert self._delivered is not None
+        rank_shard = self.norms._loss_scale.rank_shard
+        waiting = self._delivered() - self._before - self._seen
+        shard = waiting if rank_shard is None else rank_shard().mine
+        of_weight = None if weight is None else weight.num_samples
+        self._seen += num_samples
+        self._require_delivered(self._seen)
+        expected = shard if of_weight is None else of_weight
+        if num_samples not in (expected, waiting - shard):  # the latter in a loop that fetches one batch ahead
+            raise CoverageError(
+                f"a measured backward pass went through {num_samples} samples, and its "
+                f"{'batch' if of_weight is None else 'micro-batch'} has {expected}: the model sees more or fewer "
+                f"entries than samples (several views of each, time steps merged into the batch, the time first), or "
+                f"the loss of a micro-batch was not multiplied by its own weight",
+                "give the model one entry a sample, batch dimension first, and write (loss_fn(model(x), y) * "
+                "weight).backward() for each part of micro_batches(...)",
+            )
+
+    def _require_delivered(self, seen: int) -> None:
+        """Raise if this many samples of measured passes cannot have come from the loader."""
+        if self._delivered is None or seen <= (delivered := self._delivered() - self._before):
+            return  # fewer are right: loops skip batches, and some fetch the next one early
+        raise CoverageError(
+            f"{seen} samples went through measured backward passes, but the loader delivered {delivered}: a batch "
+            f"had a second backward pass (one for each of several losses, an attack, a generator's loss through "
+            f"this model, a closure that runs again), or the model sees more entries than samples (several views "
+            f"of each, time steps merged into the batch)",
+            "call backward() once a batch, on the sum of its losses",
+        )
+
+    def _require_reached(self, received: Iterable[str], reached: set[int]) -> None:
+        counted = {id(p) for layer in self.norms._layers if id(layer.module) in reached for p in layer.parameters}
+        missed = [name for name in received if id(self._parameters[name]) not in counted]
+        if missed:
+            raise not_called(missed)
+
+    def _require_can_be_sharded(self) -> None:
+        refused = [key for key in ("compiled", "grad_scaler") if self._settings.get(key)]
+        if self.norms._loss_scale.rank_shard is None:
+            refused.append("a meter without a loader")
+        refused += [layer.place for layer in self.norms._layers if layer.entry.reruns]
+        if refused:
+            raise CoverageError(f"parameters sharded by FSDP2 cannot be measured with: {', '.join(refused)}")
+
+
+def gradient_diversity(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batches: Iterable[Any],
+    *,
+    loss_reduction: LossReduction = "mean",
+    fallback: Literal["vmap"] | None = None,
+    ranks: Ranks | None = None,
+    skip_nonfinite: bool = False,
+) -> Diversity:
+    """Measure the exact gradient diversity of the samples in `batches`, at the model's present weights.
+
+    The model runs in the mode it is in, without its compiled code if it has any, and is left as found: weights,
+    gradients, buffers, mode, random state.
+
+    Args:
+        model: the model, also within DistributedDataParallel.
+        loss_fn: gives the loss of a batch, `loss_fn(model(inputs), targets)`.
+        batches: pairs `(inputs, targets)`, as many as you like.
+        loss_reduction: how `loss_fn` reduces over the samples of a batch, "mean" or "sum".
+        fallback: "vmap" measures layers without a norm rule, as in `NormMeter`.
+        ranks: the processes that each bring batches of their own (`loader.full_pass()`): the answer is for all of them.
+        skip_nonfinite: whether batches whose gradients are not all finite are left out (`skipped_samples` counts
+            them). Otherwise one of them leaves the diversity undefined.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> data = [(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))]
+    >>> gradient_diversity(model, lambda out, _: out.mean(), data)  # gradients 1 and 3: (1 + 9) / (1 + 3)^2
+    Diversity(sum_of_sq_norms=10.0, sq_norm_of_sum=16.0, num_samples=2)
+    """
+    model = uncompiled(inside_ddp(model))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    meter = DiversityMeter(
+        model, ranks=ranks, loss_reduction=loss_reduction, fallback=fallback, skip_nonfinite=skip_nonfinite
+    )
+    with pausing_meters(), without_weighing(model), _left_as_found(model), torch.enable_grad(), meter:
+        for inputs, targets in map(batch_pair, batches):
+            # grad() and not backward(): the parameters' own .grad stays untouched.
+            torch.autograd.grad(loss_fn(model(inputs), targets), parameters, allow_unused=True)
+        if meter.norms.num_samples + meter.norms.skipped_samples == 0:
+            raise ArgumentError("gradient_diversity was given no batches")
+        return meter.diversity()
+
+
+def batch_pair(batch: Any) -> tuple[Any, Any]:
+    """Return the batch, if it is a pair."""
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise ArgumentError(f"batches must be pairs (inputs, targets), got {type(batch).__name__}{length}")
+    return batch[0], batch[1]
+
+
+@contextmanager
+def _left_as_found(model: nn.Module) -> Iterator[None]:
+    """Restore buffers (BatchNorm statistics) and the random state (dropout) afterwards."""
+    found = [(m, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items() if b is not None]
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, key, buffer, before in found:
+                    module._buffers[key] = buffer.copy_(before)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from divebatch.errors import UsageError
-from divebatch.norms.module_hooks import ModuleHook, will_receive
+from divebatch.norms.passes import ModuleHook, will_receive
 from divebatch.norms.sharded import is_sharded
 
 

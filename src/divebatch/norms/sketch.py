@@ -2,39 +2,46 @@
 
 For a gradient matrix G with rows g_o and random signs r_o, u = sum_o r_o g_o has E ||u||^2 = sum_o ||g_o||^2. Each row
 is put into one of two halves at random, with a sketch each, u_a and u_b, and the estimate is ||u_a||^2 + ||u_b||^2:
-pairs of rows in different halves then add no noise. They do tell how large the noise is: the variance is 4 times the
-sum of <g_o, g_p>^2 over the pairs within the halves, and (u_a . u_b)^2 is unbiased for the same sum over the pairs
+pairs of rows in different halves then add no noise. Their products show how large the noise is: the variance is 4 times
+the sum of <g_o, g_p>^2 over the pairs within the halves, and (u_a . u_b)^2 is unbiased for the same sum over the pairs
 across them, which is as large on average.
 
 Shapes: N matrices (samples, or samples x groups), P rows, T positions, H = 2 halves (1 if there is one row only).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums of such numbers are kept."""
+    """Return the type in which sums of such numbers are kept."""
     return torch.promote_types(dtype, torch.float32)
 
 
-@dataclass(slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Squared norms of N matrices with the variance of each, both (N,)."""
 
     sq_norms: Tensor
     variances: Tensor | None
     """None where the squared norms are exact."""
 
-    def summed(self, groups: int) -> "Estimate":
-        """Every `groups` matrices belong to one sample."""
+    def of_groups(self, groups: int) -> "Estimate":
+        """Add up the matrices of a sample, `groups` of them."""
         if groups == 1:
             return self
         variances = None if self.variances is None else self.variances.view(-1, groups).sum(1)
         return Estimate(self.sq_norms.view(-1, groups).sum(1), variances)
+
+
+def summed(estimates: Sequence[Estimate]) -> Estimate:
+    """Add up estimates with signs of their own, by one kernel for all instead of one addition each."""
+    variances = [each.variances for each in estimates if each.variances is not None]
+    sq_norms = torch.stack([each.sq_norms for each in estimates]).sum(0)
+    return Estimate(sq_norms, torch.stack(variances).sum(0) if variances else None)
 
 
 def project(left_NPT: Tensor) -> Tensor:
@@ -73,7 +80,7 @@ def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def random_seeds(number: int, device: torch.device) -> Tensor:
-    """(number,): from each of which a kernel draws its own signs."""
+    """Draw seeds, (number,), from each of which a kernel draws its own signs."""
     generator = None if torch.compiler.is_compiling() else _generator(device)
     return torch.randint(0, 2**31 - 1, (number,), device=device, generator=generator)
 
@@ -85,26 +92,23 @@ _generators: dict[torch.device, torch.Generator] = {}
 
 def seed_signs(device: torch.device, seed: int) -> None:
     """Seed the signs of later sketches on `device`: a run then draws the same ones, whatever ran before it."""
-    _generator(_numbered(device)).manual_seed(seed)
+    _generator(device).manual_seed(seed)
 
 
 def signs_state(device: torch.device) -> Tensor:
-    """Where the signs on `device` stand, for a checkpoint."""
-    return _generator(_numbered(device)).get_state()
+    """Return the state of the signs on `device`, for a checkpoint."""
+    return _generator(device).get_state()
 
 
 def load_signs_state(device: torch.device, state: Tensor) -> None:
-    """Go on with the signs where `signs_state` saw them."""
-    _generator(_numbered(device)).set_state(state.cpu())
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """The device as tensors name it: "cuda" is the GPU in use, with its number."""
-    return torch.empty(0, device=device).device
+    """Continue with the signs where `signs_state` was called."""
+    _generator(device).set_state(state.cpu())
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """A generator of our own: a sketch must not change what a user's dropout draws."""
+    """Return a generator of our own: a sketch must not change what a user's dropout draws."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.empty(0, device=device).device  # the GPU in use, with its number, as tensors name it
     if device not in _generators:
         _generators[device] = torch.Generator(device).manual_seed(torch.initial_seed() ^ 0x5CE7C4)
     return _generators[device]

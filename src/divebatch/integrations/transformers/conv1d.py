@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from divebatch.integrations.transformers.framework import Conv1D
 from divebatch.norms import rule_for
-from divebatch.norms.sample_gradients import Explicit, Form, Outer, positions
+from divebatch.norms.forms import Explicit, Form, Outer, positions
 
 
 @rule_for(Conv1D)

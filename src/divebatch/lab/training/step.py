@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from divebatch.data.micro_batches import BatchPlan, batch_length, cut, weighted_parts
+from divebatch.data.micro_batches import BatchPlan, batch_length, cut, micro_batches
 from divebatch.errors import BatchTooLargeError
 from divebatch.lab.training.clock import Clock, forget_peak_memory, peak_memory_bytes
 from divebatch.lab.training.cuda_graph import GraphedPasses, MicroBatch, Variant
@@ -161,7 +161,7 @@ class TrainStep:
         for _ in range(count, self._num_passes_of_all(plan)):
             self._run_dummy(batch, plan)
         total: Tensor | None = None
-        for number, ((inputs, targets), weight) in enumerate(weighted_parts(batch, size), 1):
+        for number, ((inputs, targets), weight) in enumerate(micro_batches(batch, size), 1):
             is_full, is_last = len(targets) == self.full_size, number == count
             part = MicroBatch(inputs=inputs, targets=targets, weight=weight, is_full=is_full, is_last=is_last)
             loss = self.graphs.run(part, plan)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a layer's result depends on besides its inputs, as found when it was called."""
+    """The circumstances of a call that decide its result beside the inputs."""
 
     device: torch.device
     autocast_dtype: torch.dtype | None
@@ -26,59 +26,50 @@ class Surroundings:
 
     @classmethod
     def of(cls, layer: nn.Module) -> "Surroundings":
-        """The surroundings of a call that comes now."""
-        device = next(layer.parameters()).device
+        """Record those of a call that comes now."""
+        device, state = next(layer.parameters()).device, None
         is_cast = torch.is_autocast_enabled(device.type)
-        draws = layer.training and getattr(layer, "dropout", 0.0) > 0
-        return cls(
-            device, torch.get_autocast_dtype(device.type) if is_cast else None, _random_state(device) if draws else None
-        )
+        if layer.training and getattr(layer, "dropout", 0.0) > 0:
+            state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return cls(device, torch.get_autocast_dtype(device.type) if is_cast else None, state)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the layer computes what it computed then, and autograd records it."""
+        """Make the layer compute inside as it did then, recorded by autograd."""
+        on_gpu, state = self.device.type == "cuda", self.random_state
         autocast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
-        with torch.enable_grad(), autocast, self._drawing_again():
+        own_draws = nullcontext() if state is None else torch.random.fork_rng([self.device] if on_gpu else [])
+        with torch.enable_grad(), autocast, own_draws:
+            if state is not None and on_gpu:
+                torch.cuda.set_rng_state(state, self.device)
+            elif state is not None:
+                torch.set_rng_state(state)
             yield
-
-    @contextmanager
-    def _drawing_again(self) -> Iterator[None]:
-        on_gpu = self.device.type == "cuda"
-        with nullcontext() if self.random_state is None else torch.random.fork_rng([self.device] if on_gpu else []):
-            if self.random_state is not None and on_gpu:
-                torch.cuda.set_rng_state(self.random_state, self.device)
-            elif self.random_state is not None:
-                torch.set_rng_state(self.random_state)
-            yield
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 class Rerun(NamedTuple):
-    """A call that is to run again: what a rule gets in the place of `x`."""
+    """A call that is to run again, given to a rule in the place of `x`."""
 
     arguments: dict[str, Any]
     """Arguments of `forward`, by name."""
     output: int
-    """Which of the call's results (see `results`) `dy` is the gradient of."""
+    """The number of the result, among `results`, that `dy` is the gradient of."""
     surroundings: Surroundings
 
 
 def results(output: Any) -> list[Tensor]:
-    """The tensors in a layer's output that a loss may use, in order."""
+    """Return the tensors in a layer's output that a loss may use, in order."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     return [tensor for part in output for tensor in results(part)] if isinstance(output, tuple) else []
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias, as something to differentiate with respect to; the weights themselves are not."""
+    """Return x weight^T + bias, to differentiate with respect to it; the weights themselves are constants."""
     y = functional.linear(x, weight.detach(), None if bias is None else bias.detach())
     return y if y.requires_grad else y.requires_grad_()
 
 
 def gradients(result: Tensor, dy: Tensor, inner: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of the loss with respect to each of `inner`, given the gradient `dy` of one of the layer's results."""
+    """Return the loss's gradients with respect to each of `inner`, given the gradient `dy` of one of the results."""
     return torch.autograd.grad(result, inner, dy.to(result.dtype), allow_unused=True, materialize_grads=True)

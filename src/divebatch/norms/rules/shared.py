@@ -1,7 +1,7 @@
 """Parameters that samples share by broadcasting, and that no layer of their own holds: class tokens, learned positions.
 
-While they are measured, their module finds in their place a view with one row a sample. What it computes stays the
-same, and the gradient of the view has each sample's own gradient in its row.
+While they are measured, their module finds in their place a view with one row a sample. The module computes the same,
+and the gradient of the view has each sample's own gradient in its row.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,16 +15,13 @@ from divebatch.errors import ArgumentError, CoverageError
 from divebatch.norms.registry import CoveredLayer, Entry, add_rule, is_shareable
 from divebatch.norms.sharded import is_sharded
 
-OnRows = Callable[[str, Tensor], None]
-"""Is told a parameter's name and its view with one row a sample."""
-
 
 def shared_by_samples(kind: type[nn.Module], *names: str) -> None:
     """Register a rule for parameters of a module that all samples share: a class token, learned positions.
 
     For parameters whose first dimension is 1 and stands for the batch, as in `self.cls_token.expand(len(x), -1, -1)`
-    or `x + self.pos_embed`. While they are measured, that dimension is as long as the batch. What does not go by
-    broadcasting is an error in the first measured pass: a sum over the parameter, or a row taken out of it.
+    or `x + self.pos_embed`. While they are measured, that dimension is as long as the batch. Any use but broadcasting
+    is an error in the first measured pass, such as a sum over the parameter, or a row taken out of it.
 
     Args:
         kind: the type of the module that holds them; subclasses do not inherit the rule.
@@ -32,11 +29,11 @@ def shared_by_samples(kind: type[nn.Module], *names: str) -> None:
     """
     if not names:
         raise ArgumentError(f"which parameters of {kind.__name__}? Pass their names: 'cls_token', 'pos_embed'")
-    add_rule(kind, Entry(_rows, names, all_inputs=False, by_rows=True))
+    add_rule(kind, Entry(_rows, names, by_rows=True))
 
 
 def _rows(_: nn.Module, name: str, dy: Tensor) -> Mapping[str, Tensor]:
-    """The gradient of the view, with the parameter's own first dimension put back in."""
+    """Return the gradient of the view, with the parameter's own first dimension put back in."""
     return {name: dy.unsqueeze(1)}
 
 
@@ -44,11 +41,11 @@ class Rows:
     """Puts views with one row a sample in the place of a module's parameters while its forward runs.
 
     Args:
-        layer: The module, whose rule is `shared_by_samples`.
-        on_rows: Is told of each view.
+        layer: the module, whose rule is `shared_by_samples`.
+        on_rows: receives each parameter's name and its view.
     """
 
-    def __init__(self, layer: CoveredLayer, on_rows: OnRows) -> None:
+    def __init__(self, layer: CoveredLayer, on_rows: Callable[[str, Tensor], None]) -> None:
         self._layer, self._on_rows = layer, on_rows
         for name, parameter in layer.module._parameters.items():
             if parameter is not None and parameter.requires_grad and not is_shareable(parameter):
@@ -60,22 +57,24 @@ class Rows:
                 raise CoverageError(f"FSDP2 has sharded '{layer.name_of(name)}', which shared_by_samples needs whole")
 
     def put_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward."""
-        num_samples = _num_samples(args, kwargs)
+        """Put the views in, before the forward."""
+        first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim), None)
+        if first is None:
+            raise CoverageError("a module with parameters that its samples share has no tensor among its inputs")
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-                rows = parameter.expand(num_samples, *parameter.shape[1:])
+                rows = parameter.expand(len(first), *parameter.shape[1:])
                 self._on_rows(name, rows)
                 # A module looks here before it looks among its parameters, and saves only those.
                 module.__dict__[name] = rows
 
     def take_out(self, module: nn.Module, *_: Any) -> None:
-        """After the forward, or its failure."""
+        """Take the views out, after the forward or its failure."""
         for name in module._parameters:
             module.__dict__.pop(name, None)
 
     def require_own_rows(self, name: str, dy: Tensor | None) -> None:
-        """Raise where the view was not used row by row: then the rows say nothing of the samples."""
+        """Raise where the view was not used row by row: then the rows are not the samples'."""
         if dy is None or len(dy) < 2 or not dy.any():
             return
         used = dy.flatten(1).any(1)
@@ -85,11 +84,3 @@ class Rows:
                 f"same gradient of it, or only the first has one",
                 f"write self.{name}.expand(batch, ...) or x + self.{name}, without a sum over it or a row taken out",
             )
-
-
-def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim)
-    first = next(tensors, None)
-    if first is None:
-        raise CoverageError("a module with parameters that its samples share has no tensor among its inputs")
-    return len(first)

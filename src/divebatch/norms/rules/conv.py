@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from divebatch.norms import triton
-from divebatch.norms.registry import is_trainable, require_batch, rule_for
-from divebatch.norms.sample_gradients import (
+from divebatch.norms.forms import (
     Explicit,
     Form,
     cached_chunk,
@@ -27,12 +26,13 @@ from divebatch.norms.sample_gradients import (
     sq_norms_of_rows,
     with_room,
 )
+from divebatch.norms.registry import is_trainable, require_batch, rule_for
+from divebatch.norms.rules.tuning import Kernel, fastest
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
-from divebatch.norms.tuning import Kernel, fastest
 
 
 @dataclass(slots=True)
-class Patches:
+class Patches(Form):
     """Gradients sum_t left_t patch_t(right)^T of a convolution's weight."""
 
     left: Tensor
@@ -186,7 +186,7 @@ class Patches:
         z_NHT = project(self._flat(left))
         shifts, right_NLC = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:])), self._flat(right).mT
         u_NXC = in_chunks(_product, shifts, right_NLC, cached_chunk(shifts, shifts.shape[1:].numel()))
-        return estimate(u_NXC.view(*z_NHT.shape[:2], -1)).summed(self.groups)
+        return estimate(u_NXC.view(*z_NHT.shape[:2], -1)).of_groups(self.groups)
 
     def _shifts(self, z: Tensor) -> Tensor:
         """(N, H, *kernel, *input size): z at the input positions it meets through each kernel entry, a view."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from divebatch.errors import CoverageError
-from divebatch.norms.recompute import Rerun, gradients, product
+from divebatch.norms.forms import Explicit, Form, Outer
 from divebatch.norms.registry import require_batch, rule_for
-from divebatch.norms.sample_gradients import Explicit, Form, Outer
+from divebatch.norms.rules.rerun import Rerun, gradients, product
 
 State = tuple[Tensor, ...]
 """The hidden state, and an LSTM's cell state, of one step."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from divebatch.errors import CoverageError
+from divebatch.norms.forms import Form, chunk_size, in_chunks, sq_norms_of_rows
 from divebatch.norms.registry import rule_for
-from divebatch.norms.sample_gradients import Form, chunk_size, in_chunks, sq_norms_of_rows
-from divebatch.norms.sketch import Estimate, sum_dtype
+from divebatch.norms.sketch import sum_dtype
 
 MOST_COMPARED = 2048
 """Entries of a sample up to which all pairs are compared on a GPU."""
@@ -19,7 +19,7 @@ FEWEST_POSITIONS = 4
 
 
 @dataclass(slots=True)
-class Rows:
+class Rows(Form):
     """Gradients of a table's rows: entry m adds `values[m]` to row `rows[m]` of sample `samples[m]`."""
 
     samples: Tensor
@@ -28,7 +28,7 @@ class Rows:
     """(M,)."""
     values: Tensor
     """(M, width)."""
-    num_samples: int
+    batch_size: int
     num_rows: int
     per_sample: int | None = None
     """Entries of each sample, one sample after the other; None where they differ."""
@@ -41,8 +41,8 @@ class Rows:
 
     def _by_comparing(self, per_sample: int) -> Tensor:
         """The sum of v_t . v_s over the pairs of a sample's entries t, s that fall on the same row."""
-        values_BTW = self.values.view(self.num_samples, per_sample, self.values.shape[1])
-        rows_BT = self.rows.view(self.num_samples, per_sample)
+        values_BTW = self.values.view(self.batch_size, per_sample, self.values.shape[1])
+        rows_BT = self.rows.view(self.batch_size, per_sample)
         return in_chunks(_over_equal, values_BTW, rows_BT, chunk_size(values_BTW, 3 * per_sample**2))
 
     def _by_sorting(self) -> Tensor:
@@ -55,15 +55,15 @@ class Rows:
         sums = torch.zeros_like(values).index_add_(0, segment, values)
         segment_sq_norms = sq_norms_of_rows(sums)
         sample_of = torch.zeros_like(segment).index_copy_(0, segment, self.samples[order])
-        return segment_sq_norms.new_zeros(self.num_samples).index_add_(0, sample_of, segment_sq_norms)
+        return segment_sq_norms.new_zeros(self.batch_size).index_add_(0, sample_of, segment_sq_norms)
 
-    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """Exact: nothing cheaper exists."""
-        return Estimate(self.sq_norms(), None)
+    @property
+    def num_samples(self) -> int:
+        return self.batch_size
 
     def explicit(self, samples: slice) -> Tensor:
         """(b, rows, width)."""
-        first, last, _ = samples.indices(self.num_samples)
+        first, last, _ = samples.indices(self.batch_size)
         chosen = (self.samples >= first) & (self.samples < last)
         table = self.values.new_zeros(last - first, self.num_rows, self.values.shape[1])
         place = (self.samples[chosen] - first, self.rows[chosen])
@@ -92,7 +92,7 @@ def _shared_positions(layer: Any, x: Tensor) -> str | None:
     )
 
 
-@rule_for(nn.Embedding, doubt=_shared_positions)
+@rule_for(nn.Embedding, input_check=_shared_positions)
 def embedding(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Repeated tokens add up; padding_idx gets no gradient."""
     if layer.scale_grad_by_freq:

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from divebatch.norms.forms import Explicit, Form, Outer, RowSums
 from divebatch.norms.registry import require_batch, rule_for
-from divebatch.norms.sample_gradients import Explicit, Form, Outer, RowSums
 
 
 @rule_for(nn.Linear)

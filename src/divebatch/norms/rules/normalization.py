@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
 from divebatch.norms import triton
+from divebatch.norms.forms import Explicit, Form, cached_chunk, in_chunks
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
-from divebatch.norms.sample_gradients import Explicit, Form, cached_chunk, in_chunks
 from divebatch.norms.sketch import sum_dtype
 
 
@@ -56,7 +56,7 @@ def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, St
     return x, Statistics(mean.detach(), node._saved_result2.detach())
 
 
-@rule_for(nn.GroupNorm, look=_saved_statistics)
+@rule_for(nn.GroupNorm, capture=_saved_statistics)
 def group_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
     """Each sample's groups of channels are normalised over their positions."""
     if not isinstance(x, tuple):
@@ -84,10 +84,10 @@ def _synchronised_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Ten
     return _saved_statistics(layer, x, output) if saved is None else (x, Statistics(saved[2], saved[3]))
 
 
-@rule_for(nn.SyncBatchNorm, look=_synchronised_statistics)
-@rule_for(nn.BatchNorm1d, look=_saved_statistics)
-@rule_for(nn.BatchNorm2d, look=_saved_statistics)
-@rule_for(nn.BatchNorm3d, look=_saved_statistics)
+@rule_for(nn.SyncBatchNorm, capture=_synchronised_statistics)
+@rule_for(nn.BatchNorm1d, capture=_saved_statistics)
+@rule_for(nn.BatchNorm2d, capture=_saved_statistics)
+@rule_for(nn.BatchNorm3d, capture=_saved_statistics)
 def batch_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
     """Contributions in train mode (see above), per-sample gradients in eval mode."""
     if isinstance(x, tuple):

@@ -5,97 +5,85 @@ Shapes: B samples, T positions of a sample, O rows and I columns of a weight mat
 Gradients of several calls, or of several layers that share the parameter, add up before they are squared: `total`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from divebatch.norms import triton
-from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
+from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype, summed
 
 CHUNK_BYTES = 16 * 2**20
 """Upper bound for temporary tensors; samples are taken in chunks that stay below it."""
-
 COMPILED_CHUNK_BYTES = 256 * 2**20
 """The same inside a compiled model, where fewer and larger chunks compile and run faster."""
-
 CHUNK_FRACTION = 0.03
 """On a GPU the bound is this fraction of what is allocated when the backward pass begins, if that is more."""
-
 CACHE_BYTES = 2**20
-"""A fraction of a CPU's cache: temporary tensors of so many bytes are still there when they are read again."""
+"""A fraction of a CPU's cache: temporary tensors of this size are still there when they are read again."""
 
 # A cache for the process, by device: asking how much is allocated takes longer than a small layer's norms.
 _gpu_caps: dict[torch.device, int] = {}
 
 
-class Form(Protocol):
+class Form:
     """One parameter's gradients, one a sample."""
 
+    __slots__ = ()
+
     def sq_norms(self) -> Tensor:
-        """(B,): each sample's squared norm."""
-        ...
+        """Return each sample's squared norm, (B,)."""
+        raise NotImplementedError
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """An unbiased estimate of each sample's squared norm, from new random signs.
+        """Estimate each sample's squared norm from new random signs; exact where nothing cheaper exists.
 
         `seed` is a number on the device, (1,), from which a GPU kernel may draw the signs, which is faster.
         """
-        ...
+        return Estimate(self.sq_norms(), None)
 
     def explicit(self, samples: slice) -> Tensor:
-        """(b, *parameter shape): the gradients themselves of some samples."""
-        ...
+        """Return the gradients themselves of some samples, (b, *parameter shape)."""
+        raise NotImplementedError
 
     def summed(self) -> Tensor:
-        """The sum over all samples, with as many entries as the parameter: the gradient of the batch."""
-        ...
+        """Return the sum over all samples, with as many entries as the parameter: the gradient of the batch."""
+        raise NotImplementedError
 
     @property
     def num_samples(self) -> int:
         """B."""
-        ...
+        raise NotImplementedError
 
 
-@dataclass(slots=True)
-class Explicit:
+class Explicit(Form):
     """The gradients themselves: right for parameters that are small beside the activations (biases, norm layers)."""
 
-    gradients: Tensor
-    """(B, *parameter shape)."""
-    _known: Tensor | None = None
+    __slots__ = ("_known", "gradients")
+
+    def __init__(self, gradients: Tensor) -> None:
+        self.gradients = gradients  # (B, *parameter shape)
+        self._known: Tensor | None = None
 
     def sq_norms(self) -> Tensor:
-        """Squared norm of each row, computed once: a weight's `Outer` may need those of its bias."""
-        if self._known is None:
-            self._known = self._sq_norms()
+        if self._known is None:  # computed once: a weight's `Outer` may need the norms of its bias
+            self._known = sq_norms_of_rows(self.gradients if self.gradients.ndim == 2 else self.gradients.flatten(1))
         return self._known
 
-    def _sq_norms(self) -> Tensor:
-        return sq_norms_of_rows(self.gradients if self.gradients.ndim == 2 else self.gradients.flatten(1))
-
-    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """Exact: nothing cheaper exists."""
-        return Estimate(self.sq_norms(), None)
-
     def explicit(self, samples: slice) -> Tensor:
-        """A slice of what is there."""
         return self.gradients[samples]
 
     def summed(self) -> Tensor:
-        """In a type that sums are kept in."""
         return self.gradients.sum(0, dtype=sum_dtype(self.gradients.dtype))
 
     @property
     def num_samples(self) -> int:
-        """B."""
         return self.gradients.shape[0]
 
 
 @dataclass(slots=True)
-class Outer:
+class Outer(Form):
     """A weight matrix's gradients as sums over positions of outer products: sum_t left_t right_t^T."""
 
     left: Tensor
@@ -103,12 +91,12 @@ class Outer:
     right: Tensor
     """(B, I) for a single position, else (B, ..., I)."""
     rows: Explicit | None = None
-    """`left` as a form of its own, where somebody else needs its norms too."""
+    """`left` as a form of its own, where its norms are needed elsewhere too."""
     with_bias: bool = False
     """Whether the bias is counted too (by kernels alone: `joined`)."""
 
     def sq_norms(self) -> Tensor:
-        """By the cheapest of three ways that agree."""
+        """Return squared norms by the cheapest of three ways that agree."""
         if self.left.ndim == 2:  # rank one: ||left right^T|| = ||left|| ||right||
             left = sq_norms_of_rows(self.left) if self.rows is None else self.rows.sq_norms()
             return sq_norms_of_rows(self.right).mul_(left)
@@ -118,7 +106,7 @@ class Outer:
         return sq_norms_of_products(left, right)
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """One vector-matrix product a half; exact for a single position, where that is as cheap."""
+        """Estimate by one vector-matrix product a half; exact for a single position, where that is as cheap."""
         if self.left.ndim == 2:
             return Estimate(self.sq_norms(), None)
         left, right = same_dtype(positions(self.left), positions(self.right))
@@ -127,52 +115,72 @@ class Outer:
         return estimate(torch.bmm(project(left.mT), right))
 
     def explicit(self, samples: slice) -> Tensor:
-        """(b, O, I)."""
         left, right = same_dtype(positions(self.left[samples]), positions(self.right[samples]))
         return left.mT @ right
 
     def summed(self) -> Tensor:
-        """(O, I): one product, as for the weight itself."""
         left, right = same_dtype(self.left, self.right)
         return left.flatten(0, -2).mT @ right.flatten(0, -2)
 
     @property
     def num_samples(self) -> int:
-        """B."""
         return self.left.shape[0]
 
 
 @dataclass(slots=True)
-class RowSums:
-    """The gradients of a bias: sums over positions of the `left` of its weight's gradients."""
+class RowSums(Form):
+    """The gradients of a bias: sums over positions of the `left` (B, ..., O) of its weight's gradients."""
 
     left: Tensor
-    """(B, ..., O)."""
 
     def sq_norms(self) -> Tensor:
-        """Squared norms of the sums."""
         return sq_norms_of_rows(self.explicit(slice(None)))
 
-    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """Exact: nothing cheaper exists."""
-        return Estimate(self.sq_norms(), None)
-
     def explicit(self, samples: slice) -> Tensor:
-        """(b, O)."""
         return positions(self.left[samples]).sum(1)
 
     def summed(self) -> Tensor:
-        """(O,)."""
         return self.left.flatten(0, -2).sum(0, dtype=sum_dtype(self.left.dtype))
 
     @property
     def num_samples(self) -> int:
-        """B."""
         return self.left.shape[0]
 
 
+@dataclass(slots=True)
+class Stacked(Form):
+    """The gradients of a parameter whose rows come in blocks, each block with a form of its own."""
+
+    blocks: Sequence[Form]
+
+    def sq_norms(self) -> Tensor:
+        return torch.stack([block.sq_norms() for block in self.blocks]).sum(0)
+
+    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
+        """Add up the blocks' sketches: their signs are drawn apart, so that variances add too."""
+        return summed([block.sketch() for block in self.blocks])
+
+    def explicit(self, samples: slice) -> Tensor:
+        return torch.cat([block.explicit(samples) for block in self.blocks], 1)
+
+    def summed(self) -> Tensor:
+        return torch.cat([block.summed() for block in self.blocks])
+
+    @property
+    def num_samples(self) -> int:
+        return self.blocks[0].num_samples
+
+
+def measured(forms: Sequence[Form], mode: str, *, seed: Tensor | None = None) -> list[Estimate]:
+    """Measure one call's gradients in the given mode; `seed` is what signs may be drawn from."""
+    forms = joined(forms, mode)
+    if mode == "sketch":  # another seed for each form of a call
+        return [form.sketch(seed=seed + n if seed is not None and n else seed) for n, form in enumerate(forms)]
+    return [Estimate(form.sq_norms(), None) for form in forms]
+
+
 def joined(forms: Sequence[Form], mode: str) -> Sequence[Form]:
-    """One form for a weight and its bias where a kernel counts both while it reads `left` once."""
+    """Return one form for a weight and its bias where a kernel counts both while it reads `left` once."""
     match forms:
         case [RowSums() as bias, Outer() as weight] if bias.left is weight.left:
             if mode == "sketch":  # one row alone is its own, exact sketch, which no kernel takes
@@ -183,47 +191,21 @@ def joined(forms: Sequence[Form], mode: str) -> Sequence[Form]:
     return forms
 
 
-@dataclass(slots=True)
-class Stacked:
-    """The gradients of a parameter whose rows come in blocks, each block with a form of its own."""
-
-    blocks: Sequence[Form]
-
-    def sq_norms(self) -> Tensor:
-        """The blocks' added up."""
-        return torch.stack([block.sq_norms() for block in self.blocks]).sum(0)
-
-    def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """The blocks' added up: their signs are drawn apart, so that variances add too."""
-        parts = [block.sketch() for block in self.blocks]
-        variances = [part.variances for part in parts if part.variances is not None]
-        sq_norms = torch.stack([part.sq_norms for part in parts]).sum(0)
-        return Estimate(sq_norms, torch.stack(variances).sum(0) if variances else None)
-
-    def explicit(self, samples: slice) -> Tensor:
-        """(b, rows, ...)."""
-        return torch.cat([block.explicit(samples) for block in self.blocks], 1)
-
-    def summed(self) -> Tensor:
-        """(rows, ...)."""
-        return torch.cat([block.summed() for block in self.blocks])
-
-    @property
-    def num_samples(self) -> int:
-        """B."""
-        return self.blocks[0].num_samples
-
-
 def total(forms: Sequence[Form]) -> Tensor:
-    """(B,): squared norms of the sum of several forms of one parameter."""
+    """Return squared norms of the sum of several forms of one parameter, (B,)."""
     if len(forms) == 1:
         return forms[0].sq_norms()
     outers = [form for form in forms if isinstance(form, Outer)]
     if len(outers) == len(forms):  # several calls are one call with more positions
         left = torch.cat([positions(form.left) for form in outers], 1)
         return Outer(left, torch.cat([positions(form.right) for form in outers], 1)).sq_norms()
-    chunks = [torch.stack([form.explicit(samples) for form in forms]).sum(0) for samples in _sample_chunks(forms)]
-    return torch.cat([sq_norms_of_rows(chunk.flatten(1)) for chunk in chunks])
+    first = forms[0].explicit(slice(0, 1))
+    step = chunk_size(first, (len(forms) + 1) * first.numel())
+    squares = []
+    for start in range(0, forms[0].num_samples, step):
+        chunk = torch.stack([form.explicit(slice(start, start + step)) for form in forms]).sum(0)
+        squares.append(sq_norms_of_rows(chunk.flatten(1)))
+    return torch.cat(squares)
 
 
 def positions(x: Tensor) -> Tensor:
@@ -232,7 +214,7 @@ def positions(x: Tensor) -> Tensor:
 
 
 def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the lower precision: what autocast computed with, where input and output gradient differ."""
+    """Bring both to the lower precision: that of autocast, where input and output gradient differ."""
     if left.dtype == right.dtype:
         return left, right
     lower = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
@@ -240,7 +222,7 @@ def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_room(x: Tensor) -> Tensor:
-    """`x` in a type that can hold products of its entries: those of a loss scaled for float16 overflow in float16."""
+    """Return `x` in a type that can hold products of its entries: those of a scaled loss overflow in float16."""
     return x.float() if x.dtype == torch.float16 else x
 
 
@@ -252,12 +234,12 @@ def sq_norms_of_rows(x_BD: Tensor) -> Tensor:
 
 
 def chunk_size(tensor: Tensor, entries_per_sample: int) -> int:
-    """How many samples may be worked on at a time, with that many temporary entries each."""
+    """Return how many samples may be worked on at a time, with that many temporary entries each."""
     return max(1, _memory_cap(tensor.device) // (entries_per_sample * tensor.element_size()))
 
 
 def cached_chunk(tensor: Tensor, entries_per_sample: int) -> int:
-    """How many samples a CPU's cache holds, for what is read again at once; all of them inside a compiler."""
+    """Return how many samples a CPU's cache holds, for what is read again at once; all of them inside a compiler."""
     if torch.compiler.is_compiling():
         return len(tensor)
     if tensor.device.type != "cpu":
@@ -306,10 +288,3 @@ def _by_gram(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
 
 def _by_gradient(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
     return sq_norms_of_rows((left_BTO.mT @ right_BTI).flatten(1))
-
-
-def _sample_chunks(forms: Sequence[Form]) -> Iterator[slice]:
-    first = forms[0].explicit(slice(0, 1))
-    step = chunk_size(first, (len(forms) + 1) * first.numel())
-    for start in range(0, forms[0].num_samples, step):
-        yield slice(start, start + step)

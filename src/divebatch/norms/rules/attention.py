@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from divebatch.norms.recompute import Rerun, gradients, product
+from divebatch.norms.forms import Explicit, Form, Outer, Stacked
 from divebatch.norms.registry import require_batch, rule_for
-from divebatch.norms.sample_gradients import Explicit, Form, Outer, Stacked
+from divebatch.norms.rules.rerun import Rerun, gradients, product
 
 PARAMETERS = (
     *("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"),

@@ -14,8 +14,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from divebatch.errors import CoverageError
+from divebatch.norms.forms import chunk_size
 from divebatch.norms.registry import Entry
-from divebatch.norms.sample_gradients import chunk_size
 
 MOST_DOUBTFUL = 4
 """Arguments with as many rows as there are samples, beside the first, whose meaning is tried out."""

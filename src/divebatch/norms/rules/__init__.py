@@ -1,0 +1,1 @@
+"""Rules for torch's layers, one file a family."""
