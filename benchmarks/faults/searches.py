@@ -1,4 +1,4 @@
-"""Two processes search on one SQLite file; one gets SIGKILL in the middle of a trial.
+"""Three processes search in one folder; one gets SIGKILL in the middle of a point.
 
 Each point must have exactly one result, and no result may come from two processes.
 """
@@ -7,77 +7,68 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from divebatch.lab.experiments import get_experiment
-from divebatch.lab.search import Study, make_plan, open_study, parse_space
+from divebatch.lab.search import Search, default_space, parse_space
 from faults.outcome import Outcome
 from faults.processes import LIMIT, LOOK, Command, divebatch
 from faults.shop import Shop
 
 EXPERIMENT, METHOD, EPOCHS = "synthetic-convex", "sgd-small", 10
-HEARTBEAT = 5
-"""Seconds until a process that gives no sign of life loses its trial to another one."""
-FAULT = "search: SIGKILL to one of two processes"
+SAMPLERS = {"grid": ([], None), "tpe": (["lr=0.1..16.0", "batch_size=32..512"], 40)}
+"""What is searched over, and how many points: the paper's grid has 40."""
 
 
 def tries(shop: Shop) -> Iterator[Outcome]:
-    for _ in range(shop.tries(quick=1, full=2)):
-        # The paper's grid has 40 points.
-        yield one_try(shop, ["lr=1,2,4,8,16,32"] if shop.is_quick else [])
+    for sampler, (over, trials) in SAMPLERS.items():
+        quick = (["lr=1,2,4,8,16,32"], None) if sampler == "grid" else (over, 6)
+        yield one_try(shop, sampler, *(quick if shop.is_quick else (over, trials)))
 
 
-def one_try(shop: Shop, over: list[str]) -> Outcome:
-    folder = shop.fresh("search")
-    space = parse_space(over) if over else None
-    plan = make_plan(get_experiment(EXPERIMENT), METHOD, folder, space=space, epochs=EPOCHS)
+def one_try(shop: Shop, sampler: str, over: list[str], trials: int | None) -> Outcome:
+    fault, folder = f"search ({sampler}): SIGKILL to one of three processes", shop.fresh("search")
+    experiment = get_experiment(EXPERIMENT)
+    space = parse_space(over) if over else default_space(experiment, experiment.method(METHOD))
+    settings = {"space": space, "epochs": EPOCHS, "sampler": sampler, "num_trials": trials}
+    search = Search(experiment=experiment, method_name=METHOD, folder=folder, **settings)
     words = ["search", EXPERIMENT, "--method", METHOD, "--epochs", str(EPOCHS), "--out", str(folder)]
-    words += ["--heartbeat-timeout", str(HEARTBEAT), *(word for each in over for word in ("--over", each))]
-    workers = [divebatch(shop.log(), *words) for _ in range(2)]
-    if not workers[0].wait_for(Path(plan.url.removeprefix("sqlite:///")).exists):
-        return Outcome(FAULT, "lost", workers[0].last_words)
-    study = open_study(plan)
-    victim = kill_one(study, workers)
+    words += ["--sampler", sampler, *(["--trials", str(trials)] if trials else [])]
+    words += [word for each in over for word in ("--over", each)]
+    workers = [divebatch(shop.log(), *words) for _ in range(3)]
+    victim = kill_one(search, workers)
     if victim is None:
-        return Outcome(FAULT, "lost", "the search ended before a process could be killed")
-    survivor = next(worker for worker in workers if worker is not victim)
+        return Outcome(fault, "lost", "the search ended before a process could be killed")
     struck = time.monotonic()
-    code = survivor.end()
-    if code is None:
-        return Outcome(FAULT, "hung")
-    if code != 0:
-        return Outcome(FAULT, "traceback" if survivor.has_traceback else "lost", survivor.last_words)
-    return judged(study, workers, time.monotonic() - struck)
+    for survivor in (worker for worker in workers if worker is not victim):
+        code = survivor.end()
+        if code is None:
+            return Outcome(fault, "hung")
+        if code != 0:
+            return Outcome(fault, "traceback" if survivor.has_traceback else "lost", survivor.last_words)
+    return judged(fault, search, workers, time.monotonic() - struck)
 
 
-def kill_one(study: Study, workers: list[Command]) -> Command | None:
-    """Once two trials have a result, the first process that is caught in the middle of one."""
+def kill_one(search: Search, workers: list[Command]) -> Command | None:
+    """Kill the first process that has said a result, once it trains its next point."""
     deadline = time.monotonic() + LIMIT
     while all(worker.is_running for worker in workers) and time.monotonic() < deadline:
         for worker in workers:
-            if len(study.completed()) >= 2 and is_training(study, worker):
+            if results(worker) and len(search.results().tried) < search.total - 2:
                 worker.kill()
                 return worker
         time.sleep(LOOK)
     return None
 
 
-def is_training(study: Study, worker: Command) -> bool:
-    names = [trial.user_attrs.get("worker", "") for trial in study.trials() if trial.state.name == "RUNNING"]
-    return any(name.endswith(f":{worker.process.pid}") for name in names)
+def results(worker: Command) -> list[str]:
+    lines = worker.output.splitlines()
+    return [line.split("]", 1)[1] for line in lines if re.match(r"\[\d+/\d+\]", line)]
 
 
-def judged(study: Study, workers: list[Command], seconds: float) -> Outcome:
-    points = {str(point) for point in study.space.points()}
-    results = Counter(str(trial.user_attrs["point"]) for trial in study.completed())
-    again = sum("again" in trial.user_attrs for trial in study.trials())
-    said = Counter(
-        line.split("]", 1)[1]
-        for worker in workers
-        for line in worker.output.splitlines()
-        if re.match(r"\[\d+/\d+\]", line)
-    )
-    lost = points - results.keys()
-    twice = [point for point, count in (results | said).items() if count > 1]
-    detail = f"{len(points)} points, {len(lost)} lost, {len(twice)} done twice, {again} given to the other process"
-    return Outcome(FAULT, "lost" if lost else "mixed up" if twice else "whole", detail, seconds)
+def judged(fault: str, search: Search, workers: list[Command], seconds: float) -> Outcome:
+    found = Counter(str(each.point) for each in search.results().tried if each.value is not None)
+    said = Counter(line for worker in workers for line in results(worker))
+    lost = search.total - len(found)
+    twice = [point for point, count in (found | said).items() if count > 1]
+    detail = f"{search.total} points, {lost} lost, {len(twice)} done twice"
+    return Outcome(fault, "lost" if lost else "mixed up" if twice else "whole", detail, seconds)

@@ -1,11 +1,6 @@
 """Every error this package raises on purpose derives from `DivebatchError`."""
 
-import re
-
 NO_RULES_NEEDED = "In a controller, pass estimator='moments' or 'split', which need no norm rules"
-
-_PASSWORD = re.compile(r"(://[^\s:/@'\"]*):[^\s'\"]*@")
-_PASSWORD_IN_QUERY = re.compile(r"(?i)([?&](?:password|passwd|pwd)=)[^\s&'\"]*")
 
 
 class DivebatchError(Exception):
@@ -86,13 +81,3 @@ class MissingExtraError(DivebatchError, ImportError):
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         """From a worker process to its parent: built again from what it was built from."""
         return type(self), (self.package, self.extra)
-
-
-def without_passwords(text: str) -> str:
-    """Hide the passwords of database addresses in `text`.
-
-    >>> without_passwords("--storage postgresql://me:secret@host/studies")
-    '--storage postgresql://me:***@host/studies'
-    """
-    # Greedy up to the last @: a password may hold one, and hiding too much is the safe side.
-    return _PASSWORD_IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text))

@@ -7,7 +7,8 @@ from divebatch.cli import app
 from divebatch.errors import StoppedError
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.search import to_toml
-from lab.search.tiny_search import tiny_experiment
+from lab.experiments.dataset_tests.text_files import write_corpus
+from lab.tiny_search import tiny_experiment
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_a_search_ends_with_a_table_a_picture_and_a_file_to_run(experiment, tmp_
     assert "\x1b" not in answer.output
     name = "synthetic-convex-sgd-small"
     assert f"{name}: 2 of 2 trials" in answer.output
-    assert {path.suffix for path in out.iterdir() if path.is_file()} == {".db", ".toml", ".png", ".svg"}
+    assert {path.suffix for path in out.iterdir() if path.is_file()} == {".lock", ".json", ".toml", ".png", ".svg"}
     found = get_experiment(str(out / f"{name}.toml")).method("sgd-small")
     assert found.lr == 1
     assert f"next: divebatch run {out / name}.toml --methods sgd-small" in answer.output
@@ -74,11 +75,9 @@ def test_a_sampler_tries_as_many_points_as_it_is_told(experiment, tmp_path):
         (["--held-out", "1.5"], "held_out must lie between 0 and 1"),
         (["--apply-to", "sgd-tiny"], "has no method 'sgd-tiny'"),
         (["--device", "tpu"], "unknown device 'tpu'"),
-        (["--storage", "nonsense"], "cannot open the study's storage 'nonsense'"),
     ],
 )
-def test_wrong_use_exits_with_2_and_says_what_is_wrong(experiment, tmp_path, monkeypatch, words, message):
-    monkeypatch.setattr("divebatch.lab.search.storage.ATTEMPTS", 1)
+def test_wrong_use_exits_with_2_and_says_what_is_wrong(experiment, tmp_path, words, message):
     answer = call(experiment, "--out", tmp_path / "out", *words)
     assert answer.exit_code == 2, answer.output
     assert message in answer.output
@@ -88,11 +87,11 @@ def test_a_stopped_search_says_how_to_go_on(experiment, tmp_path, monkeypatch):
     def stop(*_, **__):
         raise StoppedError("stopped after 2 epochs")
 
-    monkeypatch.setattr("divebatch.cli.work.search.work", stop)
+    monkeypatch.setattr("divebatch.lab.search.work", stop)
     monkeypatch.setattr("sys.argv", ["divebatch", "search", "tiny.toml"])
     answer = call(experiment, "--out", tmp_path)
     assert answer.exit_code == 1
-    assert "the same command goes on with the search:\n  divebatch search tiny.toml" in answer.output
+    assert "the same command continues the search:\n  divebatch search tiny.toml" in answer.output
 
 
 def test_another_search_under_the_same_name_is_refused(experiment, tmp_path):
@@ -101,3 +100,16 @@ def test_another_search_under_the_same_name_is_refused(experiment, tmp_path):
     answer = call(*words, "--epochs", "2")
     assert answer.exit_code == 2
     assert "Choose another --study name" in answer.output
+
+
+def test_by_default_the_first_baseline_is_searched(tmp_path):
+    """A language model has no method `sgd-small`."""
+    experiment = get_experiment("lm-bytes").with_model("gpt-tiny")
+    path = tmp_path / "tiny.toml"
+    path.write_text(to_toml(experiment), encoding="utf-8")
+    data = write_corpus(tmp_path / "data", train=60)
+    out = tmp_path / "out"
+    answer = call(path, "--data-dir", data, "--epochs", "1", "--over", "lr=0.001,0.002", "--out", out)
+    assert answer.exit_code == 0, answer.output
+    assert "lm-bytes-fixed-16: 2 of 2 trials" in answer.output
+    assert "bits per byte" in answer.output

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.cli.exits import command_again, leave
+from divebatch.cli.exits import command_again
 from divebatch.cli.progress import describe
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.search import to_toml
@@ -130,24 +130,3 @@ def test_a_terminal_of_ascii_shows_tables(experiment, tmp_path):
     answer = subprocess.run(command, env=ascii_only, capture_output=True, check=False)
     assert (answer.returncode, answer.stderr) == (0, b"")
     assert "128 -> " in answer.stdout.decode("ascii")
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgresql://me:secret@localhost/studies",
-        "mysql+nothing://me:se@secret/@localhost/studies",
-        "redis://:secret@localhost?password=secret",
-    ],
-)
-def test_passwords_of_a_storage_are_never_printed(experiment, tmp_path, url):
-    answer = call("search", experiment, "--storage", url, "--out", tmp_path)
-    assert answer.exit_code == 2
-    assert "cannot open" in answer.output
-    assert "secret" not in answer.output
-
-
-def test_a_command_to_be_typed_again_hides_its_passwords(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["divebatch", "search", "x", "--storage", "postgresql://me:secret@host/db"])
-    leave(f"go on with\n  {command_again()}", 1)
-    assert "postgresql://me:***@host/db" in capsys.readouterr().err

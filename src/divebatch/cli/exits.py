@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from divebatch.errors import DivebatchError, RankError, without_passwords
+from divebatch.errors import DivebatchError, RankError
 
 FAILED = 1
 WRONG_USE = 2
@@ -44,7 +44,7 @@ def in_options(message: str) -> str:
 def leave(message: str, code: int, *, is_own: bool = False) -> typer.Exit:
     """Print `message` to stderr, of several ranks on the first one only unless it `is_own`; raise what comes back."""
     if is_own or os.environ.get("RANK", "0") == "0":
-        typer.echo(f"divebatch: {without_passwords(in_options(message))}", err=True)
+        typer.echo(f"divebatch: {in_options(message)}", err=True)
     return typer.Exit(code)
 
 

@@ -1,18 +1,27 @@
 """`divebatch search EXPERIMENT`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
+from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, leave
 from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet, chosen_device, comma_separated
 from divebatch.cli.results_files import make_folder
+from divebatch.errors import StoppedError
+
+if TYPE_CHECKING:
+    from divebatch.lab.search import Search, Tried
+
+ROWS = 10
+"""Rows of the table that is printed."""
 
 
 def search(
     experiment: ExperimentName,
-    method: Annotated[str, typer.Option(help="Method whose settings are searched.")] = "sgd-small",
+    method: Annotated[
+        str | None, typer.Option(help="Method whose settings are searched; the first baseline by default.")
+    ] = None,
     over: Annotated[
         list[str] | None,
         typer.Option(help="NAME=VALUE,VALUE,... or NAME=LOW..HIGH; once for each setting. Default: the paper's grid."),
@@ -29,10 +38,6 @@ def search(
     held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
     apply_to: Annotated[str | None, typer.Option(help="Other methods that get the best settings too: a,b.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,
-    storage: Annotated[str | None, typer.Option(help="Database URL; OUT/STUDY.db by default.")] = None,
-    heartbeat_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a silent process is dead; the same for all.")
-    ] = 60.0,
     data_dir: DataDir = Path("data"),
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for records and results.")] = Path("runs/search"),
@@ -41,27 +46,26 @@ def search(
 ) -> None:
     """Search for a method's best settings on held-out training data.
 
-    Start the same command several times, on one machine or many with one --storage, and all work on one study.
-    Started again after any interruption it goes on.
+    Start the same command several times, and all processes share the work. Started again after any interruption, it
+    continues.
     """
     # Here and not above: torch takes seconds, and help must not.
-    from divebatch.cli.work.search import (
-        collect,
-        get_experiment,
-        make_plan,
-        open_study,
-        show_results,
-        space_of,
-        work_on,
-        write_results,
-    )
+    from divebatch.lab.experiments import get_experiment
+    from divebatch.lab.search import Search, default_space, parse_space, work, write_results
+
+    def say(text: str) -> None:
+        if not quiet:
+            typer.echo(text)
 
     with errors_exit_with(WRONG_USE):
-        plan = make_plan(
-            get_experiment(experiment),
-            method,
-            out,
-            space=space_of(over),
+        tuned = get_experiment(experiment)
+        name = method or next(iter([*tuned.report.baselines, *tuned.methods]))
+        space = parse_space(over) if over else default_space(tuned, tuned.method(name))
+        plan = Search(
+            experiment=tuned,
+            method_name=name,
+            folder=out,
+            space=space,
             epochs=epochs,
             sampler=sampler,
             num_trials=trials,
@@ -69,19 +73,59 @@ def search(
             num_seeds=seeds,
             held_out=held_out,
             study_name=study or "",
-            storage=storage or "",
             run_settings={"device": chosen_device(device), "data_dir": data_dir},
         )
-        plan.check()
         others = comma_separated(apply_to)
-        for name in others:
-            plan.experiment.method(name)  # raises for one that is unknown
+        for other in others:
+            tuned.method(other)  # raises for an unknown one
         make_folder(out)
-        opened = open_study(plan, heartbeat_timeout=heartbeat_timeout)
+        plan.begin()
     if not results:
+        waited: list[int] = []
+
+        def on_wait(running: int) -> None:
+            if not waited:
+                say(f"waiting for {running} points of other processes")
+            waited.append(running)
+
         with errors_exit_with(FAILED):
-            work_on(plan, opened, quiet)
-    found = collect(opened)
-    paths = list(write_results(plan, found, apply_to=others))
+            try:
+                work(plan, on_result=lambda tried: say(_line(plan, tried)), on_wait=on_wait)
+            except (StoppedError, KeyboardInterrupt) as error:
+                what = str(error) or "interrupted"
+                again = f"the same command continues the search:\n  {command_again()}"
+                raise leave(f"{what}; {again}", FAILED) from None
+    paths = list(write_results(plan, plan.results(), apply_to=others))
     if not quiet:
-        show_results(plan, found, paths)
+        _show(plan, paths)
+
+
+def _line(plan: "Search", tried: "Tried") -> str:
+    metric = plan.experiment.metric
+    settings = ", ".join(f"{name} {value:g}" for name, value in tried.point.items())
+    value = "failed" if tried.value is None else f"{metric.word} {metric.text(tried.value)}"
+    note = f" ({tried.note})" if tried.note else ""
+    return f"[{len(plan.results().tried)}/{plan.total}] {settings}: {value}{note}"
+
+
+def _show(plan: "Search", paths: list[Path]) -> None:
+    """Print the best points, the files, and what to do next."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from divebatch.cli.console import make_console
+
+    found, metric = plan.results(), plan.experiment.metric
+    typer.echo(f"{plan.name}: {len(found.tried)} of {found.total} trials, the best {ROWS}")
+    table = Table(box=None)
+    for name in (*plan.space.names, metric.word):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for each in found.tried[:ROWS]:
+        value = "failed" if each.value is None else metric.text(each.value)
+        table.add_row(*(f"{each.point[name]:g}" for name in plan.space.names), value, Text(each.note[:60]))
+    make_console().print(table)
+    for path in paths:
+        typer.echo(str(path))
+    if found.best is not None:
+        typer.echo(f"next: divebatch run {paths[0]} --methods {plan.method_name}")

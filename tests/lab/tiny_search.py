@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from divebatch.lab.experiments import Experiment, get_experiment
-from divebatch.lab.search import Plan, make_plan, parse_space
+from divebatch.lab.search import Search, parse_space
 
 OVER = ("lr=0.5,2.0", "batch_size=16,32,64")
 
@@ -16,5 +16,6 @@ def tiny_experiment() -> Experiment:
     return replace(experiment, data=replace(experiment.data, settings=settings))
 
 
-def tiny_plan(folder: Path, *, over: tuple[str, ...] = OVER, method: str = "sgd-small", **settings: Any) -> Plan:
-    return make_plan(tiny_experiment(), method, folder, space=parse_space(over), **{"epochs": 3, **settings})
+def tiny_search(folder: Path, *, over: tuple[str, ...] = OVER, method: str = "sgd-small", **settings: Any) -> Search:
+    settings = {"experiment": tiny_experiment(), "epochs": 3, **settings}
+    return Search(method_name=method, folder=folder, space=parse_space(over), **settings)

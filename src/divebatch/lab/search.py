@@ -1,0 +1,620 @@
+"""Search for a method's settings on held-out training data, by any number of processes.
+
+Every point has a folder with its runs' records, a lock file, and, once it is trained, its result. A process works on a
+point only while it holds the lock, which the system takes back when the process ends. So each point is trained once,
+and the point of a killed process is continued by another from its last checkpoint. A grid knows its points; the others
+are chosen by Optuna, which keeps them in a journal file.
+"""
+
+import fcntl
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from divebatch.checks import require_choice
+from divebatch.errors import ArgumentError, DivebatchError, DivergedError, MissingExtraError, RecordError, StoppedError
+from divebatch.lab.experiments import Experiment, Method, Run, check_parts, execute
+from divebatch.lab.experiments.datasets.dataset import require_fraction
+from divebatch.lab.experiments.schema import Part, require_name
+from divebatch.lab.training import StopRequest
+from divebatch.policies import make_policy
+from divebatch.records import EpochRecord, Metric
+
+Point = dict[str, int | float]
+"""One value for each setting, by name."""
+
+PAPER_RATES = {"lr": (0.001, 0.01, 0.1, 1.0, 2.0, 4.0, 8.0, 16.0), "batch_size": (32, 64, 128, 256, 512)}
+PAPER_SIZES = {"delta": (0.001, 0.01, 0.1, 1.0), "max_batch_size": (2048, 4096, 8192)}
+AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Factors of a method's own learning rate that are tried with optimizers that are not the paper's."""
+OF_METHOD = ("lr", "batch_size", "warmup_epochs")
+"""Settings that a method itself has; all others belong to its policy."""
+SAMPLERS = ("grid", "random", "tpe")
+POLL_SECONDS = 0.5
+
+
+# What is searched over
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """A setting with a list of `values`, or a range on a logarithmic scale. Whole `bounds` stand for whole numbers."""
+
+    name: str
+    values: tuple[int | float, ...] = ()
+    bounds: tuple[int | float, int | float] | None = None
+
+    def __str__(self) -> str:
+        """Return the text that `parse_space` reads."""
+        return f"{self.name}=" + (
+            "..".join(map(repr, self.bounds)) if self.bounds else ",".join(map(repr, self.values))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All dimensions of a search."""
+
+    dimensions: tuple[Dimension, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dimension.name for dimension in self.dimensions)
+
+    @property
+    def is_grid(self) -> bool:
+        return all(dimension.bounds is None for dimension in self.dimensions)
+
+    def points(self) -> Iterator[Point]:
+        """Yield every combination, the last dimension changing fastest; a range stands for its ends."""
+        for values in itertools.product(*(dimension.bounds or dimension.values for dimension in self.dimensions)):
+            yield dict(zip(self.names, values, strict=True))
+
+
+def default_space(experiment: Experiment, method: Method) -> Space:
+    """Return the paper's grid: delta and cap for DiveBatch, else learning rate and batch size.
+
+    With another optimizer than SGD it is a grid around the method's own learning rate and batch size.
+    """
+    grid: Mapping[str, tuple[int | float, ...]] = PAPER_SIZES if method.policy.kind == "divebatch" else PAPER_RATES
+    if experiment.optimizer.kind != "sgd":
+        sizes = {max(1, method.batch_size // 2), method.batch_size, 2 * method.batch_size}
+        grid = {"lr": tuple(factor * method.lr for factor in AROUND), "batch_size": tuple(sorted(sizes))}
+    return Space(tuple(Dimension(name, values) for name, values in grid.items()))
+
+
+def parse_space(texts: Sequence[str]) -> Space:
+    """Read texts like `lr=0.1,1,2` (these values) or `lr=0.001..16` (anything between).
+
+    >>> str(parse_space(["batch_size=32,64"]).dimensions[0])
+    'batch_size=32,64'
+    """
+    dimensions = tuple(map(_parse, texts))
+    names = [dimension.name for dimension in dimensions]
+    for name in names:
+        if names.count(name) > 1:
+            raise ArgumentError(f"{name} is searched over twice")
+    return Space(dimensions)
+
+
+def _parse(text: str) -> Dimension:
+    name, separator, values = text.partition("=")
+    if not separator or not re.fullmatch(r"[a-z_]+", name):
+        raise ArgumentError(f"a setting to search must be NAME=VALUE,VALUE or NAME=LOW..HIGH, got {text!r}")
+    if ".." not in values:
+        return Dimension(name, tuple(dict.fromkeys(_number(value, text) for value in values.split(","))))
+    low, high = (_number(value, text) for value in values.split("..", 1))
+    if not 0 < low < high:
+        raise ArgumentError(f"{text}: a range must go upwards from above 0")
+    return Dimension(name, bounds=(low, high))
+
+
+def _number(text: str, where: str) -> int | float:
+    for kind in (int, float):
+        try:
+            value: int | float = kind(text)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            return value
+    raise ArgumentError(f"{where}: {text!r} is not a number")
+
+
+def with_point(method: Method, point: Mapping[str, int | float]) -> Method:
+    """Return the method with these settings."""
+    own: Any = {name: value for name, value in point.items() if name in OF_METHOD}
+    of_policy = {name: value for name, value in point.items() if name not in OF_METHOD}
+    return replace(method, policy=replace(method.policy, settings={**method.policy.settings, **of_policy}), **own)
+
+
+def check_point(method: Method, point: Mapping[str, int | float]) -> None:
+    """Raise before any work if a run with these settings could not start."""
+    policy: Any = make_policy(method.policy.kind, **method.policy.settings)
+    known = {entry.name for entry in fields(policy)}
+    for name in point:
+        if name not in OF_METHOD and name not in known:
+            names = ", ".join((*OF_METHOD, *sorted(known)))
+            raise ArgumentError(f"nothing to search over called {name!r}; known: {names}")
+    changed = with_point(method, point)
+    if not (changed.lr > 0 and math.isfinite(changed.lr)):
+        raise ArgumentError(f"lr must be positive, got lr={changed.lr}")
+    make_policy(changed.policy.kind, **changed.policy.settings).check_start(changed.batch_size)
+
+
+def slug(point: Mapping[str, int | float]) -> str:
+    """Return a folder's name.
+
+    >>> slug({"lr": 0.001, "batch_size": 32})
+    'lr-0.001_batch_size-32'
+    """
+    return "_".join(f"{name}-{value!r}" for name, value in point.items()).replace("+", "")
+
+
+# A search, its points and its results
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A point with its result; `value` is that of the metric, None if it could not be run."""
+
+    point: Point
+    value: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """A search for settings of `method_name`: the value of a point is the mean final metric on the held-out part.
+
+    Args:
+        experiment: The experiment to tune, at its full length; the trials may be shorter.
+        method_name: The method whose settings are searched.
+        folder: The folder of records and results.
+        space: The settings and their values.
+        epochs: The length of a trial; None: the experiment's.
+        sampler: "grid", "random" or "tpe".
+        num_trials: Points to try, for samplers other than the grid.
+        seed: The first seed of each point.
+        num_seeds: The number of seeds of each point.
+        held_out: The part of the training data that points are judged by.
+        study_name: The name of the search; EXPERIMENT-METHOD by default.
+        run_settings: Arguments of `Run` that change no result: device, data folder and the like.
+    """
+
+    experiment: Experiment
+    method_name: str
+    folder: Path
+    space: Space
+    epochs: int | None = None
+    sampler: str = "grid"
+    num_trials: int | None = None
+    seed: int = 0
+    num_seeds: int = 1
+    held_out: float = 0.2
+    study_name: str = ""
+    run_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        method = self.experiment.method(self.method_name)
+        require_choice("sampler", self.sampler, SAMPLERS)
+        if self.is_grid and not self.space.is_grid:
+            ranges = [str(each) for each in self.space.dimensions if each.bounds is not None]
+            raise ArgumentError(f"a grid needs values, not a range: {ranges[0]}. List them, or use sampler='tpe'.")
+        if self.is_grid == (self.num_trials is not None):
+            raise ArgumentError("a grid has as many trials as points; other samplers need a number of trials")
+        require_fraction("held_out", self.held_out)
+        require_name("study_name", self.name)
+        check_parts(self.searched())
+        for point in self.space.points():
+            try:
+                check_point(method, point)
+            except ArgumentError as error:
+                raise ArgumentError(f"{self.method_name} with {json.dumps(point)}: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return self.study_name or f"{self.experiment.name}-{self.method_name}"
+
+    @property
+    def is_grid(self) -> bool:
+        return self.sampler == "grid"
+
+    @property
+    def total(self) -> int:
+        """The number of points when all is done."""
+        return len(list(self.space.points())) if self.num_trials is None else self.num_trials
+
+    def searched(self) -> Experiment:
+        """Return the experiment that trials run: shorter, without the held-out part."""
+        return replace(self.experiment.scaled(self.epochs or self.experiment.epochs), held_out=self.held_out)
+
+    def runs(self, point: Mapping[str, int | float]) -> list[Run]:
+        """Return one run for each seed, with records in FOLDER/STUDY/METHOD_SETTINGS/seed-K.jsonl."""
+        experiment = self.searched()
+        method = with_point(experiment.method(self.method_name), point)
+        name = f"{self.method_name}_{slug(point)}"
+        tried = replace(experiment, name=self.name, methods={name: method})
+        seeds = range(self.seed, self.seed + self.num_seeds)
+        return [Run(tried, name, seed, self.folder, **self.run_settings) for seed in seeds]
+
+    def tuned(self, point: Mapping[str, int | float], *, apply_to: Sequence[str] = ()) -> Experiment:
+        """Return the experiment at its full length, with this point in the searched method and in `apply_to`."""
+        changed = {name: with_point(self.experiment.method(name), point) for name in (self.method_name, *apply_to)}
+        methods = {**self.experiment.methods, **changed}
+        return replace(self.experiment, name=f"{self.experiment.name}-tuned", methods=methods)
+
+    def begin(self) -> None:
+        """Note what is searched, or raise if the folder holds another search of this name."""
+        experiment = self.searched()
+        parts = {name: asdict(getattr(experiment, name)) for name in ("data", "model", "optimizer", "schedule")}
+        wanted = {
+            "space": [str(dimension) for dimension in self.space.dimensions],
+            "sampler": self.sampler,
+            "seeds": [self.seed, self.num_seeds],
+            "epochs": experiment.epochs,
+            "held_out": self.held_out,
+            **parts,
+            "metric": asdict(experiment.metric),
+            "training": asdict(experiment.training),
+            "method": asdict(experiment.method(self.method_name)),
+        }
+        wanted = json.loads(json.dumps(wanted))
+        path = self.folder / f"{self.name}.json"
+        with _locked(self._lock, wait=True):
+            if not path.exists():
+                _write(path, wanted)
+            found = _read(path)
+        for key in sorted({*wanted, *found}):
+            if wanted.get(key) != found.get(key):
+                raise ArgumentError(
+                    f"study '{self.name}' in '{self.folder}' has begun with another {key}: {found.get(key)!r}, not "
+                    f"{wanted.get(key)!r}. Choose another study_name, or give what it began with."
+                )
+
+    def points(self) -> list[Point]:
+        """Return the points that are chosen so far, by all processes."""
+        if self.is_grid:
+            return list(self.space.points())
+        return [point for trial in self._study.get_trials(deepcopy=False) if (point := self._point_of(trial))]
+
+    def choose(self) -> bool:
+        """Let the sampler choose one more point, unless all are chosen; return whether it did."""
+        if self.is_grid:
+            return False
+        with _locked(self._lock, wait=True):
+            for trial in self._study.get_trials(deepcopy=False):
+                if not trial.state.is_finished() and not self._point_of(trial):  # killed while it chose
+                    self._study.tell(trial.number, state=_optuna().trial.TrialState.FAIL, skip_if_finished=True)
+            if len(self.points()) >= self.total:
+                return False
+            trial = self._study.ask()
+            for dimension in self.space.dimensions:
+                _suggest(trial, dimension)
+        return True
+
+    def result(self, point: Point) -> Tried | None:
+        """Return the result of a point; None: it has none yet."""
+        path = self._folder_of(point) / "result.json"
+        if not path.exists():
+            return None
+        found = _read(path)
+        return Tried(point, None if found["value"] is None else float(found["value"]), found["note"])
+
+    def keep(self, tried: Tried) -> None:
+        """Write a result."""
+        # As text, for an infinite loss is no number in JSON.
+        value = None if tried.value is None else repr(tried.value)
+        _write(self._folder_of(tried.point) / "result.json", {"value": value, "note": tried.note})
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell the sampler of results that it does not know, also of those whose process died before it could."""
+        if self.is_grid:
+            return
+        for trial in self._study.get_trials(deepcopy=False):
+            point = self._point_of(trial)
+            tried = self.result(point) if point and not trial.state.is_finished() else None
+            if tried is not None:
+                state = _optuna().trial.TrialState
+                outcome = {"state": state.FAIL} if tried.value is None else {"values": tried.value}
+                self._study.tell(trial.number, **outcome, skip_if_finished=True)
+
+    def held(self, point: Point) -> Any:
+        """Return a context that says whether this process has the point to itself."""
+        return _locked(self._folder_of(point) / ".lock")
+
+    def results(self) -> "Results":
+        """Return all results there are, whoever ran the trials; the best first, of equal ones the earlier."""
+        metric = self.experiment.metric
+        sign = -1 if metric.higher_is_better else 1
+        tried = [found for point in self.points() if (found := self.result(point)) is not None]
+        tried.sort(key=lambda each: math.inf if each.value is None else sign * each.value)
+        return Results(tuple(tried), self.total, metric)
+
+    @property
+    def _lock(self) -> Path:
+        return self.folder / f".{self.name}.lock"
+
+    def _folder_of(self, point: Point) -> Path:
+        return self.folder / self.name / f"{self.method_name}_{slug(point)}"
+
+    def _point_of(self, trial: Any) -> Point:
+        """Return the point of a trial; empty as long as it is not chosen."""
+        names = self.space.names
+        return {name: trial.params[name] for name in names} if trial.params.keys() == set(names) else {}
+
+    @cached_property
+    def _study(self) -> Any:
+        optuna = _optuna()
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            storage = JournalStorage(JournalFileBackend(str(self.folder / f"{self.name}.journal")))
+            # Seeded by the system: processes with one seed would all try the same points. What others try right now
+            # counts as a bad place.
+            tpe = self.sampler == "tpe"
+            sampler = optuna.samplers.TPESampler(constant_liar=True) if tpe else optuna.samplers.RandomSampler()
+        direction = "maximize" if self.experiment.metric.higher_is_better else "minimize"
+        settings = {"storage": storage, "sampler": sampler, "direction": direction}
+        return optuna.create_study(study_name=self.name, load_if_exists=True, **settings)
+
+
+def _suggest(trial: Any, dimension: Dimension) -> None:
+    if dimension.bounds is None:
+        trial.suggest_categorical(dimension.name, dimension.values)
+    elif all(isinstance(bound, int) for bound in dimension.bounds):
+        trial.suggest_int(dimension.name, *dimension.bounds, log=True)
+    else:
+        trial.suggest_float(dimension.name, *dimension.bounds, log=True)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise MissingExtraError("optuna", "search") from error
+    optuna.logging.set_verbosity(logging.WARNING)
+    return optuna
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Yield whether this process holds the lock; the system takes it back at the end of the process."""
+    with ExitStack() as opened:
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(path.open("a"))
+        try:
+            # POSIX and not flock: workers of a DataLoader would inherit that one and hold it after a killed parent.
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except (BlockingIOError, PermissionError):
+            yield False
+        else:
+            yield True
+
+
+def _write(path: Path, values: Any) -> None:
+    """Write whole or not at all."""
+    with _writing(path):
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(values) + "\n", encoding="utf-8")
+        os.replace(new, path)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"cannot write '{path}': {error.strerror}. The same command continues later.") from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"'{path}' cannot be read ({error}): remove it to have it made anew") from error
+
+
+# Work
+
+
+def work(
+    search: Search, *, on_result: Callable[[Tried], None], on_wait: Callable[[int], None] = lambda running: None
+) -> None:
+    """Train points until every one has a result, also those that other processes leave behind.
+
+    `on_wait` gets the number of points that others work on when nothing else is left. Asked to stop, this process saves
+    the current point for others, and `StoppedError` rises.
+    """
+    with StopRequest() as stop:
+        while True:
+            num_held = 0
+            search.tell()
+            for point in search.points():
+                if search.result(point) is not None:
+                    continue
+                with search.held(point) as is_ours:
+                    num_held += not is_ours
+                    if not is_ours or search.result(point) is not None:
+                        continue
+                    tried = _train(search, point, stop)
+                    search.keep(tried)
+                on_result(tried)
+            if stop.is_set:
+                raise StoppedError("stopped between two points")
+            if search.choose():
+                continue
+            if not num_held:
+                return
+            on_wait(num_held)
+            time.sleep(POLL_SECONDS)
+
+
+def _train(search: Search, point: Point, stop: StopRequest) -> Tried:
+    """Return the mean final value over the seeds. A run that diverges has the worst value there is."""
+    metric, values, num_diverged = search.experiment.metric, [], 0
+    try:
+        for run in search.runs(point):
+            try:
+                values.append(_final_value(run, metric, stop))
+            except DivergedError:
+                values.append(metric.worst)
+                num_diverged += 1
+    except StoppedError as error:
+        raise StoppedError(f"{json.dumps(point)}: {error}") from error
+    except DivebatchError as error:
+        return Tried(point, None, str(error))
+    return Tried(point, fmean(values), f"{num_diverged} of {len(values)} diverged" if num_diverged else "")
+
+
+def _final_value(run: Run, metric: Metric, stop: StopRequest) -> float:
+    last: list[EpochRecord] = []
+
+    def keep(record: EpochRecord) -> None:
+        last[:] = [record]
+
+    execute(run, resume=True, on_epoch=keep, on_resume=keep, stop=stop)  # continues what a dead process left
+    value = metric.of(last[0])
+    if value is None or last[0].val_loss is None:
+        raise DivergedError("its last validation loss is not finite")
+    return value
+
+
+# Results
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All points that were tried, the best first."""
+
+    tried: tuple[Tried, ...]
+    total: int
+    metric: Metric = field(default_factory=Metric)
+
+    @property
+    def best(self) -> Tried | None:
+        """The best on the held-out data; None before the first result, or if all diverged."""
+        first = self.tried[0] if self.tried else None
+        return first if first is not None and first.value not in (None, self.metric.worst) else None
+
+
+def write_results(search: Search, results: Results, *, apply_to: Sequence[str] = ()) -> Iterator[Path]:
+    """Write FOLDER/STUDY.toml, .png and .svg; yield what was written. Without matplotlib there is no picture."""
+    best = results.best
+    if best is None or best.value is None:
+        return
+    settings = ", ".join(f"{name} = {value:g}" for name, value in best.point.items())
+    value = f"{results.metric.text(best.value)} on held-out training data"
+    comment = f"{settings}: {value}, {len(results.tried)} of {results.total} trials of search '{search.name}'"
+    path = search.folder / f"{search.name}.toml"
+    path.write_text(to_toml(search.tuned(best.point, apply_to=apply_to), comment=comment), encoding="utf-8")
+    yield path
+    try:
+        yield from draw(search.space, results, path.with_suffix(""))
+    except MissingExtraError:
+        return
+
+
+def draw(space: Space, results: Results, stem: Path) -> Iterator[Path]:
+    """Write STEM.png and STEM.svg; nothing if the space has fewer than two dimensions.
+
+    A grid becomes a heat map, ranges become points. Of more than two dimensions the first two are shown, each place
+    with the best that the others reached there.
+    """
+    if len(space.dimensions) < 2:
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "report") from error
+    metric = results.metric
+    figure = Figure(figsize=(7.0, 4.6), layout="constrained")
+    axes = figure.subplots()
+    colours = "viridis" if metric.higher_is_better else "viridis_r"  # bright is good
+    mappable = (_heat_map if space.is_grid else _points)(axes, space, results, colours)
+    what = "accuracy on held-out data (%)" if metric.is_accuracy else f"{metric.name} on held-out data"
+    figure.colorbar(mappable, ax=axes, label=what)
+    words = {"lr": "learning rate", "max_batch_size": "largest batch size"}
+    y, x = (words.get(name, name.replace("_", " ")) for name in space.names[:2])
+    axes.set(xlabel=x, ylabel=y)
+    for suffix in (".png", ".svg"):
+        path = Path(f"{stem}{suffix}")
+        figure.savefig(path, dpi=150)
+        yield path
+
+
+def cells(space: Space, results: Results) -> list[list[float]]:
+    """Return a row for each value of the first dimension; NaN if nothing was tried, the worst value if all failed.
+
+    Accuracies are in percent.
+    """
+    rows, columns = (dimension.values for dimension in space.dimensions[:2])
+    found: dict[Any, list[float]] = {(row, column): [] for row in rows for column in columns}
+    for each in results.tried:
+        found[tuple(each.point[name] for name in space.names[:2])].append(_shown(each, results.metric))
+    best = {place: results.metric.best(values) for place, values in found.items()}
+    return [[math.nan if (value := best[row, column]) is None else value for column in columns] for row in rows]
+
+
+def _shown(tried: Tried, metric: Metric) -> float:
+    value = metric.worst if tried.value is None else tried.value
+    return 100 * value if metric.is_accuracy else value
+
+
+def _heat_map(axes: Any, space: Space, results: Results, colours: str) -> Any:
+    table, metric = cells(space, results), results.metric
+    good = [value for row in table for value in row if math.isfinite(value) and value != metric.worst]
+    low, high = min(good, default=0.0), max(good, default=0.0)  # what diverged has no shade
+    mappable = axes.imshow(table, aspect="auto", cmap=colours, vmin=low, vmax=high)
+    for which, dimension in zip((axes.set_yticks, axes.set_xticks), space.dimensions, strict=False):
+        which(range(len(dimension.values)), [f"{value:g}" for value in dimension.values])
+    for row, values in enumerate(table):
+        for column, value in enumerate(values):
+            if not math.isnan(value):
+                is_dark = (value <= (low + high) / 2) == metric.higher_is_better
+                style = {"color": "white" if is_dark else "black", "ha": "center", "va": "center", "fontsize": 8}
+                axes.text(column, row, f"{value:.3g}", weight="bold" if value == metric.best(good) else None, **style)
+    return mappable
+
+
+def _points(axes: Any, space: Space, results: Results, colours: str) -> Any:
+    finite = [(each.point, value) for each in results.tried if math.isfinite(value := _shown(each, results.metric))]
+    rows, columns = ([point[name] for point, _ in finite] for name in space.names[:2])
+    axes.set(xscale="log", yscale="log")
+    return axes.scatter(columns, rows, c=[value for _, value in finite], cmap=colours, s=60)
+
+
+def to_toml(experiment: Experiment, *, comment: str = "") -> str:
+    """Return the text of an experiment's file: read back, it is equal to `experiment`."""
+    try:
+        import tomli_w
+    except ImportError as error:
+        raise MissingExtraError("tomli-w", "search") from error
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    return head + tomli_w.dumps(_plain(experiment))
+
+
+def _plain(value: Any) -> Any:
+    """Return dataclasses as tables, without entries that are None: a missing key means the same."""
+    if isinstance(value, Part):
+        return {"kind": value.kind, **_plain(value.settings)}
+    if hasattr(value, "__dataclass_fields__"):
+        return _plain({entry.name: getattr(value, entry.name) for entry in fields(value)})
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return value
