@@ -1,5 +1,6 @@
 """AdaptiveLoader over map-style data: coverage, size changes, order, counting, and what it refuses."""
 
+import sys
 from itertools import chain
 
 import pytest
@@ -390,6 +391,22 @@ def test_a_worker_init_function_may_be_set_later():
     in_memory = AdaptiveLoader(TensorDataset(torch.arange(3)), 4, seed=0)
     in_memory.worker_init_fn = mark_worker
     assert in_memory.worker_init_fn is mark_worker
+
+
+def test_a_batch_takes_few_calls_of_our_own():
+    batches, calls = iter(AdaptiveLoader(TensorDataset(torch.arange(23)), 4, seed=0)), []
+    next(batches)
+
+    def count(frame, event, _):
+        if event == "call" and "divebatch" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(count)
+    try:
+        next(batches)
+    finally:
+        sys.setprofile(None)
+    assert 1 <= len(calls) <= 4, calls
 
 
 # A pass for measuring

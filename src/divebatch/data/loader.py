@@ -172,7 +172,10 @@ class AdaptiveLoader:
         # A batch sampler of the user's own chooses the batches, so there is no size to set.
         if type(cutting) is not BatchSampler:
             kind = "none (batch_size=None)" if cutting is None else type(cutting).__name__
-            raise ArgumentError(f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}")
+            raise ArgumentError(
+                f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}. Let it cut batches by "
+                f"batch_size=..., with a sampler= of your own if need be, or only watch its noise scale with NoiseMeter"
+            )
         dataset, sampler = dataloader.dataset, cutting.sampler
         if isinstance(dataset, IterableDataset) or isinstance(sampler, Order):
             order = order_over(dataset, sampler if isinstance(sampler, Order) else None, shuffle=True)
