@@ -16,14 +16,14 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mea
     """Cut `batch` into micro-batches of at most `size` samples, each with the weight for its loss.
 
     Multiply each micro-batch's loss by its weight and call `backward()`: the gradients add up to those of one backward
-    pass over the whole batch. Meters and controllers learn the weight from the product, so measured norms are right in
-    whatever way you go through the micro-batches. If a controller measures a pass that leaves its weight out, that is
-    an error. The weight is a float otherwise. BatchNorm sees one micro-batch at a time: its statistics are those of
+    pass over the whole batch. Meters and controllers learn the weight from the product, so measured norms are
+    right in whatever order you use the micro-batches. If a controller measures a pass that leaves its weight out, that
+    is an error. The weight is a float otherwise. BatchNorm sees one micro-batch at a time: its statistics are those of
     `size` samples.
 
     Args:
         batch: a tensor, or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors
-            with the batch dimension first. What is no tensor goes to every micro-batch; mappings come out as dicts.
+            with the batch dimension first. Anything else goes to every micro-batch; mappings come out as dicts.
         size: the most samples of one micro-batch; the last one may have fewer.
         loss_reduction: how your loss is reduced over its samples. For a "mean" the weight is the micro-batch's part of
             the batch, for a "sum" it is 1.
@@ -45,7 +45,7 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mea
 
 
 def batch_length(batch: Any) -> int:
-    """Samples in a batch: the first dimension that all its tensors share."""
+    """Return the samples of a batch: the first dimension that all its tensors share."""
     lengths = {len(tensor) if tensor.ndim else None for tensor in _tensors(batch)}
     if len(lengths) != 1 or None in lengths:
         found = ", ".join(sorted(map(str, lengths))) or "no tensor"
@@ -65,7 +65,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
-    """The samples from `start` to before `stop`."""
+    """Return the samples from `start` to before `stop`."""
     if isinstance(batch, Tensor):
         return batch[start:stop]
     if isinstance(batch, Mapping):
@@ -80,24 +80,20 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 # Plans
 
 
-def _ignore(_: Mapping[str, Tensor], __: LossWeight) -> None:
-    """Nobody measures, so nobody needs to see a replay."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """What `Controller.plan()` says of the batch delivered last. The defaults are those of a loop without a controller.
+    """A controller's instructions for the batch delivered last; the defaults are for a loop without a controller.
 
     Args:
         measuring: whether an estimator watches this batch.
-        min_micro_batches: the fewest backward passes that the batch must be cut into: some estimators compare them.
-        replay_token: a recorded backward pass may be replayed for as long as this stays equal; None where the
-            estimator needs Python in every pass.
-        batch_size: samples of a full batch on this rank, where the last ones of an epoch may have fewer; None: this one
+        min_micro_batches: the fewest backward passes that the batch must be cut into; some estimators compare them.
+        replay_token: a recorded backward pass may be replayed for as long as this stays equal; None: the estimator
+            needs Python in every pass.
+        batch_size: samples of a full batch on this rank, as the last one of an epoch may have fewer; None: this batch
             counts as full.
-        rank_shard: this rank's samples of the batch; None where there is no controller.
-        see_replay: takes the gradients of a replayed pass, by the parameters' names, and the weight of its loss: no
-            hook sees a replay.
+        rank_shard: this rank's samples of the batch; None: there is no controller.
+        see_replay: takes the gradients of a replayed pass, by the parameters' names, and the weight of its loss,
+            because no hook sees a replay.
     """
 
     measuring: bool = False
@@ -105,4 +101,4 @@ class BatchPlan:
     replay_token: object = True
     batch_size: int | None = None
     rank_shard: RankShard | None = None
-    see_replay: Callable[[Mapping[str, Tensor], LossWeight], None] = _ignore
+    see_replay: Callable[[Mapping[str, Tensor], LossWeight], None] = lambda gradients, weight: None
