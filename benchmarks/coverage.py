@@ -18,6 +18,7 @@ from torch.optim import SGD
 
 from divebatch import NormMeter, micro_batches
 from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
+from divebatch.estimators.step_hooks import tell_steps
 from divebatch.ranks import Ranks, RankShard
 
 DIMENSION = 10
@@ -35,7 +36,7 @@ class Course:
     """The norm of the gradient that it starts with."""
     parts: int = 1
     ranks = Ranks.alone()
-    samples_delivered = 0
+    samples_delivered = batches_delivered = 0
 
     @property
     def local_samples_delivered(self) -> int:
@@ -53,7 +54,9 @@ class Course:
         model = nn.Linear(DIMENSION, 1, bias=False).double()
         nn.init.constant_(model.weight, self.start / math.sqrt(DIMENSION))
         optimizer = SGD(model.parameters(), self.lr, momentum=self.momentum)
-        estimator.bind(Scene(model, self, optimizer))
+        scene = Scene(model, self, optimizer)
+        estimator.bind(scene)
+        tell_steps(estimator, scene)
         estimator.start()
         trace, sq_norm = 0.0, 0.0
         for _ in range(self.steps):
@@ -66,6 +69,7 @@ class Course:
         x = torch.randn(self.batch_size, DIMENSION, generator=generator, dtype=torch.float64)
         y = torch.randn(self.batch_size, 1, generator=generator, dtype=torch.float64)
         self.samples_delivered += self.batch_size
+        self.batches_delivered += 1
         optimizer.zero_grad()
         for (a, b), weight in micro_batches((x, y), self.batch_size // self.parts):
             ((model(a) - b).square().mean() / 2 * weight).backward()

@@ -29,6 +29,7 @@ from divebatch import Controller, Decision, Diversity, Measurement, Policy
 from divebatch.estimators import Estimator, Moments, Oracle, Scene, Split, Trajectory
 from divebatch.lab.experiments import Run, get_experiment, make_trainer
 from divebatch.lab.training import Trainer
+from divebatch.measurement import StepEvent
 
 
 class Together(Estimator):
@@ -47,6 +48,10 @@ class Together(Estimator):
     def start(self) -> None:
         for estimator in self.estimators.values():
             estimator.start()
+
+    def on_step(self, event: StepEvent, optimizer: torch.optim.Optimizer) -> None:
+        for estimator in self.estimators.values():
+            estimator.on_step(event, optimizer)
 
     def finish(self) -> Diversity:
         """In their order, the oracle last: by then the others no longer watch, and its pass is none of the epoch's."""
@@ -110,7 +115,6 @@ def watched_trainer(options: argparse.Namespace, seed: int, folder: Path) -> tup
     trainer.control.close()
     estimators = {
         "split": Split(),
-        "moments in pairs": Moments(window=2),
         "moments": Moments(),
         "trajectory": Trajectory(mode=experiment.training.norms),
         "split at rest": AtRest(trainer.loss_fn),

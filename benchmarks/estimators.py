@@ -20,6 +20,7 @@ from torch.optim import SGD
 
 from divebatch import Diversity, micro_batches
 from divebatch.estimators import AcrossRanks, Estimator, Moments, Oracle, PerSample, Scene, Split, Trajectory
+from divebatch.estimators.step_hooks import tell_steps
 from divebatch.ranks import Ranks, RankShard
 from models import PROBLEMS, Problem
 
@@ -31,7 +32,6 @@ BUILDS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Estimator]] = {
     "split": lambda _: Split(),
     "ranks": lambda _: AcrossRanks(),
     "moments": lambda _: Moments(),
-    "moments in pairs": lambda _: Moments(window=2),
     "trajectory": lambda _: Trajectory(),
     "oracle": Oracle,
 }
@@ -43,14 +43,16 @@ class Loop:
     ranks = Ranks.alone()
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], name: str | None, lr: float) -> None:
-        self.model, self.loss, self.samples_delivered = model, loss, 0
+        self.model, self.loss, self.samples_delivered, self.batches_delivered = model, loss, 0, 0
         self.rank_shard = RankShard(0, 0)
         self.optimizer = SGD(model.parameters(), lr, momentum=0.9)
         self.batches: list[tuple[Tensor, Tensor]] = []
         self.parts = 2 if name in ("split", "ranks", "cut in two") else 1
         self.estimator = BUILDS[name](loss) if name in BUILDS else None
         if self.estimator is not None:
-            self.estimator.bind(Scene(model, self, self.optimizer))
+            scene = Scene(model, self, self.optimizer)
+            self.estimator.bind(scene)
+            tell_steps(self.estimator, scene)
 
     @property
     def local_samples_delivered(self) -> int:
@@ -61,6 +63,7 @@ class Loop:
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         self.samples_delivered += len(batch[0])
+        self.batches_delivered += 1
         self.rank_shard = RankShard(len(batch[0]), len(batch[0]))
         self.optimizer.zero_grad()
         for (x, y), weight in micro_batches(batch, math.ceil(len(batch[0]) / self.parts)):

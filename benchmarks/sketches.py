@@ -21,12 +21,10 @@ from torch.optim import AdamW
 
 from divebatch import Diversity
 from divebatch.estimators import Moments, Scene
-from divebatch.estimators.average import read
-from divebatch.estimators.gradient_sketch import SignSketch
-from divebatch.estimators.kept_gradients import Copies, Sketches
-from divebatch.estimators.lagged_products import KEPT, Lagged, LaggedRow
-from divebatch.estimators.second_moment import Preconditioner
-from divebatch.estimators.step_gradients import StepGradients
+from divebatch.estimators.average import PairAverage, read
+from divebatch.estimators.moments import KEPT, StepProducts, SuccessiveGradients, extrapolation
+from divebatch.estimators.second_moment import Preconditioner, StepGradients
+from divebatch.estimators.step_hooks import tell_steps
 from divebatch.lab.experiments.models.gpt import GptNetwork
 from divebatch.ranks import Ranks, RankShard
 
@@ -52,7 +50,8 @@ class Training:
         shape = {"layers": arguments.layers, "width": arguments.width, "heads": arguments.width // 64}
         self.model = GptNetwork(256, arguments.length, **shape, tied=False)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-        self.rows, self.batch, self.samples_delivered = sequences(arguments.length), arguments.batch, 0
+        self.rows, self.batch = sequences(arguments.length), arguments.batch
+        self.samples_delivered = self.batches_delivered = 0
         self.rank_shard = RankShard(self.batch, self.batch)
 
     @property
@@ -65,6 +64,7 @@ class Training:
     def backward(self) -> None:
         places = (torch.arange(self.batch) + self.samples_delivered) % len(self.rows)
         self.samples_delivered += self.batch
+        self.batches_delivered += 1
         self.optimizer.zero_grad()
         rows = self.rows[places]
         cross_entropy(self.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
@@ -74,28 +74,31 @@ class Training:
         self.optimizer.step()
 
 
-def sq_norms(rows: list[LaggedRow]) -> Tensor:
-    return torch.tensor([row.numbers(read(row.parts))[1] for row in rows])
+def sq_norms(rows: list[StepProducts]) -> Tensor:
+    return torch.tensor([row.numbers(read(row.parts))[2] for row in rows])
 
 
 def errors(training: Training, steps: int, *, preconditioned: bool) -> None:
     parameters = dict(training.model.named_parameters())
-    kinds = {0: Copies(parameters, KEPT)}
-    kinds |= {size: Sketches(SignSketch(parameters, size, seed=size), KEPT) for size in SIZES}
-    lagged = {size: Lagged(kept, training.optimizer) for size, kept in kinds.items()}
-    rows: dict[int, list[LaggedRow]] = {size: [] for size in kinds}
+    kinds = {
+        size: SuccessiveGradients(
+            parameters, training.optimizer, PairAverage(), sketch=bool(size), sketch_size=size or None, seed=size
+        )
+        for size in (0, *SIZES)
+    }
+    rows: dict[int, list[StepProducts]] = {size: [] for size in kinds}
     divides = Preconditioner(training.optimizer, parameters) if preconditioned else None
-    for _ in range(steps):
+    for number in range(steps):
         training.backward()
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        for size, each in lagged.items():
-            each.add_step(StepGradients(gradients, preconditioner=divides), training.batch)
-            if each.num_chunks == KEPT:
-                rows[size].append(each.row())
+        for size, each in kinds.items():
+            each.add_gradients(StepGradients(gradients, preconditioner=divides), training.batch)
+            if number >= KEPT - 1:
+                rows[size].append(each.products(extrapolation(training.optimizer)))
         training.optimizer.step()
     whole = sq_norms(rows[0])
     mean, scatter = float(whole.mean()), float(whole.std())
-    trace = statistics.mean(row.numbers(read(row.parts))[0] for row in rows[0])
+    trace = statistics.mean(row.numbers(read(row.parts))[1] for row in rows[0])
     noise_scale = Diversity.from_noise(trace, mean, 1).noise_scale
     own = scatter / math.sqrt(len(whole)) / abs(mean)
     print(f"{'preconditioned' if preconditioned else 'plain'}: noise scale {noise_scale:.0f}, ")
@@ -119,9 +122,12 @@ def cost(training: Training, steps: int) -> None:
     for name, settings in (("copies", {"sketch": False}), ("sketches", {"sketch": True})):
         for preconditioned in (False, True):
             estimator = Moments(preconditioned=preconditioned, **settings)
-            estimator.bind(Scene(training.model, training, training.optimizer))
+            scene = Scene(training.model, training, training.optimizer)
+            estimator.bind(scene)
             estimator.start()
+            stop = tell_steps(estimator, scene)
             measured = min([seconds() for _ in range(KEPT + steps)][KEPT:])
+            stop()
             estimator.close()
             print(f"  {name}{', preconditioned' if preconditioned else ''}: {measured / plain:.3f}")
 

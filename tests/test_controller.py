@@ -251,7 +251,7 @@ def test_between_epochs_nothing_is_attached_to_the_model(estimator: str):
                 (mean_loss(model(part[0]), part[1]) * weight).backward()
             run.optimizer.step()
             run.optimizer.zero_grad()
-        assert set(attached) == {True}
+        assert set(attached) == {estimator != "moments"}  # which looks at steps alone
         run.control.step()
         assert (num_hooks(model), num_copies(model)) == (0, 0)
 

@@ -16,7 +16,7 @@ from divebatch import NoiseMeter
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Moments, Scene
 from divebatch.noise_meter import NoiseScale
-from reference.delivery import Delivered
+from reference.delivery import Delivered, attach
 from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
 
 Made = Callable[[Any], Optimizer]
@@ -44,7 +44,7 @@ def by_moments(make: Made, *, skipped: int = 0, **settings: Any) -> NoiseScale:
     """What `moments` says of the same steps, of which the first are not looked at."""
     model, delivered, estimator = linear(), [0], Moments(**settings)
     optimizer = make(model.parameters())
-    estimator.bind(Scene(model, Delivered(lambda: delivered[0]), optimizer))
+    attach(estimator, Scene(model, Delivered(lambda: delivered[0]), optimizer))
     for number, batch in enumerate(batches()):
         if number == skipped:
             estimator.start()

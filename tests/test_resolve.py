@@ -184,7 +184,7 @@ def test_a_need_that_nobody_knows_is_an_error_at_once():
 def test_a_wrong_argument_of_an_estimator_is_an_error_where_it_is_written(kind: Any):
     with pytest.raises(TypeError, match="mod"):
         kind(mod="sketch")
-    if kind.measures_norms:
+    if kind.takes("compiled"):
         with pytest.raises(ArgumentError, match="unknown mode 'sketchy'; known: exact, sketch"):
             kind(mode="sketchy")
 
@@ -276,7 +276,7 @@ def test_a_sample_a_pass_and_policies_that_need_more_keep_the_policys_own():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("estimator", ["moments", Moments(window=2)])
+@pytest.mark.parametrize("estimator", ["moments", Moments(every_steps=2)])
 def test_an_estimate_that_was_asked_for_stays_and_is_told_about(estimator: Any):
     with pytest.warns(UserWarning, match=TOLD):
         assert chosen(mlp(), Auto(16), momentum=0.0, estimator=estimator) == "Moments"

@@ -151,7 +151,6 @@ def two_in_another_order(matrices: Any, rest: Any) -> list[Optimizer]:
 
 ESTIMATORS: dict[str, tuple[Any, int]] = {
     "moments": (lambda: "moments", 1),
-    "moments in pairs": (lambda: Moments(window=2), 1),
     "split": (lambda: "split", 2),
     "split of every second batch": (lambda: Split(every_steps=2), 2),
     "per-sample": (lambda: "per-sample", 1),

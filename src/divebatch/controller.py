@@ -147,6 +147,7 @@ class Controller:
             self._policies,
             always=measure_always or not BY_NOISE.isdisjoint(couplings),
         )
+        self._measuring.accumulate = lambda: self._steps.unit
         self._stop_weighing: Callable[[], None] | None = None
         if rank_weighting == "model" and not loader.ranks.is_alone:
             self._stop_weighing = weigh_gradients(model, lambda: loader.rank_shard.weight_for(loss_reduction))
@@ -204,7 +205,6 @@ class Controller:
             seen,
             decision,
             at_fixed_weights=self._measuring.at_fixed_weights,
-            added_noise=self._measuring.added_noise,
             lr=self._rates.epoch_lr,
             next_lr=self._rates.lr,
             shadows=shadows or None,

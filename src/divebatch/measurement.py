@@ -4,10 +4,27 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from divebatch.errors import UndefinedDiversityError, UsageError
 from divebatch.student import t_quantile
+
+
+class StepEvent(NamedTuple):
+    """An optimizer step about to be made, and the batches delivered for it."""
+
+    step: int
+    """Optimizer steps before this one."""
+    batches: int
+    """Batches of the loader since the last step."""
+    samples: int
+    """Samples in them, of all ranks; 0 for a further step on the same samples."""
+    local_samples: int
+    """Samples in them on this rank."""
+    batch_size: int
+    """Samples of a full step now."""
+    accumulate: int
+    """Batches of the loader in a full step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +106,6 @@ class Diversity:
             sq_norm_of_sum=self.sq_norm_of_sum * ratio**2,
             num_samples=num_samples,
         )
-
-    def with_noise(self, variance: float) -> Self:
-        """Return the diversity after each gradient got independent noise of mean zero with E||e_i||^2 = `variance`.
-
-        Both sums grow by V = n * variance, in expectation: a diversity below 1 rises towards 1, one above 1 falls.
-
-        >>> Diversity(sum_of_sq_norms=8.0, sq_norm_of_sum=40.0, num_samples=10).with_noise(0.8).value
-        0.3333333333333333
-        """
-        added = self.num_samples * variance
-        return replace(self, sum_of_sq_norms=self.sum_of_sq_norms + added, sq_norm_of_sum=self.sq_norm_of_sum + added)
-
-    def without_noise(self, variance: float) -> Self:
-        """Return an estimate without independent noise that the gradients had, E||e_i||^2 = `variance` a sample.
-
-        For estimates whose ||G||^2 has no noise in it: tr(Sigma) falls by `variance`, and ||G||^2 stays.
-
-        >>> Diversity.from_noise(300.0, 1.0, 1000).without_noise(100.0).noise_scale
-        200.0
-        """
-        return replace(self, sum_of_sq_norms=self.sum_of_sq_norms - self.num_samples * variance)
 
     @property
     def trace(self) -> float:

@@ -1,14 +1,13 @@
 """When an estimator is at work: in the epochs that a policy asks for, and in no others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from divebatch.checks import warn_user
 from divebatch.data.micro_batches import BatchPlan
-from divebatch.estimators import Estimator, Scene
-from divebatch.estimators.added_noise import AddedNoise, require_told_apart, sources_on
-from divebatch.estimators.catalog import require_fit
+from divebatch.estimators import Estimator, Scene, require_fit
+from divebatch.estimators.step_hooks import tell_steps
 from divebatch.measurement import Diversity
 from divebatch.policies import Policy
 
@@ -29,7 +28,6 @@ class Measuring:
         """None where nobody will ever ask."""
         if self._asking or always:
             require_fit(estimator, scene.model)
-            require_told_apart(estimator, sources_on(scene.model))
             estimator.bind(scene)
             self.estimator = estimator
         self.scene, self._deciding, self._has_warned = scene, policies[0], False
@@ -39,9 +37,9 @@ class Measuring:
         self.was_at_work = False
         """Whether anything of the epoch was measured."""
         self._found: Diversity | None = None
-        self._noise = AddedNoise(scene)
-        self.added_noise: float | None = None
-        """The variance, per sample, that was added to the gradients of the last reading; None for none."""
+        self.accumulate: Callable[[], int] = lambda: 1
+        """Gives the loader's batches of an optimizer step."""
+        self._stop_telling: Callable[[], None] = lambda: None
 
     @property
     def at_fixed_weights(self) -> bool:
@@ -61,7 +59,7 @@ class Measuring:
     def begin_epoch(self, epoch: int, batch_size: int) -> None:
         """Start anew. What was seen of a pass that was broken off does not count."""
         self.stop()
-        self.was_at_work, self.added_noise = False, None
+        self.was_at_work = False
         self.start_if_due(epoch, batch_size)
 
     def start_if_due(self, epoch: int, batch_size: int) -> None:
@@ -82,9 +80,14 @@ class Measuring:
     def start(self) -> None:
         """Put the estimator to work, whatever policies want."""
         assert self.estimator is not None
-        self._noise.start(self.estimator)
         self.estimator.start()
+        self._tell()
         self.at_work, self.was_at_work = self.estimator, True
+
+    def _tell(self) -> None:
+        assert self.estimator is not None
+        if self.scene.optimizer is not None:
+            self._stop_telling = tell_steps(self.estimator, self.scene, accumulate=self.accumulate)
 
     def _is_due(self, epoch: int, batch_size: int) -> bool:
         # A monotone policy at its cap has nothing left to decide and asks for no measurement.
@@ -101,7 +104,7 @@ class Measuring:
         """Detach the estimator, whatever it has seen."""
         if self.at_work is not None:
             self.at_work.close()
-            self._noise.close()
+            self._stop_telling()
         self.at_work = None
 
     def planned(self, plan: BatchPlan) -> BatchPlan:
@@ -118,24 +121,16 @@ class Measuring:
 
     def window(self) -> Diversity | None:
         """What was seen since the last reading within the epoch; measuring goes on."""
-        return self._of_data(self.at_work.window()) if self.at_work is not None else None
+        return self.at_work.window() if self.at_work is not None else None
 
     def end_of_epoch(self) -> Diversity | None:
         """What the epoch showed, however often it is asked for before `forget`; detaches the estimator."""
         if self.at_work is not None:
             # Not at the end of the iterator: frameworks that prefetch reach that before the last backward passes.
-            self._found = self._of_data(self.at_work.finish())
-            self._noise.close()
+            self._found = self.at_work.finish()
+            self._stop_telling()
             self.at_work = None
         return self._found
-
-    def _of_data(self, found: Diversity) -> Diversity:
-        """What policies go by: noise that is added on purpose would only ask for more of itself."""
-        assert self.estimator is not None
-        self.added_noise = self._noise.take()
-        if self.added_noise is None or self.estimator.added_noise == "nowhere":
-            return found
-        return found.without_noise(self.added_noise)
 
     def forget(self) -> None:
         """The epoch is over and decided on."""
@@ -148,7 +143,6 @@ class Measuring:
             "estimator": sums,
             "is_at_work": self.at_work is not None,
             "was_at_work": self.was_at_work,
-            "added_noise": self._noise.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, is_under_way: bool) -> None:
@@ -156,9 +150,8 @@ class Measuring:
         self.stop()
         # As it was, and not as policies ask for now: measuring may have stopped within the epoch.
         if is_under_way and state["is_at_work"] and self.estimator is not None:
-            self._noise.start(self.estimator)
             self.estimator.start()
+            self._tell()
             self.at_work = self.estimator
             self.at_work.load_state_dict(state["estimator"])
         self.was_at_work = state["was_at_work"]
-        self._noise.load_state_dict(state["added_noise"])

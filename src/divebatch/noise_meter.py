@@ -11,12 +11,8 @@ from torch.optim import Optimizer
 from divebatch.checks import require_count, warn_user
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
-from divebatch.estimators.comparisons import Comparison, SuccessiveGradients
-from divebatch.estimators.optimizer_events import is_recorded, scale_of_gradients, when_used
-from divebatch.estimators.sketch_choice import SketchChoice
-from divebatch.estimators.step_gradients import StepGradients
-from divebatch.estimators.stepwise import require_settings
-from divebatch.norms.sharded import Shards
+from divebatch.estimators.moments import SuccessiveGradients, extrapolation, require_settings
+from divebatch.estimators.step_hooks import before_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +76,24 @@ class NoiseMeter:
         self, optimizer: Optimizer, *, preconditioned: bool = False, every_steps: int = 1, sketch: bool | None = None
     ) -> None:
         self._optimizer = _unwrapped(optimizer)
-        require_settings(preconditioned=preconditioned, every_steps=every_steps)
-        self._way = SuccessiveGradients("NoiseMeter", None, preconditioned, SketchChoice(sketch))
-        self._every_steps = every_steps
+        require_settings(preconditioned, sketch, None)
+        require_count("every_steps", every_steps)
+        self._settings: dict[str, Any] = {
+            "preconditioned": preconditioned,
+            "every_steps": every_steps,
+            "sketch": sketch,
+        }
         # The weights move between the compared steps, and that bias can carry ||G||^2 below zero.
         self._average = PairAverage(trusts_negative=False)
-        self._steps, self._pause = 0, 0
-        self._chunks: Comparison
+        self._steps = 0
         self._begin()
-        if not self._chunks.bounds_below:
+        if not self._average.bounds_below:
             warn_user(
                 f"NoiseMeter can only say how large the noise scale is at most: {type(self._optimizer).__name__} has a "
                 f"momentum below 0.4 (Nesterov's below 0.87), and the interval goes down to zero. Give the optimizer "
                 f"momentum, or use a Controller with estimator='split' or 'per-sample'"
             )
-        self._handle: Any = when_used(self._optimizer, self._on_step)
+        self._handle: Any = before_step(self._optimizer, self._on_step)
 
     def read(self, batch_size: int) -> NoiseScale:
         """Return the noise scale over the steps since the last reading, or since the meter was made.
@@ -115,16 +114,15 @@ class NoiseMeter:
             )
         reading = self._reading(batch_size)
         self._average.forget()
+        self._average.bounds_below = extrapolation(self._optimizer) > 0
         self._steps = 0
-        if self._way.is_extrapolated(self._optimizer) != self._chunks.bounds_below:  # its momentum was changed
-            self._begin()
         return reading
 
     def close(self) -> None:
         """Stop watching and free the memory. Nothing can be read any more."""
         if self._handle is not None:
             self._handle.remove()
-            self._chunks.forget()
+            del self._gradients
         self._handle = None
 
     def __enter__(self) -> Self:
@@ -138,7 +136,6 @@ class NoiseMeter:
     def _reading(self, batch_size: int) -> NoiseScale:
         average = self._average
         found = average.unknown() if average.is_empty else average.diversity()
-        # Steps count as one sample each, so the noise scale comes out in batches.
         low, high = (batch_size * end for end in found.noise_scale_interval())
         value = batch_size * found.noise_scale if found.is_defined else math.nan
         return NoiseScale(value, low, high, self._steps)
@@ -148,12 +145,7 @@ class NoiseMeter:
         self._parameters = self._trained()
         if not self._parameters:
             raise ArgumentError(f"{type(self._optimizer).__name__} has no parameter that is trained: all are frozen")
-        self._shards = Shards(self._parameters)
-        self._preconditioner = self._way.preconditioner(self._optimizer, self._parameters)
-        self._chunks, _ = self._way.start(self._parameters, self._optimizer, seed=0)
-        self._average.reach = self._chunks.reach if self._every_steps == 1 else 0
-        self._average.bounds_below, self._average.widen = self._chunks.bounds_below, self._chunks.widened
-        self._average.shards = self._shards.ranks
+        self._gradients = SuccessiveGradients(self._parameters, self._optimizer, self._average, **self._settings)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         every = (p for group in self._optimizer.param_groups for p in group["params"])
@@ -162,35 +154,8 @@ class NoiseMeter:
     def _on_step(self) -> None:
         if list(map(id, self._trained().values())) != list(map(id, self._parameters.values())):
             self._begin()  # parameters were added, frozen or unfrozen
-        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        if not gradients or is_recorded(next(iter(gradients.values()))):
-            return
-        scale = scale_of_gradients(self._optimizer)
-        if not math.isfinite(scale):  # a GradScaler's overflow: the optimizer will skip this step
-            return
-        self._steps += 1
-        if self._pause:
-            self._pause -= 1
-            return
-        step = StepGradients(
-            self._shards.of(gradients),
-            grad_scale=scale,
-            preconditioner=self._preconditioner,
-            offsets=self._shards.offsets,
-        )
-        if not step.is_empty:
-            self._compare(step)
-
-    def _compare(self, step: StepGradients) -> None:
-        chunks, average = self._chunks, self._average
-        chunks.add_step(step, 1)
-        average.num_samples = average.num_samples + 1
-        if chunks.num_chunks < chunks.needed:
-            return
-        average.add_row(chunks.row())
-        if not chunks.reach or self._every_steps > 1:
-            chunks.forget()
-            self._pause = max(0, self._every_steps - chunks.needed)
+        # Steps count as one sample each, so the noise scale comes out in batches.
+        self._steps += self._gradients.add(self._optimizer, 1)
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

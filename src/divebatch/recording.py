@@ -7,16 +7,13 @@ from divebatch.measurement import Decision, Measurement
 from divebatch.records import EpochRecord
 
 
-def epoch_record(
-    seen: Measurement, decision: Decision, *, at_fixed_weights: bool, added_noise: float | None = None, **known: Any
-) -> EpochRecord:
+def epoch_record(seen: Measurement, decision: Decision, *, at_fixed_weights: bool, **known: Any) -> EpochRecord:
     """Return the record of an epoch.
 
     Args:
         seen: What the policy saw at the epoch's end.
         decision: What it made of it.
         at_fixed_weights: Whether what was measured is the gradient noise scale.
-        added_noise: The variance, per sample, that was added to gradients on purpose; None for none.
         known: Further fields of the record: `lr`, `next_lr`, `measured` and so on.
     """
     return EpochRecord(
@@ -27,12 +24,12 @@ def epoch_record(
         train_loss=None if seen.loss is None else float(seen.loss),
         next_batch_size=decision.batch_size,
         reason=decision.reason,
-        **_measured(seen, at_fixed_weights, added_noise),
+        **_measured(seen, at_fixed_weights),
         **known,
     )
 
 
-def _measured(seen: Measurement, at_fixed_weights: bool, added_noise: float | None) -> dict[str, Any]:
+def _measured(seen: Measurement, at_fixed_weights: bool) -> dict[str, Any]:
     found = seen.diversity
     if found is None:
         return {}
@@ -45,8 +42,6 @@ def _measured(seen: Measurement, at_fixed_weights: bool, added_noise: float | No
         "diversity_low": None if low is None else (1 + low) / found.num_samples,
         "diversity_high": None if high is None else (1 + high) / found.num_samples,
     }
-    if added_noise is not None and found.is_defined:
-        values["noisy_diversity"] = found.with_noise(added_noise).value
     # Along changing weights the same ratio is not the gradient noise scale.
     if not at_fixed_weights:
         return values

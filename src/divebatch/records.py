@@ -126,8 +126,6 @@ class EpochRecord:
         noise_scale: The same as a noise scale, in samples, of an estimate at fixed weights; the paper's is none.
         noise_scale_low: The lower end of its 95 % interval.
         noise_scale_high: The upper end; None beside a lower end: there is none.
-        noisy_diversity: The diversity together with the noise that was added to gradients on purpose, which all the
-            numbers above leave out; None where none was.
         exact_diversity: That of all data at the weights the epoch ended with.
         train_seconds: Since the start of training, without evaluating and compiling.
         total_seconds: Since the start of training, all told.
@@ -162,7 +160,6 @@ class EpochRecord:
     noise_scale: float | None = None
     noise_scale_low: float | None = None
     noise_scale_high: float | None = None
-    noisy_diversity: float | None = None
     exact_diversity: float | None = None
     train_seconds: float | None = None
     total_seconds: float | None = None

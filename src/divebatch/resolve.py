@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from divebatch.checks import require_count
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError
-from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
-from divebatch.estimators.catalog import names_where
+from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator, names_where
 from divebatch.lr import BY_SIZE, Coupling, coupling_for, require_adam, require_known
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
@@ -55,13 +54,9 @@ def estimator_of(policy: Policy, trained: Trained | None = None, *, shadows: Map
     name = policy.estimator or DEFAULT_ESTIMATOR
     if trained is None or "diversity" not in policy.needs:
         return name
-    stand_in = ESTIMATORS.get(ESTIMATORS[name].stand_in)
-    needing = [each for each in (policy, *(shadows or {}).values()) if "inner_variance" in each.needs]
-    if stand_in is None or (needing and not stand_in.has_inner_variance):
-        return name
-    scene, size = trained.scene(), trained.loader.delivery_size or trained.loader.batch_size
-    is_better = bool(make_estimator(name).caveat(scene)) and stand_in.can_measure(scene, size)
-    return stand_in.name if is_better else name
+    stand_in = make_estimator(name).stand_in(trained.scene(), trained.loader.delivery_size or trained.loader.batch_size)
+    needing = any("inner_variance" in each.needs for each in (policy, *(shadows or {}).values()))
+    return name if not stand_in or (needing and not ESTIMATORS[stand_in].has_inner_variance) else stand_in
 
 
 def resolve_estimator(
@@ -99,10 +94,10 @@ def resolve_estimator(
 def _made(name: str, grad_scaler: Any, *, may_look: bool) -> Estimator:
     """Make an estimator that undoes the scale of losses. `may_look`: nobody was told to make it with the scaler."""
     made = make_estimator(name)
-    if made.undoes_grad_scale:
+    if not made.takes("grad_scaler"):
         return made
     # Those without norm rules know a scaler that nobody uses by itself, so that a wrong one does no harm.
-    if grad_scaler is None and (may_look or not made.measures_norms):
+    if grad_scaler is None and (may_look or not made.takes("compiled")):
         grad_scaler = _living_scaler()
     return made if grad_scaler is None else make_estimator(name, grad_scaler=grad_scaler)
 

@@ -177,7 +177,7 @@ class Run:
         self.loader = AdaptiveLoader(
             dataset(problem), problem.batch_size, seed=5, process_group=ranks._group or "alone"
         )
-        settings: dict[str, Any] = {"loss_fn": self.loss} if ESTIMATORS[problem.estimator].needs_loss_fn else {}
+        settings: dict[str, Any] = {"loss_fn": self.loss} if ESTIMATORS[problem.estimator].takes("loss_fn") else {}
         self.estimator = keeping(make_estimator(problem.estimator, **settings, **problem.settings))
         self.control = Controller(
             self.net if problem.give_inner else self.model,

@@ -21,7 +21,6 @@ from divebatch import AdaptiveLoader, Auto, Controller, DiveBatch
 from divebatch.errors import ArgumentError
 from divebatch.ranks import Ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*a window is set")
 MOMENTS = Problem(num_samples=103, batch_size=14, epochs=1, policy=DiveBatch(0.2, 100), estimator="moments")
 ADAM = replace(MOMENTS, optimizer=AdamW, lr=0.01)
 SKETCH = {"sketch_size": 50}
@@ -29,8 +28,6 @@ CASES = {
     "moments": MOMENTS,
     "moments, sketched": replace(MOMENTS, settings=SKETCH),
     "three steps in four": replace(MOMENTS, settings={"every_steps": 4}),
-    "windows": replace(MOMENTS, settings={"window": 3}),
-    "windows, sketched": replace(MOMENTS, settings={"window": 3, **SKETCH}),
     "as Adam sees it": replace(ADAM, settings={"preconditioned": True}),
     "as Adam sees it, sketched": replace(ADAM, settings={"preconditioned": True, **SKETCH}),
     "a sum": replace(MOMENTS, reduction="sum", lr=0.004),
@@ -175,7 +172,7 @@ def state_and_sums(run: Run, state: Any) -> tuple[Any, Any]:
 
 def test_a_state_of_shards_fits_any_number_of_ranks(pool: RankPool) -> None:
     """Taken on three ranks; those three, two others, and one process that has whole gradients go on with it."""
-    names = [name for name in CASES if name.startswith(("moments", "windows"))]
+    names = [name for name in CASES if name.startswith(("moments", "three"))]
     problems = [replace(on_shards(name, 1), lr=0.0) for name in names]
     unbroken = all_trained(Ranks.alone(), problems)
     first = pool.run(3, cut_in_two, problems)

@@ -227,7 +227,7 @@ def test_the_record_has_the_interval_of_an_estimate():
     assert (240 * record.diversity_low, 240 * record.diversity_high) == pytest.approx((1 + low, 1 + high))
     exact = Training(NoiseScale(CAP), estimator=Oracle(mean_loss)).epoch()
     assert (exact.diversity_low, exact.diversity_high) == (None, None)
-    unsure = Training(NoiseScale(CAP), estimator=Moments(window=14)).epoch()  # a single estimate
+    unsure = Training(NoiseScale(CAP), estimator=Moments(every_steps=14)).epoch()  # a single estimate
     assert (unsure.diversity_low, unsure.diversity_high) == (1 / 240, None)
     assert EpochRecord.from_dict(json.loads(record.to_json())) == record
 

@@ -24,7 +24,7 @@ class ToOne(Policy):
 
 
 def made(name: str):
-    return make_estimator(name, **({"loss_fn": nn.functional.mse_loss} if ESTIMATORS[name].needs_loss_fn else {}))
+    return make_estimator(name, **({"loss_fn": nn.functional.mse_loss} if ESTIMATORS[name].takes("loss_fn") else {}))
 
 
 def test_every_estimator_has_its_row():

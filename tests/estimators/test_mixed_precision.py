@@ -15,10 +15,8 @@ from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
 from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
-from divebatch.estimators.split import SharedBatchWatch
-from divebatch.norms.loss_scale import LossWeight
 from divebatch.policies import NoiseScale
-from reference.delivery import Delivered
+from reference.delivery import Delivered, attach
 from reference.per_sample import mean_loss, mlp, samples
 
 SIZE, BATCHES, BAD = 8, 7, 3
@@ -34,7 +32,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def made(name: str, scaler: GradScaler | None) -> Estimator:
-    known = {} if scaler is None or ESTIMATORS[name].undoes_grad_scale else {"grad_scaler": scaler}
+    known = {} if scaler is None or not ESTIMATORS[name].takes("grad_scaler") else {"grad_scaler": scaler}
     return make_estimator(name, **known)
 
 
@@ -53,13 +51,15 @@ def measured(
     model, delivered = mlp(dtype=torch.float32), 0
     optimizer = kind(model.parameters(), lr=0.0, **settings)
     estimator = made(name, scaler)
-    estimator.bind(Scene(model, Delivered(lambda: delivered), optimizer))
+    delivery = Delivered(lambda: delivered)
+    attach(estimator, Scene(model, delivery, optimizer))
     estimator.start()
     scaler = scaler if scaler is not None and is_used else GradScaler("cpu", enabled=False)
     for number, (x, y) in enumerate(batches()):
         if number in without:
             continue
         delivered += len(x)
+        delivery.look()
         optimizer.zero_grad()
         for (inputs, targets), weight in micro_batches((x, y), SIZE // 2):
             with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
@@ -127,17 +127,3 @@ def test_in_a_plain_loop_the_scaler_is_found(name: str) -> None:
             records.append(control.step())
     assert records[0].diversity is not None
     assert records[1].diversity == pytest.approx(records[0].diversity, rel=1e-4)
-
-
-def test_chunks_that_all_ranks_share_are_without_the_scale():
-    """As FSDP2's: a batch on which the scale has grown must not weigh more in the mean over batches than the others."""
-    scaler = GradScaler("cpu", init_scale=64.0)
-    scaler.scale(torch.ones(1))  # from here on it is used
-    model, told = mlp(dtype=torch.float32), list[dict[str, Tensor]]()
-    scene = Scene(model, Delivered(lambda: 2 * SIZE), SGD(model.parameters(), lr=0.0))
-    watch = SharedBatchWatch(
-        scene, {}, lambda gradients, *_: told.append(dict(gradients)), lambda *_: None, lambda: True, scaler
-    )
-    watch._take({"weight": torch.full((3,), 64.0)}, LossWeight(1.0), applied=1.0)
-    watch.close()
-    assert torch.equal(told[0]["weight"], torch.ones(3))

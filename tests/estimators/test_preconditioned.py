@@ -12,11 +12,11 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
-from divebatch.estimators.second_moment import Preconditioner
-from divebatch.estimators.step_gradients import StepGradients
+from divebatch.estimators.moments import extrapolation
+from divebatch.estimators.second_moment import Preconditioner, StepGradients
 from divebatch.policies import GradientDamp
 from reference import per_sample
-from reference.delivery import Delivered
+from reference.delivery import Delivered, tell
 from reference.per_sample import mean_loss, mlp, samples
 
 EPS, BETA = 1e-3, 0.9
@@ -41,7 +41,9 @@ class Loop:
     def __init__(self, estimator: Estimator, optimizer: Callable[[Any], Optimizer]) -> None:
         self.model, self.estimator, self.delivered = mlp(), estimator, 0
         self.optimizer = optimizer(self.model.parameters())
-        estimator.bind(Scene(self.model, Delivered(lambda: self.delivered), self.optimizer))
+        self.scene = Scene(self.model, Delivered(lambda: self.delivered), self.optimizer)
+        estimator.bind(self.scene)
+        tell(lambda: self.estimator, self.scene)
         estimator.start()
 
     def step(self, batch: Any) -> None:
@@ -95,11 +97,17 @@ def test_split_equals_the_plain_estimate_of_the_divided_gradients(kind: str):
 
 @any_optimizer
 def test_moments_divide_each_step_by_what_the_optimizer_will(kind: str):
-    loop = Loop(Moments(window=3, preconditioned=True), OPTIMIZERS[kind])
+    loop = Loop(Moments(preconditioned=True), OPTIMIZERS[kind])
+    factor = extrapolation(loop.optimizer)
     for batch in batches():
         loop.step(batch)
-    rows = divided_rows(kind, own=True)
-    assert_means(loop.estimator.finish(), [pair_of([each / by for each, by in rows[1:]])])
+    means = [(rows / by).mean(0) for rows, by in divided_rows(kind, own=True)[1:]]
+    pairs = []
+    for newest in range(2 if factor else 1, len(means)):
+        one, two = (float(means[newest] @ means[newest - lag]) for lag in (1, 2))
+        sq_norm = one + factor * (one - two)
+        pairs.append((8 * (float(means[newest].square().sum()) - sq_norm), sq_norm))
+    assert_means(loop.estimator.finish(), pairs)
 
 
 def test_a_coordinate_that_was_never_seen_is_not_all_of_the_noise():
@@ -125,7 +133,7 @@ def test_a_grad_scaler_left_to_the_optimizer_is_undone_before_the_division():
     torch.testing.assert_close(scaled, plain)
 
 
-@pytest.mark.parametrize("make", [Split, lambda **k: Moments(window=3, **k)], ids=["split", "moments"])
+@pytest.mark.parametrize("make", [Split, Moments], ids=["split", "moments"])
 def test_a_state_within_a_window_carries_on(make: Callable[..., Estimator]):
     results = []
     for interrupted in (False, True):
@@ -136,9 +144,7 @@ def test_a_state_within_a_window_carries_on(make: Callable[..., Estimator]):
                 state = loop.estimator.state_dict()
                 loop.estimator.close()
                 loop.estimator = make(preconditioned=True)
-                loop.estimator.bind(
-                    Scene(loop.model, Delivered(lambda: loop.delivered), loop.optimizer)  # noqa: B023
-                )
+                loop.estimator.bind(loop.scene)
                 loop.estimator.start()
                 loop.estimator.load_state_dict(state)
         results.append(loop.estimator.finish())

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, micro_batches
 from divebatch.estimators import Moments, Oracle, Split, average
-from divebatch.estimators.average import PairAverage, Row, norms_of, numbers_of, read
+from divebatch.estimators.average import PairAverage, norms_of, numbers_of, read
+from divebatch.estimators.split import ChunkNorms
 from divebatch.policies import NoiseScale
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp
@@ -38,12 +39,12 @@ def test_a_row_is_the_analysis_of_variance_between_its_chunks(sizes: tuple[int, 
     sums = [part.sum(0) for part in parts]
     before_last = norms_of([torch.stack(sums[:-1]).sum(0)]) if len(sizes) > 2 else None
     norms = [norms_of([2 * part.mean(0)]) for part in parts]
-    row = Row(sizes, [0.25] * len(sizes), norms, norms_of([samples.sum(0)]), before_last)
+    row = ChunkNorms(sizes, [0.25] * len(sizes), norms, norms_of([samples.sum(0)]), before_last)
     (found,) = numbers_of([row])
-    assert found[:2] == pytest.approx(per_sample.pair_of(parts), rel=1e-12)
+    assert found[1:3] == pytest.approx(per_sample.pair_of(parts), rel=1e-12)
     *first, last = parts
     apart = (torch.cat(first).mean(0) - last.mean(0)) @ samples.mean(0)
-    assert found[2] == pytest.approx(float(apart**2) * len(last) * (1 - len(last) / sum(sizes)), rel=1e-9)
+    assert found[3] == pytest.approx(float(apart**2) * len(last) * (1 - len(last) / sum(sizes)), rel=1e-9)
 
 
 class Launches(TorchDispatchMode):
@@ -80,9 +81,9 @@ def launches_of_two_steps(estimator: Callable[[], object], parts: int) -> int:
     return launches(estimator(), parts, 4) - launches(estimator(), parts, 2)
 
 
-@pytest.mark.parametrize(("kind", "parts", "count"), [(Moments, 1, 2 * 3 + 3), (Split, 2, 2 * (2 * 3 + 3))])
+@pytest.mark.parametrize(("kind", "parts", "count"), [(Moments, 1, 2 * 3), (Split, 2, 2 * (2 * 3 + 3))])
 def test_a_step_costs_few_launches(kind, parts: int, count: int):
-    """Three for each gradient, its norms and a sum; three for each estimate, the sum's norms and a zero."""
+    """Three for each step of moments: a copy, a norm, a product. Of split, three a chunk and three an estimate."""
     plain = launches_of_two_steps(lambda: Oracle(mean_loss), parts)
     assert launches_of_two_steps(kind, parts) - plain == count
 
@@ -103,8 +104,8 @@ def test_it_does_not_matter_when_they_are_read(kind, monkeypatch: pytest.MonkeyP
 
 def test_squares_beyond_all_numbers_are_infinite_and_no_error():
     huge = norms_of([torch.full((2,), 1e155, dtype=torch.float64)])
-    (found,) = numbers_of([Row((2, 2), (1.0, 1.0), (huge, 0.0), huge, None)])
-    assert not any(map(math.isfinite, found))
+    (found,) = numbers_of([ChunkNorms((2, 2), (1.0, 1.0), (huge, 0.0), huge, None)])
+    assert not any(map(math.isfinite, found[1:]))
 
 
 def test_numbers_on_the_host_are_averaged_as_tensors_are():

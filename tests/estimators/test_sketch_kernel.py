@@ -7,12 +7,10 @@ from torch.optim import AdamW, RMSprop
 
 pytest.importorskip("triton", reason="needs triton")
 
-from divebatch.estimators import fused_sketch
+from divebatch.estimators import sketch
 from divebatch.estimators.average import read
-from divebatch.estimators.fused_sketch import ByKernel
-from divebatch.estimators.gradient_sketch import SignSketch
-from divebatch.estimators.second_moment import Preconditioner
-from divebatch.estimators.step_gradients import StepGradients
+from divebatch.estimators.second_moment import Preconditioner, StepGradients
+from divebatch.estimators.sketch import KernelSketch, SignSketch
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -25,9 +23,9 @@ def drawn(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     return {str(number): nn.Parameter(each.to(DEVICE, dtype)) for number, each in enumerate(found)}
 
 
-def assert_same(signs: SignSketch, step: StepGradients, *, by_kernel: ByKernel | None = None) -> None:
+def assert_same(signs: SignSketch, step: StepGradients, *, by_kernel: KernelSketch | None = None) -> None:
     plain, square = signs.of(step)
-    found, own = (by_kernel or ByKernel(signs)).of(step)
+    found, own = (by_kernel or KernelSketch(signs)).of(step)
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4 * float(plain.norm()))
     assert read([own]) == pytest.approx(read([square]), rel=1e-5)
 
@@ -43,7 +41,7 @@ def test_types_may_differ_and_gradients_move_or_be_missing():
     held = drawn()
     held["1"] = nn.Parameter(held["1"].detach().bfloat16())
     signs = SignSketch(held, 600, seed=1)
-    by_kernel = ByKernel(signs)
+    by_kernel = KernelSketch(signs)
     for number in range(3):
         gradients: dict[str, Tensor] = {name: each.detach() * (number + 1) for name, each in held.items()}
         gradients["2"] = gradients["2"].contiguous(memory_format=torch.channels_last)
@@ -61,7 +59,7 @@ def test_shards_add_up():
         starts = {name: begin * each[0].numel() for name, each in held.items()}
         step = StepGradients(shards, offsets=starts)
         assert_same(signs, step)
-        total += ByKernel(signs).of(step)[0]
+        total += KernelSketch(signs).of(step)[0]
     torch.testing.assert_close(total, signs.of(StepGradients(held))[0], rtol=1e-4, atol=1e-2)
 
 
@@ -79,10 +77,10 @@ def test_it_divides_as_the_optimizer_does(make):
 
 
 def test_it_is_compared_with_the_plain_path_before_its_first_use(monkeypatch: pytest.MonkeyPatch):
-    fused_sketch._agrees.cache_clear()
-    assert fused_sketch._agrees(DEVICE)
-    fused_sketch._agrees.cache_clear()
-    monkeypatch.setattr(fused_sketch, "TOLERANCE", -1.0)
+    sketch._agrees.cache_clear()
+    assert sketch._agrees(DEVICE)
+    sketch._agrees.cache_clear()
+    monkeypatch.setattr(sketch, "TOLERANCE", -1.0)
     with pytest.warns(UserWarning, match=r"the sketch kernel does not work on .*another result.*a slower way"):
-        assert not fused_sketch._agrees(DEVICE)
-    fused_sketch._agrees.cache_clear()
+        assert not sketch._agrees(DEVICE)
+    sketch._agrees.cache_clear()

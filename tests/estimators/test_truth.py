@@ -1,5 +1,6 @@
 """The unbiased estimators against a slow twin, and against the truth where it is known."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Scene, Split
 from divebatch.norms.loss_scale import LossWeight
 from reference import per_sample
-from reference.delivery import Delivered
+from reference.delivery import Delivered, tell
 from reference.known_noise import DIMENSION, OFFSET, SQ_NORM, TRACE, draws, half_squares, linear
 from reference.per_sample import dataset, mean_loss, mlp, pair_of, samples
 
@@ -36,6 +37,8 @@ class Loop:
         self.loss_fn = mean_loss if reduction == "mean" else per_sample.sum_loss
         self.scene = Scene(model, Delivered(lambda: self.delivered), self.optimizer, loss_reduction=reduction)
         estimator.bind(self.scene)
+        self.accumulate = 1
+        tell(lambda: self.estimator, self.scene, accumulate=lambda: self.accumulate)
 
     def run(self, batches, *, parts_of: int = PART) -> Diversity:
         self.estimator.start()
@@ -61,13 +64,20 @@ def twin(case: str, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, float]
         "per-sample": [list(part.split(1)) for batch in rows for part in batch.split(PART)],
         "split": [list(batch.split(PART)) for batch in rows],
         "ranks": [list(batch.split(PART)) for batch in rows],
-        "moments": [[first, second] for first, second in zip(rows[::2], rows[1::2], strict=False)],
+        "moments": itertools.pairwise(rows),
+        "two batches": [[first, second] for first, second in zip(rows[::2], rows[1::2], strict=False)],
     }[case]
     kept = [window for window in windows if len(window) > 1]
-    weights = [sum(map(len, window)) for window in kept]
-    pairs = [pair_of(window) for window in kept]
+    weights = [len(window[1]) if case == "moments" else sum(map(len, window)) for window in kept]
+    pairs = [products_of(*window) if case == "moments" else pair_of(window) for window in kept]
     mean = [sum(w * pair[i] for w, pair in zip(weights, pairs, strict=True)) / sum(weights) for i in (0, 1)]
     return mean[0], mean[1]
+
+
+def products_of(last: Tensor, own: Tensor) -> tuple[float, float]:
+    """Of the mean gradients of two steps: their product is signal, what the newer one has beside it is noise."""
+    sq_norm = float(last.mean(0) @ own.mean(0))
+    return len(own) * (float(own.mean(0).square().sum()) - sq_norm), sq_norm
 
 
 def cut(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -121,6 +131,7 @@ def test_one_batch_of_all_data_differs_from_the_exact_diversity_by_the_bias_that
 @pytest.mark.parametrize("case", ["split", "ranks"])
 def test_the_loaders_batches_are_chunks_where_they_are_accumulated(case: str):
     loop, batches = Loop(CASES[case](), mlp()), cut(30, 5)
+    loop.accumulate = 2
     loop.estimator.start()
     for first in range(0, 6, 2):
         for x, y in batches[first : first + 2]:
@@ -129,7 +140,7 @@ def test_the_loaders_batches_are_chunks_where_they_are_accumulated(case: str):
         loop.optimizer.step()
         loop.optimizer.zero_grad()
     measured = loop.estimator.finish()
-    assert (measured.trace, measured.sq_norm) == pytest.approx(twin("moments", batches), rel=1e-9)
+    assert (measured.trace, measured.sq_norm) == pytest.approx(twin("two batches", batches), rel=1e-9)
 
 
 @pytest.mark.parametrize("case", ["split", "moments", "ranks"])
@@ -137,9 +148,11 @@ def test_a_state_between_the_passes_of_a_step_carries_on(case: str):
     results = []
     for interrupted in (False, True):
         loop = Loop(CASES[case](), mlp())
+        loop.accumulate = 2
         loop.estimator.start()
         for index, (x, y) in enumerate(cut(40, 5)):
             loop.delivered += 5
+            loop.scene.delivery.look()
             (mean_loss(loop.model(x), y)).backward()
             if index % 2:
                 loop.optimizer.step()
@@ -186,7 +199,8 @@ def test_the_stated_spread_is_the_one_between_repetitions(repeated: list[Diversi
     for name, variance in (("trace", "trace_variance"), ("sq_norm", "sq_norm_variance")):
         observed = torch.tensor([getattr(diversity, name) for diversity in repeated]).var()
         stated = sum(getattr(diversity.spread, variance) for diversity in repeated) / DRAWS
-        assert 0.7 < stated / float(observed) < 1.4
+        # What the scatter of gradients one step apart has against itself is left out: the spread is on the safe side.
+        assert 0.7 < stated / float(observed) < 1.8
 
 
 def test_a_plug_in_ratio_would_be_far_off():
@@ -230,8 +244,8 @@ def test_moments_in_pairs_say_nothing_of_a_signal_near_zero(mean: float):
     for make in (Moments, Split):
         estimator = Loop(make(), linear()).estimator
         estimator.start()
-        estimator._estimates.extend([(10.0, mean - 1, 0.0), (10.0, mean + 1, 0.0)] * 20, [64.0] * 40)
-        estimator._estimates.num_samples = 64 * 40
+        estimator._average.extend([(10.0, mean - 1, 0.0), (10.0, mean + 1, 0.0)] * 20, [64.0] * 40)
+        estimator._average.num_samples = 64 * 40
         found.append(estimator.finish().noise_scale_interval())
     assert found[1][0] > 20
     assert found == [(0.0, math.inf), (found[1][0], math.inf)]
@@ -260,16 +274,12 @@ def test_uneven_chunks_tell_it_by_definition():
     assert Loop(Split(), mlp()).run([(x, y)]).inner_variance == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("case", ["split", "moments"])
-def test_three_chunks_tell_it_by_the_last_against_the_others(case: str):
+def test_three_chunks_tell_it_by_the_last_against_the_others():
     x, y = samples(8)
     rows = per_sample.gradients(mlp(), mean_loss, x, y)
     others, last = rows[:6].mean(0), rows[6:].mean(0)
     expected = float((others - last) @ rows.mean(0)) ** 2 / (1 / 6 + 1 / 2)
-    if case == "split":
-        measured = Loop(Split(), mlp()).run([(x, y)])
-    else:
-        measured = Loop(Moments(window=3), mlp()).run(zip(x.split(PART), y.split(PART), strict=True))
+    measured = Loop(Split(), mlp()).run([(x, y)])
     assert measured.inner_variance == pytest.approx(expected, rel=1e-9)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from divebatch.estimators.gradient_sketch import SignSketch
+from divebatch.estimators.sketch import SignSketch
 
 
 def matrices(signs: SignSketch) -> dict[str, Tensor]:

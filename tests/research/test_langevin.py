@@ -107,7 +107,7 @@ def test_moments_in_pairs_takes_the_wandering_for_noise_as_told():
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     loader = AdaptiveLoader(TensorDataset(torch.zeros(80, 1)), batch, seed=0)
     found = []
-    estimator = Moments(window=2)
+    estimator = Moments()
     finish = estimator.finish
     estimator.finish = lambda: found.append(finish()) or found[-1]
     control = Controller(net, optimizer, loader, Fixed(), estimator=estimator, measure_always=True)
@@ -117,4 +117,4 @@ def test_moments_in_pairs_takes_the_wandering_for_noise_as_told():
             (net.weight.square().sum() / 2).backward()
             optimizer.step()
     control.step()
-    assert found[0].trace == pytest.approx(batch * lr * temperature * MANY, rel=0.05)
+    assert found[0].trace == pytest.approx(2 * batch * lr * temperature * MANY, rel=0.05)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Fixed, micro_batches
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
-from divebatch.estimators.optimizer_events import PassWatch
+from divebatch.estimators.split import PassWatch
 from divebatch.norms.accumulators import trainable
 from divebatch.research import QuantizedGradients
 from divebatch.research.quantized import bits_to_send, rounded

@@ -20,7 +20,8 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.micro_batches import batch_length, micro_batches
 from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
 from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
-from divebatch.estimators.lagged_products import extrapolation
+from divebatch.estimators.moments import extrapolation
+from divebatch.estimators.step_hooks import tell_steps
 from divebatch.lr import coupling_for
 from divebatch.measurement import Diversity, Spread
 from divebatch.norms.meter import batch_pair
@@ -100,7 +101,7 @@ def advise(
         seed: The seed of the data's order and of the model's random numbers.
     """
     require_count("steps", steps, at_least=LEAST_STEPS)
-    known = tuple(name for name, kind in ESTIMATORS.items() if kind.at_fixed_weights and not kind.needs_loss_fn)
+    known = tuple(name for name, kind in ESTIMATORS.items() if kind.at_fixed_weights and not kind.takes("loss_fn"))
     require_choice("estimator", estimator, known)
     require_choice("precision", precision, PRECISIONS)
     require_positive("timing_seconds", timing_seconds)
@@ -112,9 +113,11 @@ def advise(
         loader = _loader_of(dataset, batch_size, seed)
         reference = loader.batch_size
         twin, driver = _copied(model, optimizer, place)
-        settings = {"compiled": compile} if ESTIMATORS[estimator].measures_norms else {}
+        settings = {"compiled": compile} if ESTIMATORS[estimator].takes("compiled") else {}
         watcher = make_estimator(estimator, **settings)
-        watcher.bind(Scene(twin, loader, driver))
+        scene = Scene(twin, loader, driver)
+        watcher.bind(scene)
+        tell_steps(watcher, scene)
         step = make_step(twin, driver, reference, watcher)
         noise = measure_noise(step, _endless(loader, place), watcher, steps=steps)
         sizes = _sizes(batch_sizes, reference, loader.dataset_size)

@@ -1,4 +1,4 @@
-"""Means of many small unbiased estimates, with the spread that belongs to them.
+"""Means of many small unbiased estimates, with their spread, and the base of estimators that average them.
 
 On a GPU each operation on a single number is a launch like any other. So nothing is computed with the norms of a step
 before they are read, many steps at once, and then on the host.
@@ -6,22 +6,23 @@ before they are read, many steps at once, and then on the host.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from divebatch.errors import ArgumentError
+from divebatch.checks import require_count
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.measurement import Diversity, Spread
 from divebatch.ranks import Ranks
 
-COLUMNS = (3, 4, 5)
-"""Numbers of an estimate with its weight: of a pair, with the variance of <g_i, g>, and with what widens the spread."""
 MOST_WAITING = 512
-"""Rows whose norms may lie on the device unread."""
+"""Estimates whose norms may lie on the device unread."""
 
 Norms = Tensor | float
 """Norms of several tensors, one each, where they were computed; or, once read, the sum of their squares. Also a number
@@ -29,12 +30,12 @@ by itself, such as a product of two gradients, which is the same before and afte
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Norms:
-    """The norm of each tensor, by two operators on the device."""
+    """Compute the norm of each tensor, by two operators on the device."""
     return torch.stack(torch._foreach_norm(list(tensors))) if tensors else 0.0
 
 
 def read(many: Sequence[Norms]) -> list[float]:
-    """The sums of squares, and numbers by themselves, in float64. Waits for the device, once for all of one kind."""
+    """Read sums of squares, and numbers by themselves, in float64. Waits for the device, once for all of one kind."""
     found = [0.0 if isinstance(each, Tensor) else each for each in many]
     alike: dict[object, list[tuple[int, Tensor]]] = {}
     for place, each in enumerate(many):
@@ -50,7 +51,7 @@ def read(many: Sequence[Norms]) -> list[float]:
 
 
 def unbiased(weighted_sq_norms: Any, sq_norm_of_mean: Any, num_chunks: Any, num_samples: Any) -> tuple[Any, Any]:
-    """(tr(Sigma), ||G||^2) from the mean gradients of two or more chunks of samples at the same weights.
+    """Compute tr(Sigma) and ||G||^2 from the mean gradients of two or more chunks of samples at the same weights.
 
     `weighted_sq_norms` is the sum over chunks of s_j ||g_j||^2, s_j samples with the mean gradient g_j, and
     `sq_norm_of_mean` is ||sum_j s_j g_j / b||^2 over all b = `num_samples`. Chunks may differ in size. Single samples
@@ -61,7 +62,7 @@ def unbiased(weighted_sq_norms: Any, sq_norm_of_mean: Any, num_chunks: Any, num_
 
 
 def inner_variance(sq_norms: tuple[float, float], sizes: tuple[int, int], sq_norm_of_mean: float) -> float:
-    """Var_i<g_i, g> over samples, from the squared norms of two chunks' mean gradients and of their common mean g.
+    """Estimate Var_i<g_i, g> over samples, from the squared norms of two chunks' mean gradients and of their mean g.
 
     <g_1 - g_2, g> has the variance of one sample times 1/s_1 + 1/s_2, and mean zero. It follows from norms alone.
     """
@@ -71,13 +72,8 @@ def inner_variance(sq_norms: tuple[float, float], sizes: tuple[int, int], sq_nor
     return inner * inner * size * other / (size + other)
 
 
-class Readable(Protocol):
-    """What one step showed, or a few: numbers on the device that an estimate is made from."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that it was made from, by which it is weighted."""
-        ...
+class StepEstimate(Protocol):
+    """Numbers on the device that show tr(Sigma) and ||G||^2, of one step or a few."""
 
     @property
     def parts(self) -> Sequence[Norms]:
@@ -85,85 +81,48 @@ class Readable(Protocol):
         ...
 
     def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
-        """tr(Sigma), ||G||^2, Var_i<g_i, g> and what else is averaged, from what `parts` were read as."""
+        """Return weight, tr(Sigma), ||G||^2, and what else is averaged, from the values that `parts` were read as."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The mean gradients of two or more chunks of samples at the same weights."""
-
-    sizes: Sequence[int]
-    """Samples of each chunk."""
-    factors: Sequence[float]
-    """Factors that the squared norm of each chunk is to be multiplied by."""
-    norms: Sequence[Norms]
-    """Norms of each chunk's gradients."""
-    of_sum: Norms
-    """Norms of the sum of gradients over all samples."""
-    before_last: Norms | None
-    """Norms of the sum that the last chunk was added to; None where that was the first chunk."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in all chunks."""
-        return sum(self.sizes)
-
-    @property
-    def parts(self) -> list[Norms]:
-        """All that is to be read."""
-        return [*self.norms, self.of_sum, *([] if self.before_last is None else [self.before_last])]
-
-    def numbers(self, values: Sequence[float]) -> tuple[float, float, float]:
-        """tr(Sigma), ||G||^2 and Var_i<g_i, g>, from what `parts` were read as."""
-        count, total = len(self.sizes), self.num_samples
-        of_chunks = [factor * square for factor, square in zip(self.factors, values[:count], strict=True)]
-        mean, last = values[count] / total**2, self.sizes[-1]
-        weighted = sum(size * square for size, square in zip(self.sizes, of_chunks, strict=True))
-        before = self.sizes[0] ** 2 * of_chunks[0] if self.before_last is None else values[count + 1]
-        rest = total - last
-        inner = inner_variance((before / rest**2, of_chunks[-1]), (rest, last), mean)
-        return (*unbiased(weighted, mean, count, total), inner)
-
-
-def numbers_of(rows: Sequence[Readable], shards: Ranks | None = None) -> Iterator[tuple[float, ...]]:
-    """The numbers of each row, in order; one look at the device for all, and one sum over ranks that hold shards."""
-    found = read([part for row in rows for part in row.parts])
+def numbers_of(estimates: Sequence[StepEstimate], shards: Ranks | None = None) -> Iterator[tuple[float, ...]]:
+    """Yield the numbers of each estimate; one look at the device for all, and one sum over ranks that hold shards."""
+    found = read([part for each in estimates for part in each.parts])
     values = iter(found if shards is None or shards.is_alone else shards.sum_numbers(found))
-    for row in rows:
-        yield row.numbers(list(itertools.islice(values, len(row.parts))))
+    for each in estimates:
+        yield each.numbers(list(itertools.islice(values, len(each.parts))))
 
 
 class PairAverage:
     """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
 
-    A third number may come with each pair: the variance of <g_i, g>, if `has_inner_variance`. Those after it are
-    averaged for `widen` alone.
+    A third number may come with each pair, the variance of <g_i, g>, and a fourth, the part of tr(Sigma) that falls as
+    ||G||^2 rises.
 
     With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
     weights, so its start does not pull it towards zero. Sums stay on the device they come from until they are read, and
     nothing is sent there: a copy from the host would wait for all that a GPU still has to do.
 
-    `reach` is for estimates that have gradients in common with as many of those before them, and come by `extend`: the
-    spread counts their products too, the less the farther apart they are, so that it stays positive (Newey and West
-    1987).
-
     An estimate that is not made of finite numbers counts for nothing; its samples go from `num_samples` to
     `skipped_samples`.
 
-    `trusts_negative=False` is for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
-    Where `bounds_below` is set to False, an unknown bias makes noise scales too large: the interval then goes to zero.
-    `widen` gets the spread and the means of all numbers, and adds what the scatter between estimates does not show.
+    Args:
+        decay: Below 1 for an exponential mean.
+        overlap: The number of previous estimates that share gradients with each one. The spread counts their products
+            too, the less the farther apart they are, so that it stays positive (Newey and West 1987).
+        trusts_negative: False for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
     """
 
-    def __init__(self, *, decay: float = 1.0, reach: int = 0, trusts_negative: bool = True) -> None:
+    def __init__(self, *, decay: float = 1.0, overlap: int = 0, trusts_negative: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise ArgumentError(f"decay must be above 0 and at most 1, got decay={decay!r}")
-        self.decay, self.reach, self._trusts_negative = float(decay), reach, trusts_negative
-        self.bounds_below, self.has_inner_variance = True, True
-        self.widen: Callable[[Spread, Sequence[float]], Spread] = lambda spread, _: spread
+        self.decay, self.overlap, self._trusts_negative = float(decay), overlap, trusts_negative
+        self.bounds_below = True
+        """False if an unknown bias makes noise scales too large: the interval then goes down to zero."""
+        self.relative_variance = 0.0
+        """That of an error of ||G||^2 that all estimates share, so that their scatter does not show it."""
         self.shards = Ranks.alone()
-        """Ranks whose rows are those of their shards and add up; all of them then read at the same time."""
+        """Ranks whose estimates add up, each from its own part; all of them then read at the same time."""
         self.forget()
 
     def forget(self) -> None:
@@ -172,19 +131,19 @@ class PairAverage:
         """Samples that were looked at, and are in an estimate or between two."""
         self.skipped_samples: int | Tensor = 0
         """Samples that are in no estimate, since gradients were not finite or the loop made no step on them."""
-        self._waiting: list[Readable] = []
-        """Rows that are to be read and averaged."""
+        self._waiting: list[StepEstimate] = []
+        """Estimates that are to be read and averaged."""
         self._first = torch.zeros((), dtype=torch.float64)
         """Sum of w * (1, trace, sq_norm, ...)."""
         self._second = torch.zeros((), dtype=torch.float64)
         """Sum of w^2 times the outer product of the same with itself."""
         self._between = np.zeros(())
-        """The same products of each row with those within `reach` before it, the nearer the more."""
+        """The same products of each row with the `overlap` ones before it, the nearer the more."""
         self._recent: list[Any] = []
-        """The rows within `reach`, times their weights, the newest first."""
+        """These rows, times their weights, the newest first."""
 
     def add(self, pair: Tensor, weight: Any) -> None:
-        """One more estimate. A weight of zero counts for nothing, whatever the pair holds."""
+        """Add an estimate. A weight of zero counts for nothing, whatever the pair holds."""
         if isinstance(weight, Tensor):
             weight = weight.to(pair.device)
             pair = torch.where(weight > 0, pair, 0.0)
@@ -198,20 +157,21 @@ class PairAverage:
         else:  # nothing yet, which need not be sent there
             self._first, self._second = row, squares
 
-    def add_row(self, row: Readable) -> None:
-        """One more estimate, whose norms stay on the device until somebody reads the mean, or many wait."""
-        self._waiting.append(row)
-        # A bound on the memory of what waits; when rows are read changes no result, as they are summed in step order.
+    def add_step(self, estimate: StepEstimate) -> None:
+        """Add an estimate whose norms stay on the device until somebody reads the mean, or many wait."""
+        self._waiting.append(estimate)
+        # A bound on the memory of what waits; when they are read changes no result, as they are summed in step order.
         if len(self._waiting) >= MOST_WAITING:
-            self._settle()
+            self._read_waiting()
 
-    def _settle(self) -> None:
+    def _read_waiting(self) -> None:
         if self._waiting:
-            rows, self._waiting = self._waiting, []
-            self.extend(numbers_of(rows, self.shards), [row.num_samples for row in rows])
+            waiting, self._waiting = self._waiting, []
+            rows = list(numbers_of(waiting, self.shards))
+            self.extend([pair for _, *pair in rows], [weight for weight, *_ in rows])
 
     def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:
-        """`add` of each in turn, for numbers that are on the host."""
+        """Add each in turn, for numbers that are on the host."""
         first, second = self._first.cpu().numpy(), self._second.cpu().numpy()
         with np.errstate(all="ignore"):  # what is not finite stays so, as in torch
             for pair, weight in zip(pairs, weights, strict=True):
@@ -224,7 +184,7 @@ class PairAverage:
         self._first, self._second = torch.from_numpy(np.asarray(first)), torch.from_numpy(np.asarray(second))
 
     def leave_out(self, num_samples: int | Tensor) -> None:
-        """So many of the samples that were looked at are in no estimate."""
+        """Count samples that were looked at as skipped: they are in no estimate."""
         self.num_samples = self.num_samples - num_samples
         self.skipped_samples = self.skipped_samples + num_samples
 
@@ -233,31 +193,31 @@ class PairAverage:
         self._recent = [each * self.decay for each in self._recent]
         if self._recent:
             # Newey and West's weights: neighbours have gradients in common, and with these the variance stays positive.
-            near = sum((1 - distance / (self.reach + 1)) * each for distance, each in enumerate(self._recent, 1))
+            near = sum((1 - distance / (self.overlap + 1)) * each for distance, each in enumerate(self._recent, 1))
             self._between = self._between * self.decay**2 + np.outer(row, near)
-        self._recent = [row, *self._recent][: self.reach]
+        self._recent = [row, *self._recent][: self.overlap]
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to average; waits for the device."""
-        self._settle()
+        self._read_waiting()
         return not float(self._first.flatten()[0]) > 0
 
     def diversity(self) -> Diversity:
-        """The means and their spread; waits for the device."""
-        self._settle()
+        """Return the means and their spread; waits for the device."""
+        self._read_waiting()
         total, *sums = self._first.tolist()
         trace, sq_norm, *inner = means = [each / total for each in sums]
-        spread = self.widen(self._spread(total, trace, sq_norm), means)
+        spread = self._with_shared_error(self._spread(total, trace, sq_norm), means)
         if sq_norm < 0 and not self._trusts_negative:
             # A biased estimate below zero says nothing of the noise scale: the interval gets no ends.
             spread = replace(spread, sq_norm_variance=math.inf)
         found = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
-        inner_variance = inner[0] if inner and self.has_inner_variance and math.isfinite(inner[0]) else None
+        inner_variance = inner[0] if inner and math.isfinite(inner[0]) else None
         return replace(found, inner_variance=inner_variance, skipped_samples=int(self.skipped_samples))
 
     def over(self, ranks: Ranks) -> "PairAverage":
-        """The mean over all ranks together, where each saw samples of its own; a collective."""
+        """Return the mean over all ranks together, if each saw samples of its own; a collective."""
         if ranks.is_alone:
             return self
         states = ranks.gather(self.state_dict())
@@ -271,13 +231,13 @@ class PairAverage:
         return total
 
     def unknown(self) -> Diversity:
-        """The answer without any estimate: every noise scale is possible."""
+        """Return the answer without any estimate: every noise scale is possible."""
         nothing = Spread(trace_variance=math.inf, sq_norm_variance=math.inf, covariance=0.0, degrees=0.0)
         skipped = int(self.skipped_samples)
         return Diversity(math.nan, math.nan, max(1, int(self.num_samples)), nothing, skipped_samples=skipped)
 
     def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
-        """The spread from each estimate's distance to the mean: right also where some are less exact than others."""
+        """Estimate the spread from each estimate's distance to the mean, also if some are less exact than others."""
         second = self._second.cpu()
         products = (second + torch.from_numpy(np.asarray(self._between + self._between.T)))[:3, :3]
         to_mean = torch.tensor([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]], dtype=torch.float64)
@@ -295,13 +255,24 @@ class PairAverage:
             bounds_below=self.bounds_below,
         )
 
-    def average(self) -> "PairAverage":
-        """Itself: see `Estimates`."""
-        return self
+    def _with_shared_error(self, spread: Spread, means: Sequence[float]) -> Spread:
+        """Add an error of ||G||^2 that does not change from step to step.
+
+        If ||G||^2 is too large by a fraction, tr(Sigma) is too small by that fraction of the fourth number.
+        """
+        if not self.relative_variance:
+            return spread
+        _, sq_norm, _, taken_off = means
+        return replace(
+            spread,
+            trace_variance=spread.trace_variance + self.relative_variance * taken_off**2,
+            sq_norm_variance=spread.sq_norm_variance + self.relative_variance * sq_norm**2,
+            covariance=spread.covariance - self.relative_variance * taken_off * sq_norm,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, as plain numbers."""
-        self._settle()
+        """Return the sums, as plain numbers."""
+        self._read_waiting()
         return {
             "first": self._first.tolist(),
             "second": self._second.tolist(),
@@ -313,7 +284,7 @@ class PairAverage:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, is_first: bool = True) -> None:
-        """Go on with saved sums, which the first rank takes over."""
+        """Continue with saved sums, which the first rank takes over."""
         self.forget()
         if not is_first:
             return
@@ -321,5 +292,119 @@ class PairAverage:
         self._second = torch.tensor(state["second"], dtype=torch.float64)
         self.num_samples, self.skipped_samples = state["num_samples"], state["skipped_samples"]
         self._between = np.array(state["between"], dtype=np.float64)
-        self._recent = [np.array(each, dtype=np.float64) for each in state["recent"]][: self.reach]
+        self._recent = [np.array(each, dtype=np.float64) for each in state["recent"]][: self.overlap]
         self.bounds_below = state["bounds_below"]
+
+
+class AveragedEstimator(Estimator):
+    """An estimator that averages pairs (tr(Sigma), ||G||^2) of single steps, each at its own weights, over an epoch.
+
+    The interval comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so
+    it is too wide rather than too narrow. An estimate with gradients that are not finite is left out. If ranks share
+    the batches and each estimates from its own samples, the mean is over all ranks.
+
+    If decisions come within epochs, each sees the steps since the last one. An exponential mean continues through the
+    decisions of an epoch instead: it forgets by itself.
+
+    A class built on this fills `_average` between `_attach` and `_detach`.
+
+    Args:
+        decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
+        every_steps: Steps from one estimate to the next.
+    """
+
+    nothing_seen: ClassVar[str]
+    """The error if a whole epoch showed nothing."""
+    may_see_nothing: ClassVar[bool] = False
+    """Whether an epoch with too few steps for an estimate is no error."""
+    sees_all_ranks: ClassVar[bool] = False
+    """Whether each rank sees what all saw together, so that estimates are not averaged over ranks."""
+    trusts_negative: ClassVar[bool] = True
+    """Whether its ||G||^2 is unbiased, so that an interval holds also if it came out below zero."""
+
+    def __init__(self, *, decay: float = 1.0, every_steps: int = 1) -> None:
+        require_count("every_steps", every_steps)
+        self._decay, self._every_steps = PairAverage(decay=decay).decay, every_steps
+        # Each decision must see two estimates; an exponential mean goes through them.
+        self.min_steps_between_decisions = 2 * every_steps if every_steps > 1 and decay == 1 else 1
+        self._average: PairAverage | None = None
+        """The estimates so far, while an epoch is measured."""
+        self._scene: Scene | None = None
+        self._was_read = False
+
+    def bind(self, scene: Scene) -> None:
+        if self._scene is not None:
+            raise UsageError("this estimator belongs to another controller already: make one for each")
+        self._prepare(scene)
+        self._scene = scene
+
+    def start(self) -> None:
+        scene = self._bound()
+        self._was_read = False
+        self._average = PairAverage(decay=self._decay, trusts_negative=self.trusts_negative)
+        self._attach(scene, self._average)
+
+    @abstractmethod
+    def _prepare(self, scene: Scene) -> None:
+        """Raise if the scene has not what this needs."""
+
+    @abstractmethod
+    def _attach(self, scene: Scene, average: PairAverage) -> None:
+        """Begin to watch, and fill `average` from then on."""
+
+    @abstractmethod
+    def _detach(self) -> None:
+        """Take all hooks off and free all memory."""
+
+    def window(self) -> Diversity:
+        self._was_read = True
+        seen = self._seen()
+        if self._decay == 1:
+            self._at_work().forget()
+        return seen
+
+    def finish(self) -> Diversity:
+        seen = self._seen()
+        self.close()
+        return seen
+
+    def close(self) -> None:
+        if self._average is not None:
+            self._detach()
+        self._average = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._average is None:
+            return {}
+        # Those of all ranks, so that the number of ranks may change at a resume.
+        return {"estimates": self._average.over(self._ranks()).state_dict(), "was_read": self._was_read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at_work().load_state_dict(state["estimates"], is_first=self._ranks().is_first)
+        self._was_read = state["was_read"]
+
+    def _seen(self) -> Diversity:
+        average = self._at_work().over(self._ranks())
+        if not average.is_empty:
+            return average.diversity()
+        # A few steps may show nothing, a last batch of one sample for instance; a whole epoch should have.
+        too_few = self.may_see_nothing and average.num_samples
+        if self._was_read or too_few or average.skipped_samples:
+            return average.unknown()
+        raise UsageError(self.nothing_seen)
+
+    def _ranks(self) -> Ranks:
+        """The ranks whose estimates must be brought together, since each sees samples of its own."""
+        # Gradients that DDP has averaged are alike on all ranks: adding them up would count them several times.
+        return Ranks.alone() if self.sees_all_ranks else self._bound().delivery.ranks
+
+    def _at_work(self) -> PairAverage:
+        self._bound()
+        if self._average is None:
+            raise UsageError("this estimator measures nothing now: start() comes first")
+        return self._average
+
+    def _bound(self) -> Scene:
+        if self._scene is None:
+            raise UsageError("this estimator belongs to no controller yet: bind() comes first")
+        return self._scene

@@ -1,67 +1,434 @@
-"""An estimate from the batch gradients alone."""
+"""An estimate from the gradients of successive optimizer steps alone."""
 
-from divebatch.estimators.comparisons import SuccessiveGradients
-from divebatch.estimators.sketch_choice import SketchChoice
-from divebatch.estimators.stepwise import Stepwise, require_settings
-from divebatch.estimators.successive_steps import SuccessiveSteps
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from divebatch.checks import require_choice, require_count
+from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.estimators.average import AveragedEstimator, Norms, PairAverage, inner_variance, read
+from divebatch.estimators.estimator import Scene
+from divebatch.estimators.per_sample import PerSample, suits_per_sample
+from divebatch.estimators.second_moment import Preconditioner, StepGradients, require_second_moment
+from divebatch.estimators.sketch import LEAST_SIZE, KernelSketch, SignSketch, applies, fitting_size
+from divebatch.estimators.step_hooks import UnchangedGradients, is_recorded, scale_of_gradients
+from divebatch.measurement import StepEvent
+from divebatch.norms.accumulators import trainable
+from divebatch.norms.sharded import Shards
+from divebatch.norms.sketch import sum_dtype
+
+KEPT = 3
+"""Steps whose gradients are kept, the newest included."""
+FARTHEST = 2.5
+"""The largest factor of the extrapolation: it multiplies the noise of the products, too."""
+LONGEST_DOT = 2**24
+"""Entries: in float32 a product of 10^8 came out 0.3 to 0.8 % too small on a CPU, one of 2^24 by 0.02 %."""
 
 
-class Moments(Stepwise):
-    """Compares gradients of successive steps: what they have in common is signal, the rest noise. No layer is touched.
+def extrapolation(optimizer: Optimizer) -> float:
+    """Return f in ||G||^2 = L1 + f * (L1 - L2), L1 and L2 the products of gradients one and two steps apart.
+
+    A gradient's noise moves the weights, and they move the gradients that follow against it: by c after one step and,
+    with momentum m, by (1 + m) c after two; Nesterov's (1 + m) c and (1 + m + m^2) c. So f is 1 / m, or
+    (1 + m) / m^2. It is 0, and L1 alone counts, where that would be above 2.5: momentum below 0.4, Nesterov's below
+    0.87, and NAdam, whose momentum rises over thousands of steps. Without momentum both steps show the same, and
+    nothing can be told. Of parameter groups the largest one's counts.
+    """
+    return _factor(optimizer.param_groups[_largest_group(optimizer)])
+
+
+def _largest_group(optimizer: Optimizer) -> int:
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    return sizes.index(max(sizes))
+
+
+def _factor(group: Mapping[str, Any]) -> float:
+    momentum = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+    if momentum <= 0 or "momentum_decay" in group:
+        return 0.0
+    factor = (1 + momentum) / momentum**2 if group.get("nesterov") else 1 / momentum
+    return factor if factor <= FARTHEST else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepProducts:
+    """Products of the gradient of a step with itself and with those of the two steps before."""
+
+    sizes: tuple[int, int]
+    """Samples of the step before and of this one."""
+    factor: float
+    """That of the extrapolation."""
+    parts: Sequence[Norms]
+    """||g||^2 of the step before and of this one; the products of this one with the last and with the one before."""
+
+    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return the weight, tr(Sigma), ||G||^2, Var_i<g_i, g>, and the part of tr(Sigma) that falls with ||G||^2."""
+        (size, own_size), (before, own, one, two) = self.sizes, values
+        sq_norm = one + self.factor * (one - two)
+        mean = (size**2 * before + 2 * size * own_size * one + own_size**2 * own) / (size + own_size) ** 2
+        inner = inner_variance((before, own), self.sizes, mean)
+        return own_size, own_size * (own - sq_norm), sq_norm, inner, own_size * sq_norm
+
+
+class SuccessiveGradients:
+    """The gradients of the last three steps, whole or as sketches, compared with each other.
+
+    A ring of three vectors: whole gradients (or this rank's shards of them) in a copy of the parameters each, or
+    sketches. Squared norms are exact either way. Products of sketches are off at random. Where the gradients differ
+    from step to step, so do these errors, and they are part of the scatter; that of ||G||^2 itself stays as long as
+    the signs do. If ranks hold shards, products of shards add up over ranks; sketches are added up at each step.
+
+    Args:
+        parameters: The parameters whose gradients are compared, by name.
+        optimizer: The optimizer whose momentum counts.
+        average: Filled with an estimate a step, or every `every_steps`.
+        preconditioned: Whether gradients are divided by what their own step divides by.
+        every_steps: Steps from one estimate to the next, or as few as it takes.
+        sketch: Whether to keep sketches; None for those of large models.
+        sketch_size: Numbers of a sketch; None for as many as fit.
+        seed: Determines the signs of sketches; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        average: PairAverage,
+        *,
+        preconditioned: bool = False,
+        every_steps: int = 1,
+        sketch: bool | None = None,
+        sketch_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._parameters, self._optimizer, self._average = parameters, optimizer, average
+        self._group, self._every_steps = _largest_group(optimizer), every_steps
+        self._preconditioner = Preconditioner(optimizer, parameters) if preconditioned else None
+        self._shards = Shards(parameters)
+        average.shards = self._shards.ranks
+        # Estimates of neighbouring steps share gradients.
+        average.overlap = KEPT - 1 if every_steps == 1 else 0
+        # Too little momentum leaves a bias upwards that nobody knows.
+        average.bounds_below = extrapolation(optimizer) > 0
+        self._make_room(_size_of_sketch(parameters, sketch, sketch_size), seed)
+        self.pause = 0
+        """Steps to come that are not looked at."""
+
+    def _make_room(self, size: int, seed: int) -> None:
+        """Make the ring: of sketches of this size, or of whole gradients if it is 0."""
+        self.signs = SignSketch(self._parameters, size, seed=seed) if size else None
+        self.vectors: list[Tensor] = []
+        self.views: list[dict[str, Tensor]] = []
+        """The places of parameters in whole vectors."""
+        if self.signs is not None:
+            self._kernel = KernelSketch(self.signs)
+            like = torch.zeros(size, dtype=self.signs.dtype, device=self.signs.device)
+            self.vectors = [torch.zeros_like(like) for _ in range(KEPT)]
+            self._average.relative_variance = self.signs.relative_variance
+        else:
+            for _ in range(KEPT):
+                vector, views = _flat(self._shards.held)
+                self.vectors.append(vector)
+                self.views.append(views)
+            self._average.relative_variance = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all steps."""
+        self._count = 0
+        self._sizes: list[int] = []
+        """Samples of the last steps, the newest first, as in the following."""
+        self._sq_norms: list[Norms] = []
+
+    def add(self, optimizer: Optimizer, num_samples: int, *, scale: float = 1.0) -> bool:
+        """Take in the step that `optimizer` is about to make; returns whether it is one.
+
+        Args:
+            optimizer: The one that steps.
+            num_samples: Samples of the step.
+            scale: The factor that makes its gradients means over samples.
+        """
+        average = self._average
+        if self.pause:
+            self.pause -= 1
+            average.num_samples = average.num_samples + num_samples
+            return True
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        if not gradients or is_recorded(next(iter(gradients.values()))):
+            return False
+        grad_scale = scale_of_gradients(optimizer)
+        if math.isinf(grad_scale):  # a GradScaler's overflow: the optimizer will skip this step
+            average.skipped_samples = average.skipped_samples + num_samples
+            return False
+        average.num_samples = average.num_samples + num_samples
+        if self._shards.is_any_sharded:
+            gradients = self._shards.of(gradients)
+        step = StepGradients(
+            gradients,
+            scale=scale,
+            grad_scale=grad_scale,
+            preconditioner=self._preconditioner,
+            offsets=self._shards.offsets,
+        )
+        if not step.gradients:  # nothing divides before an optimizer's first step
+            return True
+        self.add_gradients(step, num_samples)
+        # Momentum may change: OneCycleLR moves it, and so does lr_coupling="adam" with the batch size.
+        factor = _factor(self._optimizer.param_groups[self._group])
+        needed = KEPT if factor else KEPT - 1
+        if self._count < needed:
+            return True
+        if not factor:
+            average.bounds_below = False
+        average.add_step(self.products(factor))
+        if self._every_steps > 1:
+            self.pause = max(0, self._every_steps - needed)
+            self.forget()
+        return True
+
+    def add_gradients(self, step: StepGradients, num_samples: int) -> None:
+        """Keep the gradients of a step in the place of the oldest ones."""
+        place = self._count % KEPT
+        sq_norm: Norms
+        if self.signs is None:
+            sq_norm = self._put_whole(place, step)
+        else:
+            taken = self._kernel if applies(self.signs, step) else self.signs
+            self.vectors[place], sq_norm = taken.of(step)
+            # Products of sums over ranks need the sums themselves: the numbers of one sketch travel at each step.
+            self._shards.ranks.sum_([self.vectors[place]])
+        self._count += 1
+        self._sizes = [num_samples, *self._sizes[: KEPT - 1]]
+        self._sq_norms = [sq_norm, *self._sq_norms[: KEPT - 1]]
+
+    def _put_whole(self, place: int, step: StepGradients) -> Tensor:
+        vector, views = self.vectors[place], self.views[place]
+        gradients = step.gradients if step.moments is None else dict(step)
+        if len(gradients) < len(views):
+            vector.zero_()
+        dense = [g.to_dense() if g.is_sparse else g for g in gradients.values()]
+        with torch.no_grad():
+            torch._foreach_copy_([views[name] for name in gradients], dense)
+        if step.scale != 1.0:
+            vector.mul_(step.scale)
+        return _dot(vector, vector)
+
+    def products(self, factor: float) -> StepProducts:
+        """Multiply the newest gradient with the one before and, to extrapolate, with the one before that."""
+        newest, last, before = (self.vectors[(self._count - lag) % KEPT] for lag in (1, 2, 3))
+        products: list[Norms] = [_dot(newest, last), _dot(newest, before) if factor else 0.0]
+        if self.signs is not None and not self._shards.ranks.is_alone:  # all have whole sketches, whose parts add up
+            products = [each / self._shards.ranks.size for each in products]
+        return StepProducts((self._sizes[1], self._sizes[0]), factor, (self._sq_norms[1], self._sq_norms[0], *products))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gradients that the next steps will be multiplied with, and the signs they are sketched by."""
+        # The oldest of the three is written over by the next step, so two are enough.
+        held = [(self._count - lag) % KEPT for lag in range(1, min(self._count, KEPT - 1) + 1)]
+        return {
+            "sketch": None if self.signs is None else {"size": self.signs.size, "seed": self.signs.seed},
+            "entries": {name: p.numel() for name, p in self._parameters.items()},
+            "sizes": self._sizes[: len(held)],
+            "sq_norms": self._shards.summed(read(self._sq_norms[: len(held)])),
+            "gradients": [
+                self._shards.save(self.views[place]) if self.signs is None else self.vectors[place].clone()
+                for place in held
+            ],
+            "pause": self.pause,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with saved gradients, kept as they were, whatever the settings are here."""
+        for was, now in itertools.zip_longest(state["entries"].items(), self._parameters.items()):
+            if was is None or now is None or was != (now[0], now[1].numel()):
+                raise CheckpointError(
+                    f"the checkpoint's gradients are another model's: among its parameters and their entries is {was} "
+                    f"there where {now and (now[0], now[1].numel())} is here"
+                )
+        saved = state["sketch"] or {"size": 0, "seed": 0}
+        self._make_room(saved["size"], saved["seed"])
+        for gradients in reversed(state["gradients"]):
+            if self.signs is not None:
+                self.vectors[self._count].copy_(gradients)
+            else:
+                for name, gradient in self._shards.load(gradients).items():
+                    self.views[self._count][name].copy_(gradient)
+            self._count += 1
+        self._sizes, self._sq_norms = list(state["sizes"]), [*self._shards.share(state["sq_norms"])]
+        self.pause = state["pause"]
+
+
+def _size_of_sketch(parameters: Mapping[str, nn.Parameter], sketch: bool | None, size: int | None) -> int:
+    """Choose the numbers of a sketch; 0 for whole gradients."""
+    if sketch is False or size is not None:
+        return size or 0
+    fitting = fitting_size(list(parameters.values()), sketches=KEPT)
+    if fitting >= LEAST_SIZE:
+        return fitting
+    return LEAST_SIZE if sketch else 0
+
+
+def _flat(parameters: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Make a vector with room for all, and each parameter's place in it, strided as it is: all are copied at once."""
+    first = next(iter(parameters.values()))
+    dtype = functools.reduce(torch.promote_types, (sum_dtype(p.dtype) for p in parameters.values()))
+    vector = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=dtype, device=first.device)
+    parts = vector.split([p.numel() for p in parameters.values()])
+    strides = {name: torch.empty_like(p, device="meta").stride() for name, p in parameters.items()}
+    places = zip(parameters.items(), parts, strict=True)
+    return vector, {name: part.as_strided(p.shape, strides[name]) for (name, p), part in places}
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Multiply two vectors; the real part if they are complex."""
+    if one.numel() <= LONGEST_DOT:
+        return torch.vdot(one, other).real
+    # In parts: a long float32 product on a CPU comes out too small (see LONGEST_DOT).
+    parts = zip(one.split(LONGEST_DOT), other.split(LONGEST_DOT), strict=True)
+    first, *rest = (torch.vdot(*each).real for each in parts)
+    return sum(rest, first)
+
+
+def require_settings(preconditioned: bool, sketch: bool | None, sketch_size: int | None) -> None:
+    """Raise for settings of `Moments` that make no sense."""
+    require_choice("preconditioned", preconditioned, (True, False))
+    require_choice("sketch", sketch, (None, True, False))
+    if sketch_size is not None:
+        require_count("sketch_size", sketch_size)
+        if sketch is False:
+            raise ArgumentError(f"sketch=False keeps whole gradients: leave sketch_size={sketch_size} out")
+
+
+class Moments(AveragedEstimator):
+    """Successive steps' gradients compared: what they have in common is signal, the rest noise. No layer is touched.
 
     Bias: the weights move between steps, and a gradient's noise with them, against which the next gradients point. With
     momentum, products of gradients one and two steps apart show by how much, and are extrapolated to none apart
-    (`lagged_products.extrapolation`): what is left is of higher order in the learning rate. On ResNet-18 B came out
-    0.76 to 1.13 times what `split` said in epochs 5 to 30 of 40, and several times too large in the first; around a
-    minimum 0.7 to 1.5 times what it was. Cost: a few passes over the gradients a step, and three sketches of them
-    (`gradient_sketch`), at most 1 % of the parameters' memory together; models below some 6 million parameters are
-    rather copied three times. No further backward pass, and no layer needs a rule. Under BatchNorm it is right for the
-    network as it trains, normalised over its whole batches.
+    (`extrapolation`): what is left is of higher order in the learning rate. On ResNet-18 B came out 0.76 to 1.13 times
+    what `split` said in epochs 5 to 30 of 40, and several times too large in the first; around a minimum 0.7 to 1.5
+    times what it was. Cost: a few passes over the gradients a step, and three sketches of them (`sketch.py`), at most
+    1 % of the parameters' memory together; models below some 6 million parameters are rather copied three times. No
+    further backward pass, and no layer needs a rule. Under BatchNorm it is right for the network as it trains,
+    normalised over its whole batches.
 
-    Without momentum, or with too little, gradients are compared in pairs. That takes one copy, and the bias stays: a
-    step at learning rate lr changes the next gradient by -lr * H g, H the Hessian, so to first order ||G||^2 comes out
-    too small by lr * E[g'Hg] and tr(Sigma) too large by lr * tr(H Sigma) with pairs and plain SGD; momentum and larger
-    windows add to it. At a high rate successive gradients may even point against each other. How large that bias is
-    cannot be told, only that it makes B too large. So the interval goes down to zero, and no policy lets a batch grow
-    on it: use `split` or `per-sample`. Where ||G||^2 comes out below zero, nothing is said of the noise scale at all.
+    Without momentum, or with too little, only gradients one step apart are compared, and the bias stays: a step at
+    learning rate lr changes the next gradient by -lr * H g, H the Hessian, so to first order ||G||^2 comes out too
+    small by lr * E[g'Hg]; momentum adds to it. At a high rate successive gradients may even point against each other.
+    The size of that bias cannot be told, only that it makes B too large. So the interval goes down to zero, and no
+    policy lets a batch grow on it: use `split` or `per-sample`. If ||G||^2 comes out below zero, nothing is said of
+    the noise scale at all.
 
     It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler's
-    scale is undone, and where ranks share a batch they are the whole batch's. Batches whose step was skipped after
-    their backward pass are in no estimate; one left out before it would count with the next.
+    scale is undone, and if ranks share a batch they are the whole batch's. Batches without a step are in no estimate.
 
     Under FSDP2 each rank keeps its own shards, and products are added over ranks when they are read. Sketches of
-    shards are added over ranks in each step that is looked at, so that every rank has the whole gradient's.
+    shards are added up at each step that is looked at.
 
     Args:
-        window: compares so many gradients, at least 2, as chunks of one large batch; None extrapolates as above where
-            the optimizer's momentum allows it, and else compares pairs.
-        decay: below 1 for an exponential mean over estimates; 0.95 looks back some twenty.
-        preconditioned: whether to measure gradients as an Adam-like optimizer sees them, each divided by what its own
+        decay: Below 1 for an exponential mean over estimates; 0.95 looks back some twenty.
+        preconditioned: Whether to measure gradients as an Adam-like optimizer sees them, each divided by what its own
             step divides by.
-        every_steps: makes one estimate in so many steps, or in as few as it takes; the steps in between are not looked
-            at and cost next to nothing. With 1 there is one a step where it is extrapolated, else one a window.
-        sketch: whether gradients are kept as sketches, whose error is part of the interval, or whole; None for sketches
-            where one of 2^14 numbers or more fits into 1 % of the parameters' memory.
-        sketch_size: numbers of a sketch; None for the largest power of two that fits, and at most 2^20.
+        every_steps: Makes one estimate in so many steps, or in as few as it takes; the steps in between are not looked
+            at and cost next to nothing.
+        sketch: Whether gradients are kept as sketches, whose error is part of the interval, or whole; None for sketches
+            if one of 2^14 numbers or more fits into 1 % of the parameters' memory.
+        sketch_size: Numbers of a sketch; None for the largest power of two that fits, and at most 2^20.
     """
 
     name = "moments"
-    stand_in = "per-sample"
-    undoes_grad_scale = True
     has_inner_variance = True
     sees_all_ranks = True
-    needs_whole_gradients = False
+    works_on_shards = True
+    trusts_negative = False  # the weights move between the compared steps, and that bias can carry ||G||^2 below zero
+    nothing_seen = "the epoch has ended, but no optimizer step on a batch of the loader was seen in it"
+    may_see_nothing = True  # large batches leave an epoch with a step or two
 
     def __init__(
         self,
         *,
-        window: int | None = None,
         decay: float = 1.0,
         preconditioned: bool = False,
         every_steps: int = 1,
         sketch: bool | None = None,
         sketch_size: int | None = None,
     ) -> None:
-        require_settings(preconditioned=preconditioned, every_steps=every_steps)
-        way = SuccessiveGradients(self.name, window, preconditioned, SketchChoice(sketch, sketch_size))
-        super().__init__(SuccessiveSteps(way, every_steps=every_steps), decay=decay)
+        super().__init__(decay=decay, every_steps=every_steps)
+        require_settings(preconditioned, sketch, sketch_size)
+        self._preconditioned, self._sketch, self._sketch_size = preconditioned, sketch, sketch_size
+
+    def _prepare(self, scene: Scene) -> None:
+        optimizer = scene.require_optimizer(self.name)
+        if self._preconditioned:
+            require_second_moment(scene.require_one_optimizer("preconditioned=True", self.name))
+        self._unchanged = UnchangedGradients([optimizer, *scene.other_optimizers])
+
+    def caveat(self, scene: Scene) -> str:
+        if extrapolation(scene.require_optimizer(self.name)):
+            return ""
+        return (
+            f"{self.name!r} can only say how large it is at most where the optimizer has a momentum below 0.4, "
+            "to which lr_coupling='adam' may have lowered it: policies that go by its interval will not grow a batch. "
+            "Give the optimizer momentum, or the controller estimator='per-sample' (a model without BatchNorm) or "
+            "'split' (batches as two micro_batches)"
+        )
+
+    def stand_in(self, scene: Scene, batch_size: int) -> str:
+        return PerSample.name if self.caveat(scene) and suits_per_sample(scene, batch_size) else ""
+
+    @property
+    def replay_token(self) -> object:
+        return True  # no pass has to be seen
+
+    def _attach(self, scene: Scene, average: PairAverage) -> None:
+        self._history = SuccessiveGradients(
+            trainable(scene.model),
+            scene.require_optimizer(self.name),
+            average,
+            preconditioned=self._preconditioned,
+            every_steps=self._every_steps,
+            sketch=self._sketch,
+            sketch_size=self._sketch_size,
+            # The samples so far are the same on all ranks, so their signs are, and other ones in each epoch.
+            seed=scene.delivery.samples_delivered,
+        )
+        self._is_first = True
+
+    def _detach(self) -> None:
+        del self._history
+
+    def on_step(self, event: StepEvent, optimizer: Optimizer) -> None:
+        if not event.samples:
+            self._unchanged.later(optimizer)
+            return
+        scene, size = self._bound(), event.samples
+        if event.batches > event.accumulate:
+            size = self._used(event)
+            # A loader that fetches ahead has delivered one batch more at the first step; nothing was left out there.
+            if not self._is_first:
+                average = self._at_work()
+                average.skipped_samples = average.skipped_samples + event.samples - size
+        self._is_first = False
+        # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
+        scale = 1.0 if scene.loss_reduction == "mean" else scene.delivery.ranks.size / size
+        self._history.add(optimizer, size, scale=scale)
+        self._unchanged.first(optimizer)
+
+    def _used(self, event: StepEvent) -> int:
+        """Count the samples of a step's gradient: a GradScaler or the loop made no step on the batches before."""
+        last = self._bound().delivery.rank_shard.num_samples
+        earlier = (event.samples - last) / (event.batches - 1)
+        return last + round(earlier * ((event.batches - 1) % event.accumulate))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._history.state_dict()} if self._average is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._history.load_state_dict(state)

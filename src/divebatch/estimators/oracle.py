@@ -24,8 +24,6 @@ class Oracle(Estimator):
     """
 
     name = "oracle"
-    needs_loss_fn = True
-    undoes_grad_scale = True  # its own passes are not scaled
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], *, fallback: Literal["vmap"] | None = None) -> None:
         if not callable(loss_fn):
@@ -38,7 +36,7 @@ class Oracle(Estimator):
         self._scene = scene
 
     def window(self) -> Diversity:
-        """At the present weights, like `finish`: nothing is attached."""
+        """Measure at the current weights, like `finish`: nothing is attached."""
         return self.finish()
 
     def finish(self) -> Diversity:

@@ -7,18 +7,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CoverageError
-from divebatch.estimators.average import PairAverage, unbiased
+from divebatch.estimators.average import AveragedEstimator, PairAverage, unbiased
 from divebatch.estimators.estimator import Scene
-from divebatch.estimators.stepwise import Source, Stepwise
 from divebatch.norms import DiversityMeter
 from divebatch.norms.compiled import is_compiled
 from divebatch.norms.meter import MODES, PassSums
 from divebatch.norms.registry import cover
 from divebatch.norms.sharded import is_sharded
-from divebatch.ranks import Ranks
 
 
-class PerSample(Stepwise):
+class PerSample(AveragedEstimator):
     """Per-sample norms against the norm of their sum, for each backward pass at its own weights.
 
     Bias: none; the mean over the epoch is of the weights the epoch passed through. Cost: `trajectory`'s, that is the
@@ -38,21 +36,10 @@ class PerSample(Stepwise):
     """
 
     name = "per-sample"
-    measures_norms = True
-
-    @classmethod
-    def can_measure(cls, scene: Scene, batch_size: int) -> bool:
-        """Whether each sample has gradients of its own, every layer a rule, and each pass more than one sample."""
-        model = scene.model
-        if batch_size <= scene.delivery.ranks.size or is_compiled(model) or any(map(is_sharded, model.parameters())):
-            return False
-        if any(isinstance(each, _BatchNorm) for each in model.modules()):
-            return False
-        try:
-            cover(model)
-        except CoverageError:
-            return False
-        return True
+    nothing_seen = (
+        "the epoch has ended, but no backward pass of two or more samples was seen in it. Where each pass has one "
+        "sample, or is inside compiled code, pass another estimator to the controller, such as 'moments'"
+    )
 
     def __init__(
         self,
@@ -70,30 +57,20 @@ class PerSample(Stepwise):
                 "coordinate: use Split(preconditioned=True) or Moments(preconditioned=True)"
             )
         require_choice("mode", mode, MODES)
-        source = SamplePasses(mode=mode, compiled=compiled, fallback=fallback, grad_scaler=grad_scaler)
-        super().__init__(source, decay=decay)
+        super().__init__(decay=decay)
+        self._settings: dict[str, Any] = {
+            "mode": mode,
+            "compiled": compiled,
+            "fallback": fallback,
+            "grad_scaler": grad_scaler,
+        }
 
-
-class SamplePasses(Source):
-    """Single backward passes, whose samples are chunks of one; `settings` are the meter's."""
-
-    nothing_seen = (
-        "the epoch has ended, but no backward pass of two or more samples was seen in it. Where each pass has one "
-        "sample, or is inside compiled code, pass another estimator to the controller, such as 'moments'"
-    )
-
-    def __init__(self, **settings: Any) -> None:
-        self._settings = settings
-
-    def min_batch_size(self, ranks: Ranks) -> int:
-        """One rank must have two samples, which it compares."""
-        return ranks.size + 1
-
-    def prepare(self, scene: Scene) -> None:
+    def _prepare(self, scene: Scene) -> None:
+        self.min_batch_size = scene.delivery.ranks.size + 1  # one rank must have two samples, which it compares
         self._meter = DiversityMeter(
             scene.model,
-            rank_shard=scene.rank_shard,
-            delivered=scene.samples_here,
+            rank_shard=lambda: scene.delivery.rank_shard,
+            delivered=lambda: scene.delivery.local_samples_delivered,
             on_pass=self._take,
             loss_reduction=scene.loss_reduction,
             skip_nonfinite=True,
@@ -101,12 +78,10 @@ class SamplePasses(Source):
         )
         self._batch_norms = {name: m for name, m in scene.model.named_modules() if isinstance(m, _BatchNorm)}
 
-    def attach(self, scene: Scene, decay: float) -> PairAverage:
-        self._average = PairAverage(decay=decay)
+    def _attach(self, scene: Scene, average: PairAverage) -> None:
         self._meter.attach()
-        return self._average
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         self._meter.detach()
 
     def _take(self, seen: PassSums) -> None:
@@ -115,11 +90,12 @@ class SamplePasses(Source):
         # One sample shows no scatter: the formula divides by size - 1.
         counts = size > 1
         pair = torch.stack(unbiased(seen.sum_of_sq_norms, seen.sq_norm_of_sum / size**2, size, size))
-        self._average.num_samples = self._average.num_samples + size
+        average = self._at_work()
+        average.num_samples = average.num_samples + size
         if seen.is_finite is not None:
             counts = counts & seen.is_finite
-            self._average.leave_out(size * ~seen.is_finite)
-        self._average.add(pair, size * counts)
+            average.leave_out(size * ~seen.is_finite)
+        average.add(pair, size * counts)
 
     def _require_own_gradients(self) -> None:
         for name, module in self._batch_norms.items():
@@ -128,3 +104,17 @@ class SamplePasses(Source):
                     f"'{name}' ({type(module).__name__}) is in training mode: samples have no gradients of their own, "
                     f"and an estimate from their norms would be wrong. Use estimator='split' or 'moments'"
                 )
+
+
+def suits_per_sample(scene: Scene, batch_size: int) -> bool:
+    """Say whether each sample has gradients of its own, every layer a rule, and each pass more than one sample."""
+    model = scene.model
+    if batch_size <= scene.delivery.ranks.size or is_compiled(model) or any(map(is_sharded, model.parameters())):
+        return False
+    if any(isinstance(each, _BatchNorm) for each in model.modules()):
+        return False
+    try:
+        cover(model)
+    except CoverageError:
+        return False
+    return True

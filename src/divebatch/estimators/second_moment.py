@@ -1,6 +1,6 @@
-"""Gradients as Adam and its kin see them: each coordinate divided by the root of its running second moment."""
+"""The gradients of a step as an estimate takes them: unscaled, and divided by the root of Adam's second moment."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ CORRECTED = "betas"
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SecondMoment:
     """An optimizer's second moment of one parameter, as it stands before a step."""
 
     mean: Tensor
@@ -39,7 +39,7 @@ class Moment:
 
 
 class Preconditioner:
-    """Knows what an optimizer divides gradients by: sqrt(v) + eps, v its second moment, corrected as it does.
+    """The divisor of an optimizer's gradients: sqrt(v) + eps, v its second moment, corrected as it does.
 
     `divided` takes the v that the step about to come will have, with the gradient's own square in it. Without that, a
     coordinate that was hardly ever seen (the embedding of a rare token) would be divided by next to nothing, and a few
@@ -52,22 +52,22 @@ class Preconditioner:
         require_second_moment(optimizer)
         self._optimizer, self._parameters = optimizer, parameters
 
-    def moments(self) -> dict[str, Moment]:
-        """By parameter name, of those that the optimizer has moved; none before its first step."""
+    def moments(self) -> dict[str, SecondMoment]:
+        """Return them by parameter name, of those that the optimizer has moved; none before its first step."""
         # Asked anew each time, since groups are replaced where a state is loaded.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         found = ((name, self._moment(p, groups.get(id(p)))) for name, p in self._parameters.items())
         return {name: moment for name, moment in found if moment is not None}
 
     def scales(self) -> dict[str, Tensor] | None:
-        """1 / (sqrt(v) + eps) by parameter name; None before the optimizer's first step."""
+        """Compute 1 / (sqrt(v) + eps) by parameter name; None before the optimizer's first step."""
         scales = {
             name: _divisor_from(_summed(each.mean).clone(), each, 0).reciprocal_()
             for name, each in self.moments().items()
         }
         return scales or None
 
-    def _moment(self, parameter: nn.Parameter, group: Mapping[str, Any] | None) -> Moment | None:
+    def _moment(self, parameter: nn.Parameter, group: Mapping[str, Any] | None) -> SecondMoment | None:
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         if not state or group is None:
             return None
@@ -81,15 +81,53 @@ class Preconditioner:
         decay = float(group[CORRECTED][1] if is_corrected else group["alpha"])
         largest = _real(state[LARGEST_MOMENT]) if LARGEST_MOMENT in state else None
         step = torch.as_tensor(state["step"])
-        return Moment(_real(state[key]), largest, step, decay, float(group["eps"]), is_corrected)
+        return SecondMoment(_real(state[key]), largest, step, decay, float(group["eps"]), is_corrected)
 
 
-def divided(gradient: Tensor, moment: Moment, scale: float) -> Tensor:
-    """`scale` times the gradient, divided. `scale` makes it what the optimizer will square, without a GradScaler's."""
+class StepGradients:
+    """(name, gradient) pairs of one step, one at a time, so that a reader need not hold them all; times `scale`.
+
+    Args:
+        gradients: The gradients as the optimizer's step finds them, by parameter name.
+        scale: The factor that makes them the mean over the batch's samples.
+        grad_scale: The scale that a GradScaler left them multiplied with.
+        preconditioner: Divides them; parameters that the optimizer has not moved yet are left out.
+        offsets: For gradients that are shards of their parameters', the number of the first entry there.
+    """
+
+    def __init__(
+        self,
+        gradients: Mapping[str, Tensor],
+        *,
+        scale: float = 1.0,
+        grad_scale: float = 1.0,
+        preconditioner: Preconditioner | None = None,
+        offsets: Mapping[str, int] | None = None,
+    ) -> None:
+        self.offsets = offsets or {}
+        self.moments = None if preconditioner is None else preconditioner.moments()
+        """The second moments that divide; None if nothing does."""
+        self.gradients = gradients
+        if self.moments is not None:
+            self.gradients = {name: each for name, each in gradients.items() if name in self.moments}
+        # A division takes gradients as the optimizer will square them, so their own scale must go before.
+        self.scale = scale / grad_scale if self.moments is None else scale
+        """The factor that is left to multiply by."""
+        self.unscale = 1 / grad_scale
+        """The factor before a division."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, gradient in self.gradients.items():
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            yield name, dense if self.moments is None else divided(dense, self.moments[name], self.unscale)
+
+
+def divided(gradient: Tensor, moment: SecondMoment, scale: float) -> Tensor:
+    """Divide `scale` times the gradient. `scale` makes it what the optimizer will square, without a GradScaler's."""
     return _by_parts(gradient, partial(_divided, moment=moment, scale=scale))
 
 
-def _divided(gradient: Tensor, moment: Moment, scale: float) -> Tensor:
+def _divided(gradient: Tensor, moment: SecondMoment, scale: float) -> Tensor:
     before = _summed(moment.mean)
     gradient = addend(gradient, before)
     gradient = gradient if scale == 1.0 else gradient * scale
@@ -97,8 +135,8 @@ def _divided(gradient: Tensor, moment: Moment, scale: float) -> Tensor:
     return torch.div(gradient, divisor, out=divisor)
 
 
-def _divisor_from(mean: Tensor, moment: Moment, steps_more: int) -> Tensor:
-    """What the optimizer divides by, so many steps from now, if `mean` is its second moment then; written over it."""
+def _divisor_from(mean: Tensor, moment: SecondMoment, steps_more: int) -> Tensor:
+    """Compute the divisor some steps from now, if `mean` is the second moment then; written over it."""
     if moment.largest is not None:
         torch.maximum(mean, moment.largest.to(mean.dtype), out=mean)
     if moment.is_corrected:
@@ -108,7 +146,7 @@ def _divisor_from(mean: Tensor, moment: Moment, steps_more: int) -> Tensor:
 
 
 def rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients times the scales, by coordinate; without parameters that the optimizer has not moved yet."""
+    """Multiply gradients by scales; without parameters that the optimizer has not moved yet."""
     return {
         name: _by_parts(gradient, partial(_multiplied, scale=scales[name]))
         for name, gradient in gradients.items()
@@ -121,7 +159,7 @@ def _multiplied(gradient: Tensor, scale: Tensor) -> Tensor:
 
 
 def _by_parts(gradient: Tensor, divide: Callable[[Tensor], Tensor]) -> Tensor:
-    """Real and imaginary part each by itself, as torch's optimizers do."""
+    """Divide real and imaginary part each by itself, as torch's optimizers do."""
     return torch.view_as_complex(divide(_real(gradient))) if gradient.is_complex() else divide(gradient)
 
 

@@ -1,232 +1,446 @@
-"""An unbiased estimate from the chunks that a batch is cut into."""
+"""Unbiased estimates from the chunks that a batch is cut into: by micro-batches, or by ranks."""
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.average import PairAverage
-from divebatch.estimators.chunk_gradients import Chunks
+from divebatch.estimators.average import (
+    AveragedEstimator,
+    Norms,
+    PairAverage,
+    inner_variance,
+    norms_of,
+    read,
+    unbiased,
+)
 from divebatch.estimators.estimator import Scene
-from divebatch.estimators.optimizer_events import PassWatch, when_gradients_are_used
-from divebatch.estimators.second_moment import require_second_moment
-from divebatch.estimators.stepwise import Source, Stepwise, require_settings
-from divebatch.norms.accumulators import trainable
+from divebatch.estimators.second_moment import Preconditioner, require_second_moment, rescaled
+from divebatch.estimators.step_hooks import UnchangedGradients, is_recorded, scale_of_gradients
+from divebatch.measurement import StepEvent
+from divebatch.norms.accumulators import addend, trainable
 from divebatch.norms.loss_scale import LossWeight
-from divebatch.ranks import Ranks
+from divebatch.norms.passes import BackwardPass, current_pass
+from divebatch.norms.sketch import sum_dtype
 
 HOW_TO_CUT = (
     "cut each batch into two or more: for (x, y), weight in divebatch.micro_batches(batch, size): "
     "(loss_fn(model(x), y) * weight).backward()"
 )
-NOTHING_CUT = f"the epoch has ended, and no batch in it went through in two or more backward passes; {HOW_TO_CUT}"
 
-OnChunk = Callable[[Mapping[str, Tensor], int, float, float], None]
-"""Is told gradients, the chunk's samples, the weight of its loss, and what turns the gradients into its mean one."""
+OnPass = Callable[[dict[str, Tensor], LossWeight], None]
+"""Called with a backward pass's own gradients by the parameters' names, and the weight of its loss."""
 
 
-class Split(Stepwise):
-    """Compares chunks of one batch at the same weights: what they have in common is signal, the rest is noise.
+class PassWatch:
+    """The gradients of each backward pass, handed over when it has ended.
+
+    Args:
+        parameters: The parameters whose gradients are collected, by name.
+        on_pass: Called after each pass.
+        is_wanted: Asked whether the pass under way is looked at.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], on_pass: OnPass, *, is_wanted: Callable[[], bool]
+    ) -> None:
+        self._on_pass, self._is_wanted = on_pass, is_wanted
+        self._handles: list[RemovableHandle] = []
+        for name, parameter in parameters.items():
+            self._handles.append(parameter.register_hook(partial(self._receive, name)))
+            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _receive(self, name: str, gradient: Tensor) -> None:
+        if self._is_wanted() and not is_recorded(gradient):
+            current_pass().notes(self)[name] = gradient.detach()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if self._is_wanted() and not is_recorded(parameter):
+            current_pass().at_end(self._end)
+
+    def _end(self, over: BackwardPass) -> None:
+        if self._handles:
+            self._on_pass(over.notes(self), LossWeight(1.0) if over.weight is None else over.weight)
+
+
+class _Chunked(AveragedEstimator):
+    """An estimator that compares the backward passes between two optimizer steps, as chunks of one batch."""
+
+    nothing_seen = f"the epoch has ended, and no batch in it went through in two or more backward passes; {HOW_TO_CUT}"
+
+    def __init__(self, *, decay: float, every_steps: int = 1, grad_scaler: Any) -> None:
+        super().__init__(decay=decay, every_steps=every_steps)
+        self._grad_scaler = grad_scaler
+
+    def _prepare(self, scene: Scene) -> None:
+        if scene.loss_reduction != "mean":
+            raise ArgumentError(
+                f"{self.name} needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
+                f"'moments' and 'per-sample' take sums"
+            )
+        self._optimizers = [scene.require_optimizer(self.name), *scene.other_optimizers]
+
+    def _attach(self, scene: Scene, average: PairAverage) -> None:
+        self._parameters = trainable(scene.model)
+        self._delivered = self._chunked = 0
+        """Samples that came to this rank up to the last step, and those of chunks, since measuring began."""
+        self._passes = PassWatch(self._parameters, self._end_of_pass, is_wanted=self._is_looking)
+
+    def _detach(self) -> None:
+        self._passes.close()
+
+    @property
+    def replay_token(self) -> object:
+        return True
+
+    def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
+        if self._average is not None and self._is_looking():
+            own = {name: gradients[name] for name in self._parameters if name in gradients}
+            self._take(own, weight, applied=1.0)
+
+    def _is_looking(self) -> bool:
+        """Say whether the batch under way is looked at."""
+        return True
+
+    def _end_of_pass(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
+        self._take(gradients, weight, applied=float(weight))
+
+    def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
+        shard = self._bound().delivery.rank_shard
+        rank_weight = shard.weight_for("mean")
+        if not rank_weight or not weight:  # of a dummy
+            return
+        size = shard.mine if weight.num_samples is None else weight.num_samples
+        self._chunked += size
+        is_scaled = getattr(self._grad_scaler, "_scale", None) is not None  # a scaler that was used so far
+        loss_scale = float(self._grad_scaler.get_scale()) if is_scaled else 1.0
+        self._add(gradients, size, float(weight), 1 / (applied * rank_weight * loss_scale))
+
+    @abstractmethod
+    def _add(self, gradients: Mapping[str, Tensor], num_samples: int, weight: float, scale: float) -> None:
+        """Add a chunk of `num_samples` samples whose mean gradient is `scale` times `gradients`."""
+
+    def on_step(self, event: StepEvent, optimizer: Optimizer) -> None:
+        self._delivered += event.local_samples
+        if self._chunked > self._delivered:
+            raise UsageError(
+                f"the backward passes since measuring began held {self._chunked} samples by the loader's count, and "
+                f"it delivered {self._delivered}: {HOW_TO_CUT}"
+            )
+
+    def _require_whole_batches(self, num_chunks: int) -> None:
+        # Half a batch's chunks are of one rank alone, and a state must be that of all ranks.
+        if num_chunks and not self._bound().delivery.ranks.is_alone:
+            raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkNorms:
+    """Norms of the mean gradients of two or more chunks of samples at the same weights."""
+
+    sizes: Sequence[int]
+    """Samples of each chunk."""
+    factors: Sequence[float]
+    """Factors that the squared norm of each chunk is to be multiplied by."""
+    norms: Sequence[Norms]
+    """Norms of each chunk's gradients."""
+    of_sum: Norms
+    """Norms of the sum of gradients over all samples."""
+    before_last: Norms | None
+    """Norms of the sum that the last chunk was added to; None if that was the first chunk."""
+
+    @property
+    def parts(self) -> list[Norms]:
+        """All that is to be read."""
+        return [*self.norms, self.of_sum, *([] if self.before_last is None else [self.before_last])]
+
+    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return the weight, tr(Sigma), ||G||^2 and Var_i<g_i, g>."""
+        count, total = len(self.sizes), sum(self.sizes)
+        of_chunks = [factor * square for factor, square in zip(self.factors, values[:count], strict=True)]
+        mean, last = values[count] / total**2, self.sizes[-1]
+        weighted = sum(size * square for size, square in zip(self.sizes, of_chunks, strict=True))
+        before = self.sizes[0] ** 2 * of_chunks[0] if self.before_last is None else values[count + 1]
+        rest = total - last
+        inner = inner_variance((before / rest**2, of_chunks[-1]), (rest, last), mean)
+        return (total, *unbiased(weighted, mean, count, total), inner)
+
+
+class GradientSums:
+    """Sums of chunk gradients; they cost one copy of the trainable parameters.
+
+    With an `optimizer` gradients are first divided by the root of its second moment, as it stood at the first of the
+    chunks that belong together; that costs a second copy.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, optimizer: Optimizer | None = None) -> None:
+        self._preconditioner = Preconditioner(optimizer, parameters) if optimizer is not None else None
+        self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in parameters.items()}
+        self.sizes: list[int] = []
+        """Samples of the chunks so far."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all chunks."""
+        self.sizes = []
+        self._factors: list[float] = []
+        self._norms: list[Norms] = []
+        self._before_last: Norms | None = None
+        """Norms of the sum that the last chunk was added to, if that held more than the first chunk."""
+        self._scales: dict[str, Tensor] | None = None
+        torch._foreach_zero_(list(self._sums.values()))
+
+    def add(self, gradients: Mapping[str, Tensor], num_samples: int, *, scale: float = 1.0) -> None:
+        """Add a chunk of `num_samples` samples whose mean gradient is `scale` times `gradients`.
+
+        Before an optimizer's first step there is nothing to divide by, and the chunk is left out. So is one of no
+        samples, which is what a loader counts that was left within an epoch and starts again.
+        """
+        if num_samples == 0:
+            return
+        if self._preconditioner is not None:
+            # Those of the first chunk for all that are compared: another divisor would look like noise.
+            self._scales = self._scales or self._preconditioner.scales()
+            if self._scales is None:
+                return
+            gradients = rescaled(gradients, self._scales)
+        sums = [self._sums[name] for name in gradients]
+        plain = [addend(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
+        # Two chunks cost no more than they must.
+        self._before_last = norms_of(list(self._sums.values())) if len(self.sizes) > 1 else None
+        self.sizes.append(num_samples)
+        self._factors.append(scale**2)
+        self._norms.append(norms_of(plain))
+        torch._foreach_add_(sums, plain, alpha=num_samples * scale)
+
+    def norms(self) -> ChunkNorms:
+        """Return the norms of two or more chunks."""
+        of_sum = norms_of(list(self._sums.values()))
+        return ChunkNorms(self.sizes, self._factors, self._norms, of_sum, self._before_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of chunks that wait for more."""
+        squares = [factor * each for factor, each in zip(self._factors, read(self._norms), strict=True)]
+        return {
+            "sizes": list(self.sizes),
+            "sq_norms": squares,
+            "before_last": None if self._before_last is None else read([self._before_last])[0],
+            "sums": {name: total.clone() for name, total in self._sums.items()} if self.sizes else {},
+            "scales": {name: each.clone() for name, each in self._scales.items()} if self._scales else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with saved sums."""
+        self.forget()
+        self.sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
+        # The saved squares have their factors in them already.
+        self._factors, self._before_last = [1.0] * len(self._norms), state["before_last"]
+        for name, total in state["sums"].items():
+            self._sums[name].copy_(total)
+        if state["scales"] is not None:
+            self._scales = {name: each.to(self._sums[name]) for name, each in state["scales"].items()}
+
+
+class Split(_Chunked):
+    """Chunks of one batch compared at the same weights: what they have in common is signal, the rest is noise.
 
     It sees the backward passes between two optimizer steps, so gradient accumulation is all it needs: over several
     batches of the loader, or over parts of one from `divebatch.micro_batches`. The loss must be a mean over samples.
 
     Bias: none, with chunks of any sizes. Under BatchNorm it is right too, for the network as it trains: normalised
     over one chunk at a time. Cost: one copy of the trainable parameters (the trainer's replays take one more, or
-    two); more backward passes only where batches would not have been cut anyway. Two chunks scatter more than
+    two); more backward passes only if batches would not have been cut anyway. Two chunks scatter more than
     `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. A GradScaler that
     skips a step leaves out its batch and the next, whose passes are compared with it.
 
     Args:
-        decay: below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
-        preconditioned: whether to measure gradients as an Adam-like optimizer sees them, each coordinate over the root
+        decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
+        preconditioned: Whether to measure gradients as an Adam-like optimizer sees them, each coordinate over the root
             of its running second moment. Exact: all chunks of a batch are divided by the same.
-        every_steps: looks at one batch in so many, the first of them. The others may go through as a whole, and cost
+        every_steps: Looks at one batch in so many, the first of them. The others may go through as a whole, and cost
             little; `control.plan().min_micro_batches` says for each batch whether it is to be cut.
-        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, where there is one.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses; None if there is none.
     """
 
     name = "split"
     has_inner_variance = True
+    min_micro_batches = 2
 
     def __init__(
         self, *, decay: float = 1.0, preconditioned: bool = False, every_steps: int = 1, grad_scaler: Any = None
     ) -> None:
-        require_settings(preconditioned=preconditioned, every_steps=every_steps)
-        source = BatchChunks(preconditioned=preconditioned, every_steps=every_steps, grad_scaler=grad_scaler)
-        super().__init__(source, decay=decay)
-
-
-class BatchChunks(Source):
-    """The backward passes between two optimizer steps, as chunks of one batch."""
-
-    nothing_seen = NOTHING_CUT
-    takes_replays = True
-
-    def __init__(self, *, preconditioned: bool, every_steps: int, grad_scaler: Any = None) -> None:
-        self._preconditioned, self.every_steps, self._grad_scaler = preconditioned, every_steps, grad_scaler
+        super().__init__(decay=decay, every_steps=every_steps, grad_scaler=grad_scaler)
+        require_choice("preconditioned", preconditioned, (True, False))
+        self._preconditioned = preconditioned
         self._num_batches = 0
 
-    @property
-    def min_micro_batches(self) -> int:
-        return 2 if self._is_looking() else 1
-
-    def min_batch_size(self, ranks: Ranks) -> int:
-        """One rank must have two samples, which it compares."""
-        return ranks.size + 1
-
-    def prepare(self, scene: Scene) -> None:
-        require_mean(scene, Split.name)
-        scene.require_optimizer(Split.name)
+    def _prepare(self, scene: Scene) -> None:
+        super()._prepare(scene)
         if self._preconditioned:
-            require_second_moment(scene.require_one_optimizer("preconditioned=True", Split.name))
+            require_second_moment(scene.require_one_optimizer("preconditioned=True", self.name))
+        self.min_batch_size = scene.delivery.ranks.size + 1  # one rank must have two samples, which it compares
 
-    def attach(self, scene: Scene, decay: float) -> PairAverage:
-        self._num_batches = 0
-        self._average = PairAverage(decay=decay)
-        parameters, optimizer = trainable(scene.model), scene.optimizer if self._preconditioned else None
-        self._chunks = Chunks(parameters, optimizer=optimizer)
-        self._batches = BatchWatch(
-            scene,
-            parameters,
-            lambda gradients, size, _, scale: self._chunks.add(gradients, size, scale=scale),
-            lambda num_delivered, _: self._end_of_batch(num_delivered),
-            self._is_looking,
-            self._grad_scaler,
-        )
-        return self._average
+    def _attach(self, scene: Scene, average: PairAverage) -> None:
+        super()._attach(scene, average)
+        self._sums = GradientSums(self._parameters, optimizer=scene.optimizer if self._preconditioned else None)
+        self._count_batches(0)
 
-    def detach(self) -> None:
-        self._batches.close()
-        del self._chunks
+    def _detach(self) -> None:
+        super()._detach()
+        del self._sums
 
-    def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
-        if self._is_looking():
-            self._batches.take_replay(gradients, weight)
+    def _count_batches(self, number: int) -> None:
+        self._num_batches = number
+        self.min_micro_batches = 2 if self._is_looking() else 1
 
     def _is_looking(self) -> bool:
-        return self._num_batches % self.every_steps == 0
+        return self._num_batches % self._every_steps == 0
 
-    def _end_of_batch(self, num_delivered: int) -> None:
-        is_whole = self._chunks.num_chunks < 2
+    def _add(self, gradients: Mapping[str, Tensor], num_samples: int, weight: float, scale: float) -> None:
+        self._sums.add(gradients, num_samples, scale=scale)
+
+    def on_step(self, event: StepEvent, optimizer: Optimizer) -> None:
+        super().on_step(event, optimizer)
+        average, sizes = self._at_work(), self._sums.sizes
         if not self._is_looking():
-            self._average.num_samples = self._average.num_samples + num_delivered
-            self._num_batches += 1
-        else:
-            self._num_batches += not is_whole  # else the next one has to show what this one did not
-            self._average.num_samples = self._average.num_samples + self._chunks.num_samples
-            if not is_whole:
-                self._average.add_row(self._chunks.row())
-        if self._chunks.num_chunks:
-            self._chunks.forget()
+            average.num_samples = average.num_samples + event.local_samples
+            self._count_batches(self._num_batches + bool(event.samples))
+        elif sizes:
+            average.num_samples = average.num_samples + sum(sizes)
+            if len(sizes) > 1:  # else the next batch has to show what this one did not
+                average.add_step(self._sums.norms())
+                self._count_batches(self._num_batches + 1)
+        if sizes:
+            self._sums.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        chunks = self._chunks.state_dict()
-        return {**self._batches.state_dict(), "chunks": chunks, "num_batches": self._num_batches}
+        if self._average is None:
+            return {}
+        self._require_whole_batches(len(self._sums.sizes))
+        return {**super().state_dict(), "chunks": self._sums.state_dict(), "num_batches": self._num_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._batches.load_state_dict(state)
-        self._chunks.load_state_dict(state["chunks"])
-        self._num_batches = state["num_batches"]
+        super().load_state_dict(state)
+        self._sums.load_state_dict(state["chunks"])
+        self._count_batches(state["num_batches"])
 
 
-class BatchWatch:
-    """Watches the backward passes between two optimizer steps: one chunk of samples each.
+@dataclass(frozen=True, slots=True)
+class RankNorms:
+    """One rank's part of the norms of a batch's chunks; parts add up over ranks."""
+
+    parts: Sequence[Norms]
+    """Sum of s_j ||g_j||^2, squared norm of what the optimizer gets, chunks, samples, and the squared sum of the
+    weights that the optimizer's gradient is added up with."""
+
+    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return the weight, tr(Sigma) and ||G||^2."""
+        weighted, mean, chunks, samples, sq_weights = values
+        if chunks < 2:
+            return 0.0, 0.0, 0.0
+        return (samples, *unbiased(weighted, mean / sq_weights, chunks, samples))
+
+
+class AcrossRanks(_Chunked):
+    """Ranks and micro-batches compared as chunks of one batch at the same weights: what they agree on is signal.
+
+    Each rank squares its own gradient before DDP averages it, and the first one the average that the optimizer gets.
+    Those few numbers a step are kept and added over ranks once an epoch, or every 512 steps. The loss must be a mean
+    over samples. One process alone has only its micro-batches for chunks, as in `split`.
+
+    Bias: none, with chunks of any sizes. Cost: two norms a step and no copy of the parameters. k chunks scatter as a
+    batch of k samples would. Gradients must reach the optimizer as the backward passes made them: under clipping use
+    `split`. A GradScaler that skips a step leaves out its batch and the next, whose passes are compared with it.
 
     Args:
-        scene: where samples are delivered, and steps are made.
-        parameters: those whose gradients make up a chunk's, by name.
-        on_chunk: is told of each backward pass.
-        on_step: is told, when an optimizer is about to step, how many samples were delivered since it last did, and
-            which optimizer it is.
-        is_looking: says whether the batch under way is looked at.
-        grad_scaler: what multiplies the losses; None where nothing does.
-        reads_gradients: whether `on_step` takes the gradients as they are then.
+        decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses; None if there is none.
     """
 
-    def __init__(
-        self,
-        scene: Scene,
-        parameters: Mapping[str, nn.Parameter],
-        on_chunk: OnChunk,
-        on_step: Callable[[int, Optimizer], None],
-        is_looking: Callable[[], bool],
-        grad_scaler: Any,
-        *,
-        reads_gradients: bool = False,
-    ) -> None:
-        self._scene, self._parameters, self._grad_scaler = scene, parameters, grad_scaler
-        self._on_chunk, self._on_step = on_chunk, on_step
-        self._stepped = self._delivered()
-        """Samples that had been delivered at the last optimizer step."""
-        self._num_samples: float = 0
-        """Samples of the chunks since then."""
-        self._passes = PassWatch(parameters, self._end_of_pass, is_wanted=is_looking)
-        self._stop = when_gradients_are_used(scene, "split", self._end_of_batch, reads_gradients=reads_gradients)
+    name = "ranks"
+    sees_all_ranks = True
+    min_micro_batches = 2
 
-    def close(self) -> None:
-        """Take the hooks off."""
-        self._passes.close()
-        self._stop()
+    def __init__(self, *, decay: float = 1.0, grad_scaler: Any = None) -> None:
+        super().__init__(decay=decay, grad_scaler=grad_scaler)
 
-    def take_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
-        """A recorded pass was replayed: the gradients of its own mean loss, to which no weight was applied."""
-        own = {name: gradients[name] for name in self._parameters if name in gradients}
-        self._take(own, weight, applied=1.0)
+    def _prepare(self, scene: Scene) -> None:
+        super()._prepare(scene)
+        self._ranks_here = scene.delivery.ranks
+        self.min_micro_batches = 2 if self._ranks_here.is_alone else 1
+        self.min_batch_size = max(2, self._ranks_here.size)  # one sample for each of two or more chunks
+        self._unchanged = UnchangedGradients(self._optimizers)
 
-    def _end_of_pass(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
-        self._take(gradients, weight, applied=float(weight))
+    def _attach(self, scene: Scene, average: PairAverage) -> None:
+        super()._attach(scene, average)
+        average.shards = scene.delivery.ranks
+        self._begin_batch()
 
-    def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
-        rank_weight = self._scene.rank_weight()
-        if not rank_weight or not weight:  # of a dummy
+    def _begin_batch(self) -> None:
+        self._weighted: list[Tensor] = []
+        """s_j ||g_j||^2 of each chunk so far."""
+        self._num_samples, self._sum_of_weights = 0, 0.0
+
+    def _add(self, gradients: Mapping[str, Tensor], num_samples: int, weight: float, scale: float) -> None:
+        dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients.values()]
+        self._weighted.append(num_samples * scale**2 * _sq_norm(dense))
+        self._num_samples += num_samples
+        self._sum_of_weights += weight
+
+    def on_step(self, event: StepEvent, optimizer: Optimizer) -> None:
+        super().on_step(event, optimizer)
+        if not event.samples:
+            self._unchanged.later(optimizer)
             return
-        size = self._scene.delivery.rank_shard.mine if weight.num_samples is None else weight.num_samples
-        self._num_samples += size
-        self._on_chunk(gradients, size, float(weight), 1 / (applied * rank_weight * self._loss_scale()))
-
-    def _loss_scale(self) -> float:
-        """What the GradScaler has multiplied the loss of this pass with; 1 where none was used so far."""
-        is_used = getattr(self._grad_scaler, "_scale", None) is not None
-        return float(self._grad_scaler.get_scale()) if is_used else 1.0
-
-    def _end_of_batch(self, optimizer: Optimizer) -> None:
-        num_delivered, num_seen = self._since_step(), round(self._num_samples)
-        if num_seen > num_delivered:
-            raise UsageError(
-                f"the backward passes since the last optimizer step held {num_seen} samples by the loader's count, and "
-                f"it delivered {num_delivered}: {HOW_TO_CUT}"
-            )
-        self._on_step(num_delivered, optimizer)
-        self._num_samples = 0
-        self._stepped += num_delivered
-
-    def _delivered(self) -> int:
-        """Samples that came to this rank so far."""
-        return self._scene.delivery.local_samples_delivered
-
-    def _since_step(self) -> int:
-        return self._delivered() - self._stepped
+        average = self._at_work()
+        average.num_samples = average.num_samples + event.samples
+        # The mean is the same on all ranks: in the first one's part alone, adding them up counts it once.
+        is_first, grad_scale = self._ranks_here.is_first, scale_of_gradients(optimizer)
+        used = [p.grad for p in self._parameters.values() if p.grad is not None] if is_first else []
+        parts: list[Norms] = [
+            torch.stack(self._weighted).sum() if self._weighted else 0.0,
+            _sq_norm(used) / grad_scale**2 if used else 0.0,
+            float(len(self._weighted)),
+            float(self._num_samples),
+            self._sum_of_weights**2 if is_first else 0.0,
+        ]
+        average.add_step(RankNorms(parts))
+        self._begin_batch()
+        self._unchanged.first(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was delivered and seen since the last step."""
-        # Half a batch's chunks are of one rank alone, and a state must be that of all ranks.
-        if self._num_samples and not self._scene.delivery.ranks.is_alone:
-            raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
-        return {"since_step": self._since_step(), "num_samples": round(self._num_samples)}
+        if self._average is None:
+            return {}
+        self._require_whole_batches(len(self._weighted))
+        return {
+            **super().state_dict(),
+            "weighted": [*map(float, self._weighted)],
+            "num_samples": self._num_samples,
+            "sum_of_weights": self._sum_of_weights,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on within a batch."""
-        self._stepped -= state["since_step"]
-        self._num_samples = state["num_samples"]
+        super().load_state_dict(state)
+        device = next(iter(self._parameters.values())).device
+        self._weighted = [torch.tensor(each, dtype=torch.float64, device=device) for each in state["weighted"]]
+        self._num_samples, self._sum_of_weights = state["num_samples"], state["sum_of_weights"]
 
 
-def require_mean(scene: Scene, name: str) -> None:
-    """Raise for a loss that is no mean over samples."""
-    if scene.loss_reduction != "mean":
-        raise ArgumentError(
-            f"{name} needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
-            f"'moments' and 'per-sample' take sums"
-        )
+def _sq_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Square the norm of all tensors as one vector, in float64; 0 if there are none."""
+    norms = norms_of([tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
+    return norms.double().square().sum() if isinstance(norms, Tensor) else torch.zeros((), dtype=torch.float64)

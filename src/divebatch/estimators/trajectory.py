@@ -34,8 +34,7 @@ class Trajectory(Estimator):
 
     name = "trajectory"
     at_fixed_weights = False
-    measures_norms = True
-    needs_whole_gradients = False
+    works_on_shards = True
     has_window = False
 
     def __init__(
@@ -63,8 +62,8 @@ class Trajectory(Estimator):
         self._meter = DiversityMeter(
             scene.model,
             ranks=scene.delivery.ranks,
-            rank_shard=scene.rank_shard,
-            delivered=scene.samples_here,
+            rank_shard=lambda: scene.delivery.rank_shard,
+            delivered=lambda: scene.delivery.local_samples_delivered,
             loss_reduction=scene.loss_reduction,
             skip_nonfinite=True,
             **self._settings,

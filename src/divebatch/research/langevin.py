@@ -27,7 +27,7 @@ class LangevinNoise:
     The noise is on the weights and not on the gradients, so estimators that look at one step at a time (`split`,
     `per-sample`, `ranks`, `oracle`) see the data alone. `moments` compares gradients of successive steps, between which
     the noise moves the weights. With v = 2 * lr * temperature * tr(H^2), b the batch size and H the Hessian, tr(Sigma)
-    comes out too large by b * v / 2 if it compares pairs, and too small by (1 / m - 1) * b * v if momentum m lets it
+    comes out too large by b * v if it compares pairs, and too small by (1 / m - 1) * b * v if momentum m lets it
     extrapolate, to first order. `trajectory` sums gradients along the way, which the noise makes longer.
 
     Args:

@@ -15,7 +15,7 @@ from divebatch.estimators import Scene, Split
 from divebatch.lab.training import Clock, DeviceOptions, TrainStep
 from divebatch.lab.training.ranks import Parallel
 from divebatch.norms import DiversityMeter
-from reference.delivery import Delivered
+from reference.delivery import Delivered, attach
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
@@ -117,7 +117,7 @@ def watched_in_parts(*, cuda_graphs: bool, every: int) -> tuple[dict[str, torch.
     model = step.parallel.model
     estimator, delivered = Split(every_steps=every), itertools.accumulate(SIZES)
     now = [0]
-    estimator.bind(Scene(model, Delivered(lambda: now[0]), step.optimizer))
+    attach(estimator, Scene(model, Delivered(lambda: now[0]), step.optimizer))
     estimator.start()
 
     def plan(batch_size: int) -> BatchPlan:

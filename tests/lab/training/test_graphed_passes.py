@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, EpochRecord
 from divebatch.data.micro_batches import BatchPlan
-from divebatch.estimators import Split, optimizer_events
+from divebatch.estimators import Split, split
 from divebatch.lab.training import Clock, DeviceOptions, Tally, TrainStep, cuda_graph, train_epoch
 from divebatch.lab.training.cuda_graph import GraphedPasses, MicroBatch, Recording
 from divebatch.lab.training.ranks import Parallel
@@ -64,7 +64,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(GraphedPasses, "is_enabled", property(lambda _: True, lambda _, __: None), raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Written)
     monkeypatch.setattr(torch.cuda, "graph", written)
-    monkeypatch.setattr(optimizer_events, "is_recorded", lambda _: Written.under_way)
+    monkeypatch.setattr(split, "is_recorded", lambda _: Written.under_way)
 
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int | None = None) -> TrainStep:

@@ -314,9 +314,9 @@ def _estimator(entry: Any, where: str) -> str | Part | None:
 def build_estimator(part: Part, training: DeviceOptions, loss_fn: Callable[[Any, Any], Tensor]) -> Estimator:
     """Return the estimator of this name; one that measures norms does so in the way the run trains."""
     settings = dict(part.settings)
-    if ESTIMATORS[part.kind].measures_norms:
+    if ESTIMATORS[part.kind].takes("compiled"):
         settings = {"mode": training.norms, "compiled": training.compile, **settings}
-    if ESTIMATORS[part.kind].needs_loss_fn:
+    if ESTIMATORS[part.kind].takes("loss_fn"):
         settings["loss_fn"] = loss_fn
     return make_estimator(part.kind, **settings)
 

@@ -1,11 +1,20 @@
-"""Sketches by a hand-written GPU kernel where it applies; the plain path stays, and is what it is tested against.
+"""Sketches of gradients: a few numbers each, whose products tell those of the gradients.
 
-It is used where `norms.triton` has kernels: on NVIDIA GPUs, with Triton, unless DIVEBATCH_TRITON=0 is set.
+A sketch S is linear, with random signs: E<Sg, Sh> = <g, h>, with a variance of at most (|g|^2 |h|^2 + <g, h>^2) / m for
+sketches of m numbers. The coordinates of each parameter are cut into lines of m. Each line is multiplied with m signs
+from a table of 2 m, from a random place on, and with a sign of its own; it is rotated by a random distance and added to
+the sketch. So a gradient is read once, in long runs. Two coordinates of one line never meet, two of different lines
+meet with probability 1 / m whatever the shape of the parameters, and the signs of the lines make products unbiased.
+
+What happens to a coordinate depends on its parameter and its place there alone: sketches of shards add up.
+
+On NVIDIA GPUs a Triton kernel reads each gradient once, unless DIVEBATCH_TRITON=0 is set. The plain way stays, and is
+what the kernel is tested against.
 """
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -13,11 +22,23 @@ from torch import Tensor, nn
 
 from divebatch.checks import warn_user
 from divebatch.estimators.average import Norms
-from divebatch.estimators.gradient_sketch import SignSketch
-from divebatch.estimators.second_moment import Moment
-from divebatch.estimators.step_gradients import StepGradients
+from divebatch.estimators.second_moment import SecondMoment, StepGradients
 from divebatch.norms import triton
+from divebatch.norms.sharded import Shards
+from divebatch.norms.sketch import sum_dtype
 
+LEAST_SIZE = 2**14
+"""Numbers of a sketch below which gradients are rather kept whole: ||G||^2 is then off by 1.1 % (s.d.), while the
+noise of the gradients leaves it uncertain by several percent over an epoch; see docs/estimators.md."""
+MOST_SIZE = 2**20
+SHARE = 0.01
+"""What all sketches together may take, as a share of the parameters' bytes."""
+TABLE_LENGTHS = 2
+"""Lengths of a sketch that the table of signs has."""
+BYTES_PER_LINE = 48
+"""What is kept of each line: its draws, and on a GPU where to find it."""
+LONGEST_NORM = 2**20
+"""Entries: in float32 the norm of 10^8 came out 1.1 % too small on a CPU."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 1e-4
 """Of the first comparison with the plain path, relative to the sketch's norm: sums in float32, in another order."""
@@ -27,19 +48,92 @@ Group = tuple[torch.dtype, torch.dtype | None]
 """Types of gradients and moments, which a kernel is made for."""
 
 
-def sketch_of(signs: SignSketch, step: StepGradients, by_kernel: "ByKernel") -> tuple[Tensor, Norms]:
-    """The sketch of a step's gradients and their exact squared norm, by the faster way.
+def sketch_dtype(parameters: Collection[Tensor]) -> torch.dtype:
+    """The type of a sketch of gradients of `parameters`: real, and at least float32."""
+    dtype = functools.reduce(torch.promote_types, (sum_dtype(p.dtype) for p in parameters))
+    return dtype.to_real()
 
-    Where ranks hold shards, a collective: the sketch is the whole gradient's, the norm that of this rank's shards.
+
+def fitting_size(parameters: Collection[nn.Parameter], *, sketches: int) -> int:
+    """The largest power of two for which so many sketches take at most 1 % of the parameters' memory; 0 for none."""
+    budget = SHARE * sum(p.numel() * p.element_size() for p in parameters)
+    per_number = sketches * sketch_dtype(parameters).itemsize + TABLE_LENGTHS
+    size = MOST_SIZE
+    while size:
+        lines = sum(-(-p.numel() // size) for p in parameters)
+        if size * per_number + lines * BYTES_PER_LINE <= budget:
+            break
+        size //= 2
+    return size
+
+
+class SignSketch:
+    """A linear map of gradients to `size` numbers.
+
+    Args:
+        parameters: Those whose gradients are sketched, by name.
+        size: Numbers of a sketch.
+        seed: Determines all signs and rotations.
     """
-    sketch, norm = by_kernel.of(step) if applies(signs, step) else signs.of(step)
-    # Products of sums over ranks need the sums themselves: the numbers of one sketch travel in a step that measures.
-    signs.shards.ranks.sum_([sketch])
-    return sketch, norm
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], size: int, *, seed: int) -> None:
+        self.size, self.seed, self.shards = size, seed, Shards(parameters)
+        self.shards.require_rows("a sketch")
+        self.numels = {name: p.numel() * (2 if p.is_complex() else 1) for name, p in parameters.items()}
+        self.device, self.dtype = next(iter(parameters.values())).device, sketch_dtype(parameters.values())
+        self.first_lines: dict[str, int] = {}
+        """The number of each parameter's first line."""
+        lines = 0
+        for name, numel in self.numels.items():
+            self.first_lines[name] = lines
+            lines += -(-numel // size)
+        drawn = torch.Generator().manual_seed(seed)
+        draw = functools.partial(torch.randint, generator=drawn, dtype=torch.int32, device="cpu")
+        self.draws = torch.stack(
+            [draw(0, size, (lines,)), draw(0, size + 1, (lines,)), draw(0, 2, (lines,)) * 2 - 1], 1
+        )
+        """(lines, 3): how far a line is rotated, where its signs begin in the table, its own sign."""
+        self.table = (draw(0, 2, (TABLE_LENGTHS * size,)) * 2 - 1).to(self.device, torch.int8)
+
+    @property
+    def relative_variance(self) -> float:
+        """Of |SG|^2 around ||G||^2, whatever G is, over draws of the signs; at most this."""
+        return 2 / self.size
+
+    @property
+    def num_bytes(self) -> int:
+        """What the signs and rotations take."""
+        return sum(each.numel() * each.element_size() for each in (self.draws, self.table))
+
+    def of(self, step: StepGradients) -> tuple[Tensor, Norms]:
+        """The sketch of a step's gradients or shards, and what their squared norm is read from, which is exact."""
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        norms: list[Tensor] = []
+        for name, gradient in step:
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            flat = real.to(self.device, self.dtype).reshape(-1)
+            start = step.offsets.get(name, 0) * (2 if gradient.is_complex() else 1)
+            self._add(total, flat, name, start=start, scale=step.scale)
+            norms += torch._foreach_norm(flat.split(LONGEST_NORM))
+        return total, torch.stack(norms) * abs(step.scale)
+
+    def _add(self, total: Tensor, flat: Tensor, name: str, *, start: int, scale: float) -> None:
+        """Add to `total` the sketch of `flat`, the entries of parameter `name` from the one numbered `start` on."""
+        lines = range(start // self.size, -(-(start + len(flat)) // self.size)) if len(flat) else range(0)
+        draws = self.draws[self.first_lines[name] + lines.start :][: len(lines)].tolist()
+        for line, (rotation, place, sign) in zip(lines, draws, strict=True):
+            begin, end = (min(max(at - start, 0), len(flat)) for at in (line * self.size, (line + 1) * self.size))
+            first = start + begin - line * self.size  # where a shard begins within a line
+            signs = self.table[place + first :][: end - begin].to(self.dtype)
+            bucket = (rotation + first) % self.size
+            turn = min(end - begin, self.size - bucket)
+            total[bucket : bucket + turn].addcmul_(flat[begin : begin + turn], signs[:turn], value=sign * scale)
+            if begin + turn < end:  # the rest begins anew
+                total[: end - begin - turn].addcmul_(flat[begin + turn : end], signs[turn:], value=sign * scale)
 
 
-class ByKernel:
-    """Takes the sketches of one `SignSketch` by the kernel.
+class KernelSketch:
+    """The sketches of one `SignSketch`, taken by the kernel.
 
     Nothing here waits for the device. Addresses of gradients are sent there only where they changed: under CUDA graphs
     they do not.
@@ -107,7 +201,7 @@ class ByKernel:
         return before[1]
 
 
-def _factors(moments: Sequence[Moment], device: torch.device) -> Tensor:
+def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
     """(K, 3): how much of each moment a step keeps, its correction, and eps."""
     # The steps are counted on the device by some optimizers: reading them would wait for it.
     steps = torch.stack([each.step.reshape(()) for each in moments]).to(torch.float32) + 1
@@ -152,13 +246,13 @@ def _agrees(device: torch.device) -> bool:
 
 def _compared(signs: SignSketch, drawn: Mapping[str, Tensor], device: torch.device) -> bool:
     moments = {
-        name: Moment(each.square() + 0.1, None, torch.tensor(7.0, device=device), 0.9, 1e-8, True)
+        name: SecondMoment(each.square() + 0.1, None, torch.tensor(7.0, device=device), 0.9, 1e-8, True)
         for name, each in drawn.items()
     }
     for divides in (None, moments):
         step = StepGradients(drawn, scale=0.5, grad_scale=4.0)
         step.moments = divides
-        plain, (found, square) = signs.of(step)[0], ByKernel(signs).of(step)
+        plain, (found, square) = signs.of(step)[0], KernelSketch(signs).of(step)
         if not float((found - plain).norm()) <= TOLERANCE * float(plain.norm()):
             return False
         expected = sum(float(each.double().square().sum()) for _, each in step) * step.scale**2

@@ -11,12 +11,12 @@ from torch.optim import SGD, Adam, Optimizer
 
 from divebatch import AdaptiveLoader, Controller, Diversity
 from divebatch.estimators import Estimator, Moments, Scene
-from divebatch.estimators.kept_gradients import Copies
-from divebatch.estimators.lagged_products import Lagged, extrapolation
-from divebatch.estimators.step_gradients import StepGradients
+from divebatch.estimators.average import PairAverage
+from divebatch.estimators.moments import SuccessiveGradients, extrapolation
+from divebatch.estimators.second_moment import StepGradients
 from divebatch.norms.accumulators import trainable
 from divebatch.policies import InnerProductTest, NoiseScale
-from reference.delivery import Delivered
+from reference.delivery import Delivered, tell
 from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
 from reference.per_sample import dataset, mean_loss, mlp, samples
 
@@ -33,7 +33,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], float]] = {
     "no such thing": (lambda p, lr: torch.optim.Adagrad(p, lr), 0.0),
 }
 any_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
-with_momentum = pytest.mark.parametrize("kind", [kind for kind, (_, factor) in OPTIMIZERS.items() if factor])
 
 
 class Loop:
@@ -46,6 +45,7 @@ class Loop:
         self.sizes: list[int] = []
         self.scene = Scene(self.model, Delivered(lambda: self.delivered), self.optimizer)
         estimator.bind(self.scene)
+        tell(lambda: self.estimator, self.scene)
         estimator.start()
 
     def step(self, batch: Any, loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_loss) -> None:
@@ -64,10 +64,10 @@ def batches(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def by_hand(loop: Loop, factor: float) -> tuple[float, float]:
-    """Means over steps, weighted by their samples."""
+    """Means over steps, weighted by their samples; without a factor those of pairs."""
     rows = []
-    for newest in range(2, len(loop.gradients)):
-        before, last, own = loop.gradients[newest - 2 : newest + 1]
+    for newest in range(2 if factor else 1, len(loop.gradients)):
+        before, last, own = (loop.gradients[newest - lag] for lag in (2, 1, 0))
         sq_norm = (1 + factor) * float(own @ last) - factor * float(own @ before)
         rows.append((loop.sizes[newest], loop.sizes[newest] * (float(own @ own) - sq_norm), sq_norm))
     total = sum(row[0] for row in rows)
@@ -86,7 +86,7 @@ def test_the_largest_parameter_group_counts():
     assert extrapolation(SGD(groups, 0.1)) == extrapolation(SGD(groups[::-1], 0.1)) == pytest.approx(1.25)
 
 
-@with_momentum
+@any_optimizer
 @pytest.mark.parametrize("lr", [0.0, 0.01])
 @pytest.mark.parametrize("count", [12, 40, 43])  # three steps; ten; and a last batch of three samples
 def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float, count: int):
@@ -99,20 +99,20 @@ def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float
 
 
 @pytest.mark.parametrize(
-    ("settings", "stops"),
+    ("settings", "kind", "stops"),
     [
-        ({"every_steps": 5}, (3, 8, 13)),
-        ({"every_steps": 2}, (3, 6, 9, 12, 15)),  # as few as it takes
-        ({"every_steps": 5, "window": 2}, (2, 7, 12)),
-        ({"every_steps": 5, "window": 4}, (4, 9, 14)),
+        ({"every_steps": 5}, "momentum", (3, 8, 13)),
+        ({"every_steps": 2}, "momentum", (3, 6, 9, 12, 15)),  # as few as it takes
+        ({"every_steps": 5}, "none", (2, 7, 12)),
+        ({"every_steps": 2}, "none", (2, 4, 6, 8, 10, 12, 14)),
     ],
 )
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_one_estimate_in_so_many_steps(settings: dict[str, Any], stops: tuple[int, ...], interrupted: bool):
+def test_one_estimate_in_so_many_steps(settings: dict[str, Any], kind: str, stops: tuple[int, ...], interrupted: bool):
     """Each is that of an epoch of the steps it takes; whatever the moment at which the state is saved and loaded."""
     loop, alone, pairs = (
-        Loop(Moments(**settings), "momentum", lr=0.01),
-        Loop(Moments(**settings), "momentum", lr=0.01),
+        Loop(Moments(**settings), kind, lr=0.01),
+        Loop(Moments(**settings), kind, lr=0.01),
         [],
     )
     for number, batch in enumerate(batches(60, 4), start=1):
@@ -152,29 +152,18 @@ def test_an_epoch_begins_with_a_look_and_steps_without_samples_are_none_of_it():
 
 @pytest.mark.parametrize(
     ("settings", "kind", "reach"),
-    [({}, "momentum", 2), ({"every_steps": 2}, "momentum", 0), ({"window": 2}, "momentum", 0), ({}, "none", 0)],
+    [({}, "momentum", 2), ({"every_steps": 2}, "momentum", 0), ({}, "none", 2)],
 )
 def test_estimates_that_share_gradients_are_known_to_do_so(settings: dict[str, Any], kind: str, reach: int):
     loop = Loop(Moments(**settings), kind, lr=0.01)
-    found = [loop.estimator._estimates.reach]
+    found = [loop.estimator._average.overlap]
     loop.step(batches(4, 4)[0])
     loop.estimator.window()
-    found.append(loop.estimator._estimates.reach)
+    found.append(loop.estimator._average.overlap)
     loop.optimizer.param_groups[0]["momentum"] = 0.9 - loop.optimizer.param_groups[0]["momentum"]
     loop.estimator.window()
-    found.append(loop.estimator._estimates.reach)  # what was begun goes on as it was
+    found.append(loop.estimator._average.overlap)  # what was begun goes on as it was
     assert found == [reach] * 3
-
-
-@pytest.mark.parametrize("kind", ["little", "none", "no such thing"])
-def test_without_momentum_it_is_as_without(kind: str):
-    found = []
-    for window in (None, 2):
-        loop = Loop(Moments(window=window), kind, lr=0.01)
-        for batch in batches(40, 4):
-            loop.step(batch)
-        found.append(loop.estimator.finish())
-    assert found[0] == found[1]
 
 
 def test_strides_and_types_of_parameters_are_kept_apart():
@@ -182,18 +171,19 @@ def test_strides_and_types_of_parameters_are_kept_apart():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
     model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
     torch.manual_seed(0)
-    lagged, kept = Lagged(Copies(trainable(model), 3), SGD(model.parameters(), 0.1, momentum=0.9)), []
+    optimizer, kept = SGD(model.parameters(), 0.1, momentum=0.9), []
+    history = SuccessiveGradients(trainable(model), optimizer, PairAverage())
     for step in range(5):
         there = {name: p for name, p in model.named_parameters() if step % 2 or name != "rare"}
         gradients = {name: torch.randn_like(p).detach() for name, p in there.items()}
-        lagged.add_step(StepGradients(gradients, scale=0.5), 4)
+        history.add_gradients(StepGradients(gradients, scale=0.5), 4)
         whole = [0.5 * gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
         kept.append(torch.cat([each.double().flatten() for each in whole]))
-    row = lagged.row()
+    row = history.products(1.0)
     expected = [kept[3] @ kept[3], kept[4] @ kept[4], kept[4] @ kept[3], kept[4] @ kept[2]]
     assert [float(part) for part in row.parts] == pytest.approx([float(each) for each in expected], rel=1e-5)
     # Else a GPU would copy them one by one.
-    weight, view = model[0].weight, lagged.kept.views[0]["0.weight"]
+    weight, view = model[0].weight, history.views[0]["0.weight"]
     assert view.stride() == weight.stride() != weight.contiguous().stride()
 
 
@@ -208,15 +198,15 @@ def test_the_noise_along_the_gradient_is_that_of_a_step_and_the_one_before():
 
 def test_complex_gradients_have_real_products():
     model = nn.ParameterDict({"real": nn.Parameter(torch.ones(3).double()), "other": nn.Parameter(torch.ones(2) * 1j)})
-    lagged = Lagged(Copies(trainable(model), 3), SGD(model.parameters(), 0.1, momentum=0.9))
+    history = SuccessiveGradients(trainable(model), SGD(model.parameters(), 0.1, momentum=0.9), PairAverage())
     for _ in range(3):
-        lagged.add_step(StepGradients({name: p.detach() for name, p in model.named_parameters()}), 4)
-    row = lagged.row()
+        history.add_gradients(StepGradients({name: p.detach() for name, p in model.named_parameters()}), 4)
+    row = history.products(1.0)
     assert [float(part) for part in row.parts] == [5.0] * 4
 
 
 def test_a_long_vector_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("divebatch.estimators.kept_gradients.LONGEST_DOT", 7)
+    monkeypatch.setattr("divebatch.estimators.moments.LONGEST_DOT", 7)
     loop = Loop(Moments(), "momentum", lr=0.01)
     for batch in batches(20, 4):
         loop.step(batch)
@@ -271,19 +261,21 @@ def test_few_steps_have_an_interval_that_holds_the_truth_too(steps: int):
 
 
 @pytest.mark.parametrize(("kind", "lr"), [("momentum", 0.2), ("Nesterov", 0.1), ("half of it", 0.2)])
-def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: float):
+def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: float, monkeypatch: pytest.MonkeyPatch):
     found = {}
-    for window in (None, 2):
-        loop, signal = Loop(Moments(window=window), kind, lr=lr, model=linear()), []
+    for factor in (None, 0.0):
+        loop, signal = Loop(Moments(), kind, lr=lr, model=linear()), []
+        if factor is not None:
+            monkeypatch.setattr("divebatch.estimators.moments._factor", lambda _: 0.0)
         for number, batch in enumerate(draws(torch.Generator().manual_seed(3), 2100, 16)):
             if number == 100:  # at rest around the minimum by then
                 loop.estimator.close()
                 loop.estimator.start()
             signal.append(float(loop.model.weight.detach().square().sum()))
             loop.step(batch, half_squares)
-        found[window] = loop.estimator.finish().sq_norm / (sum(signal[100:]) / len(signal[100:]))
+        found[factor] = loop.estimator.finish().sq_norm / (sum(signal[100:]) / len(signal[100:]))
     assert found[None] == pytest.approx(1.0, abs=0.2)
-    assert found[2] < 0.8
+    assert found[0.0] < 0.8
 
 
 # In use
