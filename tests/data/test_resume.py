@@ -54,7 +54,13 @@ LOADERS = {
         Stream(), 4, persistent_workers=True, **PREFETCHING, **kw
     ),
 }
-any_loader = pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+any_loader = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] if "persistent" in name else [])
+        for name, make in LOADERS.items()
+    ],
+)
 
 
 def resumed(make, state, **settings):

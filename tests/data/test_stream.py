@@ -11,7 +11,7 @@ from divebatch.data.order import Shuffled
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 from reference.feeding import WORKERS, SizedStream, Stream, counted, flat, numbers, with_workers
 
-with_one_worker_too = pytest.mark.parametrize("workers", [*WORKERS.values(), {"num_workers": 1}], ids=[*WORKERS, "one"])
+with_one_worker_too = pytest.mark.parametrize("workers", [*WORKERS, pytest.param({"num_workers": 1}, id="one")])
 any_stream = pytest.mark.parametrize("stream", [Stream, SizedStream])
 
 

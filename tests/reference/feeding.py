@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
-WORKERS = {
-    "none": {},
-    "two": {"num_workers": 2},
-    "two persistent": {"num_workers": 2, "persistent_workers": True},
-}
-with_workers = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
+WORKERS = [
+    pytest.param({}, id="none"),
+    pytest.param({"num_workers": 2}, id="two"),
+    pytest.param({"num_workers": 2, "persistent_workers": True}, id="two persistent", marks=pytest.mark.slow),
+]
+with_workers = pytest.mark.parametrize("workers", WORKERS)
 
 
 class Stream(IterableDataset[int]):
