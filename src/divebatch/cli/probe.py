@@ -1,37 +1,43 @@
 """`divebatch probe EXPERIMENT --checkpoint PLACE`."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
-from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, chosen_device
+from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, chosen_device, whole_numbers
 from divebatch.cli.results_files import make_folder, to_json, write_results
-from divebatch.report.drawing import require_matplotlib
+from divebatch.errors import ArgumentError
+from divebatch.report.drawing import Drawing, add_heading, finish, require_matplotlib, settings
+
+if TYPE_CHECKING:
+    from divebatch.lab.probe import Noise, Probe
 
 Checkpoint = Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that `divebatch run` wrote.")]
+COLOR, LIMIT = "#0072B2", "#D55E00"
+MOST_BEHIND = 100.0
+"""Percent at which the axis ends: a branch that diverged must not flatten the others."""
 
 
 def probe(
     experiment: ExperimentName,
     checkpoint: Checkpoint = Path("runs"),
-    method: Annotated[str | None, typer.Option(help="Method of the run, where the folder holds several.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run, where the folder holds several.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method of the run, if the folder holds several.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run, if the folder holds several.")] = None,
     epoch: Annotated[
         int | None,
         typer.Option(min=0, help="Epochs, or parts of a pass, before the checkpoint; the last by default."),
     ] = None,
     factors: Annotated[
-        str | None, typer.Option(help="Factors of the batch size: 1,2,4,8; by default up to --cap.")
+        str | None, typer.Option(help="Factors of the batch size: 1,2,4,8; by default up to a quarter of the window.")
     ] = None,
-    cap: Annotated[
-        int | None, typer.Option(min=1, help="Largest batch size; a quarter of the window by default.")
-    ] = None,
-    window_samples: Annotated[int | None, typer.Option(min=1, help="Number of samples that each branch sees.")] = None,
-    window_epochs: Annotated[
-        float | None,
-        typer.Option(help="The same in epochs, or parts of one pass; by default 1, or a tenth of the parts."),
+    window_samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples that each branch sees; by default one epoch, or a tenth of a pass."),
     ] = None,
     coupling: Annotated[
         str,
@@ -39,11 +45,8 @@ def probe(
     ] = "sqrt",
     repeats: Annotated[int, typer.Option(min=1, help="Number of data orders that each branch is trained on.")] = 3,
     tolerance: Annotated[float, typer.Option(help="Fraction by which the loss may exceed factor 1's.")] = 0.02,
-    judge: Annotated[
-        str,
-        typer.Option(help="What to compare: the loss in train (smoothed) or validation, or the run's metric there."),
-    ] = "train",
-    policies: Annotated[bool, typer.Option("--policies/--no-policies", help="Also say what policies ask for.")] = True,
+    judge: Annotated[str, typer.Option(help="Loss to compare: train (smoothed) or validation.")] = "train",
+    noise: Annotated[bool, typer.Option("--noise/--no-noise", help="Also measure noise scales.")] = True,
     data_dir: DataDir = Path("data"),
     device: Device = "cpu",
     precision: Annotated[
@@ -54,28 +57,41 @@ def probe(
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/probe"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure the critical batch size: branches from a checkpoint at k times the batch, and what policies ask for."""
+    """Measure the critical batch size: branches from a checkpoint at k times the batch, and the noise scales there."""
     # Here and not above: torch takes seconds, and help must not.
-    from divebatch.cli.work import probe as work
+    from divebatch.lab import probe as lab
+    from divebatch.lab.experiments import get_experiment
 
     with errors_exit_with(WRONG_USE):
         device = chosen_device(device)
         require_matplotlib()
-        window_wanted = work.Window(samples=window_samples, epochs=window_epochs)
-        follows = work.coupling_of(coupling)
-        work.require_settings(follows, repeats, tolerance, work.SMOOTHING)
-        planned = work.get_experiment(experiment)
-        start = work.find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
-        judged = work.Judge(judge, start.header.metric)
+        follows = _coupling_of(coupling)
+        lab.require_settings(follows, repeats, tolerance, lab.SMOOTHING)
+        planned = get_experiment(experiment)
+        start = lab.find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
         training = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
-        run = work.run_of(start, planned, device=device, data_dir=data_dir, training=training)
+        run = lab.run_of(start, planned, device=device, data_dir=data_dir, training=training)
         make_folder(out)
-        branches = work.BranchTrainer(run, start, judged)
+        branches = lab.BranchTrainer(run, start, judge)
         branches.require_coupling(follows)
-        window = window_wanted.of(branches)
-        chosen = work.checked_factors(work.factors_of(factors, cap, window, branches), start.batch_size, window)
+        window, word = branches.window(window_samples), branches.metric.loss_word
+        if factors is None:
+            chosen = lab.default_factors(start.batch_size, min(window // lab.LEAST_STEPS, branches.dataset_size))
+        else:
+            chosen = list(whole_numbers("--factors", factors))
+            largest = max(chosen) * start.batch_size
+            if largest > branches.dataset_size:
+                there = f"above the {branches.dataset_size} samples there are"
+                raise ArgumentError(f"factor {max(chosen)} makes batches of {largest} samples, {there}")
+        chosen = lab.checked_factors(chosen, start.batch_size, window)
+
+    def say(outcome: Any) -> None:
+        branch = outcome.branch
+        done = f"{branch.steps} steps, {word} {outcome.loss:.4f}"
+        typer.echo(f"batch {branch.batch_size}, repeat {branch.repeat + 1}: {done}", err=True)  # progress, no answer
+
     with errors_exit_with(FAILED):
-        found = work.probe_critical_batch(
+        found = lab.probe_critical_batch(
             start.batch_size,
             branches.train,
             save=branches.save,
@@ -85,16 +101,114 @@ def probe(
             coupling=follows,
             repeats=repeats,
             tolerance=tolerance,
-            evaluate=branches.evaluate if judged.is_held_out else None,
-            on_outcome=lambda outcome: work.say_outcome(outcome, judged.word),
+            evaluate=branches.evaluate if judge == "validation" else None,
+            on_outcome=say,
         )
-        asked = work.ask_policies(branches, samples=window) if policies else []
+        noises = lab.measure_noise_scales(branches, samples=window) if noise else []
         name = f"{planned.name}-{start.header.method}-seed-{start.header.seed}-epoch-{start.epoch}"
-        heading = f"{planned.name}, {start.header.method}, after {work.place_of(start)}"
-        values = work.values_of(branches, found, asked)
-        paths = write_results(out, name, values, work.draw_probe(name, heading, found, asked, word=judged.word))
+        heading = f"{planned.name}, {start.header.method}, after {start.place}"
+        values = {
+            "experiment": start.header.experiment,
+            "method": start.header.method,
+            "seed": start.header.seed,
+            "epoch": start.epoch,
+            "samples_before": start.samples,
+            "lr": branches.lr,
+            "judge": judge,
+            "unit": word,
+            **found.to_dict(),
+            "noise_scales": [asdict(each) for each in noises],
+        }
+        paths = write_results(out, name, values, _draw(name, heading, found, noises, word))
     if json:
         typer.echo(to_json(values))
     else:
-        work.show_probe(heading, found, asked, word=judged.word)
+        _show(heading, found, noises, word)
         typer.echo("\n".join(map(str, paths)))
+
+
+def _coupling_of(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _show(heading: str, found: "Probe", noises: Sequence["Noise"], word: str) -> None:
+    """Print the branches, the critical batch size and the noise scales."""
+    from rich.table import Table
+
+    from divebatch.cli.console import make_console
+
+    console = make_console()
+    coupling = found.coupling if isinstance(found.coupling, str) else f"the power {found.coupling:g}"
+    console.print(f"{heading}: branches of {found.window} samples, learning rate by {coupling}", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("batch", "steps", word, f"above batch {found.batch_size}", "95 % interval"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for gap in found.gaps:
+        compared = (f"{100 * gap.mean:+.1f} %", f"{100 * gap.low:+.1f} .. {100 * gap.high:+.1f} %", gap.verdict)
+        shown = compared if gap.factor > 1 else ("", "", "")
+        table.add_row(str(gap.batch_size), str(gap.steps), f"{gap.loss:.4f}", *shown)
+    console.print(table)
+    if found.problem:
+        console.print(found.problem, highlight=False, markup=False)
+    console.print(f"critical batch size: {found.critical}", highlight=False, style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("noise scale")
+    table.add_column("by")
+    for column in ("samples", "95 % interval"):
+        table.add_column(column, justify="right")
+    for each in noises:
+        if not each.problem:
+            middle = "?" if each.noise_scale is None else f"{each.noise_scale:.0f}"
+            high = "no end" if each.high is None else f"{each.high:.0f}"
+            table.add_row(each.norm, each.estimator, middle, f"{each.low or 0:.0f} .. {high}")
+    if table.rows:
+        console.print(table)
+    for each in noises:
+        if each.problem:
+            console.print(
+                f"not measured: {each.norm}, by {each.estimator}: {each.problem}", highlight=False, markup=False
+            )
+
+
+def _draw(name: str, heading: str, probe: "Probe", noises: Sequence["Noise"], word: str) -> Drawing:
+    """Draw the gap of each branch, with the critical batch size and the noise scales."""
+    with settings():
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import NullLocator
+
+        figure = Figure(figsize=(6.8, 4.2), layout="constrained")
+        axes, gaps, critical = figure.subplots(), probe.gaps, probe.critical
+        sizes, middle = [gap.batch_size for gap in gaps], [_percent(gap.mean) for gap in gaps]
+        below = [max(0.0, value - _percent(gap.low)) for value, gap in zip(middle, gaps, strict=True)]
+        above = [max(0.0, _percent(gap.high) - value) for value, gap in zip(middle, gaps, strict=True)]
+        axes.errorbar(sizes, middle, yerr=[below, above], color=COLOR, marker="o", capsize=3)
+        axes.axvspan(critical.low, critical.high or 2 * sizes[-1], color=LIMIT, alpha=0.12, linewidth=0)
+        axes.axvline(critical.size, color=LIMIT, linewidth=1.2)
+        axes.axhline(100 * probe.tolerance, color=LIMIT, linewidth=1.2, linestyle=(0, (3, 2)))
+        axes.set_xscale("log", base=2)
+        for noise, color in zip(noises, ("#009E73", "#882255"), strict=True) if noises else ():
+            if noise.noise_scale is not None and math.isfinite(noise.noise_scale):
+                label = f"noise scale, {noise.norm}"
+                place = min(max(noise.noise_scale, sizes[0]), 2 * sizes[-1])
+                axes.axvline(place, color=color, linestyle=(0, (1, 1)), label=label)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set(xlabel="Batch size (samples)")
+        axes.set_title(f"{word.capitalize()} above the present batch size's (%)", loc="left")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        add_heading(figure, heading)
+        caption = (
+            f"{word.capitalize()} at the end of the window, relative to the present batch size on the same data; bars "
+            "are 95 % intervals over repeats, the dashed line is the tolerance. The vertical line is the critical "
+            "batch size, in the band of sizes where it may lie; dotted lines are noise scales, at most at the edge.",
+        )
+        return finish(name, heading, figure, caption)
+
+
+def _percent(part: float) -> float:
+    return min(max(100 * part, -MOST_BEHIND), MOST_BEHIND)

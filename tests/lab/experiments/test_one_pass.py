@@ -12,9 +12,7 @@ import pytest
 from divebatch.errors import ArgumentError, StoppedError
 from divebatch.lab.experiments import Experiment, Run, execute, get_experiment, make_trainer
 from divebatch.lab.experiments.schema import Part
-from divebatch.lab.probe.checkpoints import find_start, run_of
-from divebatch.lab.probe.trainer import BranchTrainer
-from divebatch.lab.probe.verdict import Branch
+from divebatch.lab.probe import Branch, BranchTrainer, find_start, run_of
 from divebatch.lab.training import StopRequest, Trainer
 from lab.experiments.compare_runs import assert_same_end, records
 from lab.experiments.dataset_tests.text_files import write_corpus

@@ -12,12 +12,7 @@ from divebatch.cli import app
 from divebatch.lab.experiments import Run, get_experiment
 from divebatch.lab.experiments.assembly import make_trainer
 from divebatch.lab.experiments.schema import FOLDER
-from divebatch.lab.probe import Branch
-from divebatch.lab.probe.checkpoints import find_start, run_of
-from divebatch.lab.probe.judge import Judge
-from divebatch.lab.probe.rest_of_pass import RestOfPass
-from divebatch.lab.probe.trainer import BranchTrainer
-from divebatch.metric import Metric
+from divebatch.lab.probe import Branch, BranchTrainer, RestOfPass, find_start, run_of
 from lab.experiments.dataset_tests.text_files import write_corpus
 
 SMALL = ["--model", "gpt-tiny", "--precision", "fp32", "--epochs", "8", "--jobs", "1", "--quiet"]
@@ -70,7 +65,7 @@ def test_a_probe_within_the_pass_speaks_in_bits_per_byte(place, tmp_path, optimi
     assert "bits per byte" in answer.output
     found = json.loads((place / "probe" / "lm-fixed-8-seed-0-epoch-5.json").read_text())
     assert found["unit"] == "bits per byte"
-    problems = {each["norm"]: each["problem"] for each in found["asked"]}
+    problems = {each["norm"]: each["problem"] for each in found["noise_scales"]}
     assert not problems["Euclidean"]
     assert bool(problems["preconditioned"]) == (optimizer == "muon")  # two optimizers keep no one second moment
 
@@ -117,10 +112,9 @@ def test_each_repeat_of_the_rest_has_every_sample_once():
 
 WRONG = {
     "past the end": (["--epoch", "5", "--window-samples", "9999"], "--window-samples 9999, and only 76 of its pass"),
-    "twice": (["--window-samples", "9", "--window-epochs", "1"], "say the same thing"),
     "nothing left": ([], "stands at the end of its pass: no sample is left"),
     "too short": (["--epoch", "2", "--window-samples", "3"], "--window-samples 3, shorter than one step of 8"),
-    "no such judge": (["--judge", "taste"], "unknown judge 'taste'; known: train, validation, metric"),
+    "no such judge": (["--judge", "taste"], "unknown judge 'taste'; known: train, validation"),
     "no such part": (["--epoch", "3"], "there are: 2, 5, 7, 8"),
 }
 
@@ -155,16 +149,3 @@ def test_a_part_that_a_large_batch_carries_over_is_kept_with_the_next(place, tmp
         "seed-0.epoch-2.ckpt",
         "seed-0.epoch-7.ckpt",
     ]
-
-
-class Seen:
-    loss, accuracy = 0.5, 0.75
-
-
-def test_an_accuracy_is_judged_by_its_errors_and_a_loss_in_the_metrics_unit():
-    accuracy, bits = Metric(), Metric("bits_per_byte", "lower")
-    assert [Judge(kind, accuracy).of(Seen) for kind in ("validation", "metric")] == [0.5, 0.25]
-    assert [Judge(kind, accuracy).word for kind in ("train", "metric")] == ["loss", "wrong answers"]
-    assert Judge("metric", bits).of(Seen) == pytest.approx(0.5 / math.log(2))
-    assert Judge("train", bits).of_loss(1.0) == pytest.approx(1 / math.log(2))
-    assert not Judge("train", bits).is_held_out

@@ -1,5 +1,4 @@
 import json
-import math
 import re
 
 import pytest
@@ -9,10 +8,7 @@ from typer.testing import CliRunner
 from divebatch.cli import app
 from divebatch.lab.experiments import get_experiment
 from divebatch.lab.experiments.schema import Part
-from divebatch.lab.probe import Branch
-from divebatch.lab.probe.checkpoints import find_start, run_of
-from divebatch.lab.probe.policy_sizes import EUCLIDEAN, QUESTIONS, Question, ask_policies, policies_for
-from divebatch.lab.probe.trainer import BranchTrainer
+from divebatch.lab.probe import QUESTIONS, Branch, BranchTrainer, find_start, measure_noise_scales, run_of
 from divebatch.lab.training import load_checkpoint, save_checkpoint
 from lab.probe.tiny_run import NAME, run_it, tiny_experiment
 from reference.adam_by_hand import set_by_hand
@@ -41,27 +37,17 @@ def test_a_probe_ends_with_tables_a_file_and_a_picture(place, tmp_path):
     answer = call(place, "--out", tmp_path, "--repeats", 2)
     assert answer.exit_code == 0, answer.output
     assert re.search(r"critical batch size: (at least )?\d+ \(surely \d+", answer.output)
-    for words in ("Auto", "NoiseScale", "NormTest", "InnerProductTest", "CABS", "DiveBatch, delta 0.1", "trajectory"):
-        assert words in answer.output
     name = f"{NAME}-sgd-small-seed-0-epoch-4"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png", f"{name}.svg"]
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert [gap["batch_size"] for gap in found["gaps"]] == [16, 32, 64, 128]
     assert [gap["steps"] for gap in found["gaps"]] == [56, 28, 14, 7]
     assert found["critical"]["size"] in (16, 32, 64, 128)
-    assert [(each["norm"], each["estimator"]) for each in found["asked"]] == [
-        ("Euclidean", "split"),
-        ("Euclidean", "per-sample"),
-        ("Euclidean", "moments"),
-        ("preconditioned", "moments"),
-        ("Euclidean", "trajectory"),
-    ]
-    split, per_sample, _, preconditioned, trajectory = found["asked"]
-    assert split["low"] <= per_sample["high"]  # two honest estimates of one thing: their intervals meet
-    assert per_sample["low"] <= split["high"]
-    assert trajectory["low"] is None
+    split, preconditioned = found["noise_scales"]
+    assert (split["norm"], split["estimator"]) == ("Euclidean", "split")
+    assert split["low"] <= split["noise_scale"] <= split["high"]
     assert "got SGD" in preconditioned["problem"]
-    assert "not asked: moments, preconditioned: preconditioned=True is for optimizers" in answer.output
+    assert "not measured: preconditioned, by moments: preconditioned=True is for optimizers" in answer.output
 
 
 def test_the_same_command_gives_the_same_numbers(place, tmp_path):
@@ -71,23 +57,22 @@ def test_the_same_command_gives_the_same_numbers(place, tmp_path):
     assert first.stdout == second.stdout
     found = json.loads(first.stdout)
     assert [gap["factor"] for gap in found["gaps"]] == [1, 2, 8]
-    other = json.loads(call(place, *words, "--judge", "validation", "--coupling", "linear", "--no-policies").stdout)
+    other = json.loads(call(place, *words, "--judge", "validation", "--coupling", "linear", "--no-noise").stdout)
     assert other["gaps"] != found["gaps"]
-    assert other["asked"] == []
-    power = json.loads(call(place, *words, "--coupling", "0.6", "--no-policies").stdout)
+    assert other["noise_scales"] == []
+    power = json.loads(call(place, *words, "--coupling", "0.6", "--no-noise").stdout)
     assert power["coupling"] == 0.6
     assert {branch["lr_factor"] for branch in power["branches"]} == {1.0, 2**0.6, 8**0.6}
 
 
-def test_the_runs_own_metric_can_judge_and_progress_goes_to_stderr(place, tmp_path):
-    words = ("--factors", "2", "--repeats", "2", "--no-policies", "--judge", "metric", "--out", tmp_path)
+def test_the_held_out_loss_can_judge_and_progress_goes_to_stderr(place, tmp_path):
+    words = ("--factors", "2", "--repeats", "2", "--no-noise", "--judge", "validation", "--out", tmp_path)
     answer = call(place, *words)
     assert answer.exit_code == 0, answer.output
-    assert "batch 16, repeat 1: 62 steps, wrong answers 0." in answer.stderr
+    assert "batch 16, repeat 1: 62 steps, loss 0." in answer.stderr
     assert "repeat" not in answer.stdout
     found = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert (found["judge"], found["unit"]) == ("metric", "wrong answers")
-    assert all(0 < gap["loss"] < 0.5 for gap in found["gaps"])
+    assert (found["judge"], found["unit"]) == ("validation", "loss")
 
 
 def test_the_first_repeat_goes_on_as_the_run_would_have(place):
@@ -143,7 +128,7 @@ def test_a_branch_by_adam_moves_betas_eps_and_weight_decay_too(tmp_path):
         state["step"] /= 2
     assert losses == twin.train(Branch(factor=2, batch_size=32, lr_factor=1.0, steps=5, repeat=0))
     assert by_hand.param_groups[0]["betas"] == (0.9**2, 0.9025)
-    answer = call(tmp_path, "--coupling", "adam", "--factors", "2", "--repeats", 2, "--no-policies", "--out", tmp_path)
+    answer = call(tmp_path, "--coupling", "adam", "--factors", "2", "--repeats", 2, "--no-noise", "--out", tmp_path)
     assert answer.exit_code == 0, answer.output
     assert "learning rate by adam" in answer.output
 
@@ -154,45 +139,34 @@ def test_a_probe_by_adam_is_for_adam(place, tmp_path):
     assert "SGD is none of them" in " ".join(answer.output.split())
 
 
-def test_policies_are_asked_from_the_checkpoint_and_leave_it(place):
+def test_noise_scales_are_measured_from_the_checkpoint_and_leave_it(place):
     branches = branches_of(place)
     before = branches.save()
-    asked = {str(each.question): each for each in ask_policies(branches, samples=0)}
+    split, _ = measure_noise_scales(branches, samples=0)
     after = branches.save()
     assert all(torch.equal(before["model"][key], after["model"][key]) for key in before["model"])
-    split = asked["split"]
     assert split.low <= split.noise_scale <= split.high
-    assert split.sizes["NoiseScale"] in (16, min(1000, int(split.noise_scale)))
     assert not branches.trainer.model._forward_hooks
 
 
-def test_auto_is_asked_from_the_size_that_the_run_began_with(place):
-    """Twin by hand: sqrt(first * noise scale) to the nearest doubling, where the interval is above the present size."""
-    found = {}
-    for first in (2, 16):
-        branches = branches_of(place)
-        branches.start.state["control"]["rates"]["couplings"][0]["first_batch_size"] = first
-        found[first] = {str(each.question): each for each in ask_policies(branches, samples=0)}
-        for kind in ("split", "per-sample", "moments"):
-            asked = found[first][kind]
-            low, wanted, high = (math.sqrt(first * noise) for noise in (asked.low, asked.noise_scale, asked.high))
-            doubling = min(1000, first * 2 ** max(0, round(math.log2(wanted / first))))
-            assert asked.sizes["Auto"] == (16 if low <= 16 <= high else max(16, doubling))
-        assert "Auto" not in found[first]["trajectory"].sizes
-    sizes = [[each.sizes.get("Auto") for each in asked.values()] for asked in found.values()]
-    assert sizes[0] != sizes[1]  # for a rule that took the present size for the first one they would be the same
+@pytest.mark.parametrize("norm", ["Euclidean", "preconditioned"])
+def test_with_adam_both_noise_scales_are_measured(tmp_path, norm):
+    run_it(tiny_experiment(tmp_path, optimizer=Part(kind="adamw")), tmp_path / "runs", "sgd-small")
+    found = {each.norm: each for each in measure_noise_scales(branches_of(tmp_path), samples=0)}[norm]
+    assert not found.problem
+    assert found.low <= found.noise_scale
 
 
 def test_every_estimator_begins_at_the_checkpoint(place, monkeypatch):
     seen = []
 
-    def ask(branches, kind):
+    def measured(branches, *_):
         seen.append(branches.trainer.model.weight.clone())
         with torch.no_grad():
             branches.trainer.model.weight += 1.0
 
-    monkeypatch.setattr("divebatch.lab.probe.policy_sizes._ask", ask)
-    ask_policies(branches_of(place), samples=0)
+    monkeypatch.setattr("divebatch.lab.probe._measured", measured)
+    measure_noise_scales(branches_of(place), samples=0)
     assert len(seen) == len(QUESTIONS)
     assert all(torch.equal(weight, seen[0]) for weight in seen)
 
@@ -204,29 +178,13 @@ def test_a_branch_begins_with_the_checkpoints_weights_and_rate(place):
     assert branches.lr == state["optimizer"]["param_groups"][0]["lr"]
 
 
-def test_the_delta_asked_about_is_the_runs_own(place):
-    method = get_experiment(str(place / "tiny.toml")).method("divebatch")
-    assert "DiveBatch, delta 1" in policies_for(Question(EUCLIDEAN, "trajectory"), method, 100, 16)
-
-
-def test_in_another_norm_only_rules_by_the_noise_scale_are_asked(place):
-    method = get_experiment(str(place / "tiny.toml")).method("divebatch")
-    asked = policies_for(Question("preconditioned", "moments", {"preconditioned": True}), method, 100, 16)
-    assert list(asked) == ["Auto", "NoiseScale"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--cap", "8"], "--cap 8 leaves nothing to compare: twice the batch size 16 is above it"),
-        (["--window-epochs", "0.001"], "is 1 samples, shorter than one step of 16"),
+        (["--window-samples", "1"], "--window-samples 1, shorter than one step of 16"),
         (["--factors", "1,64"], "factor 64 makes batches of 1024 samples, above the 1000 samples there are"),
-        (["--factors", "1,8", "--cap", "64"], "above --cap 64"),
-        (["--factors", "1,64", "--cap", "5000", "--window-epochs", "9"], "above the 1000 samples there are"),
         (["--factors", "0,2"], "factors must be an integer of at least 1, got factors=0"),
         (["--factors", "1"], "nothing to compare"),
-        (["--window-epochs", "nan"], "--window-epochs must be positive and finite, got nan"),
-        (["--window-epochs", "inf"], "--window-epochs must be positive and finite, got inf"),
         (["--coupling", "adascale"], "unknown coupling 'adascale'; known: none, linear, sqrt"),
         (["--coupling", "-0.5"], "above 0 and at most 1, got coupling=-0.5"),
         (["--coupling", "nan"], "above 0 and at most 1, got coupling=nan"),
@@ -266,7 +224,13 @@ def test_a_namesake_with_other_data_is_refused(place, tmp_path):
 
 
 def test_a_checkpoint_at_learning_rate_zero_is_refused(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(BranchTrainer, "lr", 0.0)
+    make = BranchTrainer.__init__
+
+    def at_zero(self, *words):
+        make(self, *words)
+        self.lr = 0.0
+
+    monkeypatch.setattr(BranchTrainer, "__init__", at_zero)
     answer = call(place, "--out", tmp_path)
     assert answer.exit_code == 2
     assert "stands at learning rate 0" in answer.output
@@ -278,13 +242,13 @@ def test_the_batch_size_is_the_one_in_force_also_where_it_changed_since_the_last
     state["control"]["loader"]["batch_size"] = 32  # as a decision within the epoch leaves it
     save_checkpoint(tmp_path / path.name, state)
     (tmp_path / "seed-0.jsonl").write_bytes(path.with_suffix(".jsonl").read_bytes())
-    words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
+    words = ("--no-noise", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
     found = json.loads(call(place, *words, checkpoint=tmp_path / path.name).stdout)
     assert [gap["batch_size"] for gap in found["gaps"]] == [32, 64]
 
 
 def test_the_previous_checkpoint_can_be_probed_by_file_or_epoch(place, tmp_path):
-    words = ("--no-policies", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
+    words = ("--no-noise", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
     by_epoch = call(place, *words, "--epoch", 3)
     path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt.previous"
     assert by_epoch.exit_code == 0, by_epoch.output

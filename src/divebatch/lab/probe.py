@@ -1,0 +1,679 @@
+"""The critical batch size by experiment (branched training, Merrill et al. 2025), and the noise scales beside it.
+
+Branches train on the same samples from the same weights at k times the batch size. The critical batch size is the
+largest that keeps up with the smallest.
+"""
+
+import copy
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, takewhile
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from divebatch.checks import require_choice, require_count, require_coupling_power, require_positive
+from divebatch.controller import Controller
+from divebatch.data import AdaptiveLoader
+from divebatch.data.micro_batches import BatchPlan
+from divebatch.data.order import mixed_seed
+from divebatch.errors import ArgumentError, BatchTooLargeError, CheckpointError, CoverageError, DivergedError
+from divebatch.lab.experiments import Experiment, Run, make_trainer
+from divebatch.lab.experiments.datasets.dataset import InParts
+from divebatch.lab.experiments.schema import Part, build_estimator
+from divebatch.lab.training import Tally, Trainer, evaluate, load_checkpoint, train_epoch
+from divebatch.lab.training.device_options import device_settings
+from divebatch.lab.training.run_length import order_of_pass
+from divebatch.lab.training.several_optimizers import parts_of
+from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, factor_of, require_adam, scale_settings
+from divebatch.policies import Fixed
+from divebatch.records import RunHeader, read_run
+from divebatch.student import t_quantile
+
+__all__ = ["Branch", "Critical", "Gap", "Outcome", "Probe", "probe_critical_batch"]
+
+LEVEL = 0.95
+"""The confidence level of all intervals."""
+LEAST_STEPS = 4
+"""The fewest steps of the largest branch, if no factors are named."""
+SMOOTHING = 0.2
+"""The part of the window that a branch's loss is averaged over."""
+JUDGES = ("train", "validation")
+PART_OF_A_RUN = 0.1
+"""The part of a run over one pass that each branch sees by default."""
+REPEAT, DROPOUT = (0, 7), (0, 6)
+"""Purposes of random numbers: the order of a repeat's samples, and everything else in a branch."""
+EPOCHS_A_REPEAT = 1_000_000
+"""Repeats see the order and augmentation of epochs this far apart, which no run reaches."""
+PROBLEM = ("task", "data", "model", "optimizer", "schedule", "one_pass", "clip_norm")
+"""The parts of a run's configuration that must be those of the experiment."""
+QUESTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("Euclidean", "split", {}),
+    ("preconditioned", "moments", {"preconditioned": True}),
+)
+"""The noise scales that are measured: norm, estimator, its settings."""
+
+
+# Branches and the verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A branch to train: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate.
+
+    With the coupling "adam", `divebatch.lr.scale_settings(optimizer, branch.factor)` moves the other settings.
+    """
+
+    factor: int
+    batch_size: int
+    lr_factor: float
+    steps: int
+    repeat: int
+    """From 0. All branches of a repeat should see the same data in the same order, another repeat another order."""
+    coupling: str | float = "sqrt"
+    """The coupling of the optimizer to the batch size: a name, or a power of it."""
+
+    @property
+    def samples(self) -> int:
+        """The samples of the whole branch."""
+        return self.steps * self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one branch. `course` is the smoothed training loss after each step."""
+
+    branch: Branch
+    loss: float
+    course: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """The loss of a factor above that of factor 1 on the same data, as a part of it, with its 95 % interval."""
+
+    factor: int
+    batch_size: int
+    steps: int
+    loss: float
+    """Mean over repeats."""
+    mean: float
+    low: float
+    high: float
+    tolerance: float
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the mean is within the tolerance."""
+        return self.mean <= self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """`keeps up`, `falls behind`, or the same with `perhaps` if the interval reaches over the tolerance."""
+        word = "keeps up" if self.keeps_up else "falls behind"
+        return word if self.high <= self.tolerance or self.low > self.tolerance else f"perhaps {word}"
+
+
+@dataclass(frozen=True, slots=True)
+class Critical:
+    """The critical batch size in samples, and the tried sizes between which it lies with confidence."""
+
+    size: int
+    low: int
+    high: int | None
+    """None: no size that was tried surely falls behind."""
+    is_open: bool
+    """Whether even the largest size that was tried keeps up."""
+
+    def __str__(self) -> str:
+        """Return text like `512 (surely 256, perhaps up to 1024)`."""
+        least = "at least " if self.is_open else ""
+        most = "surely no more" if self.high == self.size else f"perhaps up to {self.high}"
+        most = "no upper end found" if self.high is None else most
+        return f"{least}{self.size} (surely {self.low}, {most})"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """All outcomes. `window` is the samples of each branch, `problem` the reason why large factors are missing."""
+
+    batch_size: int
+    window: int
+    coupling: str | float
+    tolerance: float
+    outcomes: tuple[Outcome, ...]
+    problem: str = ""
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """One for each factor, smallest first."""
+        return [self._gap(factor) for factor in sorted({outcome.branch.factor for outcome in self.outcomes})]
+
+    @property
+    def critical(self) -> Critical:
+        """The largest size that keeps up with all smaller ones keeping up too."""
+        gaps = self.gaps
+        size = _last_while(gaps, lambda gap: gap.keeps_up)
+        sure = _last_while(gaps, lambda gap: gap.high <= self.tolerance)
+        possible = _last_while(gaps, lambda gap: gap.low <= self.tolerance)
+        largest = gaps[-1].batch_size
+        return Critical(size, sure, None if possible == largest else possible, is_open=size == largest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return settings, gaps, the critical batch and every branch, ready for JSON."""
+        return {
+            "batch_size": self.batch_size,
+            "window_samples": self.window,
+            "coupling": self.coupling,
+            "tolerance": self.tolerance,
+            "critical": asdict(self.critical),
+            "gaps": [{**asdict(gap), "verdict": gap.verdict} for gap in self.gaps],
+            "branches": [
+                {**asdict(outcome.branch), "loss": outcome.loss, "course": outcome.course} for outcome in self.outcomes
+            ],
+            "problem": self.problem,
+        }
+
+    def _gap(self, factor: int) -> Gap:
+        first = {each.branch.repeat: each.loss for each in self.outcomes if each.branch.factor == 1}
+        mine = [each for each in self.outcomes if each.branch.factor == factor]
+        # In pairs: branches of a repeat saw the same data, whose luck then cancels.
+        parts = [_part_above(each.loss, first[each.branch.repeat]) for each in mine]
+        mean, low, high = interval(parts) if factor > 1 else (0.0, 0.0, 0.0)
+        return Gap(
+            factor=factor,
+            batch_size=mine[0].branch.batch_size,
+            steps=mine[0].branch.steps,
+            loss=fmean(each.loss for each in mine),
+            mean=mean,
+            low=low,
+            high=high,
+            tolerance=self.tolerance,
+        )
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Return (mean, low, high): Student's 95 % interval of the mean, without ends for a single value.
+
+    >>> interval([0.1])
+    (0.1, -inf, inf)
+    """
+    mean = fmean(values)
+    if not math.isfinite(mean):
+        return (math.inf, math.inf, math.inf)  # a branch diverged: no tolerance forgives that
+    if len(values) < 2:
+        return (mean, -math.inf, math.inf)
+    reach = t_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return (mean, mean - reach, mean + reach)
+
+
+def _part_above(loss: float, reference: float) -> float:
+    if not math.isfinite(loss) or reference == 0:
+        return 0.0 if loss == reference else math.inf
+    return (loss - reference) / abs(reference)
+
+
+def _last_while(gaps: list[Gap], holds: Callable[[Gap], bool]) -> int:
+    """Return the largest size up to which `holds` is true throughout; factor 1 is its own measure."""
+    return [gaps[0], *takewhile(holds, gaps[1:])][-1].batch_size
+
+
+def probe_critical_batch(
+    batch_size: int,
+    train: Callable[[Branch], Iterable[float]],
+    *,
+    save: Callable[[], Any],
+    restore: Callable[[Any], None],
+    window: int,
+    factors: Sequence[int] | None = None,
+    coupling: Coupling = "sqrt",
+    repeats: int = 3,
+    tolerance: float = 0.02,
+    smoothing: float = SMOOTHING,
+    evaluate: Callable[[], float] | None = None,
+    on_outcome: Callable[[Outcome], None] | None = None,
+) -> Probe:
+    """Train a branch for each factor and repeat from the present state, and tell which ones keep up with factor 1.
+
+    `train(branch)` makes the branch's steps and gives the mean loss of each, taken before its update. `save()` gives a
+    state that later steps do not change, and `restore(state)` goes back to it; the last thing that happens here is a
+    restore. Each branch sees `window` samples, rounded down to whole steps of the largest. Its loss is the exponential
+    mean over the last `smoothing * window` samples or so, or what `evaluate()` says at its end. A branch keeps up if
+    its loss is at most `tolerance`, as a part, above that of factor 1 on the same data. Factors default to powers of
+    two that leave the largest branch four steps. A branch that does not fit into memory ends the factors there.
+    """
+    require_settings(coupling, repeats, tolerance, smoothing)
+    factors = checked_factors(factors, batch_size, window)
+    # All branches must see the same samples, or their losses could not be compared.
+    window -= window % (factors[-1] * batch_size)
+    state, outcomes, problem = save(), [], ""
+    try:
+        for factor in factors:
+            for repeat in range(repeats):
+                restore(state)
+                branch = _branch(factor, repeat, batch_size, window, coupling)
+                outcomes.append(_outcome(branch, train, evaluate, smoothing * window))
+                if on_outcome is not None:
+                    on_outcome(outcomes[-1])
+    except BatchTooLargeError as error:
+        if factor == 1:
+            raise
+        # A factor with some repeats missing could not be compared in pairs with the others.
+        outcomes = [outcome for outcome in outcomes if outcome.branch.factor < factor]
+        problem = f"factor {factor} and above: {error}"
+    finally:
+        restore(state)
+    return Probe(batch_size, window, coupling, tolerance, tuple(outcomes), problem)
+
+
+def smoothed(losses: Sequence[float], batch_size: int, horizon: float) -> list[float]:
+    """Return the exponential mean of step losses over `horizon` samples, debiased, after each step.
+
+    The horizon counts samples, so branches of all batch sizes are smoothed over the same data.
+
+    >>> smoothed([1.0, 1.0, 1.0], 10, 20.0)
+    [1.0, 1.0, 1.0]
+    """
+    keep, mean, weight, course = math.exp(-batch_size / horizon), 0.0, 0.0, []
+    for loss in losses:
+        mean, weight = keep * mean + (1 - keep) * loss, keep * weight + (1 - keep)
+        course.append(mean / weight)
+    return course
+
+
+def _branch(factor: int, repeat: int, batch_size: int, window: int, coupling: Coupling) -> Branch:
+    size = factor * batch_size
+    return Branch(
+        factor=factor,
+        batch_size=size,
+        lr_factor=factor_of(coupling, factor),
+        steps=window // size,
+        repeat=repeat,
+        coupling=coupling,
+    )
+
+
+def _outcome(
+    branch: Branch,
+    train: Callable[[Branch], Iterable[float]],
+    evaluate: Callable[[], float] | None,
+    horizon: float,
+) -> Outcome:
+    losses = list(train(branch))
+    if len(losses) != branch.steps:
+        raise ArgumentError(f"train() gave {len(losses)} losses for a branch of {branch.steps} steps")
+    course = smoothed(losses, branch.batch_size, horizon)
+    loss = course[-1] if evaluate is None else evaluate()
+    if branch.factor == 1 and not math.isfinite(loss):
+        raise DivergedError(f"the loss of the branch at the present batch size {branch.batch_size} is {loss}")
+    return Outcome(branch, loss, tuple(course))
+
+
+def require_settings(coupling: Coupling, repeats: int, tolerance: float, smoothing: float) -> None:
+    """Raise for settings of no use."""
+    if isinstance(coupling, str):
+        require_choice("coupling", coupling, tuple(name for name in COUPLINGS if name not in BY_NOISE))  # not measured
+    else:
+        require_coupling_power("coupling", coupling)
+    require_count("repeats", repeats)
+    require_positive("tolerance", tolerance)
+    require_positive("smoothing", smoothing)
+
+
+def checked_factors(factors: Sequence[int] | None, batch_size: int, window: int) -> list[int]:
+    """Return the factors in rising order, with 1 among them; raise if the window is too short for them."""
+    require_count("batch_size", batch_size)
+    require_count("window", window)
+    if factors is None:
+        factors = default_factors(batch_size, window // LEAST_STEPS)
+    for factor in factors:
+        require_count("factors", factor)
+    ordered = sorted({1, *factors})
+    if len(ordered) < 2:
+        raise ArgumentError(
+            f"nothing to compare: a window of {window} samples leaves no factor above 1 at batch size {batch_size}. "
+            f"Make the window longer, or name factors"
+        )
+    if window < ordered[-1] * batch_size:
+        raise ArgumentError(
+            f"the window of {window} samples is shorter than one step of factor {ordered[-1]} "
+            f"({ordered[-1] * batch_size} samples): make the window longer or leave that factor out"
+        )
+    return ordered
+
+
+def default_factors(batch_size: int, cap: int) -> list[int]:
+    """Return powers of two whose batches are at most `cap` samples.
+
+    >>> default_factors(128, 1100)
+    [1, 2, 4, 8]
+    """
+    return [2**power for power in range(max(1, (cap // batch_size).bit_length()))]
+
+
+# A run and its checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A checkpoint to start from, with the first line of its run's records."""
+
+    path: Path
+    header: RunHeader
+    state: dict[str, Any]
+    epoch: int
+    """The number of epochs trained before it; of a run over one pass, the number of its parts."""
+    samples: int
+    """The samples that the run had seen, of all epochs."""
+    batch_size: int
+    """The batch size from here on, which may have changed since the last record."""
+
+    @classmethod
+    def of(cls, path: Path, header: RunHeader) -> "Start":
+        """Read a checkpoint."""
+        state = load_checkpoint(path, device=torch.device("cpu"))
+        try:
+            loader, parts = state["control"]["loader"], state["parts_done"]
+            under_way = loader["pass"]["samples"] if loader["pass"] is not None else 0
+            # Not the loader's epochs: one of them may have carried over several parts.
+            epoch = state["control"]["epoch"] if parts is None else parts
+            missing = {"model", "optimizer", "run"} - state.keys()
+            if missing:
+                raise KeyError(*missing)
+            return cls(path, header, state, epoch, loader["samples_before"] + under_way, loader["batch_size"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"'{path}' is not the checkpoint of a run: {error} is missing") from error
+
+    @property
+    def place(self) -> str:
+        """Its place in the run, in words."""
+        config = self.header.config
+        return f"part {self.epoch} of {config['epochs']}" if config["one_pass"] else f"epoch {self.epoch}"
+
+
+def find_start(place: Path, experiment: str, *, method: str | None, seed: int | None, epoch: int | None) -> Start:
+    """Return the one checkpoint that `place`, a file or a folder of runs, and the wishes leave.
+
+    Of several epochs of one run it is the last, unless `epoch` names one; several runs are an error.
+    """
+    paths = [place] if place.is_file() else sorted(each for each in place.rglob("seed-*.ckpt*") if each.is_file())
+    headers = {path: _header_of(path) for path in paths if path.name.endswith((".ckpt", ".ckpt.previous"))}
+    if not headers:
+        raise ArgumentError(f"no checkpoint (seed-K.ckpt) at '{place}'; a run leaves one beside its records")
+    of_it = {path: header for path, header in headers.items() if header.experiment == experiment}
+    if not of_it:
+        others = ", ".join(sorted({header.experiment for header in headers.values()}))
+        raise ArgumentError(f"'{place}' holds no checkpoint of experiment {experiment!r}, but of: {others}")
+    fitting = {
+        path: header
+        for path, header in of_it.items()
+        if method in (None, header.method) and seed in (None, header.seed)
+    }
+    names = sorted({f"{header.method} seed {header.seed}" for header in fitting.values()})
+    if len(names) != 1:
+        known = ", ".join(names or sorted({f"{header.method} seed {header.seed}" for header in headers.values()}))
+        what = "several runs fit; choose by method and seed" if names else "no such run"
+        raise ArgumentError(f"'{place}': {what}. There are: {known}")
+    chosen: Start | None = None
+    there = set()
+    for start in (Start.of(path, header) for path, header in fitting.items()):  # one at a time: they may be large
+        there.add(start.epoch)
+        if epoch in (None, start.epoch) and (chosen is None or start.epoch > chosen.epoch):
+            chosen = start
+    if chosen is None:
+        epochs = ", ".join(map(str, sorted(there)))
+        raise ArgumentError(f"'{place}': no checkpoint of {names[0]} after epoch {epoch}; there are: {epochs}")
+    return chosen
+
+
+def _header_of(path: Path) -> RunHeader:
+    # Those that a run keeps have the epoch in their name too.
+    records = path.with_name(re.sub(r"(\.epoch-\d+)?\.ckpt(\.previous)?$", "", path.name) + ".jsonl")
+    if not records.exists():
+        raise ArgumentError(f"'{path}' lacks the records of its run: '{records.name}' must lie beside it")
+    return read_run(records)[0]
+
+
+def run_of(start: Start, experiment: Experiment, *, training: Mapping[str, Any] | None = None, **settings: Any) -> Run:
+    """Return the run as it was, but for `training` settings that are not None and `settings` of `Run`."""
+    config = start.header.config
+    scaled = experiment.scaled(int(config["epochs"]))
+    changed = {name: value for name, value in (training or {}).items() if value is not None}
+    planned = replace(scaled, model=Part(**config["model"])).with_training(**{**config["training"], **changed})
+    run = Run(planned, start.header.method, start.header.seed, start.path.parent, **settings)
+    for key in PROBLEM:
+        here, there = run.config[key], config.get(key)
+        if here != there:
+            raise CheckpointError(
+                f"'{start.path}' belongs to another experiment called {experiment.name!r}: its {key} is {there!r}, "
+                f"here it is {here!r}. Name the TOML file that the run was started with"
+            )
+    return run
+
+
+class RestOfPass(Sampler[int]):
+    """The samples that are left of a pass. Each epoch of the loader is a repeat, and each but the first mixes them.
+
+    The first continues as the run itself would. Its length is that of the data.
+
+    Args:
+        size: Samples of the data.
+        seed: The run's, on which its orders depend.
+        seen: Samples that the run had seen, of all passes.
+    """
+
+    def __init__(self, size: int, seed: int, seen: int) -> None:
+        number, start = divmod(seen, size)
+        self._left = order_of_pass(size, seed, number)[start:]
+        self._size, self._seed, self._repeat = size, seed, 0
+        self.num_left = self.window = len(self._left)
+        """`window`: the samples after which an epoch ends."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the next repeat, from 0."""
+        self._repeat = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._left
+        if self._repeat:
+            generator = torch.Generator().manual_seed(mixed_seed(self._seed, *REPEAT, self._repeat))
+            order = order[torch.randperm(len(order), generator=generator)]
+        return iter(order[: self.window].tolist())
+
+
+class BranchTrainer:
+    """A run's trainer at a checkpoint, without its controller: batch size and learning rate are the branch's.
+
+    The learning rate is the checkpoint's times the branch's factor; schedules stand still. Batches of another size, at
+    the end of an epoch, are left out: at the rate of a long batch a short one says nothing. A run over one pass
+    continues with the rest of it.
+
+    Args:
+        run: The run.
+        start: Its checkpoint.
+        judge: "train" to compare smoothed training losses, "validation" for the held-out loss at a branch's end.
+    """
+
+    def __init__(self, run: Run, start: Start, judge: str = "train") -> None:
+        require_choice("judge", judge, JUDGES)
+        self.run, self.start, self.judge = run, start, judge
+        self.metric = start.header.metric
+        self.trainer: Trainer = make_trainer(run)
+        # Batch size and learning rate must be the branch's alone.
+        self.trainer.control.close()
+        there, here = start.state["run"]["data"], self.trainer.data_fingerprint
+        if there != here:
+            raise CheckpointError(
+                f"'{start.path}' was trained on other data than those in the data folder (their hash is {there} there "
+                f"and {here} here): give the folder that the run was started with"
+            )
+        try:
+            self.restore(start.state)
+        except (RuntimeError, ValueError) as error:  # of other shapes
+            raise CheckpointError(f"'{start.path}' does not fit its run: {error}") from error
+        self.lr = float(start.state["optimizer"]["param_groups"][0]["lr"])
+        """The learning rate at the checkpoint, of the first parameter group."""
+        self.loader: AdaptiveLoader = self.trainer.control.loader
+        self.rest: RestOfPass | None = None
+        if run.experiment.one_pass:
+            data = InParts(self.loader.dataset, self.loader.transform)
+            self.rest = RestOfPass(data.size, run.seed, start.samples)
+            self.loader = data(start.batch_size, seed=run.seed, sampler=self.rest)
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples of a whole pass."""
+        size = self.loader.dataset_size
+        assert size is not None  # our datasets are no streams
+        return size
+
+    def require_coupling(self, coupling: Coupling) -> None:
+        """Raise if the run's optimizer cannot follow the batch size by it."""
+        if coupling == "adam":
+            require_adam(self.trainer.optimizer)
+
+    def window(self, wanted: int | None) -> int:
+        """Return the samples of each branch: by default an epoch, or a tenth of a pass as far as it is left."""
+        start, config, left = self.start, self.start.header.config, sys.maxsize
+        if self.lr == 0:
+            raise ArgumentError(
+                f"'{start.path}' stands at learning rate 0, the end of its schedule: no branch would learn. "
+                f"Choose an earlier checkpoint with --epoch"
+            )
+        default = self.dataset_size
+        if self.rest is not None:
+            if start.samples >= len(self.rest) and not config["repeat"]:
+                raise ArgumentError(
+                    f"'{start.path}' stands at the end of its pass: no sample is left that the run has not seen. "
+                    f"Choose an earlier checkpoint with --epoch; `divebatch run --keep-checkpoints` keeps them"
+                )
+            left = self.rest.num_left
+            # Which holds for runs that ended by the clock too.
+            default = int(PART_OF_A_RUN * config["epochs"] * start.samples / max(1, start.epoch))
+        window = min(default, left) if wanted is None else wanted
+        if window > left:
+            raise ArgumentError(
+                f"--window-samples {window}, and only {left} of its pass are left at '{start.path}': make it shorter, "
+                f"or choose an earlier checkpoint with --epoch"
+            )
+        if window < start.batch_size:
+            raise ArgumentError(f"--window-samples {window}, shorter than one step of {start.batch_size}")
+        return window
+
+    def save(self) -> dict[str, Any]:
+        """Return weights, statistics and the optimizer's memory."""
+        trainer = self.trainer
+        return copy.deepcopy({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Return to a state of `save`, which stays as it is."""
+        self.trainer.model.load_state_dict(state["model"])
+        # A copy: an optimizer works on with the very tensors that it is given, and the next branch needs them too.
+        self.trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+
+    def train(self, branch: Branch) -> list[float]:
+        """Train the branch and return the loss of each step, in the unit of the run's metric."""
+        trainer, loader = self.trainer, self.loader
+        # By repeat and not by branch: branches of a repeat are compared in pairs.
+        torch.manual_seed(mixed_seed(self.run.seed, *DROPOUT, branch.repeat))
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = group["lr"] * branch.lr_factor
+        if branch.coupling == "adam":
+            scale_settings(trainer.optimizer, branch.factor)
+        loader.batch_size = branch.batch_size
+        trainer.model.train()
+        step = trainer.step.under(BatchPlan)
+        with device_settings(trainer.options.precision, trainer.clock.device):
+            batches = islice(self._full_batches(branch), branch.steps)
+            losses = [step(batch).clone() for batch in batches]  # a replayed pass writes its loss to one place
+        return [loss * self.metric.loss_factor for loss in torch.stack(losses).tolist()]
+
+    def evaluate(self) -> float:
+        """Return the held-out loss of the present weights, in the same unit."""
+        trainer = self.trainer
+        with device_settings(trainer.options.precision, trainer.clock.device):
+            seen = evaluate(trainer.model, trainer.validation, trainer.task, precision=trainer.options.precision)
+        return seen.loss * self.metric.loss_factor
+
+    def first_epoch(self, repeat: int) -> int:
+        """Return the loader's epoch that a repeat begins with; repeat 0 continues as the run itself would."""
+        return repeat if self.rest is not None else self.start.epoch + repeat * EPOCHS_A_REPEAT
+
+    def _full_batches(self, branch: Branch) -> Iterator[Any]:
+        epoch = self.first_epoch(branch.repeat)
+        while True:
+            self.loader.set_epoch(epoch)
+            yield from (batch for batch in self.loader if len(batch[1]) == branch.batch_size)
+            epoch += 1
+
+
+# Noise scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """A noise scale in samples, with its 95 % interval; an end is None if the interval has none.
+
+    `problem` is the reason why nothing could be measured.
+    """
+
+    norm: str
+    estimator: str
+    noise_scale: float | None = None
+    low: float | None = None
+    high: float | None = None
+    problem: str = ""
+
+
+def measure_noise_scales(branches: BranchTrainer, *, samples: int) -> list[Noise]:
+    """Measure each noise scale at the present batch size, always from the checkpoint.
+
+    It looks at one epoch, and of a run over one pass at the next `samples` samples.
+    """
+    state, found = branches.save(), []
+    if branches.rest is not None:
+        branches.rest.window = samples
+    for norm, estimator, settings in QUESTIONS:
+        branches.restore(state)
+        noise = Noise(norm=norm, estimator=estimator)
+        try:
+            found.append(_measured(branches, noise, Part(kind=estimator, settings=settings)))
+        except (ArgumentError, CoverageError) as error:  # this optimizer or model is not for this estimator
+            found.append(replace(noise, problem=str(error)))
+    branches.restore(state)
+    return found
+
+
+def _measured(branches: BranchTrainer, noise: Noise, estimator: Part) -> Noise:
+    trainer, loader, size = branches.trainer, branches.loader, branches.dataset_size
+    loader.batch_size = branches.start.batch_size
+    loader.set_epoch(branches.first_epoch(0))
+    trainer.model.train()
+    with (
+        device_settings(trainer.options.precision, trainer.clock.device),
+        Controller(
+            trainer.model,
+            parts_of(trainer.optimizer),
+            loader,
+            Fixed(),
+            estimator=build_estimator(estimator, trainer.options, trainer.loss_fn),
+            scheduler=trainer.all_schedulers,
+            measure_always=True,
+        ) as control,
+    ):
+        loss = train_epoch(trainer.step.under(control.plan), loader, Tally())
+        record = control.step(loss=loss)
+    scales = [
+        None if diversity is None else max(0.0, size * diversity - 1)
+        for diversity in (record.diversity, record.diversity_low, record.diversity_high)
+    ]
+    return replace(noise, noise_scale=scales[0], low=scales[1], high=scales[2])
