@@ -20,11 +20,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## Create .venv with the package, all extras and the development tools
 
-demo: install  ## Run both synthetic experiments small, print the table, write the report
+demo: install  ## Run both synthetic experiments small, print what came out, write the report
 	@rm -rf $(DEMO_DIR)
-	$(BIN)/divebatch run synthetic-convex --trials 2 --epochs 20 --log-exact --out $(DEMO_DIR)
-	$(BIN)/divebatch run synthetic-nonconvex --trials 2 --epochs 20 --log-exact --out $(DEMO_DIR)
-	$(BIN)/divebatch report $(DEMO_DIR)
+	@$(BIN)/divebatch run synthetic-convex --trials 2 --epochs 20 --log-exact --out $(DEMO_DIR)
+	@$(BIN)/divebatch run synthetic-nonconvex --trials 2 --epochs 20 --log-exact --out $(DEMO_DIR)
+	@$(BIN)/divebatch report $(DEMO_DIR)
 
 test: install  ## Run the tests but the slow ones
 	$(BIN)/pytest -n 2 -m 'not slow'

@@ -15,12 +15,13 @@ def main() -> None:
     try:
         try:
             from divebatch.cli import app
-            from divebatch.cli.plain_text import write_any_text
         except ModuleNotFoundError as error:
             if error.name not in ("typer", "rich"):
                 raise
             raise SystemExit(str(MissingExtraError(error.name, "cli"))) from None
-        write_any_text()
+        for stream in (sys.stdout, sys.stderr):
+            if reconfigure := getattr(stream, "reconfigure", None):
+                reconfigure(errors="replace")  # a table must not end in a traceback where an encoding lacks a sign
         app()
     except SystemExit as end:
         _leave_at_once(end)

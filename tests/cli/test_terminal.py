@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -6,14 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.cli.exits import command_again
-from divebatch.cli.progress import describe
-from divebatch.lab.experiments import get_experiment
+from divebatch.cli.progress import Lines, ProgressBars, describe
+from divebatch.lab.experiments import Run, get_experiment
 from divebatch.lab.search import to_toml
 from divebatch.lab.training import load_checkpoint
 from divebatch.records import EpochRecord, read_run
@@ -36,19 +39,63 @@ def call(*words):
     return CliRunner().invoke(app, list(map(str, words)))
 
 
-def test_lines_say_batch_rate_diversity_speed_and_time_left(experiment, tmp_path):
+def test_a_finished_run_is_a_line_of_result_batch_rate_diversity_and_speed(experiment, tmp_path):
     answer = call("run", experiment, *RUN, "--out", tmp_path)
     assert answer.exit_code == 0, answer.output
-    lines = [line for line in answer.output.splitlines() if line.startswith("divebatch seed 0")]
-    assert len(lines) == 4
+    (line,) = [line for line in answer.output.splitlines() if line.startswith("divebatch seed 0")]
     number = r"[\d.e+-]+"
     assert re.fullmatch(
-        rf"divebatch seed 0: epoch 2/4  batch \d+  lr {number}  diversity {number}  val loss {number}  "
-        rf"accuracy {number} %  {number}[kM]? samples/s  \d+s left",
-        lines[1],
-    ), lines[1]
-    assert "left" not in lines[-1]
+        rf"divebatch seed 0: epoch 4/4  accuracy {number} %  val loss {number}  batch \d+  lr {number}  "
+        rf"diversity {number}  {number}[kM]? samples/s",
+        line,
+    ), line
     assert "\x1b" not in answer.output
+
+
+def runs_of(name: str, *, epochs: int) -> list[Run]:
+    planned = get_experiment(name).scaled(epochs)
+    return [Run(planned, method, 0, Path()) for method in planned.methods]
+
+
+def test_a_run_that_goes_on_has_a_line_a_minute(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("divebatch.cli.progress.time.monotonic", lambda: now[0])
+    lines = Lines(runs_of("synthetic-convex", epochs=100))
+    for epoch in range(1, 101):
+        now[0] += 25.0
+        values = {"val_loss": 0.5, "total_seconds": 25.0 * epoch}
+        lines.on_epoch(0, EpochRecord(epoch=epoch, batch_size=16, lr=0.1, steps=5, samples=80 * epoch, **values))
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[4] for line in shown] == [f"{epoch}/100" for epoch in range(3, 100, 3)] + ["100/100"]
+    assert shown[0].endswith("40m 25s left")
+
+
+def test_bars_at_80_columns_keep_name_bar_count_and_time_left():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+    with ProgressBars(runs_of("synthetic-nonconvex", epochs=20), console) as bars:
+        for epoch in (1, 2):
+            values = {"val_loss": 0.5, "val_accuracy": 0.9, "diversity": 0.001234}
+            record = EpochRecord(epoch=epoch, batch_size=512, lr=0.5625, steps=5, samples=80 * epoch, **values)
+            for index in range(2):
+                bars.on_epoch(index, record)
+    lines = [line for line in screen.getvalue().splitlines() if "sgd-large seed 0" in line]
+    assert "━" in lines[-1]
+    assert "2/20" in lines[-1]
+    assert "accuracy 90.00 %" in lines[-1]
+
+
+def test_a_stream_that_closes_ends_no_training(monkeypatch, capsys):
+    display = Lines(runs_of("synthetic-convex", epochs=1))
+    monkeypatch.setattr("divebatch.cli.progress.os.dup2", lambda *_: None)
+
+    def closed(*_: object, **more: object) -> None:
+        if "file" not in more:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("builtins.print", closed)
+    for index in (0, 1):
+        display.on_epoch(index, EpochRecord(epoch=1, batch_size=16, lr=0.1, steps=5, samples=80))
 
 
 def test_quiet_says_nothing(experiment, tmp_path):
@@ -94,7 +141,7 @@ def test_log_writes_beside_the_records(experiment, tmp_path):
 
 def test_what_was_not_measured_is_not_shown():
     record = EpochRecord(epoch=1, batch_size=16, lr=0.1, steps=5, samples=80, val_loss=0.5, val_accuracy=0.25)
-    assert describe(record) == "batch 16  lr 0.1  val loss 0.5000  accuracy 25.00 %"
+    assert describe(record) == "accuracy 25.00 %  val loss 0.5000  batch 16  lr 0.1"
 
 
 def test_the_command_again_can_be_pasted(monkeypatch):

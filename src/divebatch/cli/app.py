@@ -16,7 +16,13 @@ from divebatch.cli.run import run
 from divebatch.cli.search import search
 from divebatch.cli.watch import watch
 
-app = typer.Typer(name="divebatch", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="divebatch",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut the names of options at 80 columns
+)
 
 
 def _show_version(is_wanted: bool) -> None:
