@@ -322,7 +322,7 @@ class AveragedEstimator(Estimator):
 
     @abstractmethod
     def _prepare(self, scene: Scene) -> None:
-        """Raise if the scene has not what this needs."""
+        """Raise if the scene lacks something that this estimator needs."""
 
     @abstractmethod
     def _attach(self, scene: Scene, average: PairAverage) -> None:
@@ -370,7 +370,7 @@ class AveragedEstimator(Estimator):
         raise UsageError(self.nothing_seen)
 
     def _ranks(self) -> Ranks:
-        """The ranks whose estimates must be brought together, since each sees samples of its own."""
+        """Return the ranks whose estimates must be averaged, since each sees samples of its own."""
         # Gradients that DDP has averaged are alike on all ranks: adding them up would count them several times.
         return Ranks.alone() if self.sees_all_ranks else self._bound().delivery.ranks
 

@@ -1,4 +1,4 @@
-"""The base class of estimators, and what they are shown of a training loop."""
+"""The base class of estimators, and the parts of a training loop that they look at."""
 
 import inspect
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Sketches of gradients: a few numbers each, whose products tell those of the gradients.
+"""Sketches of gradients: a few numbers each, whose products estimate those of the gradients.
 
 A sketch S is linear, with random signs: E<Sg, Sh> = <g, h>, with a variance of at most (|g|^2 |h|^2 + <g, h>^2) / m for
 sketches of m numbers. The coordinates of each parameter are cut into lines of m. Each line is multiplied with m signs
@@ -32,30 +32,31 @@ LEAST_SIZE = 2**14
 noise of the gradients leaves it uncertain by several percent over an epoch; see docs/estimators.md."""
 MOST_SIZE = 2**20
 SHARE = 0.01
-"""What all sketches together may take, as a share of the parameters' bytes."""
+"""The most that all sketches together take, as a share of the parameters' bytes."""
 TABLE_LENGTHS = 2
 """Lengths of a sketch that the table of signs has."""
 BYTES_PER_LINE = 48
-"""What is kept of each line: its draws, and on a GPU where to find it."""
+"""Memory of each line: its draws and, on a GPU, where to find it."""
 LONGEST_NORM = 2**20
 """Entries: in float32 the norm of 10^8 came out 1.1 % too small on a CPU."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that the kernel reads."""
 TOLERANCE = 1e-4
-"""Of the first comparison with the plain path, relative to the sketch's norm: sums in float32, in another order."""
+"""Relative to the norm of the sketch, in the first comparison with the plain way: float32 sums in another order."""
 MOST_LAYOUTS = 16
-"""Kept for steps in which other parameters have gradients."""
+"""Layouts that are kept, for steps in which other parameters have gradients."""
 Group = tuple[torch.dtype, torch.dtype | None]
 """Types of gradients and moments, which a kernel is made for."""
 
 
 def sketch_dtype(parameters: Collection[Tensor]) -> torch.dtype:
-    """The type of a sketch of gradients of `parameters`: real, and at least float32."""
+    """Return the type of a sketch of gradients of `parameters`: real, and at least float32."""
     dtype = functools.reduce(torch.promote_types, (sum_dtype(p.dtype) for p in parameters))
     return dtype.to_real()
 
 
 def fitting_size(parameters: Collection[nn.Parameter], *, sketches: int) -> int:
-    """The largest power of two for which so many sketches take at most 1 % of the parameters' memory; 0 for none."""
+    """Return the largest power of two whose sketches take at most 1 % of the parameters' memory; 0 for none."""
     budget = SHARE * sum(p.numel() * p.element_size() for p in parameters)
     per_number = sketches * sketch_dtype(parameters).itemsize + TABLE_LENGTHS
     size = MOST_SIZE
@@ -71,7 +72,7 @@ class SignSketch:
     """A linear map of gradients to `size` numbers.
 
     Args:
-        parameters: Those whose gradients are sketched, by name.
+        parameters: The parameters whose gradients are sketched, by name.
         size: Numbers of a sketch.
         seed: Determines all signs and rotations.
     """
@@ -97,16 +98,16 @@ class SignSketch:
 
     @property
     def relative_variance(self) -> float:
-        """Of |SG|^2 around ||G||^2, whatever G is, over draws of the signs; at most this."""
+        """The largest variance of |SG|^2 / ||G||^2 over draws of the signs, for any G."""
         return 2 / self.size
 
     @property
     def num_bytes(self) -> int:
-        """What the signs and rotations take."""
+        """Memory of the signs and rotations."""
         return sum(each.numel() * each.element_size() for each in (self.draws, self.table))
 
     def of(self, step: StepGradients) -> tuple[Tensor, Norms]:
-        """The sketch of a step's gradients or shards, and what their squared norm is read from, which is exact."""
+        """Sketch a step's gradients or shards; returns the sketch and the norms of the gradients, which are exact."""
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         norms: list[Tensor] = []
         for name, gradient in step:
@@ -133,7 +134,7 @@ class SignSketch:
 
 
 class KernelSketch:
-    """The sketches of one `SignSketch`, taken by the kernel.
+    """A `SignSketch` by the kernel.
 
     Nothing here waits for the device. Addresses of gradients are sent there only where they changed: under CUDA graphs
     they do not.
@@ -145,7 +146,7 @@ class KernelSketch:
         self._addresses: dict[tuple[str, Group], tuple[list[int], Tensor]] = {}
 
     def of(self, step: StepGradients) -> tuple[Tensor, Norms]:
-        """As `SignSketch.of`."""
+        """Sketch like `SignSketch.of`."""
         groups: dict[Group, list[str]] = {}
         for name, gradient in step.gradients.items():
             moment = None if step.moments is None else step.moments[name].mean.dtype
@@ -179,7 +180,7 @@ class KernelSketch:
             )
 
     def _layout(self, pieces: tuple[tuple[str, int, int], ...]) -> tuple[Tensor, Tensor]:
-        """Of pieces with name, number of the first entry and number of entries: each line's layout, and its draws."""
+        """Lay out the lines of pieces (name, number of the first entry, number of entries), with their draws."""
         if pieces not in self._layouts:
             rows, lines, size = [], [], self._signs.size
             for index, (name, start, numel) in enumerate(pieces):
@@ -193,7 +194,7 @@ class KernelSketch:
         return self._layouts[pieces]
 
     def _sent(self, what: str, types: Group, tensors: Sequence[Tensor]) -> Tensor:
-        """Their addresses on the device."""
+        """Return the tensors' addresses, on the device."""
         addresses = [each.data_ptr() for each in tensors]
         before = self._addresses.get((what, types))
         if before is None or before[0] != addresses:
@@ -202,7 +203,7 @@ class KernelSketch:
 
 
 def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
-    """(K, 3): how much of each moment a step keeps, its correction, and eps."""
+    """Return (K, 3): how much of each moment a step keeps, its correction, and eps."""
     # The steps are counted on the device by some optimizers: reading them would wait for it.
     steps = torch.stack([each.step.reshape(()) for each in moments]).to(torch.float32) + 1
     known = torch.tensor([(each.decay, float(each.is_corrected), each.eps) for each in moments])
@@ -212,12 +213,12 @@ def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory, so that nobody waits."""
+    """Copy from pinned memory, so that nobody waits."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def applies(signs: SignSketch, step: StepGradients) -> bool:
-    """Whether the kernel can take the sketch of these gradients."""
+    """Return whether the kernel can sketch these gradients."""
     if not triton.ENABLED or signs.device.type != "cuda" or signs.dtype != torch.float32:
         return False
     moments = [] if step.moments is None else [step.moments[name] for name in step.gradients]
@@ -230,7 +231,7 @@ def applies(signs: SignSketch, step: StepGradients) -> bool:
 
 @functools.cache
 def _agrees(device: torch.device) -> bool:
-    """Whether the kernel gives what the plain path gives on this device: it is looked at before its first use."""
+    """Compare the kernel with the plain way on this device, before its first use."""
     try:
         generator = torch.Generator().manual_seed(0)
         drawn = {str(n): torch.randn(n, generator=generator).to(device) for n in (5000, 3, 1024)}

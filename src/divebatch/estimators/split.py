@@ -396,8 +396,7 @@ class AcrossRanks(_Chunked):
         self._num_samples, self._sum_of_weights = 0, 0.0
 
     def _add(self, gradients: Mapping[str, Tensor], num_samples: int, weight: float, scale: float) -> None:
-        dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients.values()]
-        self._weighted.append(num_samples * scale**2 * _sq_norm(dense))
+        self._weighted.append(num_samples * scale**2 * _sq_norm(list(gradients.values())))
         self._num_samples += num_samples
         self._sum_of_weights += weight
 
@@ -441,6 +440,6 @@ class AcrossRanks(_Chunked):
 
 
 def _sq_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Square the norm of all tensors as one vector, in float64; 0 if there are none."""
+    """Compute the squared norm of all tensors as one vector, in float64; 0 if there are none."""
     norms = norms_of([tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
     return norms.double().square().sum() if isinstance(norms, Tensor) else torch.zeros((), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Hooks on optimizers: who must know when gradients are used, and what they are multiplied with then."""
+"""Hooks on optimizers, and the state of gradients when a step uses them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -94,7 +94,7 @@ class UnchangedGradients:
 
 
 def _a_norm(optimizer: Optimizer) -> float:
-    """The norm of one of the optimizer's gradients; NaN if it has none."""
+    """Compute the norm of one of the optimizer's gradients; NaN if it has none."""
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     return math.nan if (found := next(gradients, None)) is None else float(local(found).to_dense().norm())
 

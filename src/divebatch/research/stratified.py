@@ -38,7 +38,7 @@ class StratifiedBatches(Order):
         self.seed = checked_seed(seed)
 
     def draw(self, epoch: int) -> Tensor:
-        """The order of `epoch` (from 0)."""
+        """Draw the order of `epoch` (from 0)."""
         random = np.random.default_rng(mixed_seed(self.seed, epoch))
         counts = np.bincount(self._strata)
         shuffled = random.permutation(self.size).astype(np.int32 if self.size < 2**31 else np.int64)
@@ -51,7 +51,7 @@ class StratifiedBatches(Order):
         return torch.from_numpy(grouped[np.argsort(when, kind="stable")]).to(index_dtype(self.size))
 
     def seeded(self, seed: int) -> Self:
-        """The same classes with another seed."""
+        """Return the same classes with another seed."""
         other = copy(self)
         other.seed = checked_seed(seed)
         return other
@@ -62,7 +62,7 @@ class StratifiedBatches(Order):
 
 
 def _numbered(labels: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Classes as 0, 1, ... in the order of their names."""
+    """Number the classes 0, 1, ... in the order of their names."""
     values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     if values.ndim != 1 or values.size == 0:
         raise ArgumentError(
