@@ -18,7 +18,7 @@ from divebatch.norms.rules import conv
 from reference.per_sample import mean_loss, sq_norms
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-KERNELS = ("_by_positions", "_by_patches", "_by_shifts", "_by_grouped_convolution")
+KERNELS = ("_by_positions", "_by_patches", "_by_grouped_convolution")
 NUM_SAMPLES = 4
 EVEN_SAME = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
@@ -143,18 +143,16 @@ def weight_only(layer: nn.Module) -> nn.Module:
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
-    """The samples of every call of the chosen kernel, which is the one by shifts."""
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, slice]]:
+    """The name of the chosen kernel and the samples of each of its calls."""
     calls = []
 
-    def chosen(kernels: dict[str, Any], samples: slice, *, key: object) -> Any:
-        def recording(samples: slice) -> Tensor:
-            calls.append(samples)
-            return kernels["shifts"](samples)
+    def recorded(name: str) -> Any:
+        kernel = getattr(conv.Patches, name)
+        return lambda form, samples: (calls.append((name, samples)), kernel(form, samples))[1]
 
-        return recording
-
-    monkeypatch.setattr(conv, "fastest", chosen)
+    for name in KERNELS:
+        monkeypatch.setattr(conv.Patches, name, recorded(name))
     return calls
 
 
@@ -280,41 +278,41 @@ def test_chunks_do_not_change_the_norms(case: str, chunk_bytes: int, monkeypatch
 
 @pytest.mark.parametrize("fitting", [1, 3, 4])
 @pytest.mark.parametrize("case", ["1d", "2d, groups", "transposed 1d"])
-def test_chunks_stay_below_the_cap(case: str, fitting: int, kernel_calls: list[slice], monkeypatch):
+def test_chunks_stay_below_the_cap(case: str, fitting: int, kernel_calls: list[tuple[str, slice]], monkeypatch):
     layer, x, dy = layer_and_call(CASES[case], torch.float32)
     left, right = (x, dy) if layer.transposed else (dy, x)
     entries = left[0, 0].numel() * right.shape[1] * layer.weight[0, 0].numel()
     monkeypatch.setattr(forms, "CHUNK_BYTES", fitting * entries * 4 + 3)
     assert_matches_loop(layer, x, dy)
-    assert kernel_calls[0] == slice(0, fitting)
+    assert kernel_calls[0] == ("_by_grouped_convolution", slice(0, fitting))
     assert len(kernel_calls) == math.ceil(NUM_SAMPLES / fitting)
 
 
-def test_chunks_count_the_products_of_positions(kernel_calls: list[slice], monkeypatch: pytest.MonkeyPatch):
+def test_chunks_count_the_products_of_positions(kernel_calls: list[tuple[str, slice]], monkeypatch: pytest.MonkeyPatch):
     layer = nn.Conv1d(1, 64, 25, padding=12, bias=False)  # patches of 400 entries, but 40 positions with the zeros
     x, dy = torch.randn(NUM_SAMPLES, 1, 16), torch.randn(NUM_SAMPLES, 64, 16)
     monkeypatch.setattr(forms, "CHUNK_BYTES", 3 * 40**2 * 4 + 3)
     assert_matches_loop(layer, x, dy)
-    assert kernel_calls == [slice(0, 3), slice(3, 6)]
+    assert kernel_calls == [("_by_positions", slice(0, 3)), ("_by_positions", slice(3, 6))]
 
 
 # Products of positions
 
 
 @pytest.mark.parametrize(
-    ("layer", "size", "is_tried"),
+    ("layer", "size", "kernel"),
     [
-        (nn.Conv2d(64, 64, 3, padding=1), 8, True),
-        (nn.Conv2d(16, 16, 3, padding=1), 32, False),
-        (nn.Conv2d(64, 64, 3, padding=1, groups=8), 8, False),
-        (nn.Conv2d(64, 64, 3, stride=8), 32, False),  # few positions, but of a large input
+        (nn.Conv2d(64, 64, 3, padding=1), 8, "_by_positions"),
+        (nn.Conv2d(16, 16, 3, padding=1), 32, "_by_grouped_convolution"),
+        (nn.Conv2d(64, 64, 3, padding=1, groups=8), 8, "_by_grouped_convolution"),
+        (nn.Conv2d(64, 64, 3, stride=8), 32, "_by_grouped_convolution"),  # few positions, but of a large input
+        (nn.Conv2d(16, 64, 1), 16, "_by_patches"),
     ],
 )
-def test_products_of_positions_are_tried_first_where_they_are_few(layer: nn.Conv2d, size: int, is_tried: bool):
-    x = torch.randn(1, 64 if layer.in_channels == 64 else 16, size, size)
-    kernels = list(patches_of(layer, x, layer(x).detach())._kernels())
-    assert kernels[0] == ("positions" if is_tried else "patches")
-    assert ("positions" in kernels) == is_tried
+def test_the_shape_decides_the_kernel(layer: nn.Conv2d, size: int, kernel: str, kernel_calls: list[tuple[str, slice]]):
+    x = torch.randn(1, layer.in_channels, size, size)
+    patches_of(layer, x, layer(x).detach()).sq_norms()
+    assert kernel_calls == [(kernel, slice(0, 1))]
 
 
 def test_squares_of_half_precision_do_not_overflow():

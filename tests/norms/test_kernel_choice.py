@@ -50,11 +50,11 @@ def patches(kernel: int, *, groups: int = 1) -> Patches:
 
 @pytest.mark.parametrize(("kernel", "groups", "suits"), [(3, 1, True), (8, 1, True), (9, 1, False), (3, 2, False)])
 def test_only_plain_convolutions_with_small_kernels_suit(kernel: int, groups: int, suits: bool):
-    assert patches(kernel, groups=groups)._suits_kernels() is suits
+    assert patches(kernel, groups=groups)._suits_triton() is suits
 
 
-def test_a_kernel_that_was_fastest_and_is_gone_is_not_missed(monkeypatch: pytest.MonkeyPatch):
-    form = patches(5)  # a shape that no other test has chosen a kernel for
+def test_a_kernel_is_used_where_it_may_round(monkeypatch: pytest.MonkeyPatch):
+    form = patches(5)
     expected = form.explicit(slice(None)).flatten(1).square().sum(1)
     with monkeypatch.context() as patched:
         patched.setattr(triton, "may_apply", lambda *_: True)

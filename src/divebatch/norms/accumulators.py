@@ -1,13 +1,10 @@
 """Sums of numbers and gradients over backward passes, on the device until they are read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from divebatch.errors import CheckpointError
-from divebatch.state_checks import Check, table, wrong
 
 _OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers by their bytes."""
@@ -40,26 +37,6 @@ def kept(tensors: Sequence[Tensor], keep: Tensor) -> list[Tensor]:
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients are added up, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def tensors_like(here: Mapping[str, Tensor], *, some: bool = False) -> Check:
-    """Accept a tensor for each of these, or for `some` of them, of its shape and kind of numbers."""
-    return table({name: tensor_like(each) for name, each in here.items()}, some=some)
-
-
-def tensor_like(mine: Tensor) -> Check:
-    """Accept a tensor of the same shape and kind of numbers: whole, real or complex ones."""
-
-    def check(place: str, value: Any) -> None:
-        if not isinstance(value, Tensor):
-            raise wrong(place, value, "a tensor")
-        if value.shape != mine.shape:
-            shapes = f"{tuple(value.shape)} in the checkpoint, and {tuple(mine.shape)} in this run"
-            raise CheckpointError(f"{place} has shape {shapes}: it is another model's")
-        if (value.is_floating_point(), value.is_complex()) != (mine.is_floating_point(), mine.is_complex()):
-            raise CheckpointError(f"{place} has type {value.dtype} in the checkpoint, and {mine.dtype} in this run")
-
-    return check
 
 
 def addend(gradient: Tensor, total: Tensor) -> Tensor:

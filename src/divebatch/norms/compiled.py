@@ -143,7 +143,7 @@ class CompiledEngine:
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
         """Keep a parameter's gradient until the pass has ended."""
-        if self._first is not None and (not self.counts or current_pass().has(self._first)):
+        if self._first is not None and (not self.counts or current_pass().found(self._first) is not None):
             self._first.take_gradient(name, gradient)
         elif not self._paused:
             current_pass().notes(self, dict)[name] = gradient.detach()

@@ -62,13 +62,10 @@ class CoverageCheck:
     def __init__(self, layers: Sequence[CoveredLayer], evidence: Callable[[], Evidence | None]) -> None:
         self._layers, self._evidence = layers, evidence
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self.is_on = False
+        """Whether the next pass is checked."""
         self._is_cast = False
         """Whether layers ran under autocast, and so in 16 bits inside, whatever types they show."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the next pass is checked."""
-        return bool(self._handles)
 
     def begin(self) -> None:
         """Wait for the gradients of all parameters. FSDP2's come to no hook, and are not checked."""
@@ -78,9 +75,11 @@ class CoverageCheck:
         for parameter in {p for layer in self._layers for p in layer.parameters}:
             if parameter.requires_grad and not is_sharded(parameter):
                 self._handles[parameter] = parameter.register_hook(partial(self._receive, parameter))
+        self.is_on = bool(self._handles)
 
     def end(self) -> None:
         """Remove the hooks."""
+        self.is_on = False
         while self._handles:
             self._handles.popitem()[1].remove()
 
@@ -160,7 +159,8 @@ def _does_not_add_up(shares: dict[str, float]) -> CoverageError:
         f"the gradients of the samples do not add up to the gradient that parameter '{worst}'{others} received: they "
         f"differ by {shares[worst]:.2g} of the batch's gradient, and norms of them would be wrong. Likely causes: the "
         f"weight is used by a function, F.linear(x, layer.weight), beside its layer; the loss has a penalty on weights "
-        f"or on gradients; layer.forward(x) is called beside layer(x); a hook changes the parameter's gradient",
+        f"or on gradients; layer.forward(x) is called beside layer(x); a hook changes the parameter's gradient; a "
+        f"layer under fallback='vmap' mixes samples, or they share an argument with as many rows as there are samples",
         "call the layer itself, tie weights by head.weight = embedding.weight, and let the optimizer decay weights",
     )
 

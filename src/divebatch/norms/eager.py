@@ -6,7 +6,7 @@ samples. (Module backward hooks would fail before an in-place ReLU.)
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,10 +63,13 @@ class LayerCall:
 
     def __init__(self, watch: "LayerWatch", inputs: Any) -> None:
         self.watch = watch
-        self._inputs, self._is_held = inputs, True
-        self._was_training = watch.layer.module.training
-        self.frozen = watch.layer.frozen()
+        module = watch.layer.module
+        self._inputs, self._is_held, self._was_training = inputs, True, module.training
+        self.frozen: Container[str] = ()
         """Names of the parameters that the call took for constants, whatever they are in the backward pass."""
+        for p in module.parameters() if watch.layer.entry.reruns else module._parameters.values():
+            if p is not None and not p.requires_grad:
+                self.frozen = watch.layer.frozen()
         self.error: str | None = None
         """The fault that the rule's `input_check` found."""
         watch.tied.open_calls.add(self)
@@ -95,17 +98,15 @@ class LayerCall:
         try:
             if self.error is not None:
                 raise CoverageError(self.error, "expand what is shared by all samples, positions.expand(batch, -1)")
-            return layer.gradients(self._take(layer.module), dy, self.frozen)
+            module = layer.module
+            if module.training != self._was_training and isinstance(module, _MODE_MATTERS):
+                raise UsageError(f"a {type(module).__name__} changed its mode between forward and backward pass")
+            inputs = self._inputs if self._is_held else _mapped(_alive, self._inputs)
+            self._let_go()
+            inputs = inputs.detach() if isinstance(inputs, Tensor) else _mapped(Tensor.detach, inputs)
+            return layer.gradients(inputs, dy, self.frozen)
         except CoverageError as error:
             raise CoverageError(f"layer {layer.place}: {error.what}", error.way) from error
-
-    def _take(self, module: nn.Module) -> Any:
-        """Return the inputs, cut off from the graph."""
-        if module.training != self._was_training and isinstance(module, _MODE_MATTERS):
-            raise UsageError(f"a {type(module).__name__} changed its mode between forward and backward pass")
-        inputs = self._inputs if self._is_held else _mapped(_alive, self._inputs)
-        self._let_go()
-        return inputs.detach() if isinstance(inputs, Tensor) else _mapped(Tensor.detach, inputs)
 
     def _let_go(self) -> None:
         if self._is_held:
@@ -177,13 +178,21 @@ class MeasuredPass:
         tied.open_calls.discard(call)
         if not gradients:
             return []
-        self._check_batch(layer, gradients[0][1].num_samples)
+        num_samples = gradients[0][1].num_samples
+        if self.num_samples not in (0, num_samples):
+            raise UsageError(
+                f"layer '{layer.name}' saw {num_samples} samples and a later one {self.num_samples} in the same "
+                f"backward pass: keep the batch dimension first and unmerged, e.g. (batch, time, features), and expand "
+                f"what is shared by all samples, e.g. positions.expand(batch, -1)"
+            )
+        self.num_samples = self.size = num_samples
         if tied in self._counted:
             raise _uncountable(layer)
         self.layers.append(layer)
         is_last = not tied.open_calls and not runs_again
         if is_last and tied not in self._waiting:  # the usual case: one layer, called once
-            self._estimates += measured([form for _, form in gradients], self.mode)
+            _, forms = zip(*gradients, strict=True)
+            self._estimates += measured(forms, self.mode)
             self._counted.add(tied)
             return gradients
         self._waiting.setdefault(tied, []).extend(gradients)
@@ -191,13 +200,13 @@ class MeasuredPass:
             self._count(tied)
         return gradients
 
-    def count_rest(self) -> None:
+    def end(self) -> None:
         """Count the layers that still wait for calls, of which none will come."""
         for tied in list(self._waiting):
             self._count(tied)
 
     def add_up(self) -> None:
-        """Set `sq_norms` and `variances`."""
+        """Set `sq_norms` and `variances` of a pass that is no part of another."""
         if self._estimates:
             self.sq_norms, self.variances = summed(self._estimates)
 
@@ -223,15 +232,6 @@ class MeasuredPass:
             # Calls and layers that share a weight add up before they are squared, which a sketch of each cannot do.
             self._estimates += measured(forms, self.mode) if len(forms) == 1 else [Estimate(total(forms), None)]
         self._counted.add(tied)
-
-    def _check_batch(self, layer: CoveredLayer, num_samples: int) -> None:
-        if self.num_samples not in (0, num_samples):
-            raise UsageError(
-                f"layer '{layer.name}' saw {num_samples} samples and a later one {self.num_samples} in the same "
-                f"backward pass: keep the batch dimension first and unmerged, e.g. (batch, time, features), and expand "
-                f"what is shared by all samples, e.g. positions.expand(batch, -1)"
-            )
-        self.num_samples = self.size = num_samples
 
 
 def _uncountable(layer: CoveredLayer) -> CoverageError:
@@ -275,7 +275,10 @@ class LayerWatch(ModuleHook):
             outputs = [(index, tensor) for index, tensor in enumerate(wanted) if tensor.requires_grad]
         if not outputs:
             return
-        engine.see_forward()
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward pass, within the backward pass
+            engine.record()
+        elif engine.num_open:  # died half-way
+            engine.forget()
         if engine.coverage.is_on:
             engine.coverage.see_call(outputs[0][1].device)
         inputs = args[0] if args and not entry.all_inputs else self.layer.inputs(args, kwargs)
@@ -326,13 +329,13 @@ class EagerEngine:
         self._mode, self._on_end = mode, on_end
         self._watches = [LayerWatch(self, tied, layer) for tied in tied_layers(layers) for layer in tied.layers]
         self._handles: list[RemovableHandle] = []
-        self._num_open = 0
+        self.num_open = 0
         """Passes that began and did not end, dead ones among them."""
         self._latest: tuple[int, weakref.ref[MeasuredPass] | None] = (-1, None)
         """The number of the pass that was seen last, and its record: asked for with every layer and parameter."""
         # FSDP2 exchanges the parameters on the way, of which autograd then knows nothing.
         self._is_sharded = any(is_sharded(parameter) for layer in layers for parameter in layer.parameters)
-        self.coverage = CoverageCheck(layers, lambda: None if self.paused else self._record().evidence)
+        self.coverage = CoverageCheck(layers, lambda: None if self.paused else self.record().evidence)
 
     def switch_on(self) -> None:
         """Hook the layers."""
@@ -364,27 +367,26 @@ class EagerEngine:
 
     def forget(self) -> None:
         """Drop passes that are under way."""
-        self._num_open, self._latest = 0, (-1, None)
+        self.num_open, self._latest = 0, (-1, None)
         for each in passes_seen_by(self):
             each.drop(self)
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
         """Keep a parameter's gradient until the pass has ended."""
         if not self.paused:
-            record = self._record()
+            number, known = self._latest
+            record = known() if known is not None and number == torch._C._current_graph_task_id() else None
+            if record is None:
+                record = self.record()
             record.began_alone |= not record.layers
             record.gradients[name] = gradient.detach()
 
-    def see_forward(self) -> None:
-        """Note that a layer runs forwards: outside of any pass, or within one as a checkpoint's second forward pass."""
-        if torch._C._current_graph_task_id() != -1:
-            self._record()
-        elif self._num_open:  # died half-way
-            self.forget()
-
     def record_for(self, layer: CoveredLayer) -> MeasuredPass | None:
         """Return the record of the pass that runs now; None if it brings the layer's parameters no gradients."""
-        record = self._record()
+        number, known = self._latest
+        record = known() if known is not None and number == torch._C._current_graph_task_id() else None
+        if record is None:
+            record = self.record()
         if record.is_ordinary or self._is_sharded:
             return record
         counts = False
@@ -399,26 +401,26 @@ class EagerEngine:
             self.coverage.begin()
         return record if counts else None
 
-    def _record(self) -> MeasuredPass:
-        number, known = self._latest
-        if number == torch._C._current_graph_task_id() and known is not None and (found := known()) is not None:
-            return found
+    def record(self) -> MeasuredPass:
+        """Return the record of the pass that runs now."""
         running = current_pass()
-        if not running.has(self):
+        record: MeasuredPass | None = running.found(self)
+        if record is None:
             if self.on_start is not None and not passes_seen_by(self):
                 self.on_start()
-            self._num_open += 1
+            self.num_open += 1
             running.at_end(self._finish)
-        record: MeasuredPass = running.notes(self, partial(MeasuredPass, self._mode))
+            record = running.notes(self, partial(MeasuredPass, self._mode))
+            assert record is not None
         self._latest = running.number, weakref.ref(record)
         return record
 
     def _finish(self, over: BackwardPass) -> None:
-        if not over.has(self):
+        done: MeasuredPass | None = over.found(self)
+        if done is None:
             return
-        done: MeasuredPass = over.notes(self)
-        self._num_open -= 1
-        done.count_rest()
+        self.num_open -= 1
+        done.end()
         done.weight = over.weight if done.weight is None else done.weight
         if around := passes_seen_by(self):  # a reentrant checkpoint's pass is counted as a part of the one around it
             around[-1].notes(self).take_over(done)

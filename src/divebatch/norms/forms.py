@@ -173,22 +173,27 @@ class Stacked(Form):
 
 def measured(forms: Sequence[Form], mode: str, *, seed: Tensor | None = None) -> list[Estimate]:
     """Measure one call's gradients in the given mode; `seed` is what signs may be drawn from."""
-    forms = joined(forms, mode)
-    if mode == "sketch":  # another seed for each form of a call
-        return [form.sketch(seed=seed + n if seed is not None and n else seed) for n, form in enumerate(forms)]
-    return [Estimate(form.sq_norms(), None) for form in forms]
+    if len(forms) == 2 and isinstance(forms[0], RowSums):
+        forms = joined(forms, mode)
+    estimates = []
+    for number, form in enumerate(forms):
+        if mode == "sketch":  # another seed for each form of a call
+            estimates.append(form.sketch(seed=seed + number if seed is not None and number else seed))
+        else:
+            estimates.append(Estimate(form.sq_norms(), None))
+    return estimates
 
 
 def joined(forms: Sequence[Form], mode: str) -> Sequence[Form]:
     """Return one form for a weight and its bias where a kernel counts both while it reads `left` once."""
-    match forms:
-        case [RowSums() as bias, Outer() as weight] if bias.left is weight.left:
-            if mode == "sketch":  # one row alone is its own, exact sketch, which no kernel takes
-                is_counted = weight.left.shape[-1] > 1 and triton.applies(weight.left, weight.right)
-            else:
-                is_counted = triton.applies_exactly(weight.left, weight.right)
-            return [replace(weight, with_bias=True)] if is_counted else forms
-    return forms
+    bias, weight = forms
+    if not isinstance(bias, RowSums) or not isinstance(weight, Outer) or bias.left is not weight.left:
+        return forms
+    if mode == "sketch":  # one row alone is its own, exact sketch, which no kernel takes
+        is_counted = weight.left.shape[-1] > 1 and triton.applies(weight.left, weight.right)
+    else:
+        is_counted = triton.applies_exactly(weight.left, weight.right)
+    return [replace(weight, with_bias=True)] if is_counted else forms
 
 
 def total(forms: Sequence[Form]) -> Tensor:

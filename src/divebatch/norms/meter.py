@@ -168,7 +168,8 @@ class NormMeter:
     # One backward pass
 
     def _finish(self, done: MeasuredPass) -> None:
-        self._require_frozen()
+        if self._frozen:
+            self._require_frozen()
         scale = self._loss_scale.of_pass(done.weight, done.num_samples)
         sq_norms, variances, square = done.sq_norms, done.variances, scale.factor**2
         self._last = (sq_norms, square) if sq_norms.ndim else None
@@ -412,16 +413,23 @@ class DiversityMeter:
         counts = isinstance(scale.num_samples, Tensor) or scale.num_samples > 0
         if self._delivered is not None and done.size is not None and counts:
             self._check_size(done.size, done.weight)
-        sums = [self._sums[name] for name in done.gradients]
-        gradients = [addend(g, s) for g, s in zip(done.gradients.values(), sums, strict=True)]
-        if is_finite is not None:
+        sums, gradients = [], []
+        for name, gradient in done.gradients.items():
+            total = self._sums[name]
+            sums.append(total)
+            is_plain = gradient.dtype == total.dtype and not gradient.is_sparse
+            gradients.append(gradient if is_plain else addend(gradient, total))
+        if is_finite is not None and is_finite.device.type != "cpu":
             gradients = kept(gradients, is_finite)
-        if isinstance(scale.factor, Tensor):
-            self._count_in(scale.factor)
+        elif is_finite is not None and not is_finite:  # where nobody has to wait for the answer
+            sums, gradients = [], []
+        factor = scale.factor
+        if isinstance(factor, Tensor) and sums:
+            self._count_in(factor)
             torch._foreach_add_(sums, gradients)
-        elif scale.factor and sums:
+        elif not isinstance(factor, Tensor) and factor and sums:
             self._multiply_out()
-            torch._foreach_add_(sums, gradients, alpha=scale.factor)
+            torch._foreach_add_(sums, gradients, alpha=factor)
         if self._on_pass is not None:
             self._multiply_out()
             every = list(self._sums.values())

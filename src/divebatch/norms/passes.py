@@ -34,9 +34,9 @@ class BackwardPass:
             self._notes[owner] = make()
         return self._notes[owner]
 
-    def has(self, owner: object) -> bool:
-        """Tell whether `owner` keeps anything of this pass."""
-        return owner in self._notes
+    def found(self, owner: object) -> Any:
+        """Return what `owner` keeps of this pass; None for nothing."""
+        return self._notes.get(owner)
 
     def at_end(self, function: "Callable[[BackwardPass], None]") -> None:
         """Call `function` once with this pass when it is over, after those that were registered before."""
@@ -66,7 +66,7 @@ def current_pass() -> BackwardPass:
 
 def passes_seen_by(owner: object) -> list[BackwardPass]:
     """Return the passes under way of which `owner` keeps notes, the outermost one first."""
-    return [each for each in _under_way.values() if each.has(owner)] if _under_way else []
+    return [each for each in _under_way.values() if each.found(owner) is not None] if _under_way else []
 
 
 def will_receive(parameter: Tensor) -> tuple[bool, bool]:

@@ -140,12 +140,7 @@ class CoveredLayer:
 
     def frozen(self) -> Container[str]:
         """Return the names of the parameters that are constants at present."""
-        if self.entry.reruns:
-            return {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        for p in self.module._parameters.values():
-            if p is not None and not p.requires_grad:
-                return {name for name, p in self.module._parameters.items() if p is not None and not p.requires_grad}
-        return ()
+        return {name for name, p in self.module.named_parameters(recurse=self.entry.reruns) if not p.requires_grad}
 
     def gradients(self, x: Any, dy: Tensor, frozen: Container[str] = ()) -> list[tuple[nn.Parameter, Form]]:
         """Return one call's gradients with the parameter of each, which several layers may have in common.

@@ -39,9 +39,12 @@ class Estimate(NamedTuple):
 
 def summed(estimates: Sequence[Estimate]) -> Estimate:
     """Add up estimates with signs of their own, by one kernel for all instead of one addition each."""
-    variances = [each.variances for each in estimates if each.variances is not None]
-    sq_norms = torch.stack([each.sq_norms for each in estimates]).sum(0)
-    return Estimate(sq_norms, torch.stack(variances).sum(0) if variances else None)
+    sq_norms, variances = [], []
+    for exact_or_not, variance in estimates:
+        sq_norms.append(exact_or_not)
+        if variance is not None:
+            variances.append(variance)
+    return Estimate(torch.stack(sq_norms).sum(0), torch.stack(variances).sum(0) if variances else None)
 
 
 def project(left_NPT: Tensor) -> Tensor:

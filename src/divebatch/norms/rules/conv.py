@@ -5,8 +5,7 @@ A transposed convolution is the same with input and output gradient exchanged. S
 P rows and D columns of one group's weight matrix (D: channels of a patch times kernel size).
 """
 
-import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,6 @@ from divebatch.norms.forms import (
     with_room,
 )
 from divebatch.norms.registry import is_trainable, require_batch, rule_for
-from divebatch.norms.rules.tuning import Kernel, fastest
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
 
 
@@ -58,46 +56,37 @@ class Patches(Form):
         return self._padded
 
     def sq_norms(self) -> Tensor:
-        """By the kernel that was fastest on this shape, in chunks of samples."""
-        if self._suits_kernels() and triton.applies_exactly(self.left, self.unpadded):
+        """Return squared norms by the kernel that suits shape and device, in chunks of samples."""
+        is_compiling = torch.compiler.is_compiling()
+        if self._suits_triton() and (
+            triton.applies_exactly(self.left, self.unpadded)
+            or (not is_compiling and triton.may_apply(self.left, self.unpadded))
+        ):
             return triton.conv2d_sq_norms(*same_dtype(self.left, self.unpadded), *self._geometry)
-        chunk = chunk_size(self.unpadded, self._entries_per_sample)
-        first = slice(0, min(chunk, self.num_samples))
-        kernels = self._kernels()
-        # Which kernel is fastest depends on shape and device, so each is tried once for each shape.
-        kernel = fastest(kernels, first, key=(*kernels, self._shape()))
+        if self._has_few_positions():
+            kernel, entries = self._by_positions, self._padded_size.numel() ** 2
+        else:  # entries of the largest temporary tensor
+            patches = self.left.shape[2:].numel() * self.unpadded.shape[1] * self._kernel_entries
+            entries = max(patches, self.shape.numel())
+            # A CPU's own kernel reads no copies; on a GPU a convolution with that many groups is slow.
+            on_cpu = self.left.device.type == "cpu" and self._kernel_entries > 1
+            kernel = self._by_grouped_convolution if on_cpu and not is_compiling else self._by_patches
+        chunk = chunk_size(self.unpadded, entries)
         if chunk >= self.num_samples:
-            return kernel(first)
+            return kernel(slice(0, self.num_samples))
         return torch.cat([kernel(slice(at, at + chunk)) for at in range(0, self.num_samples, chunk)])
 
-    def _suits_kernels(self) -> bool:
-        """Whether the kernels can do a convolution of this kind at all. One row alone is its own, exact sketch."""
+    def _suits_triton(self) -> bool:
+        """Tell whether there are GPU kernels for such a convolution. One row alone is its own, exact sketch."""
         is_plain = self.groups == 1 and self.left.ndim == 4 and self.left.shape[1] > 1
         return is_plain and self._kernel_entries <= triton.MOST_KERNEL_ENTRIES
 
-    def _kernels(self) -> dict[str, Kernel]:
-        """The kernels that may be fastest; a compiler takes the first."""
-        kernels: dict[str, Kernel] = {"positions": self._by_positions} if self._has_few_positions() else {}
-        kernels |= {"patches": self._by_patches, "shifts": self._by_shifts, "grouped": self._by_grouped_convolution}
-        if not torch.compiler.is_compiling() and self._suits_kernels() and triton.may_apply(self.left, self.unpadded):
-            kernels["fused"] = self._by_fused_kernel
-        return kernels
-
-    def _by_fused_kernel(self, samples: slice) -> Tensor:
-        """Squared where they are added up, without any copy."""
-        return triton.conv2d_sq_norms(self.left[samples], self.unpadded[samples], *self._geometry)
-
     def _has_few_positions(self) -> bool:
-        """Whether inner products of positions are fewer multiplications than the gradient."""
+        """Tell whether inner products of positions are fewer multiplications than the gradient."""
         num_positions, num_inputs = self.left.shape[2:].numel(), self.unpadded.shape[2:].numel()
-        rows, columns = self.left.shape[1], self.unpadded.shape[1] // self.groups * self._kernel_entries
+        rows, columns = self.left.shape[1], self.unpadded.shape[1] * self._kernel_entries
         by_inner_products = num_positions**2 * rows + num_inputs**2 * self.unpadded.shape[1]
-        return by_inner_products < num_positions * rows * columns
-
-    def _shape(self) -> Hashable:
-        """All that the speed of a kernel may depend on."""
-        tensors = [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (self.left, self.unpadded)]
-        return *tensors, *self.padding, *self.kernel_size, *self.stride, *self.dilation, self.groups
+        return self.groups == 1 and by_inner_products < num_positions * rows * columns
 
     def _by_positions(self, samples: slice) -> Tensor:
         """The Gram form, sum over t, s of (left_t . left_s) (patch_t . patch_s), without patches.
@@ -123,20 +112,6 @@ class Patches(Form):
     def _by_patches(self, samples: slice) -> Tensor:
         """Copy the patches, then one product a sample: whichever is cheaper, the gradient or its Gram form."""
         return self._over_groups(sq_norms_of_products(*self._matrices(samples)))
-
-    def _by_shifts(self, samples: slice) -> Tensor:
-        """One product a kernel entry, on a shifted view of the input."""
-        left, right = same_dtype(self.left[samples], self.right[samples])
-        left_NPT, offsets = self._flat(left), itertools.product(*map(range, self.kernel_size))
-        met_NCT = (self._flat(self._at(right, offset)) for offset in offsets)
-        parts = [sq_norms_of_rows((left_NPT @ met.mT).flatten(1)) for met in met_NCT]
-        return self._over_groups(torch.stack(parts).sum(0))
-
-    def _at(self, right: Tensor, offset: Sequence[int]) -> Tensor:
-        """(B, channels, *positions): the input positions that one kernel entry meets, a view."""
-        for dim, entry in enumerate(offset):
-            right = self._met(right, dim + 2, dim, entry)
-        return right
 
     def _met(self, x: Tensor, axis: int, dim: int, entry: int) -> Tensor:
         """Of an axis that runs along dimension `dim` of the padded input: what one kernel entry meets, a view."""
@@ -181,7 +156,7 @@ class Patches(Form):
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
         """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
         left, right = same_dtype(self.left, self.unpadded)
-        if self._suits_kernels() and triton.applies(left, right):
+        if self._suits_triton() and triton.applies(left, right):
             return triton.conv2d_sketch(left, right, *self._geometry, seed=seed)
         z_NHT = project(self._flat(left))
         shifts, right_NLC = self._shifts(z_NHT.view(*z_NHT.shape[:2], *left.shape[2:])), self._flat(right).mT
@@ -217,12 +192,6 @@ class Patches(Form):
     @property
     def _kernel_entries(self) -> int:
         return torch.Size(self.kernel_size).numel()
-
-    @property
-    def _entries_per_sample(self) -> int:
-        """Entries of the largest temporary tensor."""
-        patches = self.left.shape[2:].numel() * self.unpadded.shape[1] * self._kernel_entries
-        return max(patches, self.groups * self._padded_size.numel() ** 2) if self._has_few_positions() else patches
 
     @property
     def _padded_size(self) -> torch.Size:
