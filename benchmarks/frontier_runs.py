@@ -179,10 +179,18 @@ WORKLOADS = {
     ),
     "gpt": Workload(
         "frontier-gpt",
-        (32, 48, 64, 96, 128, 192),
+        (32, 64, 96, 128, 192),
         (64, 0.016),
         0.25,
-        (*DECAYING, "lead-halves-adam", "seesaw-doublings-uncoupled", "lead-halves-from-quarter", "larger-of-both"),
+        (
+            "lead-halves",
+            "limited-1-0.5",
+            "auto-old",
+            "late-switch",
+            "lead-doublings",
+            "halves-1.25-0.25",
+            "lead-halves-adam",
+        ),
     ),
     "linear-adam": Workload(
         "frontier-linear-adam",
@@ -193,13 +201,11 @@ WORKLOADS = {
         tolerance=0.03,
         seeds=8,
     ),
-    "lstm": Workload("frontier-lstm", (32, 48, 64, 96, 128, 192), (64, 0.008), 0.5, SHORT),
-    "cnn10": Workload("frontier-cnn10", (32, 64, 96, 128, 192, 256), (64, 0.1), 1.0, (*SHORT, "adabatch", "divebatch")),
+    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, SHORT),
+    "cnn10": Workload("frontier-cnn10", (32, 64, 128, 192, 256), (64, 0.1), 1.0, (*SHORT, "adabatch", "divebatch")),
     "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, SHORT, samples=393_216),
     "linear-long": Workload("frontier-linear-long", (16, 32, 64, 96, 128, 192), (64, 0.5), 1.0, SHORT, tolerance=0.03),
-    "cnn100": Workload(
-        "frontier-cnn100", (32, 64, 96, 128, 192, 256), (64, 0.1), 1.0, (*SHORT, "adabatch", "divebatch")
-    ),
+    "cnn100": Workload("frontier-cnn100", (32, 64, 128, 192, 256), (64, 0.1), 1.0, (*SHORT, "adabatch", "divebatch")),
 }
 
 

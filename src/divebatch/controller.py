@@ -323,6 +323,7 @@ class Controller:
             diversity=diversity if diversity is None or dataset_size is None else diversity.of(dataset_size),
             lr=lr,
             lr_schedule_ratio=self._rates.schedule_ratio(),
+            lr_growth=self._rates.growth,
             lr_coupling=self._rates.kind,
             loss=loss,
         )

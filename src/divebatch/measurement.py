@@ -289,6 +289,7 @@ class Measurement:
         diversity: What the estimator measured; None where nothing asked for it.
         lr: The learning rate in force, of the first parameter group.
         lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling.
+        lr_growth: The rate in force over the schedule's own, relative to the first batch: what growth made of it.
         lr_coupling: How the learning rate follows the batch size in this training: a name, or a power of it.
         loss: The epoch's mean training loss, where the loop gave it: `Controller.step(loss=...)`.
         history: What was kept of the epochs before.
@@ -304,6 +305,7 @@ class Measurement:
     diversity: Diversity | None = None
     lr: float | None = None
     lr_schedule_ratio: float | None = None
+    lr_growth: float = 1.0
     lr_coupling: str | float = "none"
     loss: float | None = None
     history: History = History()

@@ -11,6 +11,7 @@ from divebatch.cli.doctor import doctor
 from divebatch.cli.frontier import frontier
 from divebatch.cli.list import list_experiments
 from divebatch.cli.probe import probe
+from divebatch.cli.ramp import ramp
 from divebatch.cli.report import report
 from divebatch.cli.run import run
 from divebatch.cli.search import search
@@ -49,4 +50,5 @@ app.command("watch")(watch)
 app.command("search")(search)
 app.command("probe")(probe)
 app.command("advise")(advise)
+app.command("ramp")(ramp)
 app.command("doctor")(doctor)

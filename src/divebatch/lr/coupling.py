@@ -75,6 +75,11 @@ class LrCoupling:
         """The number that multiplies the schedule's own rates at present."""
         return self._batch_factor * self._decided_factor
 
+    @property
+    def growth(self) -> float:
+        """The factor over that of the first batch."""
+        return self.factor / self._batch_factor_at(self.first_batch_size)
+
     def rates(self) -> list[float]:
         """The rates in force, one per parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -115,6 +115,11 @@ class Rates:
         """The schedule's own rate of the first optimizer's first group relative to its highest; NaN for zero."""
         return self._first.schedule_ratio()
 
+    @property
+    def growth(self) -> float:
+        """The first optimizer's rate in force over the schedule's own, relative to the first batch."""
+        return self._first.growth
+
     # Following
 
     def follow(

@@ -3,7 +3,7 @@
 from divebatch.policies.auto import Auto
 from divebatch.policies.by_loss import AdaDamp, Plateau
 from divebatch.policies.by_noise import CABS, GradientDamp, InnerProductTest, NoiseScale, NormTest, SimiGrad
-from divebatch.policies.by_schedule import Seesaw, SmithSchedule
+from divebatch.policies.by_schedule import AnnealToBatch, HorizonRamp, Seesaw, SmithSchedule
 from divebatch.policies.catalog import POLICIES, make_policy
 from divebatch.policies.divebatch import DiveBatch
 from divebatch.policies.goodput import Goodput
@@ -16,6 +16,7 @@ __all__ = [
     "POLICIES",
     "AdaBatch",
     "AdaDamp",
+    "AnnealToBatch",
     "Auto",
     "DiveBatch",
     "Doublings",
@@ -23,6 +24,7 @@ __all__ = [
     "GeoDamp",
     "Goodput",
     "GradientDamp",
+    "HorizonRamp",
     "InnerProductTest",
     "NoiseScale",
     "NormTest",

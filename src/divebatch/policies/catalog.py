@@ -7,7 +7,7 @@ from divebatch.errors import ArgumentError
 from divebatch.policies.auto import Auto
 from divebatch.policies.by_loss import AdaDamp, Plateau
 from divebatch.policies.by_noise import CABS, GradientDamp, InnerProductTest, NoiseScale, NormTest, SimiGrad
-from divebatch.policies.by_schedule import Seesaw, SmithSchedule
+from divebatch.policies.by_schedule import AnnealToBatch, HorizonRamp, Seesaw, SmithSchedule
 from divebatch.policies.divebatch import DiveBatch
 from divebatch.policies.goodput import Goodput
 from divebatch.policies.policy import Policy
@@ -25,6 +25,8 @@ POLICIES: dict[str, type[Policy]] = {
     "cabs": CABS,
     "smith": SmithSchedule,
     "seesaw": Seesaw,
+    "anneal-to-batch": AnnealToBatch,
+    "horizon-ramp": HorizonRamp,
     "adadamp": AdaDamp,
     "gradient-damp": GradientDamp,
     "padadamp": PadaDamp,

@@ -63,7 +63,7 @@ def test_what_asks_whether_it_pays_has_a_sweep_a_customary_batch_and_auto(name):
 
 def test_for_a_compiler_every_policy_keeps_to_few_sizes():
     """Those that go by doublings or a table need no rounding; SimiGrad goes by tenths, few of which are one of ours."""
-    coarse = {"fixed", "adabatch", "auto", "geodamp", "sample-schedule", "plateau"}
+    coarse = {"fixed", "adabatch", "anneal-to-batch", "auto", "horizon-ramp", "geodamp", "sample-schedule", "plateau"}
     for name, ours in {"policies-synthetic": 64, "policies-cifar10": 256}.items():
         for method in get_experiment(name).with_training(compile=True).methods.values():
             multiple = max(method.multiple_of, method.policy.settings.get("multiple_of", 1))

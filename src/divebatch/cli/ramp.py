@@ -1,0 +1,62 @@
+"""`divebatch ramp`."""
+
+import json
+import math
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from divebatch.cli.exits import WRONG_USE, errors_exit_with
+from divebatch.ramp import SCHEDULES, Ramp
+
+
+class Form(StrEnum):
+    """How the timetable is printed."""
+
+    text = "text"
+    json = "json"
+    entries = "entries"
+
+
+def ramp(
+    batch_size: Annotated[int, typer.Option(help="The first batch size, in samples.")],
+    max_batch_size: Annotated[int, typer.Option(help="The largest one.")],
+    samples: Annotated[int, typer.Option(help="Samples of the whole training.")],
+    schedule: Annotated[str, typer.Option(help="The rate's decay after the warm-up: cosine or linear.")] = "cosine",
+    warmup: Annotated[float, typer.Option(help="Part of the training in which the rate rises.", min=0, max=0.99)] = 0.0,
+    floor: Annotated[float, typer.Option(help="Where the decay ends, over the highest rate.", min=0, max=1)] = 0.0,
+    coupling: Annotated[str, typer.Option(help="How the rate follows: sqrt (Adam, Muon) or linear (SGD).")] = "sqrt",
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample, to count in tokens.", min=1)] = 1,
+    form: Annotated[Form, typer.Option(help="text, json, or entries: FROM:SIZE as token schedules have them.")] = (
+        Form.text
+    ),
+) -> None:
+    """Print a timetable of batch sizes for a training loop with a loader of its own."""
+
+    def course(part: float) -> float:
+        if part < warmup:
+            return part / warmup
+        return floor + (1 - floor) * SCHEDULES[schedule]((part - warmup) / (1 - warmup))
+
+    with errors_exit_with(WRONG_USE):
+        plan = Ramp(
+            batch_size,
+            max_batch_size,
+            schedule if schedule not in SCHEDULES else course,
+            samples,
+            lr_coupling=coupling,
+        )
+    stretches = plan.timetable()
+    if form is Form.json:
+        typer.echo(json.dumps([asdict(each) for each in stretches]))
+    elif form is Form.entries:
+        typer.echo(" ".join(f"{each.first_sample * sequence_length}:{each.batch_size}" for each in stretches))
+    else:
+        typer.echo(f"{'tokens' if sequence_length > 1 else 'samples':>16} {'batch size':>11} {'rate times':>11} steps")
+        for each in stretches:
+            place = each.first_sample * sequence_length
+            typer.echo(f"{place:>16} {each.batch_size:>11} {each.lr_factor:>11.3f} {each.steps}")
+        fixed = math.ceil(samples / batch_size)
+        typer.echo(f"{plan.steps} steps, and {fixed} with the first batch throughout: {plan.steps / fixed:.2f}")
