@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from divebatch import Controller, Decision, Diversity, Measurement, Policy
 from divebatch.estimators import Estimator, Moments, Oracle, Scene, Split, Trajectory
-from divebatch.lab.experiments import Run, get_experiment, make_trainer
-from divebatch.lab.training import Trainer
+from divebatch.lab import Run, Trainer, get_experiment, make_trainer
 from divebatch.measurement import StepEvent
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from divebatch.errors import DivergedError
-from divebatch.lab.experiments import Run, execute, get_experiment
-from divebatch.lab.experiments.schema import Method, Part
+from divebatch.lab import Run, execute, get_experiment
+from divebatch.lab.schema import Method, Part
 from divebatch.policies import POLICIES
 from divebatch.records import read_run
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from divebatch.lab.experiments import Experiment, Method, Run, get_experiment, make_trainer
-from divebatch.lab.experiments.models import MODELS
-from divebatch.lab.experiments.schema import Part
+from divebatch.lab import Experiment, Method, Run, get_experiment, make_trainer
+from divebatch.lab.models import MODELS
+from divebatch.lab.schema import Part
 from epoch_profile import Marked, profiled
 
 METHODS = {

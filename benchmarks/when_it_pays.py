@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 
 from divebatch.errors import DivergedError, StoppedError
-from divebatch.lab.experiments import Experiment, Run, check_parts, execute, get_experiment
-from divebatch.lab.training import StopRequest
-from divebatch.lab.training.checkpoint import previous
+from divebatch.lab import Experiment, Run, StopRequest, check_parts, execute, get_experiment
+from divebatch.lab.checkpoint import previous
 from divebatch.records import EpochRecord
 
 METHODS = {

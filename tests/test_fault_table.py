@@ -69,7 +69,7 @@ def test_what_is_done_to_files_is_noticed(tmp_path):
 
 def test_a_family_sees_what_is_taken_for_right(tmp_path, monkeypatch):
     """Or the test above shows nothing."""
-    from divebatch.lab.experiments import runs
+    from divebatch.lab import runs
     from faults import swaps
 
     monkeypatch.setattr(runs, "_require_own", lambda *_: None)

@@ -10,7 +10,7 @@ import pytest
 
 from divebatch.errors import ArgumentError, DivergedError
 from divebatch.report import load_runs
-from lab.experiments.dataset_tests.text_files import write_corpus
+from lab.data.text_files import write_corpus
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "when_it_pays.py"
 TIMES = ("seconds", "memory")

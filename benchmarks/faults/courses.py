@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from divebatch.lab.training import load_checkpoint
+from divebatch.lab import load_checkpoint
 from divebatch.records import read_run
 
 COSTS = {

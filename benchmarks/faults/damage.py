@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from divebatch.errors import CheckpointError
-from divebatch.lab.experiments import Run
-from divebatch.lab.training import load_checkpoint
+from divebatch.lab import Run, load_checkpoint
 from faults.courses import CPU
 from faults.outcome import Outcome, Verdict
 from faults.processes import in_child

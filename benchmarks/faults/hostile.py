@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from divebatch.errors import DivebatchError
-from divebatch.lab.experiments import Run, check_parts, execute, get_experiment
-from divebatch.lab.training.checkpoint import previous
+from divebatch.lab import Run, check_parts, execute, get_experiment
+from divebatch.lab.checkpoint import previous
 from divebatch.records import read_run
 from faults.hostile_text import COMMAND_LINES, EXPERIMENTS, LINES, experiment_text
 from faults.outcome import Outcome, Verdict

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from divebatch.lab.experiments import get_experiment
+from divebatch.lab import get_experiment
 from divebatch.lab.search import to_toml
 
 HEADER: dict[str, Any] = {"kind": "run", "experiment": "it", "method": "it", "seed": 0}

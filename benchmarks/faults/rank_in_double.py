@@ -5,8 +5,8 @@ import sys
 import torch
 
 from divebatch.__main__ import main
-from divebatch.lab.experiments.datasets.synthetic import Synthetic
-from divebatch.lab.training import ranks
+from divebatch.lab import ranks
+from divebatch.lab.data.synthetic import Synthetic
 
 RANK_TIMEOUT = 15.0
 """Seconds; a rank that is only slow on a busy machine must not be given up."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from divebatch.lab.training.checkpoint import load_newest
+from divebatch.lab.checkpoint import load_newest
 from faults.courses import CPU, num_records, same_bits, version
 from faults.outcome import Outcome, Verdict, worst
 from faults.processes import LOOK, Command, divebatch

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from divebatch.lab.experiments import get_experiment
+from divebatch.lab import get_experiment
 from divebatch.lab.search import Search, default_space, parse_space
 from faults.outcome import Outcome
 from faults.processes import LIMIT, LOOK, Command, divebatch

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from divebatch.errors import DivebatchError
-from divebatch.lab.experiments import Experiment, Run, execute, get_experiment
+from divebatch.lab import Experiment, Run, execute, get_experiment
 from divebatch.records import EpochRecord
 from faults.courses import same_bits
 from faults.outcome import Verdict

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from divebatch.lab.experiments import Run, get_experiment
-from divebatch.lab.experiments.schema import Part
+from divebatch.lab import Run, get_experiment
+from divebatch.lab.schema import Part
 from faults.outcome import Outcome, Verdict
 from faults.processes import in_child
 from faults.runs import write_images

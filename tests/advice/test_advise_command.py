@@ -6,8 +6,8 @@ import torch
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.lab.experiments.schema import FOLDER
-from lab.experiments.dataset_tests.text_files import write_corpus
+from divebatch.lab.schema import FOLDER
+from lab.data.text_files import write_corpus
 from lab.probe.tiny_run import tiny_experiment
 
 OWN = """

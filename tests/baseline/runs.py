@@ -29,8 +29,8 @@ FIELDS = ("batch_size", "lr", "steps", "train_loss", "val_loss", "noise_scale", 
 
 def numbers(experiment: str, folder: Path) -> dict[str, list[list[Any]]]:
     """Run seed 0 of `experiment` on made-up data; return the fields of each epoch by method."""
-    from lab.experiments.dataset_tests.image_files import write_cifar10
-    from lab.experiments.dataset_tests.text_files import write_corpus
+    from lab.data.image_files import write_cifar10
+    from lab.data.text_files import write_corpus
 
     data = folder / "data"
     if not data.exists():

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.lab.experiments import experiment_names, get_experiment
-from divebatch.lab.experiments.schema import FOLDER
+from divebatch.lab import experiment_names, get_experiment
+from divebatch.lab.schema import FOLDER
 
 AUTO = """
 [methods.auto]

@@ -12,7 +12,7 @@ import divebatch
 from divebatch.cli import app
 from divebatch.cli.options import chosen_device
 from divebatch.errors import ArgumentError
-from divebatch.lab.experiments import get_experiment
+from divebatch.lab import get_experiment
 from divebatch.lab.search import SAMPLERS, to_toml
 
 INTERRUPTED = """

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.lab.experiments.schema import FOLDER
-from lab.experiments.dataset_tests.text_files import documents, packed, write_corpus
+from divebatch.lab.schema import FOLDER
+from lab.data.text_files import documents, packed, write_corpus
 
 RUN = ["run", "lm-bytes", "--model", "gpt-tiny", "--precision", "fp32", "--epochs", "4", "--jobs", "1"]
 

@@ -5,9 +5,9 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.errors import StoppedError
-from divebatch.lab.experiments import get_experiment
+from divebatch.lab import get_experiment
 from divebatch.lab.search import to_toml
-from lab.experiments.dataset_tests.text_files import write_corpus
+from lab.data.text_files import write_corpus
 from lab.tiny_search import tiny_experiment
 
 

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 from divebatch.cli import app
 from divebatch.cli.exits import command_again
 from divebatch.cli.progress import Lines, ProgressBars, describe
-from divebatch.lab.experiments import Run, get_experiment
+from divebatch.lab import Run, get_experiment, load_checkpoint
 from divebatch.lab.search import to_toml
-from divebatch.lab.training import load_checkpoint
 from divebatch.records import EpochRecord, read_run
-from lab.experiments.compare_runs import CPU
+from lab.compare_runs import CPU
 
 RUN = ["--epochs", "4", "--trials", "1", "--jobs", "1", "--methods", "divebatch"]
 

@@ -1,15 +1,14 @@
-"""Augmented images over ranks: the same as in one process, on the device or from the host."""
+"""Augmented images over ranks: the same as in one process."""
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from distributed.rank_pool import RankPool
-from divebatch.lab.experiments.datasets import DataPlace
-from divebatch.lab.experiments.datasets.augment import CropFlip, Whole
-from divebatch.lab.experiments.datasets.images import Colours, HostImages, image_split
+from divebatch.lab.data import DataPlace
+from divebatch.lab.data.augment import CropFlip, Whole
+from divebatch.lab.data.images import Colours, HostImages, image_split
 from divebatch.ranks import Ranks
 
 
@@ -19,9 +18,9 @@ def numbered_images(count: int) -> HostImages:
     return HostImages(images, torch.arange(count))
 
 
-def batches(ranks: Ranks, on_device: bool) -> list[tuple[Tensor, Tensor]]:
+def batches(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Two epochs of this rank's images, without stand-ins. The loader finds the ranks by itself."""
-    place = DataPlace(torch.device("cpu"), on_device=on_device)
+    place = DataPlace(torch.device("cpu"))
     colours = Colours(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
     train, validation = (numbered_images(23), CropFlip()), (numbered_images(5), Whole())
     loader: Any = image_split(train, validation, colours, 10, eval_batch_size=4, place=place).loader(7, seed=1)
@@ -29,9 +28,8 @@ def batches(ranks: Ranks, on_device: bool) -> list[tuple[Tensor, Tensor]]:
     return [(x[: loader.rank_shard.mine], y[: loader.rank_shard.mine]) for _ in range(2) for x, y in loader]
 
 
-@pytest.mark.parametrize("on_device", [True, False])
-def test_ranks_see_the_images_of_one_process(pool: RankPool, on_device: bool) -> None:
-    shared = pool.run(4, batches, on_device)
-    for whole, *parts in zip(batches(Ranks.alone(), on_device), *shared, strict=True):
+def test_ranks_see_the_images_of_one_process(pool: RankPool) -> None:
+    shared = pool.run(4, batches)
+    for whole, *parts in zip(batches(Ranks.alone()), *shared, strict=True):
         assert torch.equal(torch.cat([images for images, _ in parts]), whole[0])
         assert torch.equal(torch.cat([labels for _, labels in parts]), whole[1])

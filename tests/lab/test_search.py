@@ -18,8 +18,8 @@ from PIL import Image
 
 import divebatch.lab.search as search_module
 from divebatch.errors import ArgumentError, RecordError, StoppedError
-from divebatch.lab.experiments import experiment_names, get_experiment, parse_experiment
-from divebatch.lab.experiments.schema import Part
+from divebatch.lab import experiment_names, get_experiment, parse_experiment
+from divebatch.lab.schema import Part
 from divebatch.lab.search import (
     Results,
     Search,

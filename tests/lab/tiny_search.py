@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from divebatch.lab.experiments import Experiment, get_experiment
+from divebatch.lab import Experiment, get_experiment
 from divebatch.lab.search import Search, parse_space
 
 OVER = ("lr=0.5,2.0", "batch_size=16,32,64")

@@ -10,15 +10,15 @@ from divebatch.cli.console import make_console
 from divebatch.cli.exits import WRONG_USE, errors_exit_with
 
 if TYPE_CHECKING:
-    from divebatch.lab.experiments import Experiment
-    from divebatch.lab.experiments.schema import Part
+    from divebatch.lab import Experiment
+    from divebatch.lab.schema import Part
 
 
 def list_experiments(
     experiment: Annotated[str | None, typer.Argument(help="Show the methods of this experiment.")] = None,
 ) -> None:
     """Show every experiment on a line, or the methods of one."""
-    from divebatch.lab.experiments import experiment_names, get_experiment  # torch takes seconds, and help must not
+    from divebatch.lab import experiment_names, get_experiment  # torch takes seconds, and help must not
 
     console = make_console()
     if experiment is not None:

@@ -59,8 +59,8 @@ def probe(
 ) -> None:
     """Measure the critical batch size: branches from a checkpoint at k times the batch, and the noise scales there."""
     # Here and not above: torch takes seconds, and help must not.
+    from divebatch.lab import get_experiment
     from divebatch.lab import probe as lab
-    from divebatch.lab.experiments import get_experiment
 
     with errors_exit_with(WRONG_USE):
         device = chosen_device(device)

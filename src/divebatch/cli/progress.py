@@ -18,7 +18,7 @@ from divebatch.records import EpochRecord
 from divebatch.report.live import rate_between, time_left
 
 if TYPE_CHECKING:
-    from divebatch.lab.experiments import Run
+    from divebatch.lab import Run
 
 SECONDS_BETWEEN = 60.0
 """Between two lines of a run that goes on."""

@@ -50,7 +50,7 @@ def search(
     continues.
     """
     # Here and not above: torch takes seconds, and help must not.
-    from divebatch.lab.experiments import get_experiment
+    from divebatch.lab import get_experiment
     from divebatch.lab.search import Search, default_space, parse_space, work, write_results
 
     def say(text: str) -> None:

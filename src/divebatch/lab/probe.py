@@ -24,13 +24,11 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError, BatchTooLargeError, CheckpointError, CoverageError, DivergedError
-from divebatch.lab.experiments import Experiment, Run, make_trainer
-from divebatch.lab.experiments.datasets.dataset import InParts
-from divebatch.lab.experiments.schema import Part, build_estimator
-from divebatch.lab.training import Tally, Trainer, evaluate, load_checkpoint, train_epoch
-from divebatch.lab.training.device_options import device_settings
-from divebatch.lab.training.run_length import order_of_pass
-from divebatch.lab.training.several_optimizers import parts_of
+from divebatch.lab import Experiment, Run, Tally, Trainer, evaluate, load_checkpoint, make_trainer, train_epoch
+from divebatch.lab.data.dataset import InParts
+from divebatch.lab.length import order_of_pass
+from divebatch.lab.schema import Part, build_estimator
+from divebatch.lab.step import device_settings
 from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, factor_of, require_adam, scale_settings
 from divebatch.policies import Fixed
 from divebatch.records import RunHeader, read_run
@@ -662,7 +660,7 @@ def _measured(branches: BranchTrainer, noise: Noise, estimator: Part) -> Noise:
         device_settings(trainer.options.precision, trainer.clock.device),
         Controller(
             trainer.model,
-            parts_of(trainer.optimizer),
+            [trainer.optimizer],
             loader,
             Fixed(),
             estimator=build_estimator(estimator, trainer.options, trainer.loss_fn),

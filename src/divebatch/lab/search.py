@@ -25,10 +25,9 @@ from typing import Any
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, DivebatchError, DivergedError, MissingExtraError, RecordError, StoppedError
-from divebatch.lab.experiments import Experiment, Method, Run, check_parts, execute
-from divebatch.lab.experiments.datasets.dataset import require_fraction
-from divebatch.lab.experiments.schema import Part, require_name
-from divebatch.lab.training import StopRequest
+from divebatch.lab import Experiment, Method, Run, StopRequest, check_parts, execute
+from divebatch.lab.data.dataset import require_fraction
+from divebatch.lab.schema import Part, require_name
 from divebatch.policies import make_policy
 from divebatch.records import EpochRecord, Metric
 

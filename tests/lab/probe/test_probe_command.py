@@ -6,10 +6,9 @@ import torch
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.lab.experiments import get_experiment
-from divebatch.lab.experiments.schema import Part
+from divebatch.lab import get_experiment, load_checkpoint, save_checkpoint
 from divebatch.lab.probe import QUESTIONS, Branch, BranchTrainer, find_start, measure_noise_scales, run_of
-from divebatch.lab.training import load_checkpoint, save_checkpoint
+from divebatch.lab.schema import Part
 from lab.probe.tiny_run import NAME, run_it, tiny_experiment
 from reference.adam_by_hand import set_by_hand
 

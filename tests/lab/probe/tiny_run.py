@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from divebatch.lab.experiments import Run, execute, get_experiment
-from divebatch.lab.experiments.schema import Part
+from divebatch.lab import Run, execute, get_experiment
+from divebatch.lab.schema import Part
 from divebatch.lab.search import to_toml
 
 NAME = "tiny"

@@ -20,11 +20,9 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.errors import ArgumentError, BatchTooLargeError
 from divebatch.estimators import Estimator
-from divebatch.lab.experiments import Experiment, Run, check_parts, get_experiment, make_trainer
-from divebatch.lab.training import Clock, DeviceOptions, TrainStep
-from divebatch.lab.training.device_options import device_settings
-from divebatch.lab.training.ranks import Parallel
-from divebatch.lab.training.several_optimizers import parts_of as optimizers_of
+from divebatch.lab import Clock, DeviceOptions, Experiment, Run, TrainStep, check_parts, get_experiment, make_trainer
+from divebatch.lab.ranks import Parallel
+from divebatch.lab.step import device_settings
 from divebatch.lr import coupling_for
 from divebatch.report.drawing import Drawing, finish
 from divebatch.report.drawing import settings as figure_settings
@@ -61,9 +59,8 @@ def parts_of(run: Run) -> dict[str, Any]:
 
 
 def _coupling_of(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
-    """The one that suits it; several together are told by the one that takes the most from the batch size."""
-    kinds = {coupling_for(each) for each in optimizers_of(optimizer)}
-    return "linear" if "linear" in kinds else "sqrt"
+    """The one that suits it."""
+    return "linear" if coupling_for(optimizer) == "linear" else "sqrt"
 
 
 def as_trained(

@@ -11,7 +11,7 @@ from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_wi
 from divebatch.cli.progress import make_display
 from divebatch.cli.results_files import make_folder
 from divebatch.errors import ArgumentError, DataError, StoppedError
-from divebatch.lab.experiments import (
+from divebatch.lab import (
     Experiment,
     Failure,
     Run,
@@ -23,7 +23,7 @@ from divebatch.lab.experiments import (
     lengthened,
 )
 from divebatch.lab.loggers import make_logger
-from divebatch.lab.training.ranks import first_does, is_restarted, process_group
+from divebatch.lab.ranks import first_does, is_restarted, process_group
 from divebatch.ranks import Ranks
 from divebatch.report.figures import FIGURES
 

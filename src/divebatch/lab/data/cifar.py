@@ -1,0 +1,148 @@
+"""CIFAR-10 and CIFAR-100 in their "python version"; smaller sets in the same format are as good."""
+
+import pickle
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from divebatch.checks import require_count
+from divebatch.lab.data.augment import CropFlip, CropFlipRotate, Transform, Whole
+from divebatch.lab.data.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, Origin
+from divebatch.lab.data.images import Colours, HostImages, image_split
+
+URL = "https://www.cs.toronto.edu/~kriz"
+SIDE = 32
+PIXELS = 3 * SIDE * SIDE
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads plain containers and numpy arrays; whatever else a file names, it does not get."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        arrays = module.removeprefix("numpy.").replace("_core.", "core.")
+        known = {
+            *(("core.multiarray", "_reconstruct"), ("core.multiarray", "scalar"), ("core.numeric", "_frombuffer")),
+            *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")),
+        }
+        if (arrays, name) not in known:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no data needs")
+        return super().find_class(module, name)
+
+
+@dataclass(frozen=True, slots=True)
+class CifarFormat:
+    """One of the two sets: its files, classes, colours and augmentation."""
+
+    origin: Origin
+    train_files: tuple[str, ...]
+    test_files: tuple[str, ...]
+    label_key: str
+    num_classes: int
+    colours: Colours
+    augmentation: Transform
+
+    def parts(self, settings: "Cifar", place: DataPlace) -> DataParts[HostImages]:
+        """The official parts; the test files are read when they are asked for."""
+        require_count("eval_batch_size", settings.eval_batch_size)
+        folder = self.origin.find(place.folder)
+        augmentation = self.augmentation if settings.augment else Whole()
+
+        def split(train: HostImages, validation: HostImages) -> DataSplit:
+            sets = (train, augmentation), (validation, Whole())
+            return image_split(*sets, self.colours, self.num_classes, settings.eval_batch_size, place)
+
+        return DataParts(self.read(folder, self.train_files), lambda: self.read(folder, self.test_files), split)
+
+    def read(self, folder: Path, names: Sequence[str]) -> HostImages:
+        """All images of these files, in order."""
+        parts = [self._read_file(self.origin.require_file(folder / name)) for name in names]
+        planes = torch.from_numpy(np.concatenate([images for images, _ in parts])).view(-1, 3, SIDE, SIDE)
+        labels = torch.tensor([label for _, labels in parts for label in labels])
+        return HostImages(planes.permute(0, 2, 3, 1).contiguous(), labels)
+
+    def _read_file(self, path: Path) -> tuple[Any, Sequence[int]]:
+        entries = self._unpickled(path)
+        wanted = ("data", self.label_key)
+        if not isinstance(entries, dict) or any(key not in entries for key in wanted):
+            raise self.origin.damaged(path, f"has no entries {wanted[0]!r} and {wanted[1]!r}")
+        images, labels = (entries[key] for key in wanted)
+        if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
+            raise self.origin.damaged(path, f"'data' is {_described(images)}, not uint8 of shape (images, {PIXELS})")
+        if isinstance(labels, np.ndarray | list) and len(labels) == len(images):
+            labels = [label.item() if isinstance(label, np.generic) else label for label in labels]
+        self._check_labels(path, labels, len(images))
+        return images, labels
+
+    def _unpickled(self, path: Path) -> Any:
+        try:
+            with path.open("rb") as file:
+                entries = _PlainUnpickler(file, encoding="latin1").load()  # Python 2 wrote these files
+        except Exception as error:  # a damaged file may fail in any way
+            what = f"cannot be read as a pickle ({type(error).__name__}: {str(error)[:200]})"
+            raise self.origin.damaged(path, what) from error
+        if not isinstance(entries, dict):
+            return entries
+        return {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in entries.items()}
+
+    def _check_labels(self, path: Path, labels: Any, num_images: int) -> None:
+        if not isinstance(labels, list) or len(labels) != num_images or not labels:
+            found = f"{len(labels)} of them" if isinstance(labels, list) else _described(labels)
+            raise self.origin.damaged(path, f"{self.label_key!r} must be a list of {num_images or 'some'}, got {found}")
+        for place, label in enumerate(labels):
+            if type(label) is not int or not 0 <= label < self.num_classes:
+                found, last = reprlib.repr(label), self.num_classes - 1  # a text may be too long to print
+                raise self.origin.damaged(path, f"{self.label_key}[{place}] is {found}, not a class from 0 to {last}")
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+CIFAR10 = CifarFormat(
+    Origin("cifar-10-batches-py", f"{URL}/cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
+    train_files=tuple(f"data_batch_{number}" for number in range(1, 6)),
+    test_files=("test_batch",),
+    label_key="labels",
+    num_classes=10,
+    colours=Colours(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)),
+    augmentation=CropFlip(),
+)
+CIFAR100 = CifarFormat(
+    Origin("cifar-100-python", f"{URL}/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
+    train_files=("train",),
+    test_files=("test",),
+    label_key="fine_labels",
+    num_classes=100,
+    colours=Colours(mean=(0.50708, 0.48655, 0.44092), std=(0.26733, 0.25644, 0.27615)),
+    augmentation=CropFlipRotate(),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cifar(DatasetSettings):
+    """The official split, whatever the seed."""
+
+    format: ClassVar[CifarFormat]
+
+    augment: bool = True
+    eval_batch_size: int = 2000
+
+    def parts(self, seed: int, place: DataPlace) -> DataParts[HostImages]:
+        return self.format.parts(self, place)
+
+
+class Cifar10(Cifar):
+    """Ten classes; trained on random crops out of a margin of 4 zero pixels and mirror images."""
+
+    format = CIFAR10
+
+
+class Cifar100(Cifar):
+    """A hundred classes; trained on what Cifar10 does, then rotations within 15 degrees."""
+
+    format = CIFAR100

@@ -1,0 +1,231 @@
+"""What a dataset is: settings that read samples, and samples that become a split to train with."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from divebatch.data import AdaptiveLoader
+from divebatch.errors import ArgumentError, DataError
+from divebatch.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlace:
+    """Where data is read from and where batches must end up."""
+
+    device: torch.device
+    folder: Path | None = None
+    """Holds cifar-10-batches-py, cifar-100-python, tiny-imagenet-200, text; None for data that is drawn."""
+    channels_last: bool = False
+    """Memory format of image batches."""
+    compile: bool = False
+    """Whether what is done to images on the device goes through the compiler."""
+    sequence_length: int | None = None
+    """The longest sequence that the model takes; None for one that takes no sequences."""
+
+
+class MakeLoader(Protocol):
+    """Makes a new loader over the training data."""
+
+    def __call__(self, batch_size: int, *, seed: int) -> AdaptiveLoader:
+        """Order and augmentation follow from `seed`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """Training data that is gone through in parts: a loader's epochs are what a sampler draws.
+
+    Args:
+        dataset: The samples.
+        transform: Called with each batch; its result takes the batch's place.
+    """
+
+    dataset: Any
+    transform: Callable[[Any], Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return len(self.dataset)
+
+    def __call__(self, batch_size: int, *, seed: int, sampler: Sampler[int]) -> AdaptiveLoader:
+        """Return a new loader."""
+        drawn: DataLoader[Any] = DataLoader(self.dataset, batch_size=batch_size, sampler=sampler)
+        return AdaptiveLoader.wrap(drawn, seed=seed, transform=self.transform)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSplit:
+    """Training data to batch, and validation data in batches."""
+
+    loader: MakeLoader
+    validation: Iterable[Any]
+    """(inputs, targets) on the device, of several ranks each its own; can be iterated again and again."""
+    in_parts: InParts | None = None
+    """Where the data can be gone through once, in parts; None where a sample has its own augmentation each epoch."""
+    num_features: int = 0
+    """Length of a flat sample; 0 for images and sequences."""
+    num_classes: int = 1
+    """Classes, or tokens; 1 for a single logit."""
+    fingerprint: str = ""
+    """A hash of all samples: equal for equal data."""
+
+
+class Samples(Protocol):
+    """Samples of which some can be taken."""
+
+    def __len__(self) -> int: ...
+
+    def select(self, numbers: Tensor) -> Self:
+        """Those with these numbers, in this order."""
+        ...
+
+    def content(self) -> Iterable[Tensor | bytes]:
+        """What they hold: what tells these samples from others."""
+        ...
+
+
+T = TypeVar("T", bound=Samples)
+
+
+@dataclass(frozen=True, slots=True)
+class DataParts(Generic[T]):
+    """A dataset taken apart.
+
+    Args:
+        train: The training samples, without augmentation.
+        read_test: Reads the test samples. Called only where they are used: a search must not even read them.
+        split: Puts training and validation samples together, each with the transform it needs.
+    """
+
+    train: T
+    read_test: Callable[[], T]
+    split: Callable[[T, T], DataSplit]
+
+    def official(self) -> DataSplit:
+        """Train on the training samples, validate on the test samples."""
+        return self._marked(self.train, self.read_test())
+
+    def holding_out(self, fraction: float, seed: int) -> DataSplit:
+        """Train and validate on training samples, of which `seed` chooses the `fraction` for validation."""
+        num_samples = len(self.train)
+        num_held = round(num_samples * fraction)
+        if not 0 < num_held < num_samples:
+            raise ArgumentError(f"holding out {fraction} of {num_samples} training samples leaves a part empty")
+        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+        held, kept = (self.train.select(part.sort().values) for part in (order[:num_held], order[num_held:]))
+        return self._marked(kept, held)
+
+    def _marked(self, train: T, validation: T) -> DataSplit:
+        return replace(self.split(train, validation), fingerprint=fingerprint_of(train, validation))
+
+
+def fingerprint_of(*samples: Samples) -> str:
+    """A hash of all that some samples hold."""
+    digest = hashlib.blake2b(digest_size=16)
+    for each in samples:
+        digest.update(f"{len(each)} samples".encode())
+        for part in each.content():
+            digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part.cpu()).data)
+    return digest.hexdigest()
+
+
+class DatasetSettings(ABC):
+    """Settings of a dataset: a dataclass that can read its samples."""
+
+    @abstractmethod
+    def parts(self, seed: int, place: DataPlace) -> DataParts[Any]:
+        """Read the data of the trial with this seed."""
+
+    def load(self, seed: int, place: DataPlace, *, held_out: float = 0.0) -> DataSplit:
+        """Prepare the data of a trial for training.
+
+        Args:
+            seed: The trial's, for data that is drawn and for what is held out.
+            place: Where to read from, and where batches must end up.
+            held_out: Fraction of the training samples to validate on; 0 for the dataset's own test samples.
+        """
+        parts = self.parts(seed, place)
+        return parts.holding_out(held_out, seed) if held_out else parts.official()
+
+
+def shard_for_rank(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of the samples that this rank evaluates: all, where there is one rank."""
+    ranks = Ranks.here()
+    if len(targets) < ranks.size:
+        raise ArgumentError(f"{len(targets)} samples for validation cannot be shared by {ranks.size} ranks")
+    # Without padding: a sample seen by two ranks would count twice.
+    return inputs.tensor_split(ranks.size)[ranks.rank], targets.tensor_split(ranks.size)[ranks.rank]
+
+
+def require_fraction(name: str, value: float) -> None:
+    """Raise unless both parts of a split get something."""
+    if not 0 < value < 1:
+        raise ArgumentError(f"{name} must lie between 0 and 1, got {name}={value}")
+
+
+class FixedOrder:
+    """The batches of a loader in fixed order, as often as they are asked for, each prepared when its turn comes."""
+
+    def __init__(self, loader: AdaptiveLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader.full_pass()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+# On disk, with errors that say where to get it
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A dataset's folder as its archive unpacks, where that archive is, and its MD5 checksum in hexadecimal digits.
+
+    MD5 is what CIFAR's publisher gives. It finds a broken download; against a forged archive it is weak, but
+    nothing in the files is executed.
+    """
+
+    folder: str
+    url: str
+    md5: str
+
+    def find(self, data_dir: Path | None) -> Path:
+        """The dataset's folder inside `data_dir`."""
+        if data_dir is None:
+            raise DataError(f"no data folder was given: pass data_dir=FOLDER, the one that holds {self._wanted}")
+        found = data_dir / self.folder
+        if found.is_dir():
+            return found
+        if data_dir.resolve().name == self.folder:
+            raise DataError(
+                f"'{data_dir}' is the dataset itself: give the folder that holds it, '{data_dir.resolve().parent}'"
+            )
+        missing = f"'{data_dir}' does not exist" if not data_dir.is_dir() else f"there is no folder '{found}'"
+        raise DataError(f"{missing}: give the folder that holds {self._wanted}")
+
+    @property
+    def _wanted(self) -> str:
+        return f"'{self.folder}' (unpacked from {self.url}, md5 {self.md5})"
+
+    def require_file(self, path: Path) -> Path:
+        """`path` if it is a file."""
+        if not path.is_file():
+            what = "is not a file" if path.exists() else "is missing"
+            raise DataError(f"'{path}' {what}: unpack the archive from {self.url} again")
+        return path
+
+    def damaged(self, path: Path, what: str) -> DataError:
+        """The error for a file that is there but wrong."""
+        return DataError(f"'{path}': {what}. If the file is damaged, get it again from {self.url} (md5 {self.md5})")

@@ -1,0 +1,173 @@
+"""Image data in batches: stored and augmented on the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from divebatch.data import AdaptiveLoader
+from divebatch.data.order import mixed_seed
+from divebatch.data.source import Numbers
+from divebatch.lab.data.augment import Transform, with_margin
+from divebatch.lab.data.dataset import DataPlace, DataSplit, FixedOrder
+from divebatch.lab.step import MOST_VARIANTS
+
+AUGMENTATION = 4
+"""The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets."""
+COMPILED_WITH = 256
+"""Samples the compiler is shown: its code serves any number, but is laid out for the one it saw."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostImages:
+    """Images (uint8, NHWC) and labels (int64) in host memory."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, numbers: Tensor) -> "HostImages":
+        return HostImages(self.images[numbers], self.labels[numbers])
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        return self.images, self.labels
+
+
+# From stored pixels to what a model sees: operator by operator, or compiled into few kernels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """All images on the device, with their margin, and their labels: nothing is copied to it for a batch."""
+
+    images: Tensor
+    labels: Tensor
+
+    @classmethod
+    def of(cls, images: HostImages, transform: Transform, device: torch.device) -> "Stored":
+        return cls(with_margin(images.images.to(device), transform.padding), images.labels.to(device))
+
+
+def prepare(
+    index: Tensor, stored: Stored, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
+) -> Batch:
+    """Return images with these numbers, changed by their rows of `plan` and normalised, and their labels."""
+    pixels = transform.apply(stored.images, index, plan.index_select(0, index))
+    return normalise(pixels), stored.labels.index_select(0, index)
+
+
+@cache
+def _compiled() -> Callable[..., Batch]:
+    """One for all loaders of a process: a second one of the same transform and layout takes what is there."""
+    import torch._dynamo  # takes a second to import, and only compiled runs need it
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+    return torch.compile(prepare, dynamic=False, fullgraph=True)
+
+
+def prepare_compiled(
+    index: Tensor, stored: Stored, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
+) -> Batch:
+    """Return what `prepare` does, to the last bit or so, in few kernels, which keep places and pixels out of memory.
+
+    The compiler makes code once for a transform, a layout and a store; only the number of samples stays open. It takes
+    1 for a constant, so a single sample goes without it.
+    """
+    if len(index) == 1:
+        return prepare(index, stored, plan, transform, normalise)
+    # This code hardly gains from a known number of samples, so it is compiled once for all.
+    torch._dynamo.maybe_mark_dynamic(index, 0)
+    with torch.no_grad():  # whatever the caller does: the compiler makes code for either mode
+        inputs, targets = _compiled()(index, stored, plan, transform, normalise)
+    return inputs.detach(), targets.detach()  # what comes out is marked too: a model would be compiled for any size
+
+
+# The loader
+
+
+@dataclass(frozen=True, slots=True)
+class Colours:
+    """Mean and standard deviation of the three channels, of values from 0 to 1."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+class Normaliser:
+    """From pixel values 0 .. 255 in NHWC to what the model sees: (value / 255 - mean) / std, float32, NCHW."""
+
+    def __init__(self, colours: Colours, place: DataPlace) -> None:
+        mean, std = (torch.tensor(values, dtype=torch.float64) for values in (colours.mean, colours.std))
+        self.shift = (-mean / std).float().to(place.device)
+        self.scale = (1 / (255 * std)).float().to(place.device)
+        self.memory_format = torch.channels_last if place.channels_last else torch.contiguous_format
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """In one kernel, and one more where the layout must change."""
+        normal = torch.addcmul(self.shift, pixels, self.scale)
+        return normal.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
+
+
+class ImageLoader(AdaptiveLoader):
+    """An AdaptiveLoader of image batches: (inputs float32 NCHW, targets int64), on the device.
+
+    What happens to sample i in epoch e depends on (seed, e, i) alone: not on batch size, order, device or a resume.
+    `full_pass` sees the samples as the epoch to come will.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        transform: Transform,
+        normalise: Normaliser,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        compile: bool = False,
+    ) -> None:
+        numbers = Numbers(len(stored.labels), stored.labels.device)
+        super().__init__(numbers, batch_size, seed=seed, transform=self._prepare)
+        self._stored, self._augment, self._normalise = stored, transform, normalise
+        self._make = prepare_compiled if compile else prepare
+        self._planned: tuple[int, int] | None = None
+        if compile:  # now, where nobody's training time runs
+            self._prepare(numbers[: min(COMPILED_WITH, len(numbers))])
+
+    def _prepare(self, batch: Any) -> Batch:
+        """Turn a batch of sample numbers into images; all that is random is drawn at an epoch's first batch."""
+        if self._planned != (self.seed, self.epoch):
+            self._planned = (self.seed, self.epoch)
+            self._plan = self._augment.plan(self._uniforms()).to(self._normalise.shift.device)
+        (index,) = batch
+        return self._make(index, self._stored, self._plan, self._augment, self._normalise)
+
+    def _uniforms(self) -> Tensor:
+        # For all samples at once: what happens to one must not depend on the batch it comes in.
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, AUGMENTATION))
+        return torch.rand(len(self.dataset), self._augment.num_uniforms, generator=generator)
+
+
+def image_split(
+    train: tuple[HostImages, Transform],
+    validation: tuple[HostImages, Transform],
+    colours: Colours,
+    num_classes: int,
+    eval_batch_size: int,
+    place: DataPlace,
+) -> DataSplit:
+    """Put both sets on the device."""
+    normalise = Normaliser(colours, place)
+    make_loader = partial(ImageLoader, compile=place.compile)
+    stored, judged = (Stored.of(*each, place.device) for each in (train, validation))
+    return DataSplit(
+        loader=partial(make_loader, stored, train[1], normalise),
+        validation=FixedOrder(make_loader(judged, validation[1], normalise, eval_batch_size)),
+        num_classes=num_classes,
+    )

@@ -1,0 +1,124 @@
+"""Regression problems that are drawn: a linear one with a spectrum that falls slowly, and a network's own answers."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from divebatch.checks import require_count, require_positive
+from divebatch.data import AdaptiveLoader
+from divebatch.lab.data.dataset import (
+    DataParts,
+    DataPlace,
+    DatasetSettings,
+    DataSplit,
+    InParts,
+    shard_for_rank,
+)
+from divebatch.lab.data.synthetic import FlatSamples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnRegression(DatasetSettings):
+    """Samples (features, target), each used once: the target is a hidden function of the features, plus noise.
+
+    Validation targets have no noise, so the validation loss is the excess over the best possible loss.
+    """
+
+    num_samples: int
+    num_features: int
+    noise_variance: float
+
+    def __post_init__(self) -> None:
+        require_count("num_samples", self.num_samples)
+        require_count("num_features", self.num_features)
+        if self.noise_variance != 0:
+            require_positive("noise_variance", self.noise_variance)
+
+    def parts(self, seed: int, place: DataPlace) -> DataParts[FlatSamples]:
+        """Draw on the CPU, so that a seed means the same data on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        truth = self._truth(generator)
+        with torch.no_grad():
+            features = self._features(self.num_samples, generator)
+            noise = torch.randn(self.num_samples, generator=generator) * self.noise_variance**0.5
+            train = FlatSamples(features.to(place.device), (truth(features) + noise).to(place.device))
+            judged = self._judged_features(generator)
+            validation = FlatSamples(judged.to(place.device), truth(judged).to(place.device))
+        return DataParts(train, lambda: validation, self._split)
+
+    @abstractmethod
+    def _truth(self, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        """Draw the hidden function."""
+
+    @abstractmethod
+    def _features(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw features, of shape (count, num_features)."""
+
+    @abstractmethod
+    def _judged_features(self, generator: torch.Generator) -> Tensor:
+        """Return the features of the validation samples."""
+
+    def _split(self, train: FlatSamples, validation: FlatSamples) -> DataSplit:
+        samples = TensorDataset(train.features, train.labels)
+        return DataSplit(
+            loader=partial(AdaptiveLoader, samples),
+            in_parts=InParts(samples),
+            validation=[shard_for_rank(validation.features, validation.labels)],
+            num_features=self.num_features,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpectrum(DrawnRegression):
+    """y = w . x + noise with w standard normal; feature j of x is normal with variance 1 / j.
+
+    Optimization has slow and fast directions, as in networks, and its exact course is known.
+    """
+
+    def _truth(self, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        weights = torch.randn(self.num_features, generator=generator)
+        return lambda features: features @ weights
+
+    def _features(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(count, self.num_features, generator=generator).mul_(self._deviations())
+
+    def _judged_features(self, generator: torch.Generator) -> Tensor:
+        # One sample a direction, scaled so that the mean of squares is the exact expectation over all x.
+        return torch.diag(self._deviations() * self.num_features**0.5)
+
+    def _deviations(self) -> Tensor:
+        return torch.arange(1, self.num_features + 1).rsqrt()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherStudent(DrawnRegression):
+    """y = a drawn two-layer network's answer to standard normal features, plus noise.
+
+    Args:
+        teacher_width: Hidden units of that network, the teacher.
+        num_judged: Validation samples.
+    """
+
+    teacher_width: int
+    num_judged: int = 8192
+
+    def __post_init__(self) -> None:
+        DrawnRegression.__post_init__(self)
+        require_count("teacher_width", self.teacher_width)
+        require_count("num_judged", self.num_judged)
+
+    def _truth(self, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        hidden = torch.randn(self.num_features, self.teacher_width, generator=generator) / self.num_features**0.5
+        out = torch.randn(self.teacher_width, generator=generator) / self.teacher_width**0.5
+        return lambda features: nn.functional.relu(features @ hidden) @ out
+
+    def _features(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(count, self.num_features, generator=generator)
+
+    def _judged_features(self, generator: torch.Generator) -> Tensor:
+        return self._features(self.num_judged, generator)

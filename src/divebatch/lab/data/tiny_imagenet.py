@@ -1,0 +1,214 @@
+"""Tiny-ImageNet in the folders of its archive; a smaller set in the same format is as good."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from divebatch.checks import require_count, warn_user
+from divebatch.errors import ArgumentError, DataError, MissingExtraError
+from divebatch.lab.data.augment import RandomResizedCrop, ResizeCentreCrop, Transform
+from divebatch.lab.data.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, Origin
+from divebatch.lab.data.images import Colours, HostImages, image_split
+
+ORIGIN = Origin(
+    "tiny-imagenet-200",
+    "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+    "90528d7ca1a48142e341f4ef8d21d0de",  # as the loaders of several projects give it; the publisher gives none
+)
+COLOURS = Colours(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+SIDE = 64
+FOLDER = ".decoded"
+"""Keeps decoded images beside their files; it can be deleted at any time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyImageNet(DatasetSettings):
+    """Photos of 64 x 64 pixels; trained on random resized crops and mirror images, tested on the middle."""
+
+    image_size: int = 224
+    """Pixels a side of what the model sees."""
+    resize: int = 256
+    """Pixels a side of a test image before its middle is cut out."""
+    augment: bool = True
+    eval_batch_size: int = 500
+
+    def parts(self, seed: int, place: DataPlace) -> DataParts["ImageFiles"]:
+        """The official parts, whatever the seed; the classes are the lines of wnids.txt."""
+        self._check()
+        _pillow()  # before any work
+        folder = ORIGIN.find(place.folder)
+        classes = read_classes(folder)
+        middle = ResizeCentreCrop(self.image_size, self.resize)
+        crops: Transform = RandomResizedCrop(SIDE, self.image_size) if self.augment else middle
+
+        def split(train: ImageFiles, validation: ImageFiles) -> DataSplit:
+            sets = (train.in_memory(), crops), (validation.in_memory(), middle)
+            return image_split(*sets, COLOURS, len(classes), self.eval_batch_size, place)
+
+        return DataParts(train_files(folder, classes), lambda: validation_files(folder, classes), split)
+
+    def _check(self) -> None:
+        for name in ("image_size", "resize", "eval_batch_size"):
+            require_count(name, getattr(self, name))
+        if self.image_size > self.resize:
+            raise ArgumentError(f"image_size={self.image_size} cannot be cut out of resize={self.resize}")
+
+
+class ImageFiles:
+    """JPEG files with their labels, decoded when they are asked for.
+
+    Args:
+        paths: The files.
+        labels: The class of each.
+        cache: Where `in_memory` keeps all of them decoded; None keeps nothing.
+        part_of: The files that these are some of, and their numbers there; None if they are all.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        labels: Sequence[int],
+        *,
+        cache: Path | None = None,
+        part_of: tuple["ImageFiles", Tensor] | None = None,
+    ) -> None:
+        self.paths, self.labels = list(map(str, paths)), torch.tensor(labels)
+        self._cache, self._part_of = cache, part_of
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def select(self, numbers: Tensor) -> "ImageFiles":
+        paths = [self.paths[number] for number in numbers.tolist()]
+        return ImageFiles(paths, self.labels[numbers].tolist(), part_of=(self, numbers))
+
+    def content(self) -> Iterator[Any]:
+        """Names and sizes of the files: to read them all would take as long as an epoch."""
+        yield self.labels
+        yield "\n".join(f"{Path(path).name} {os.path.getsize(path)}" for path in self.paths).encode()
+
+    def in_memory(self) -> HostImages:
+        """All decoded; from the cache where there is one."""
+        if self._part_of is not None:
+            whole, numbers = self._part_of
+            return whole.in_memory().select(numbers)
+        return HostImages(torch.from_numpy(self._decoded()), self.labels)
+
+    def _decoded(self) -> NDArray[np.uint8]:
+        """Decoding a large set takes minutes, and reading it back seconds."""
+        if self._cache is None:
+            return self._decode_all()
+        digest = hashlib.sha256()
+        for path in self.paths:
+            status = os.stat(path)
+            digest.update(f"{os.path.basename(path)} {status.st_size} {status.st_mtime_ns}\n".encode())
+        kept = self._cache.with_name(f"{self._cache.name}-{digest.hexdigest()[:16]}.npy")
+        try:
+            images: NDArray[np.uint8] = np.load(kept, mmap_mode="c")
+            if images.shape == (len(self), SIDE, SIDE, 3) and images.dtype == np.uint8:
+                return images
+        except (OSError, ValueError):  # not there yet, or damaged
+            pass
+        images = self._decode_all()
+        scratch = kept.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            kept.parent.mkdir(exist_ok=True)
+            for old in kept.parent.glob(f"{self._cache.name}-*.npy"):
+                old.unlink(missing_ok=True)
+            with scratch.open("wb") as file:
+                np.save(file, images)
+            os.replace(scratch, kept)
+        except OSError as error:
+            with suppress(OSError):
+                scratch.unlink()
+            # Data folders are often read-only, or full: that costs time at each start and nothing else.
+            warn_user(f"decoded images cannot be kept in '{kept.parent}' ({error.strerror}): each start decodes them")
+        return images
+
+    def _decode_all(self) -> NDArray[np.uint8]:
+        """By as many threads as there are processors."""
+        images = np.empty((len(self), SIDE, SIDE, 3), np.uint8)
+
+        def fill(number: int) -> None:
+            images[number] = decode(self.paths[number])
+
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(fill, range(len(self))):
+                pass  # an error comes up here
+        return images
+
+
+def _pillow() -> ModuleType:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("pillow", "images") from error
+    return Image
+
+
+def decode(path: str) -> NDArray[np.uint8]:
+    """One file as (64, 64, 3); grey becomes RGB."""
+    pillow = _pillow()
+    try:
+        with pillow.open(path, formats=("JPEG",)) as image:
+            if image.size != (SIDE, SIDE):
+                raise ValueError(f"it has {image.width} x {image.height} pixels, not {SIDE} x {SIDE}")
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+        raise ORIGIN.damaged(Path(path), f"is no image that can be used ({error})") from error
+
+
+def read_classes(folder: Path) -> dict[str, int]:
+    """The class numbers of the names in wnids.txt, by sorted name."""
+    path = ORIGIN.require_file(folder / "wnids.txt")
+    names = path.read_text(encoding="utf-8", errors="replace").split()
+    if not names or len(set(names)) < len(names):
+        raise ORIGIN.damaged(path, "names no class" if not names else "names a class twice")
+    return {name: number for number, name in enumerate(sorted(names))}
+
+
+def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
+    """train/CLASS/images/*.JPEG, by class and name."""
+    paths: list[Path] = []
+    labels: list[int] = []
+    for name, number in classes.items():
+        found = sorted((folder / "train" / name / "images").glob("*.JPEG"))
+        if not found:
+            raise DataError(
+                f"'{folder / 'train' / name / 'images'}' holds no *.JPEG, though wnids.txt names this class: "
+                f"unpack the archive from {ORIGIN.url} again"
+            )
+        paths += found
+        labels += [number] * len(found)
+    return ImageFiles(paths, labels, cache=folder / FOLDER / "train")
+
+
+def validation_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
+    """The lines of val/val_annotations.txt (file, class, box), by file name."""
+    path = ORIGIN.require_file(folder / "val" / "val_annotations.txt")
+    there = {image.name for image in (folder / "val" / "images").glob("*.JPEG")}
+    labels: dict[str, int] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        name, wnid, *_ = [*line.split("\t"), ""]
+        if name not in there or wnid not in classes:
+            what = f"there is no 'val/images/{name}'" if name not in there else f"class {wnid!r} is not in wnids.txt"
+            raise ORIGIN.damaged(path, f"line {number}: {what}")
+        labels[name] = classes[wnid]
+    if not labels:
+        raise ORIGIN.damaged(path, "names no image")
+    names = sorted(labels)
+    paths = [folder / "val" / "images" / name for name in names]
+    return ImageFiles(paths, [labels[name] for name in names], cache=folder / FOLDER / "val")

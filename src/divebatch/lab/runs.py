@@ -1,0 +1,577 @@
+"""Runs: an experiment's method with one seed, its files, and training from wherever these stand to its end."""
+
+import fcntl
+import gc
+import hashlib
+import json
+import logging
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import torch
+
+from divebatch import __version__
+from divebatch.checks import require_choice
+from divebatch.errors import ArgumentError, CheckpointError, DivebatchError, DivergedError, RecordError, StoppedError
+from divebatch.lab.build import make_trainer
+from divebatch.lab.checkpoint import load_checkpoint, load_newest, previous, save_checkpoint
+from divebatch.lab.loggers import logging_to
+from divebatch.lab.ranks import SHARDINGS, StopRequest, first_does
+from divebatch.lab.schedules import SCHEDULES
+from divebatch.lab.schema import Experiment, Method
+from divebatch.lab.step import has_batch_norm
+from divebatch.lab.trainer import Trainer
+from divebatch.norms.sharded import is_sharded
+from divebatch.ranks import Ranks
+from divebatch.records import EpochRecord, RecordWriter, RunHeader, RunStop, read_run
+
+logger = logging.getLogger(__name__)
+
+MAY_DIFFER = {"may_differ_between_ranks": True}
+"""Marks a field of `Run` that each rank may have its own value of: devices, and folders with other names elsewhere."""
+MAY_CHANGE = {"summary", "paper", "trials", "training.micro_batch_size"}
+"""Settings that may differ between a run and its resume: words, and how a batch is cut to fit into memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An experiment's method with one seed."""
+
+    experiment: Experiment
+    method_name: str
+    seed: int
+    folder: Path = field(metadata=MAY_DIFFER)
+    device: str = field(default="cpu", metadata=MAY_DIFFER)
+    log_exact: bool = False
+    data_dir: Path | None = field(default=None, metadata=MAY_DIFFER)
+    checkpoint_every: int = 1
+    """Epochs from one checkpoint to the next; the last epoch always has one."""
+    checkpoint_steps: int | None = None
+    """Steps from one checkpoint to the next within an epoch."""
+    keep_epochs: tuple[int, ...] = ()
+    """Epochs whose checkpoints stay, each in a file of its own, where others are replaced by later ones."""
+    sharding: str = "ddp"
+    """How several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
+    loggers: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
+    """Kinds, as `divebatch.lab.loggers` knows them: where epochs are shown beside the records."""
+
+    def __post_init__(self) -> None:
+        require_choice("sharding", self.sharding, SHARDINGS)
+        for epoch in self.keep_epochs:
+            if not 1 <= epoch <= self.experiment.epochs:
+                raise ArgumentError(f"keep_epochs={epoch}: the run has epochs 1 to {self.experiment.epochs}")
+        if self.log_exact and self.sharding == "fsdp":
+            raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
+        if self.experiment.training.compile and self.sharding == "fsdp":
+            raise ArgumentError("norms of compiled passes are not measured on fsdp's parts: use compile=False, or ddp")
+
+    @property
+    def method(self) -> Method:
+        return self.experiment.method(self.method_name)
+
+    @property
+    def name(self) -> str:
+        return f"{self.experiment.name} {self.method_name} seed {self.seed}"
+
+    @property
+    def records_path(self) -> Path:
+        """DIR/EXPERIMENT/METHOD/seed-K.jsonl, as the records' contract has it."""
+        return self.folder / self.experiment.name / self.method_name / f"seed-{self.seed}.jsonl"
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The last checkpoint, beside the records."""
+        return self.records_path.with_suffix(".ckpt")
+
+    def kept_checkpoint(self, epoch: int) -> Path:
+        """Return the place of the checkpoint after an epoch of `keep_epochs`."""
+        return self.records_path.with_suffix(f".epoch-{epoch}.ckpt")
+
+    @property
+    def log_folder(self) -> Path:
+        """The folder that loggers write to: the records' path without its suffix."""
+        return self.records_path.with_suffix("")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All settings of this run, as a record holds them: what must be equal for a resume."""
+        values = asdict(self.experiment)
+        # How a run is shown is not how it is trained: naming another baseline must not prevent a resume.
+        del values["methods"], values["report"], values["metric"]
+        values |= {"method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
+        # As it will be read back, so that the comparison at a resume is between like and like.
+        plain: dict[str, Any] = json.loads(json.dumps(values))
+        return plain
+
+    @property
+    def settings_of_all_ranks(self) -> dict[str, Any]:
+        """All settings that must be equal on all ranks."""
+        names = [entry.name for entry in fields(self) if entry.metadata != MAY_DIFFER and entry.name != "experiment"]
+        return {**self.config, **{name: getattr(self, name) for name in names}}
+
+    def header(self, *, num_parameters: int | None = None) -> RunHeader:
+        """Return the first line of the records; `num_parameters` is known once the model is built."""
+        report, ranks = self.experiment.report, Ranks.here()
+        shared = {} if ranks.is_alone else {"ranks": ranks.size, "sharding": self.sharding}
+        return RunHeader(
+            experiment=self.experiment.name,
+            method=self.method_name,
+            seed=self.seed,
+            label=self.method.label,
+            metric=self.experiment.metric,
+            report=replace(report, order=report.order or list(self.experiment.methods)),
+            config=self.config,
+            versions=_versions(),
+            hardware={**_hardware(torch.device(self.device)), **shared},
+            num_parameters=num_parameters,
+            git_commit=_git_commit(),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of everything that can change a result."""
+    found = {"python": platform.python_version()}
+    for package in ("divebatch", "torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from source
+            found[package] = "source"
+    return found
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"device": device.type, "name": name, "cpus": num_cores(), "threads": torch.get_num_threads()}
+
+
+def _processor() -> str:
+    names = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _git_commit() -> str | None:
+    """Return the commit of this source tree, with "-dirty" where it was changed; None outside of a checkout."""
+    package = Path(__file__).parents[1]
+    # Installed into an environment that lies in somebody's repository, git would tell of theirs.
+    if _git("rev-parse", "--show-toplevel") != str(package.parents[1].resolve()):
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(*words: str) -> str | None:
+    command = ["git", *words]
+    try:
+        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
+
+
+# Files: one process writes a run's at a time
+
+
+@contextmanager
+def _locked(run: Run) -> Iterator[None]:
+    """Keep every other process from this run; the system takes the lock back with the end of this one."""
+    path = run.records_path.with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _open_locked(path)
+    except (BlockingIOError, PermissionError):
+        raise RecordError(
+            f"another process is working on '{run.records_path}', and two would spoil its files: wait for its end, "
+            f"stop it, or choose another folder"
+        ) from None
+    except OSError as error:
+        raise RecordError(f"cannot write '{path}': {error.strerror}. Choose another folder.") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        file.close()
+
+
+def _open_locked(path: Path) -> TextIO:
+    """Return the lock file, which is this process's as long as it is open."""
+    while True:
+        file = path.open("a")
+        try:
+            # POSIX and not flock: forked children would inherit that one and hold it after a killed parent.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.close()
+            raise
+        except OSError as error:
+            logger.warning(
+                "the system cannot lock '%s' (%s): see to it that no other command writes this run",
+                *(path, error.strerror),
+            )
+            return file
+        with suppress(FileNotFoundError):  # the process that held it has just removed it
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()
+
+
+def check_can_write(run: Run, *, resume: bool) -> None:
+    """Raise before any work if the records of this run must not be written or continued."""
+    saved = [run.checkpoint_path, previous(run.checkpoint_path)]
+    for path in (run.records_path, *saved):
+        # A pipe would never be read to its end, and what is written beside a link replaces the link.
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise RecordError(
+                f"'{path}' is a link, a folder, a pipe or a device: a run's files must be plain. Remove it."
+            )
+    if run.records_path.exists() and not resume:
+        raise RecordError(
+            f"'{run.records_path}' already holds a run. Continue it with resume=True, or choose another folder."
+        )
+    if not _is_begun(run):
+        if found := [path for path in saved if path.exists()]:
+            raise RecordError(
+                f"'{found[0]}' is a checkpoint, but the records of its run, '{run.records_path.name}', are gone: put "
+                f"them back, or remove '{run.records_path.stem}.*' to start this run again."
+            )
+    else:
+        for key, there, now in _differences(read_run(run.records_path)[0].config, run.config):
+            raise CheckpointError(
+                f"'{run.records_path}' is a run with another configuration: {key} is {there!r} there "
+                f"and {now!r} now. Choose another folder."
+            )
+
+
+def _is_begun(run: Run) -> bool:
+    """Whether the first line of the records is complete."""
+    try:
+        return run.records_path.is_file() and b"\n" in run.records_path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"cannot read '{run.records_path}': {error.strerror}") from error
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the settings in which two configurations differ; a run may become longer than it was planned."""
+    for key in sorted({*there, *here}, key=str):
+        one, other, name = there.get(key), here.get(key), f"{place}{key}"
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _differences(one, other, f"{name}.")
+            continue
+        # The epochs of one pass are parts of it.
+        is_longer = name == "epochs" and not here.get("one_pass") and type(one) is int and one < (other or 0)
+        if one != other and name not in MAY_CHANGE and not is_longer:
+            yield name, one, other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A run's records up to its checkpoint, and the checkpoint; nothing where it begins anew."""
+
+    header: RunHeader | None = None
+    epochs: list[EpochRecord] = field(default_factory=list)
+    checkpoint: Path | None = None
+    is_complete: bool = False
+
+    @property
+    def last_epoch(self) -> int:
+        # Not their count: where epochs are parts of a pass, one batch may carry a run over several of them.
+        return self.epochs[-1].epoch if self.epochs else 0
+
+    @classmethod
+    def of(cls, run: Run) -> tuple[Self, dict[str, Any]]:
+        """Read how far a run has got, and its checkpoint's state; remove records beyond it: they are written again."""
+        if not _is_begun(run):
+            run.records_path.unlink(missing_ok=True)
+            return cls(), {}
+        header, epochs = read_run(run.records_path)
+        found = cls(header=header, epochs=epochs)
+        was_last = found.last_epoch >= run.experiment.epochs
+        try:
+            newest = load_newest(run.checkpoint_path, device=torch.device(run.device))
+        except CheckpointError:
+            if not was_last:
+                raise
+            newest = None
+        if newest is None and was_last:
+            return replace(found, is_complete=True), {}
+        if newest is None:
+            if len(epochs) > run.checkpoint_every:  # else it was killed before its first checkpoint
+                raise CheckpointError(
+                    f"'{run.records_path}' holds {len(epochs)} epochs, but its checkpoint "
+                    f"'{run.checkpoint_path.name}' is gone: put it back, or remove the records to start this run again."
+                )
+            if epochs:
+                logger.warning("no checkpoint of '%s' was written yet: it begins again", run.records_path)
+            run.records_path.unlink()
+            return cls(), {}
+        path, state = newest
+        _require_own(run, path, state)
+        done = replace(found, epochs=epochs[: state["run"]["records"]], checkpoint=path)
+        if done.last_epoch >= run.experiment.epochs:
+            return replace(found, is_complete=True), {}
+        planned = replace(header, config=run.config)  # perhaps for more epochs than before
+        _cut_records(run, planned, len(done.epochs))
+        return replace(done, header=planned), state
+
+
+def _require_own(run: Run, path: Path, state: Mapping[str, Any]) -> None:
+    """Raise unless a checkpoint was written by this run, after the records that are there."""
+    way_out = f"Put the run's own files back, or remove '{run.records_path.stem}.*' to start it again."
+    found = state.get("run")
+    if not isinstance(found, Mapping) or not {"config", "divebatch", "records", "records_hash"} <= found.keys():
+        raise CheckpointError(f"checkpoint '{path}' does not say whose it is. {way_out}")
+    there = {**found["config"], "version of divebatch": found["divebatch"]}
+    for key, one, other in _differences(there, {**run.config, "version of divebatch": __version__}):
+        raise CheckpointError(
+            f"checkpoint '{path}' belongs to another run: {key} is {one!r} there and {other!r} here. {way_out}"
+        )
+    if found["records_hash"] != _records_hash(run, found["records"]):
+        raise CheckpointError(
+            f"'{run.records_path}' was changed after its checkpoint '{path}' was written, or is damaged. {way_out}"
+        )
+
+
+def _records_hash(run: Run, num_epochs: int) -> str:
+    """Return a hash of the first line, without the configuration, and of so many epochs."""
+    first, *others = run.records_path.read_bytes().split(b"\n")
+    header = {**json.loads(first), "config": None}
+    lines = [json.dumps(header).encode(), *others[:num_epochs]]
+    return hashlib.sha256(b"\n".join(lines)).hexdigest()
+
+
+def _cut_records(run: Run, header: RunHeader, num_epochs: int) -> None:
+    """Replace the records in one step by their first epochs, under a new header."""
+    scratch = run.records_path.with_suffix(".jsonl.tmp")
+    lines = run.records_path.read_bytes().split(b"\n")[1 : num_epochs + 1]
+    try:
+        with scratch.open("wb") as file:
+            file.write(b"".join(line + b"\n" for line in [header.to_json().encode(), *lines]))
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(run.records_path)
+    except OSError as error:
+        raise RecordError(f"cannot write records to '{run.records_path}': {error.strerror}") from error
+
+
+def lengthened(run: Run, plan: Callable[[int], Experiment]) -> Run:
+    """Return the run for more epochs than its records were planned for, all other settings as it was begun.
+
+    Settings that count epochs are scaled to the length of a run, and must not change in the middle of one. `plan`
+    makes the experiment for a number of epochs.
+    """
+    if not _is_begun(run):
+        return run
+    before, after = read_run(run.records_path)[0].config.get("epochs"), run.experiment.epochs
+    if type(before) is not int or not 0 < before < after or run.experiment.one_pass:
+        return run
+    planned = plan(before)
+    kind = planned.schedule.kind
+    if SCHEDULES[kind].has_end:
+        raise ArgumentError(
+            f"'{run.records_path}' was planned for {before} epochs, where its {kind} schedule ends: for {after} start "
+            f"a run in another folder"
+        )
+    return replace(run, experiment=replace(planned, epochs=after))
+
+
+# Training
+
+
+def _say_nothing(_: EpochRecord) -> None:
+    pass
+
+
+def execute(
+    run: Run,
+    *,
+    resume: bool = False,
+    on_epoch: Callable[[EpochRecord], None] = _say_nothing,
+    on_resume: Callable[[EpochRecord], None] = _say_nothing,
+    stop: StopRequest | None = None,
+) -> None:
+    """Train to the end, with a record after every epoch and checkpoints as the run says.
+
+    `on_epoch` gets each epoch that is trained here, `on_resume` the last one that was there before, if any. A run that
+    was killed is resumed from its last checkpoint. Asked to stop (by a signal, or by `stop`, which then listens for
+    them), it finishes the current step, saves, and raises `StoppedError`. Under an initialised process group all ranks
+    call it; rank 0 alone writes. Only one process at a time gets a run: `RecordError` for any other.
+    """
+    if stop is not None and stop.now():
+        raise StoppedError(f"stopped before {run.records_path} was begun")
+    ranks = Ranks.here()
+    state: dict[str, Any] = {}
+
+    def begin() -> Progress:
+        held.enter_context(_locked(run))
+        check_can_write(run, resume=resume)
+        progress, found = Progress.of(run)
+        state.update(found)
+        return progress
+
+    with ExitStack() as held:
+        progress = first_does(ranks, begin)
+        if progress.epochs:
+            on_resume(progress.epochs[-1])
+        if progress.checkpoint is not None and not ranks.is_first:
+            state = load_checkpoint(progress.checkpoint, device=torch.device(run.device))
+        if not progress.is_complete:
+            with nullcontext(stop) if stop is not None else StopRequest(ranks) as listening:
+                _train(run, progress, state, on_epoch, listening)
+            gc.collect()  # a trainer is full of cycles; the next run's peak of memory must not hold this one's tensors
+
+
+def _train(
+    run: Run, progress: Progress, state: dict[str, Any], report: Callable[[EpochRecord], None], stop: StopRequest
+) -> None:
+    trainer = make_trainer(run)
+    if progress.checkpoint is not None:
+        _load(run, trainer, progress.checkpoint, state)
+    keeper = _Keeper(run, trainer, stop, progress)
+    with trainer.control, _writing(run, trainer, progress) as write:
+        while keeper.epoch < run.experiment.epochs:
+            record = keeper.run_epoch()
+            write(record)
+            # After the record, so that a checkpoint never knows an epoch that the records do not.
+            keeper.after_epoch(record)
+            report(record)
+
+
+def _load(run: Run, trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
+    found = state.pop("run")
+    if found["data"] != trainer.data_fingerprint:
+        raise CheckpointError(
+            f"checkpoint '{path}' belongs to another run: the fingerprint of the data is {found['data']!r} there and "
+            f"{trainer.data_fingerprint!r} here. Give the folder that the run was started with."
+        )
+    before, now = found["config"]["training"].get("micro_batch_size"), run.experiment.training.micro_batch_size
+    if before != now and has_batch_norm(trainer.model) and trainer.ranks.is_first:
+        logger.warning(
+            "'%s' goes on with micro_batch_size=%s after %s: BatchNorm takes its statistics from each micro-batch, so "
+            "the run is no longer the one that was begun",
+            *(run.records_path, now, before),
+        )
+    try:
+        trainer.load_state_dict(state)
+    except Exception as error:  # whatever torch raises for a state of other shapes
+        what = str(error) if isinstance(error, DivebatchError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"checkpoint '{path}' does not fit this run: {what}") from error
+
+
+@contextmanager
+def _writing(run: Run, trainer: Trainer, progress: Progress) -> Iterator[Callable[[EpochRecord], None]]:
+    """Open records and loggers, on rank 0; yield a function that writes an epoch to all of them."""
+    if not trainer.ranks.is_first:
+        yield _say_nothing
+        return
+    with RecordWriter(run.records_path) as writer:
+        header = progress.header
+        if header is None:
+            trained = [each.numel() for each in trainer.model.parameters() if each.requires_grad]
+            header = run.header(num_parameters=sum(trained))  # fsdp's parts tell their whole
+            writer.write(header)
+        with logging_to(run.loggers, header, run.log_folder, epochs_done=len(progress.epochs)) as log:
+
+            def write(record: EpochRecord) -> None:
+                writer.write(record)
+                log(record)
+
+            try:
+                yield write
+            except StoppedError as error:
+                with suppress(RecordError):  # the state is saved, and that is what counts
+                    writer.write(RunStop(reason=str(error)))
+                raise
+
+
+class _Keeper:
+    """Trains epochs of a run, and decides when its state is written down."""
+
+    def __init__(self, run: Run, trainer: Trainer, stop: StopRequest, progress: Progress) -> None:
+        self.run, self.trainer, self.stop = run, trainer, stop
+        self.epoch, self._records, self._steps = progress.last_epoch, len(progress.epochs), 0
+
+    def run_epoch(self) -> EpochRecord:
+        try:
+            record = self.trainer.run_epoch(after_step=self._after_step)
+            self._require_finite()
+        except DivergedError as error:
+            path = self.run.checkpoint_path
+            saved = f"The last good checkpoint is '{path}'." if path.exists() else "No checkpoint was written yet."
+            raise DivergedError(f"{error}. {saved} A smaller learning rate may help.") from error
+        return record
+
+    def after_epoch(self, record: EpochRecord) -> None:
+        """Save, now that the record is on disk."""
+        before, self.epoch = self.epoch, record.epoch
+        self._records += 1
+        is_last, is_asked = (
+            self.epoch == self.run.experiment.epochs,
+            self.stop.now(),
+        )  # once: a signal may come any time
+        if is_last or is_asked or self.epoch % self.run.checkpoint_every == 0:
+            self._save(self.run.checkpoint_path)
+        # One batch may carry a run over several parts of its pass, and so over the epoch that is to be kept.
+        if any(before < kept <= self.epoch for kept in self.run.keep_epochs):
+            self._save(self.run.kept_checkpoint(self.epoch))
+        if is_asked and not is_last:
+            raise self._stopped()
+
+    def _after_step(self) -> None:
+        self._steps += 1
+        every, is_asked = self.run.checkpoint_steps, self.stop.after_step()
+        if is_asked or (every is not None and self._steps % every == 0):
+            self._require_finite()
+            self._save(self.run.checkpoint_path)
+        if is_asked:
+            raise self._stopped()
+
+    def _require_finite(self) -> None:
+        """Raise before anything is written down. The weights may have gone in a step whose loss was still good."""
+        for problem in self.trainer.ranks.gather(self._what_is_not_finite()):
+            if problem is not None:
+                raise DivergedError(problem)
+
+    def _what_is_not_finite(self) -> str | None:
+        if not torch.isfinite(self.trainer.tally.loss_sum):
+            return f"the training loss of epoch {self.trainer.control.epoch + 1} is not finite"
+        for name, tensor in self.trainer.model.state_dict().items():
+            here = tensor.to_local() if is_sharded(tensor) else tensor
+            if here.is_floating_point() and not here.isfinite().all():
+                return f"the model's '{name}' is no longer finite"
+        return None
+
+    def _save(self, path: Path) -> None:
+        state = self.trainer.state_dict()
+
+        def write() -> None:
+            about = {
+                "divebatch": __version__,
+                "config": self.run.config,
+                "data": self.trainer.data_fingerprint,
+                "records": self._records,
+                "records_hash": _records_hash(self.run, self._records),
+            }
+            save_checkpoint(path, {"run": about, **state})
+
+        first_does(self.trainer.ranks, write)
+
+    def _stopped(self) -> StoppedError:
+        return StoppedError(
+            f"stopped after {self.trainer.control.epoch} epochs and saved to {self.run.checkpoint_path}"
+        )

@@ -1,0 +1,180 @@
+"""What a model is trained for: its loss, and how held-out data judges it. A new one is a class and a row of `TASKS`."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from divebatch.errors import ArgumentError
+from divebatch.lab.step import predict
+from divebatch.metric import Metric
+from divebatch.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a model is worth on held-out data.
+
+    Args:
+        loss: The mean loss.
+        accuracy: The fraction of targets that were predicted right, from 0 to 1; None where a task has none.
+        bits_per_byte: The bits that the model needs for a byte; None where targets are no bytes.
+    """
+
+    loss: float
+    accuracy: float | None = None
+    bits_per_byte: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How much held-out data was judged.
+
+    Args:
+        samples: Entries of the batch dimension.
+        targets: Numbers in their targets; several a sample where each position has its own.
+    """
+
+    samples: int
+    targets: int
+
+
+class Task(ABC):
+    """A loss to train with, and a judgement of held-out data in two halves: sums of batches, then what they mean."""
+
+    metrics: ClassVar[tuple[Metric, ...]]
+    """What its runs may be judged by; the first where an experiment names none."""
+
+    # Static: a method of an object would be another function in each run, and be compiled again for each.
+    @staticmethod
+    @abstractmethod
+    def loss_fn(outputs: Any, targets: Any) -> Tensor:
+        """Return the mean loss of a batch."""
+
+    @abstractmethod
+    def judge(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return sums over a batch, in float64 and left on the device: reading each batch's would wait for it."""
+
+    @abstractmethod
+    def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
+        """Return what the sums over all batches, of all ranks, amount to."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    task: Task,
+    *,
+    precision: str = "fp32",
+    ranks: Ranks | None = None,
+) -> Evaluation:
+    """Judge the model in evaluation mode; the mode is put back afterwards. `batches` are this rank's own."""
+    was_training = model.training
+    model.eval()
+    sums, num_samples, num_targets = [], 0, 0
+    for inputs, targets in batches:
+        sums.append(task.judge(predict(model, inputs, precision), targets))
+        num_samples += len(targets)
+        num_targets += targets.numel()
+    model.train(was_training)
+    own = torch.stack(sums).sum(0).tolist()
+    # Sums and not means: ranks may hold unequal numbers of samples.
+    *totals, all_targets, all_samples = (ranks or Ranks.alone()).sum_numbers([*own, num_targets, num_samples])
+    return task.conclude(totals, Counts(samples=int(all_samples), targets=int(all_targets)))
+
+
+# Tasks by kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classification(Task):
+    """Cross-entropy, judged by accuracy."""
+
+    metrics = (Metric("val_accuracy", "higher"), Metric("val_loss", "lower"))
+
+    @staticmethod
+    def loss_fn(outputs: Any, targets: Any) -> Tensor:
+        """Return the mean cross-entropy; a single output column is a logit of class 1."""
+        if outputs.shape[-1] == 1:
+            return binary_cross_entropy_with_logits(outputs, targets)
+        return cross_entropy(outputs, targets)
+
+    def judge(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the sums of losses and of right answers."""
+        loss_sum = Classification.loss_fn(outputs, targets).double() * len(targets)
+        return torch.stack([loss_sum, is_right(outputs, targets).sum()])
+
+    def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
+        loss_sum, num_right = sums
+        return Evaluation(loss_sum / counts.samples, accuracy=num_right / counts.targets)
+
+
+def is_right(outputs: Tensor, targets: Tensor) -> Tensor:
+    """For each target: one output column is a logit of class 1, several are scores of which the largest wins."""
+    if outputs.shape[-1] == 1:
+        return (outputs > 0) == (targets > 0.5)
+    predicted = outputs.argmax(-1)
+    if predicted.shape != targets.shape:
+        raise ArgumentError(
+            f"classification wants one label a sample and the scores of its classes: outputs of shape "
+            f"{tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}"
+        )
+    return predicted == targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextToken(Task):
+    """Cross-entropy over positions, judged by bits per byte: tokens here are bytes. There is no accuracy."""
+
+    metrics = (Metric("bits_per_byte", "lower"), Metric("val_loss", "lower"))
+
+    @staticmethod
+    def loss_fn(outputs: Any, targets: Any) -> Tensor:
+        """Return the mean cross-entropy over all positions, from scores of shape (samples, positions, tokens)."""
+        return cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    def judge(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the sum of losses over positions, so that every byte counts alike in sequences of unequal length."""
+        if outputs.shape[:-1] != targets.shape:
+            raise ArgumentError(
+                f"next-token prediction wants scores of all tokens for each position: outputs of shape "
+                f"{tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}"
+            )
+        return torch.stack([self.loss_fn(outputs, targets).double() * targets.numel()])
+
+    def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
+        loss = sums[0] / counts.targets
+        return Evaluation(loss, bits_per_byte=loss / math.log(2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regression(Task):
+    """The mean squared error, which also judges. There is no accuracy."""
+
+    metrics = (Metric("val_loss", "lower"),)
+
+    @staticmethod
+    def loss_fn(outputs: Any, targets: Any) -> Tensor:
+        """Return the mean squared error of outputs of shape (samples, 1)."""
+        return mse_loss(outputs.squeeze(-1), targets)
+
+    def judge(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the sum of squared errors."""
+        if outputs.shape != (*targets.shape, 1):
+            raise ArgumentError(
+                f"regression wants one number a sample: outputs of shape {tuple(outputs.shape)} do not fit targets "
+                f"of shape {tuple(targets.shape)}"
+            )
+        return torch.stack([self.loss_fn(outputs, targets).double() * len(targets)])
+
+    def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
+        return Evaluation(sums[0] / counts.samples)
+
+
+TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken, "regression": Regression}

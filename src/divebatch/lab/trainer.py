@@ -1,0 +1,235 @@
+"""The reference trainer: a user's loop with a controller, plus evaluation, timing and state."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from divebatch.controller import Controller
+from divebatch.data.order import mixed_seed
+from divebatch.errors import DivergedError
+from divebatch.lab.clock import Clock, forget_peak_memory
+from divebatch.lab.length import RunLength
+from divebatch.lab.ranks import Parallel
+from divebatch.lab.step import DeviceOptions, LossFn, Tally, TrainStep, device_settings, train_epoch
+from divebatch.lab.tasks import Task, evaluate
+from divebatch.norms import gradient_diversity
+from divebatch.norms.sketch import load_signs_state, seed_signs, signs_state
+from divebatch.ranks import Ranks
+from divebatch.records import EpochRecord
+from divebatch.research import QuantizedGradients
+
+logger = logging.getLogger(__name__)
+
+RANK = 6
+"""The purpose of a rank's random numbers, apart from those of orders, workers, data, model, augmentation and signs."""
+
+
+def _go_on() -> None:
+    """After a step nothing is to be done."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """Everything one run needs; `run_epoch` is the whole story of an epoch."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedulers: Sequence[LRScheduler]
+    """Stepped after each epoch."""
+    control: Controller
+    task: Task
+    """Its loss is trained on, and it judges the validation data."""
+    validation: Iterable[Any]
+    clock: Clock
+    step_schedulers: Sequence[LRScheduler] = ()
+    """Stepped after each optimizer step."""
+    length: RunLength | None = None
+    """Where the epochs are parts of one pass: how long the run is. None where epochs are passes."""
+    clip_norm: float | None = None
+    """The largest norm of the gradient that a step is made with; None for any."""
+    options: DeviceOptions = field(default_factory=DeviceOptions)
+    log_exact: bool = False
+    data_fingerprint: str = ""
+    """A hash of the samples that are trained and validated on."""
+    parallel: Parallel = None  # type: ignore[assignment]
+    """How the model runs on several ranks; by default on one."""
+    quantize: QuantizedGradients | None = None
+    """Rounds the gradients of `model` at random."""
+    step: TrainStep = field(init=False)
+    tally: Tally = field(init=False, default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.parallel = self.parallel or Parallel.alone(self.model)
+        self.step = TrainStep(
+            self.parallel,
+            self.loss_fn,
+            self.optimizer,
+            self.options,
+            self.clock,
+            plan=lambda: self.control.plan(),
+            on_outgrown=self._outgrown if self.parallel.ranks.is_alone else None,
+            clip_norm=self.clip_norm,
+        )
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """The task's mean loss of a batch."""
+        return self.task.loss_fn
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train this model together."""
+        return self.parallel.ranks
+
+    def run_epoch(self, *, after_step: Callable[[], None] = _go_on) -> EpochRecord:
+        """Train, let the controller decide, evaluate.
+
+        Measuring counts as training; evaluation and the compiler's work do not. `after_step` may save or raise.
+        """
+        with device_settings(self.options.precision, self.clock.device):
+            with self.clock.lap("train"):
+                train_loss = self._train(after_step)
+                with self.clock.lap("measure"):
+                    record = self.control.step(loss=train_loss)
+            if self.length is not None:
+                record = replace(record, epoch=self.length.end_part())
+            peak = self.step.peak_memory_bytes
+            with self.clock.lap("evaluate"):
+                self.parallel.average_buffers()
+                seen = evaluate(
+                    self.model, self.validation, self.task, precision=self.options.precision, ranks=self.ranks
+                )
+            exact = self._exact_diversity() if self.log_exact else None
+        return replace(
+            record,
+            train_loss=train_loss,
+            val_loss=seen.loss,
+            val_accuracy=seen.accuracy,
+            bits_per_byte=seen.bits_per_byte,
+            exact_diversity=exact,
+            micro_batch_size=self.options.micro_batch_size,
+            recompiles=self.step.num_compiled,
+            **self._costs(peak),
+        )
+
+    def _train(self, after_step: Callable[[], None]) -> float:
+        self.model.train()
+        forget_peak_memory(self.clock.device)
+        train_loss = train_epoch(self.step, self.control.loader, self.tally, lambda: self._after_step(after_step))
+        if not math.isfinite(train_loss):
+            raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
+        self.tally = Tally()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return train_loss
+
+    def _after_step(self, then: Callable[[], None]) -> None:
+        for scheduler in self.step_schedulers:
+            scheduler.step()
+        then()
+
+    def _outgrown(self, failed: int, fitted: int) -> None:
+        """A batch does not fit into memory after a growth: go back to the size that did, and stay there."""
+        logger.warning(
+            "out of memory: a batch of %d samples does not fit, %d did; no larger one follows", failed, fitted
+        )
+        self.control.limit_batch_size(fitted)
+
+    def _costs(self, peak: int) -> dict[str, Any]:
+        """Seconds and bytes so far, each of the rank that took most."""
+        seconds = {
+            "train_seconds": self.clock.train_seconds,
+            "eval_seconds": self.clock.seconds("evaluate"),
+            "compile_seconds": self.clock.seconds("compile"),
+            "measure_seconds": self.clock.seconds("measure"),
+            "total_seconds": self.clock.total_seconds,
+        }
+        *most, most_bytes = map(max, zip(*self.ranks.gather([*seconds.values(), peak]), strict=True))
+        return {**dict(zip(seconds, most, strict=True)), "peak_memory_bytes": int(most_bytes)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resume needs, also in the middle of an epoch.
+
+        All ranks must call it; rank 0 gets whole tensors and the sums of all.
+        """
+        self.parallel.average_buffers()
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in self.all_schedulers],
+            "control": self.control.state_dict(),
+            "clock": self.clock.state_dict(),
+            "compiled": self.step.num_compiled,
+            "parts_done": self.length.done if self.length is not None else None,
+            "tally": self._whole_tally(),
+            "random": torch.get_rng_state(),
+            "signs": signs_state(self.clock.device),
+            "quantize": self.quantize.state_dict() if self.quantize is not None else None,
+            "cuda_random": torch.cuda.get_rng_state(self.clock.device) if self._on_cuda else None,
+        }
+        gathered: dict[str, Any] = self.parallel.gathered(state)
+        return gathered
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the saved trainer stood."""
+        state = self.parallel.sharded(state, self.optimizer)
+        self.control.load_state_dict(state["control"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for scheduler, saved in zip(self.all_schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        if self.quantize is not None:
+            self.quantize.load_state_dict(state["quantize"])
+        self.clock.load_state_dict(state["clock"])
+        self.step.compiled_before = state["compiled"]
+        if self.length is not None:
+            self.length.done = state["parts_done"]
+        # The saved sums are those of all ranks: the first one goes on with them, the others from nothing.
+        self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
+        # Steps were made before the resume; a scheduler would warn where an epoch has none left.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.ranks.is_first:
+            self._load_random(state)
+        else:
+            self.draw_apart()
+
+    def _load_random(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["random"].cpu())
+        load_signs_state(self.clock.device, state["signs"])
+        if self._on_cuda and state["cuda_random"] is not None:
+            torch.cuda.set_rng_state(state["cuda_random"].cpu(), self.clock.device)
+
+    def draw_apart(self) -> None:
+        """Random numbers that no other rank draws: dropout and sketches of equal signs would not be independent."""
+        loader = self.control.loader
+        seed = mixed_seed(loader.seed, loader.samples_delivered, RANK, self.ranks.rank)
+        torch.manual_seed(seed)
+        seed_signs(self.clock.device, seed)
+
+    def _whole_tally(self) -> tuple[Tensor, int]:
+        """The tally's sums over all ranks."""
+        if self.ranks.is_alone:
+            return (self.tally.loss_sum, self.tally.num_samples)
+        loss_sum, num_samples = self.ranks.sum_numbers([self.tally.loss_sum.item(), self.tally.num_samples])
+        return (torch.tensor(loss_sum, dtype=torch.float64), int(num_samples))
+
+    @property
+    def all_schedulers(self) -> list[LRScheduler]:
+        """Those that are stepped after each epoch, then those that are stepped after each optimizer step."""
+        return [*self.schedulers, *self.step_schedulers]
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.clock.device.type == "cuda"
+
+    def _exact_diversity(self) -> float | None:
+        """The diversity of the whole training set at the weights the epoch ended with; None where it is undefined."""
+        exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass(), ranks=self.ranks)
+        return exact.value if exact.is_defined else None

@@ -1,0 +1,225 @@
+"""Several runs, one after the other or in parallel processes: a process that dies takes its own run with it alone."""
+
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from divebatch.errors import DivebatchError, DivergedError, RankError, StoppedError, WorkerError
+from divebatch.lab.ranks import SIGNALS, StopRequest
+from divebatch.lab.runs import Run, execute, num_cores
+from divebatch.ranks import Ranks
+from divebatch.records import EpochRecord
+
+LOOK = 0.1
+"""Seconds from one look at a request to stop to the next."""
+OnEpoch = Callable[[int, EpochRecord], None]
+"""Called in the parent with the run's index and each finished epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A run that did not reach its end."""
+
+    run: Run
+    error: BaseException
+
+    def __str__(self) -> str:
+        return f"{self.run.name}: {self.error}"
+
+
+def default_jobs(device: str, num_runs: int) -> int:
+    """Return one process a core on a CPU, one run at a time on a GPU."""
+    return max(1, min(num_runs, num_cores())) if device == "cpu" else 1
+
+
+def _say_nothing(_: int, __: EpochRecord) -> None:
+    pass
+
+
+def execute_all(
+    runs: Sequence[Run], *, jobs: int, resume: bool, on_epoch: OnEpoch, on_resume: OnEpoch = _say_nothing
+) -> list[Failure]:
+    """Execute every run; one that fails does not stop the others. Asked to stop, all save and `StoppedError` rises.
+
+    `on_resume` gets the last epoch that a run had before, and `on_epoch` those that follow. Several ranks train each
+    run together, one after the other; there an error that not all of them have ends all of them.
+    """
+    ranks = Ranks.here()
+    with StopRequest(ranks) as stop:
+        if jobs == 1 or not ranks.is_alone:
+            # Ranks that save or end at different steps would wait for each other, and commands may differ.
+            ranks.require_same({"the runs": [run.name for run in runs]})
+            for run in runs:
+                ranks.require_same(run.settings_of_all_ranks)
+            return _in_turn(runs, resume, on_epoch, on_resume, stop, ranks)
+        errors = _in_processes(runs, jobs, resume, {"epoch": on_epoch, "resume": on_resume}, stop)
+        if errors and stop.is_set:
+            raise StoppedError(f"stopped; {len(runs) - len(errors)} of {len(runs)} runs are complete")
+        return [Failure(runs[index], error) for index, error in sorted(errors.items())]
+
+
+def _in_turn(
+    runs: Sequence[Run], resume: bool, on_epoch: OnEpoch, on_resume: OnEpoch, stop: StopRequest, ranks: Ranks
+) -> list[Failure]:
+    failures = []
+    for index, run in enumerate(runs):
+        listeners = {"on_epoch": partial(on_epoch, index), "on_resume": partial(on_resume, index)}
+        try:
+            execute(run, resume=resume, stop=stop, **listeners)
+        except StoppedError:
+            raise
+        except Exception as error:
+            if not ranks.is_alone and not isinstance(error, DivergedError):  # a loss diverges on all ranks alike
+                if isinstance(error, DivebatchError):
+                    raise RankError(f"rank {ranks.rank} of {ranks.size}, {run.name}: {error}") from error
+                raise
+            failures.append(Failure(run, error))
+    return failures
+
+
+def _in_processes(
+    runs: Sequence[Run], jobs: int, resume: bool, listeners: dict[str, OnEpoch], stop: StopRequest
+) -> dict[int, BaseException]:
+    """Execute all runs, `jobs` at a time; return, by the run's index, why one did not reach its end."""
+    waiting = deque(enumerate(runs))
+    messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+    # Together the workers must not ask for more threads than there are cores.
+    threads = max(1, num_cores() // jobs)
+    workers = [_Worker(waiting, messages, resume, threads) for _ in range(min(jobs, len(runs)))]
+    errors: dict[int, BaseException] = {}
+    ended = 0
+    try:
+        while ended < len(runs):
+            if stop.is_set:
+                while waiting:
+                    index, run = waiting.popleft()
+                    messages.put((index, "end", StoppedError(f"stopped before {run.records_path} was begun")))
+                for worker in workers:
+                    worker.ask_to_stop()
+            with suppress(queue.Empty):
+                index, kind, content = messages.get(timeout=LOOK)
+                if kind in listeners:
+                    listeners[kind](index, content)
+                    continue
+                ended += 1
+                if content is not None:
+                    errors[index] = content
+    except BaseException:
+        for worker in workers:
+            worker.ask_to_stop()
+        raise
+    return errors
+
+
+class _Worker(threading.Thread):
+    """A thread with a process of its own, which takes run after run from those that wait; a new one if it dies."""
+
+    def __init__(
+        self, waiting: deque[tuple[int, Run]], messages: queue.SimpleQueue[Any], resume: bool, threads: int
+    ) -> None:
+        super().__init__(daemon=True)
+        self._waiting, self._messages, self._resume, self._threads = waiting, messages, resume, threads
+        self._process: Any = None
+        self._is_asked = False
+        self.start()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, once: a process finishes its step and saves."""
+        if self._process is not None and not self._is_asked:
+            self._is_asked = True
+            self._process.terminate()
+
+    def run(self) -> None:
+        line: Connection | None = None
+        with suppress(IndexError):
+            while True:
+                index, run = self._waiting.popleft()
+                try:
+                    line = line or self._start_process()
+                    line.send((run, self._resume))
+                    kind = ""
+                    while kind != "end":
+                        kind, content = line.recv()
+                        self._messages.put((index, kind, content))
+                except Exception as error:
+                    cause, line = error, None
+                    if isinstance(error, EOFError | OSError) and self._process is not None:  # who was at its other end
+                        self._process.join()
+                        cause = WorkerError(_cause_of_death(self._process.exitcode))
+                    self._messages.put((index, "end", cause))
+        if line is not None:
+            with suppress(OSError):
+                line.send(None)
+
+    def _start_process(self) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        # Until it is ready for them, which takes seconds, signals are held back from the process.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            process = context.Process(target=_work, args=(theirs, self._threads))
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._process = process
+        return ours
+
+
+def _cause_of_death(code: int) -> str:
+    how = f"exited with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    memory = ", which a system also does where memory runs out" if code == -signal.SIGKILL else ""
+    return f"its process {how}{memory}; resume=True continues the run from its last checkpoint"
+
+
+# In the process
+
+
+def _work(line: Connection, threads: int) -> None:
+    """Execute one run after the other, as the parent sends them, until it sends none."""
+    torch.set_num_threads(threads)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with StopRequest() as stop:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        while (task := line.recv()) is not None:
+            run, resume = task
+            line.send(("end", _outcome(line, run, resume, stop)))
+
+
+def _outcome(line: Connection, run: Run, resume: bool, stop: StopRequest) -> BaseException | None:
+    """Return the error that a run ended with, in a form that can be sent; None for a good end."""
+    try:
+        execute(
+            run,
+            resume=resume,
+            on_epoch=lambda record: line.send(("epoch", record)),
+            on_resume=lambda record: line.send(("resume", record)),
+            stop=stop,
+        )
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # a class that cannot be built again from what it says
+            return RuntimeError(f"{type(error).__name__}: {error}")
+        return error
+    return None
+
+
+def _die_with_parent() -> None:
+    """End with a killed parent: who outlived it would go on with runs that nobody watches."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

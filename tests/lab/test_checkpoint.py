@@ -1,0 +1,249 @@
+"""Checkpoints come back as they were, replace each other in one step, and notice their own damage."""
+
+import errno
+import logging
+import os
+import random
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from divebatch.errors import CheckpointError
+from divebatch.lab import load_checkpoint, save_checkpoint
+from divebatch.lab.checkpoint import load_newest, previous
+
+CPU = torch.device("cpu")
+
+
+def some_state(epoch: int) -> dict:
+    """What a trainer saves, in small: tensors of many types, nested containers, numbers, words and nothing."""
+    generator = torch.Generator().manual_seed(epoch)
+    weights = torch.randn(5, 3, generator=generator)
+    return {
+        "model": {"weight": weights, "half": weights.bfloat16(), "count": torch.tensor(epoch), "none": torch.empty(0)},
+        "optimizer": {"state": {0: {"momentum_buffer": -weights}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+        "control": {"epoch": epoch, "policy": "DiveBatch(delta=0.1)", "pass": None, "sums": weights.double().sum()},
+        "clock": {"train": 1 / 3, "odd": float("inf")},
+        "tally": (weights.sum(), 64),
+        "random": generator.get_state(),
+        "is_measuring": True,
+    }
+
+
+def assert_bit_equal(one, two) -> None:
+    assert type(one) is type(two)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
+    elif isinstance(one, dict):
+        assert list(one) == list(two)
+        for key in one:
+            assert_bit_equal(one[key], two[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(two)
+        for left, right in zip(one, two, strict=True):
+            assert_bit_equal(left, right)
+    else:
+        assert one == two
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "seed-0.ckpt"
+
+
+def newest(path: Path) -> dict:
+    found = load_newest(path, device=CPU)
+    assert found is not None
+    return found[1]
+
+
+def names(path: Path) -> set[str]:
+    return {each.name for each in path.parent.iterdir()}
+
+
+# What is saved comes back
+
+
+def test_a_state_comes_back_bit_for_bit(path):
+    save_checkpoint(path, some_state(1))
+    assert_bit_equal(load_checkpoint(path, device=CPU), some_state(1))
+    assert names(path) == {"seed-0.ckpt"}
+
+
+def test_the_one_before_stays_beside_it(path):
+    for epoch in (1, 2, 3):
+        save_checkpoint(path, some_state(epoch))
+    assert names(path) == {"seed-0.ckpt", "seed-0.ckpt.previous"}
+    assert_bit_equal(load_checkpoint(path, device=CPU), some_state(3))
+    assert_bit_equal(load_checkpoint(previous(path), device=CPU), some_state(2))
+
+
+def test_there_may_be_none_yet(path):
+    assert load_newest(path, device=CPU) is None
+
+
+# Writes that fail
+
+
+def fail_at(monkeypatch, stage: str) -> None:
+    """Let the disk be full at one stage of a save."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    calls = {"fsync": 0, "replace": 0}
+
+    def failing(name, real, at):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            if calls[name] == at:
+                raise full
+            return real(*args, **kwargs)
+
+        return call
+
+    if stage in ("fsync", "folder sync"):
+        monkeypatch.setattr(os, "fsync", failing("fsync", os.fsync, 1 if stage == "fsync" else 2))
+    else:
+        at = {"first rename": 1, "second rename": 2}[stage]
+        monkeypatch.setattr(Path, "replace", failing("replace", Path.replace, at))
+
+
+@pytest.mark.parametrize("stage", ["fsync", "first rename", "second rename", "folder sync"])
+def test_a_failing_save_leaves_a_good_checkpoint_and_no_scratch(path, monkeypatch, stage):
+    save_checkpoint(path, some_state(1))
+    save_checkpoint(path, some_state(2))
+    with monkeypatch.context() as broken:
+        fail_at(broken, stage)
+        with pytest.raises(CheckpointError, match=r"cannot write checkpoint '.*seed-0\.ckpt': No space left on device"):
+            save_checkpoint(path, some_state(3))
+    newest = some_state(3 if stage == "folder sync" else 2)
+    assert_bit_equal(load_checkpoint(path, device=CPU), newest)
+    assert not [name for name in names(path) if name.endswith(".tmp")]
+    save_checkpoint(path, some_state(4))
+    assert_bit_equal(load_checkpoint(path, device=CPU), some_state(4))
+
+
+def test_a_full_disk_is_named_and_harms_nothing(path, monkeypatch):
+    save_checkpoint(path, some_state(1))
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "open", lambda _, mode: open("/dev/full", mode))  # noqa: SIM115
+        with pytest.raises(CheckpointError, match=r"'.*seed-0\.ckpt': No space left on device"):
+            save_checkpoint(path, some_state(2))
+    assert names(path) == {"seed-0.ckpt"}
+    assert_bit_equal(load_checkpoint(path, device=CPU), some_state(1))
+
+
+@pytest.mark.parametrize("most_bytes", [0, 10, 2_000])
+def test_a_write_cut_short_harms_nothing(path, most_bytes):
+    """The system itself refuses to let any file grow beyond the limit, in the middle of a write."""
+    save_checkpoint(path, some_state(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            save_checkpoint(path, some_state(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(path) == {"seed-0.ckpt"}
+    assert_bit_equal(load_checkpoint(path, device=CPU), some_state(1))
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint '.*nowhere/seed-0\.ckpt': No such file"):
+        save_checkpoint(tmp_path / "nowhere" / "seed-0.ckpt", some_state(1))
+
+
+def test_an_interrupted_save_leaves_no_scratch(path, monkeypatch):
+    save_checkpoint(path, some_state(1))
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(path, some_state(2))
+    assert names(path) == {"seed-0.ckpt"}
+    assert_bit_equal(load_checkpoint(path, device=CPU), some_state(1))
+
+
+@pytest.mark.parametrize("moment", ["half-written", "written", "between the renames"])
+def test_what_a_kill_leaves_behind_is_good_and_goes_away(path, caplog, moment):
+    """The files as they lie when the process dies at that moment."""
+    save_checkpoint(path, some_state(1))
+    save_checkpoint(path, some_state(2))
+    scratch = path.with_name("seed-0.ckpt.tmp")
+    scratch.write_bytes(path.read_bytes()[: 100 if moment == "half-written" else None])
+    if moment == "between the renames":
+        path.replace(previous(path))
+    assert_bit_equal(newest(path), some_state(2))
+    if moment == "between the renames":
+        assert f"'{path}' is gone; going on from the one before it, '{previous(path)}'" in caplog.text
+    save_checkpoint(path, some_state(3))
+    assert not scratch.exists()
+    assert_bit_equal(newest(path), some_state(3))
+
+
+# Damage
+
+
+def is_noticed(path: Path, content: bytes) -> bool:
+    """Whether the file is refused by name; where it is taken, it must hold what was saved."""
+    path.write_bytes(content)
+    try:
+        found = load_checkpoint(path, device=CPU)
+    except CheckpointError as error:
+        return "seed-0.ckpt'" in str(error)
+    assert_bit_equal(found, some_state(1))  # a bit of what no reader looks at
+    return False
+
+
+def test_no_flipped_bit_and_no_truncation_is_taken_for_another_state(path):
+    save_checkpoint(path, some_state(1))
+    good, chance = path.read_bytes(), random.Random(0)
+    noticed = 0
+    for place in (chance.randrange(8 * len(good)) for _ in range(500)):
+        content = bytearray(good)
+        content[place // 8] ^= 1 << place % 8
+        noticed += is_noticed(path, bytes(content))
+    assert noticed > 100
+    assert all(is_noticed(path, good[:length]) for length in [0, len(good) - 1, *chance.sample(range(len(good)), 100)])
+
+
+@pytest.mark.parametrize("damage", [b"", b"bad", None])
+def test_a_damaged_one_is_named_and_the_one_before_it_used(path, caplog, damage):
+    save_checkpoint(path, some_state(1))
+    save_checkpoint(path, some_state(2))
+    path.write_bytes(path.read_bytes()[:-7] if damage is None else damage)
+    with caplog.at_level(logging.WARNING):
+        assert_bit_equal(newest(path), some_state(1))
+    assert f"'{path}'" in caplog.text
+    assert f"going on from the one before it, '{previous(path)}'" in caplog.text
+
+
+def test_nothing_is_said_where_all_is_well(path, caplog):
+    save_checkpoint(path, some_state(1))
+    save_checkpoint(path, some_state(2))
+    assert_bit_equal(newest(path), some_state(2))
+    assert not caplog.text
+
+
+def test_where_both_are_damaged_both_are_named(path):
+    for each in (path, previous(path)):
+        each.write_bytes(b"bad")
+    with pytest.raises(CheckpointError) as caught:
+        newest(path)
+    assert f"'{path}'" in str(caught.value)
+    assert f"'{previous(path)}'" in str(caught.value)
+    assert "Remove the run's files to start it again" in str(caught.value)
+
+
+def test_other_things_than_files_and_dicts_are_refused(path):
+    path.mkdir()
+    with pytest.raises(CheckpointError, match="directory"):
+        load_checkpoint(path, device=CPU)
+    path.rmdir()
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match="it holds a list"):
+        load_checkpoint(path, device=CPU)

@@ -1,0 +1,268 @@
+import json
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import divebatch.lab.runs as run_module
+from divebatch.errors import CheckpointError, RecordError
+from divebatch.lab import Run, execute, execute_all, get_experiment, make_trainer
+from divebatch.lab.checkpoint import previous
+from divebatch.lab.schema import Experiment, Part
+from divebatch.records import read_run
+from reference.per_sample import diversity as diversity_by_loop
+
+KEYS = {
+    *("epoch", "batch_size", "lr", "steps", "samples", "train_loss", "val_loss", "val_accuracy", "diversity"),
+    *("exact_diversity", "train_seconds", "total_seconds", "peak_memory_bytes"),
+}
+TIMES = {
+    *("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds"),
+    "peak_memory_bytes",
+}
+
+
+def small(name: str = "synthetic-nonconvex", epochs: int = 4) -> Experiment:
+    experiment = get_experiment(name).scaled(epochs)
+    settings = {**experiment.data.settings, "num_samples": 2_000, "num_features": 16}
+    return replace(experiment, data=replace(experiment.data, settings=settings))
+
+
+def without_times(path: Path) -> list[dict]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines[1:]]
+
+
+class StopRunError(Exception):
+    pass
+
+
+def interrupted(run: Run, after: int) -> None:
+    def stop(record) -> None:
+        if record.epoch == after:
+            raise StopRunError
+
+    with pytest.raises(StopRunError):
+        execute(run, on_epoch=stop)
+
+
+@pytest.mark.parametrize("method", ["sgd-small", "sgd-large", "divebatch", "oracle"])
+def test_records_hold_what_the_contract_says(tmp_path, method):
+    run = Run(small(), method, 3, tmp_path, log_exact=True)
+    execute(run)
+    assert run.records_path == tmp_path / "synthetic-nonconvex" / method / "seed-3.jsonl"
+    lines = [json.loads(line) for line in run.records_path.read_text().splitlines()]
+    assert lines[0]["kind"] == "run"
+    assert lines[0]["config"]["method"]["batch_size"] == run.method.batch_size
+    assert lines[0]["versions"]["torch"] == torch.__version__
+    assert lines[0]["num_parameters"] == 16 + 1 + 1 + 1  # one hidden unit over 16 features
+    assert [line["epoch"] for line in lines[1:]] == [1, 2, 3, 4]
+    for line in lines[1:]:
+        assert line["kind"] == "epoch"
+        assert line.keys() >= KEYS
+        assert line["samples"] == 1_600 * line["epoch"]
+        assert line["exact_diversity"] > 0
+        assert (line["diversity"] is not None) == (method in ("divebatch", "oracle"))
+    if method == "oracle":
+        assert [line["diversity"] for line in lines[1:]] == pytest.approx(
+            [line["exact_diversity"] for line in lines[1:]]
+        )
+
+
+def test_the_learning_rate_is_start_times_batch_ratio_times_schedule(tmp_path):
+    run = Run(small("synthetic-convex", epochs=10), "divebatch", 0, tmp_path)  # now decays every 2 epochs
+    execute(run)
+    _, epochs = read_run(run.records_path)
+    assert len({record.batch_size for record in epochs}) > 1
+    for record in epochs:
+        schedule = 0.75 ** ((record.epoch - 1) // 2)
+        assert record.lr == pytest.approx(16.0 * record.batch_size / 128 * schedule)
+
+
+def test_a_seed_gives_all_methods_the_same_data_and_start(tmp_path):
+    first = {}
+    for method in ("sgd-small", "divebatch", "oracle"):
+        run = Run(small(epochs=1), method, 5, tmp_path)
+        execute(run)
+        first[method] = without_times(run.records_path)[0]["val_loss"]
+    assert len(set(first.values())) == 1
+
+
+def test_exact_diversity_is_the_loop_over_samples_at_the_epochs_last_weights(tmp_path):
+    trainer = make_trainer(Run(small(epochs=1), "divebatch", 0, tmp_path, log_exact=True))
+    record = trainer.run_epoch()
+    batches = list(trainer.control.loader.full_pass())
+    slow = diversity_by_loop(trainer.model, trainer.loss_fn, batches)
+    assert record.exact_diversity == pytest.approx(slow.value, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["divebatch", "oracle", "sgd-small"])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_an_interrupted_run_resumes_to_the_same_records(tmp_path, method, after):
+    whole, broken = Run(small(), method, 0, tmp_path / "a"), Run(small(), method, 0, tmp_path / "b")
+    execute(whole)
+    interrupted(broken, after)
+    execute(broken, resume=True)
+    assert without_times(broken.records_path) == without_times(whole.records_path)
+
+
+def test_a_kill_between_record_and_checkpoint_takes_the_record_back(tmp_path):
+    whole, broken = Run(small(), "divebatch", 0, tmp_path / "a"), Run(small(), "divebatch", 0, tmp_path / "b")
+    execute(whole)
+    interrupted(broken, 2)
+    lines = whole.records_path.read_text().splitlines(keepends=True)
+    with broken.records_path.open("a") as records:
+        records.write(lines[3] + lines[4][:20])  # epoch 3 recorded, epoch 4 half-written
+    execute(broken, resume=True)
+    assert without_times(broken.records_path) == without_times(whole.records_path)
+
+
+def test_resume_starts_what_is_not_there_and_leaves_what_is_done(tmp_path):
+    run = Run(small(), "divebatch", 0, tmp_path)
+    execute(run, resume=True)
+    before = run.records_path.read_text()
+    trained, there = [], []
+    execute(run, resume=True, on_epoch=trained.append, on_resume=there.append)
+    assert run.records_path.read_text() == before
+    assert not trained
+    assert [record.epoch for record in there] == [4]
+
+
+def test_a_file_cut_within_its_first_line_starts_again(tmp_path):
+    run = Run(small(epochs=1), "sgd-small", 0, tmp_path)
+    run.records_path.parent.mkdir(parents=True)
+    run.records_path.write_text('{"kind": "ru')
+    execute(run, resume=True)
+    assert len(read_run(run.records_path)[1]) == 1
+
+
+def test_other_records_in_the_folder_are_never_touched(tmp_path):
+    run = Run(small(), "divebatch", 0, tmp_path)
+    execute(run)
+    before = run.records_path.read_text()
+    with pytest.raises(RecordError, match=r"already holds a run\. Continue it with resume=True"):
+        execute(run)
+    with pytest.raises(CheckpointError, match="another configuration: epochs is 4 there and 3 now"):
+        execute(Run(small(epochs=3), "divebatch", 0, tmp_path), resume=True)
+    assert run.records_path.read_text() == before
+
+
+def test_records_cut_behind_the_checkpoint_are_refused(tmp_path):
+    run = Run(small(), "divebatch", 0, tmp_path)
+    interrupted(run, 3)
+    lines = run.records_path.read_text().splitlines(keepends=True)
+    run.records_path.write_text("".join(lines[:2]))
+    with pytest.raises(CheckpointError, match="was changed after its checkpoint"):
+        execute(run, resume=True)
+
+
+def test_parallel_processes_give_what_one_gives(tmp_path):
+    def runs(folder: Path) -> list[Run]:
+        return [Run(small(epochs=2), "divebatch", seed, folder) for seed in (0, 1, 2)]
+
+    heard: list[tuple[int, int]] = []
+    for folder, jobs in (("one", 1), ("two", 2)):
+        failed = execute_all(
+            runs(tmp_path / folder), jobs=jobs, resume=False, on_epoch=lambda i, record: heard.append((i, record.epoch))
+        )
+        assert failed == []
+        assert sorted(heard[-6:]) == [(i, epoch) for i in range(3) for epoch in (1, 2)]
+    for one, two in zip(runs(tmp_path / "one"), runs(tmp_path / "two"), strict=True):
+        first, second = without_times(one.records_path), without_times(two.records_path)
+        assert [line["batch_size"] for line in first] == [line["batch_size"] for line in second]
+        assert [line["val_loss"] for line in first] == pytest.approx([line["val_loss"] for line in second], rel=1e-4)
+
+
+def test_a_failing_run_does_not_stop_the_others(tmp_path):
+    good, bad = (Run(small(epochs=1), "sgd-small", seed, tmp_path) for seed in (0, 1))
+    execute(bad)
+    failures = execute_all([bad, good], jobs=1, resume=False, on_epoch=lambda *_: None)
+    assert [failure.run for failure in failures] == [bad]
+    assert len(read_run(good.records_path)[1]) == 1
+
+
+def test_a_damaged_checkpoint_fails_its_own_run_alone(tmp_path):
+    broken, good = (Run(small(epochs=3), "sgd-small", seed, tmp_path) for seed in (0, 1))
+    interrupted(broken, 2)
+    for path in (broken.checkpoint_path, previous(broken.checkpoint_path)):
+        path.write_bytes(b"bad")
+    failures = execute_all([broken, good], jobs=1, resume=True, on_epoch=lambda *_: None)
+    assert [failure.run for failure in failures] == [broken]
+    assert "Remove the run's files to start it again" in str(failures[0].error)
+    assert len(read_run(good.records_path)[1]) == 3
+
+
+def test_a_resume_may_change_the_words_of_an_experiment(tmp_path):
+    run = Run(small(), "sgd-small", 0, tmp_path)
+    interrupted(run, 2)
+    execute(replace(run, experiment=replace(run.experiment, summary="better said", trials=3)), resume=True)
+    assert len(read_run(run.records_path)[1]) == 4
+
+
+def test_warm_up_grows_with_every_step_and_multiplies_the_schedule(tmp_path):
+    experiment = small(epochs=4)
+    method = replace(experiment.method("sgd-small"), warmup_epochs=2)
+    run = Run(replace(experiment, methods={"warm": method}), "warm", 0, tmp_path)
+    trainer = make_trainer(run)
+    rates = []
+    for _ in range(4):
+        trainer.run_epoch(after_step=lambda: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    steps = len(trainer.control.loader)
+    expected = [  # after step k: the warm-up of step k + 1 and the schedule of the epoch under way
+        method.lr * 0.75 ** (k // steps) * min(1.0, (k + 2) / (2 * steps)) for k in range(4 * steps)
+    ]
+    assert rates == pytest.approx(expected)
+
+
+def test_a_finished_run_leaves_nothing_behind_in_memory(tmp_path, monkeypatch):
+    alive: list[weakref.ref] = []
+
+    def remembered(run: Run):
+        trainer = make_trainer(run)
+        alive.extend([weakref.ref(trainer.model), weakref.ref(trainer.control.loader)])
+        return trainer
+
+    monkeypatch.setattr("divebatch.lab.runs.make_trainer", remembered)
+    execute(Run(small(epochs=2), "divebatch", 0, tmp_path))
+    assert len(alive) == 2
+    assert [reference() for reference in alive] == [None, None]
+
+
+@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # the experiment has no momentum
+@pytest.mark.parametrize("estimator", ["split", "moments", "per-sample"])
+def test_the_trainer_runs_the_honest_estimators(tmp_path, estimator):
+    experiment = small(epochs=3)
+    method = replace(experiment.method("divebatch"), estimator=estimator, batch_size=32)
+    run = Run(replace(experiment, methods={"honest": method}), "honest", 0, tmp_path)
+    execute(run)
+    _, epochs = read_run(run.records_path)
+    assert len(epochs) == 3
+    for record in epochs:
+        assert record.measured
+        assert record.diversity_low is not None
+        if record.diversity is not None:  # None where ||G||^2 came out below zero
+            assert record.diversity_low <= record.diversity
+            assert record.diversity_high is None or record.diversity <= record.diversity_high  # None: infinite
+    assert any(record.diversity is not None for record in epochs)
+
+
+def test_a_policy_that_needs_the_loss_gets_it(tmp_path):
+    experiment = small(epochs=2)
+    policy = Part(kind="adadamp", settings={"max_batch_size": 512})
+    method = replace(experiment.method("sgd-small"), policy=policy, batch_size=32)
+    run = Run(replace(experiment, methods={"damped": method}), "damped", 0, tmp_path)
+    execute(run)
+    _, (first, second) = read_run(run.records_path)
+    assert second.train_loss < first.train_loss
+    assert second.next_batch_size == pytest.approx(32 * first.train_loss / second.train_loss, abs=1)
+
+
+def test_the_commit_of_a_repository_around_the_package_is_not_recorded(monkeypatch):
+    """Installed into an environment inside somebody's project, git would tell of theirs."""
+    said = {"rev-parse": "/somebody/elses/project", "describe": "0" * 40}
+    monkeypatch.setattr(run_module, "_git", lambda word, *_: said[word])
+    assert run_module._git_commit() is None
+    said["rev-parse"] = str(Path(run_module.__file__).resolve().parents[3])
+    assert run_module._git_commit() == "0" * 40

@@ -1,0 +1,218 @@
+import copy
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from divebatch.errors import ArgumentError
+from divebatch.lab import Run, check_parts, experiment_names, get_experiment, parse_experiment
+from divebatch.lab.build import make_trainer
+from divebatch.lab.schema import FOLDER
+from divebatch.policies import POLICIES
+from divebatch.records import Metric
+
+
+def table() -> dict:
+    return copy.deepcopy(tomllib.loads((FOLDER / "synthetic-convex.toml").read_text()))
+
+
+def test_every_file_of_the_catalog_reads_and_bears_its_name():
+    assert {"synthetic-convex", "synthetic-nonconvex"} <= set(experiment_names())
+    for name in experiment_names():
+        assert get_experiment(name).name == name
+
+
+def test_the_example_file_reads_and_has_shadows():
+    watched = get_experiment(str(Path(__file__).parents[2] / "examples" / "watched.toml"))
+    assert set(watched.method("sgd-small").shadows) == {"noise-scale", "auto", "adadamp", "simigrad"}
+
+
+def test_the_papers_hyperparameters():
+    convex, nonconvex = get_experiment("synthetic-convex"), get_experiment("synthetic-nonconvex")
+    assert [(m.batch_size, m.lr) for m in convex.methods.values()] == [(128, 16), (4096, 512), (128, 16), (128, 16)]
+    assert [(m.batch_size, m.lr) for m in nonconvex.methods.values()] == [(512, 1), (5028, 9.83), (512, 1), (512, 1)]
+    assert convex.methods["divebatch"].policy.settings == {"delta": 1.0, "max_batch_size": 4096}
+    assert nonconvex.methods["oracle"].policy.settings == {"delta": 0.1, "max_batch_size": 8192}
+    assert (convex.epochs, convex.trials, nonconvex.epochs, nonconvex.trials) == (100, 10, 100, 10)
+
+
+@pytest.mark.parametrize("name", ["policies-cifar10", "policies-synthetic", "policies-synthetic-nonconvex"])
+def test_the_experiments_with_every_policy_have_every_policy(name):
+    methods = get_experiment(name).methods
+    assert {method.policy.kind for method in methods.values()} == set(POLICIES)
+    assert {"sgd-small", "sgd-tuned", "sgd-large-warmup", "adabatch", "divebatch-split", "adascale"} <= set(methods)
+    assert {method.lr_coupling for method in methods.values()} == {None, "linear", "sqrt", "adascale"}
+
+
+WORKLOADS = ["policies-cifar10", "policies-cifar100", "lm-bytes", "lm-124m"]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_what_asks_whether_it_pays_has_a_sweep_a_customary_batch_and_auto(name):
+    experiment = get_experiment(name)
+    plain = [method for method in experiment.methods.values() if method.policy.kind == "fixed"]
+    fixed = {method.batch_size for method in plain if method.lr_coupling is None}
+    assert len(fixed) >= 5
+    assert experiment.method(experiment.report.customary).policy.kind == "fixed"
+    first = next(method for method in experiment.methods.values() if method.policy.kind == "auto")
+    assert first.batch_size in fixed
+    assert {method.policy.kind for method in experiment.methods.values()} > {"fixed", "auto"}
+    check_parts(experiment)
+
+
+def test_for_a_compiler_every_policy_keeps_to_few_sizes():
+    """Those that go by doublings or a table need no rounding; SimiGrad goes by tenths, few of which are one of ours."""
+    coarse = {"fixed", "adabatch", "anneal-to-batch", "auto", "horizon-ramp", "geodamp", "sample-schedule", "plateau"}
+    for name, ours in {"policies-synthetic": 64, "policies-cifar10": 256}.items():
+        for method in get_experiment(name).with_training(compile=True).methods.values():
+            multiple = max(method.multiple_of, method.policy.settings.get("multiple_of", 1))
+            is_free = method.policy.kind in coarse or (method.policy.kind, name) == ("simigrad", "policies-synthetic")
+            assert multiple == (1 if is_free else ours)
+
+
+def change(path: str, value: object) -> dict:
+    changed = table()
+    *parents, last = path.split("/")
+    place = changed
+    for key in parents:
+        place = place[key]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("colour", "red", r"unknown key 'colour'; known: name, summary"),
+        ("methods/divebatch/batchsize", 5, r"\[methods.divebatch\]: unknown key 'batchsize'; known: .*batch_size"),
+        ("methods/divebatch/policy/detla", 1.0, r"\[methods.divebatch\].*detla"),
+        ("methods/divebatch/policy/kind", "magic", r"kind must be one of fixed, adabatch, divebatch, .*, got 'magic'"),
+        ("methods/divebatch/policy/delta", -1.0, r"delta must be positive and finite, got delta=-1.0"),
+        ("methods/divebatch/policy/max_batch_size", 64, r"max_batch_size=64 is below the first batch size 128"),
+        ("epochs", "many", r"epochs must be int, got 'many'"),
+        ("epochs", True, r"epochs must be int, got True"),
+        ("epochs", None, r"missing key 'epochs'"),
+        ("epochs", 0, r"epochs must be an integer of at least 1"),
+        ("held_out", 1.0, r"held_out must be at least 0 and below 1, got held_out=1.0"),
+        ("methods/oracle/lr", -1.0, r"\[methods.oracle\]: lr must be positive and finite"),
+        ("methods/oracle/batch_size", 0, r"\[methods.oracle\]: batch_size must be an integer of at least 1"),
+        (
+            "methods/oracle/lr_coupling",
+            "cubic",
+            r"\[methods.oracle\]: lr_coupling must be one of none, linear, .*, got 'cubic'",
+        ),
+        ("methods/oracle/estimator", "orcle", r"estimator: kind must be one of trajectory, oracle, .*, got 'orcle'"),
+        ("methods/oracle/estimator", 3, r"\[methods.oracle\] estimator: must be a name or a table, got 3"),
+        (
+            "methods/oracle/estimator",
+            {"kind": "trajectory", "foo": 1},
+            r"'trajectory' cannot be built from .* unexpected keyword argument 'foo'",
+        ),
+        (
+            "methods/oracle/estimator",
+            {"kind": "split", "every_steps": 0},
+            r"estimator: every_steps must be an integer of at least 1",
+        ),
+        ("methods/oracle/estimator", {"kind": "split", "evry": 2}, r"estimator: estimator 'split' cannot be .*evry"),
+        ("methods/oracle/every_steps", 0, r"\[methods.oracle\]: every_steps must be an integer of at least 1"),
+        ("methods/oracle/base_batch_size", 0, r"base_batch_size must be an integer of at least 1"),
+        ("methods/oracle/multiple_of", 0, r"multiple_of must be an integer of at least 1"),
+        ("methods/oracle/quantize", 0, r"\[methods.oracle\]: quantize must be an integer of at least 1"),
+        (
+            "methods/sgd-small/policy",
+            {"kind": "auto", "max_batch_size": 4096, "lr_coupling": "none"},
+            r"\[methods.sgd-small\]: unknown lr_coupling 'none'; known: linear, sqrt",
+        ),
+        ("methods/oracle/lr_coupling", -0.5, r"\[methods.oracle\]: lr_coupling as a number .* got lr_coupling=-0.5"),
+        ("methods/oracle/lr_coupling", math.nan, r"\[methods.oracle\]: lr_coupling as a number .* lr_coupling=nan"),
+        ("methods/oracle/lr_coupling", True, r"\[methods.oracle\]: lr_coupling must be one of none, .* or float, got"),
+        ("methods/oracle/shadows", 3, r"\[methods.oracle\] shadows: must be a table, got 3"),
+        ("methods/oracle/shadows", {"a": 3}, r"\[methods.oracle\] shadows.a: must be a table, got 3"),
+        (
+            "methods/oracle/shadows",
+            {"a": {"kind": "magic"}},
+            r"\[methods.oracle\] shadows.a: kind must be one of fixed, .*, got 'magic'",
+        ),
+        ("methods/oracle/shadows", {"a": {"kind": "cabs"}}, r"\[methods.oracle\] shadows.a: .*max_batch_size"),
+        ("methods", None, r"needs at least one \[methods.NAME\]"),
+        ("data", 3, r"\[data\]: must be a table, got 3"),
+        ("task", {"kind": "sorting"}, r"\[task\]: kind must be one of classification, .*next-token.* got 'sorting'"),
+        ("metric", "val_loss", r"\[metric\]: must be a table, got 'val_loss'"),
+        (
+            "metric",
+            {"name": "speed"},
+            r"\[metric\]: name must be one of val_accuracy, .*bits_per_byte, got 'speed'",
+        ),
+        (
+            "metric",
+            {"name": "bits_per_byte"},
+            r"\[metric\] name must be one of val_accuracy, val_loss for the task 'classification', got 'bits_per_byte'",
+        ),
+        ("report/baselines", [1], r"\[report\]: baselines, .* must be lists of method names, got \[1\]"),
+        ("report/order", "sgd-small", r"\[report\]: order must be list"),
+        ("report/customary", "sgd", r"\[report\] customary 'sgd'; known: sgd-small"),
+        ("report/colour", "red", r"\[report\]: unknown key 'colour'; known: baselines, order"),
+    ],
+)
+def test_wrong_files_are_refused_with_the_place_and_the_way_out(path, value, message):
+    with pytest.raises(ArgumentError, match=message):
+        parse_experiment(change(path, value), "file.toml")
+
+
+def test_scaling_epochs_scales_every_epoch_counted_setting():
+    experiment = parse_experiment(
+        change("methods/sgd-small/policy", {"kind": "adabatch", "max_batch_size": 4096, "every_epochs": 20}),
+        "file.toml",
+    )
+    short = experiment.scaled(40)
+    assert (short.epochs, short.schedule.settings["every_epochs"]) == (40, 8)
+    assert short.methods["sgd-small"].policy.settings["every_epochs"] == 8
+    waiting = change("methods/sgd-small/policy", {"kind": "plateau", "max_batch_size": 4096, "patience": 5})
+    assert parse_experiment(waiting, "file.toml").scaled(40).methods["sgd-small"].policy.settings["patience"] == 2
+    assert experiment.scaled(1).schedule.settings["every_epochs"] == 1
+    assert short.schedule.settings["factor"] == experiment.schedule.settings["factor"]
+
+
+def test_shadows_are_policy_parts_and_shrink_with_the_epochs():
+    watching = {
+        "a": {"kind": "adabatch", "max_batch_size": 64, "every_epochs": 20},
+        "b": {"kind": "auto", "max_batch_size": 8},
+    }
+    experiment = parse_experiment(change("methods/sgd-small/shadows", watching), "file.toml").scaled(40)
+    shadows = experiment.methods["sgd-small"].shadows
+    assert [(name, part.kind) for name, part in shadows.items()] == [("a", "adabatch"), ("b", "auto")]
+    assert shadows["a"].settings == {"max_batch_size": 64, "every_epochs": 8}
+    none = parse_experiment(change("methods/oracle/shadows", {}), "file.toml")
+    assert none == parse_experiment(table(), "file.toml")
+    assert none.methods["oracle"].shadows is none.scaled(40).methods["oracle"].shadows is None
+
+
+def test_auto_needs_nothing_else(tmp_path):
+    values = change("methods/sgd-small/policy", {"kind": "auto", "max_batch_size": 4096})
+    values["methods"]["sgd-small"].pop("lr_coupling", None)
+    experiment = parse_experiment(values, "file.toml")
+    state = make_trainer(Run(experiment, "sgd-small", 0, tmp_path)).control.state_dict()
+    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == (
+        "PerSample",
+        "linear",
+    )  # no momentum
+
+
+@pytest.mark.parametrize(("coupling", "factor"), [(0.6, 4**0.6), (1, 4.0), ("sqrt", 2.0)])
+def test_a_number_is_a_power_of_the_batch_size(tmp_path, coupling, factor):
+    values = change("methods/sgd-small/lr_coupling", coupling)
+    values["methods"]["sgd-small"]["base_batch_size"] = values["methods"]["sgd-small"]["batch_size"] // 4
+    trainer = make_trainer(Run(parse_experiment(values, "file.toml"), "sgd-small", 0, tmp_path))
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(values["methods"]["sgd-small"]["lr"] * factor)
+
+
+def test_a_task_brings_its_metric_and_a_file_may_name_another():
+    assert parse_experiment(change("name", "x"), "file.toml").metric == Metric("val_accuracy", "higher")
+    table = change("task", {"kind": "next-token"})
+    assert parse_experiment(table, "file.toml").metric == Metric("bits_per_byte", "lower")
+    table["metric"] = {"name": "val_loss", "better": "lower"}
+    assert parse_experiment(table, "file.toml").metric == Metric("val_loss", "lower")
