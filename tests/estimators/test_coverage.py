@@ -1,5 +1,6 @@
 """How often an interval holds the noise scale that it should: at fixed weights and in training, where weights move."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,13 +55,12 @@ def per_sample(batches: list[np.ndarray]) -> Diversity:
 
 def in_pairs(batches: list[np.ndarray]) -> Diversity:
     """As `Moments` compares gradients without momentum."""
-    average = PairAverage(trusts_negative=False)
+    average = PairAverage(overlap=2, trusts_negative=False)
     average.bounds_below = False
     average.num_samples = sum(map(len, batches))
-    for one, other in zip(batches[::2], batches[1::2], strict=True):
-        size, means = len(one), (one.mean(0), other.mean(0))
-        weighted, whole = size * sum((m**2).sum() for m in means), ((sum(means) / 2) ** 2).sum()
-        average.extend([unbiased(weighted, whole, 2, 2 * size)], [2 * size])
+    for one, other in itertools.pairwise(batches):
+        size, sq_norm = len(other), one.mean(0) @ other.mean(0)
+        average.extend([(size * ((other.mean(0) ** 2).sum() - sq_norm), sq_norm)], [size])
     return average.diversity()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW
 
 from divebatch.errors import ArgumentError, CheckpointError
@@ -18,7 +18,7 @@ from divebatch.estimators.moments import KEPT, SuccessiveGradients
 from divebatch.estimators.second_moment import Preconditioner, StepGradients
 from divebatch.estimators.sketch import LEAST_SIZE, MOST_SIZE, SignSketch, fitting_size
 from divebatch.lab.models.gpt import GptNetwork
-from reference.delivery import Delivered, attach, tell
+from reference.delivery import Delivered, Loop, attach, cut
 from reference.per_sample import mean_loss, mlp, samples
 from reference.sign_sketch import matrices, sketched
 
@@ -185,35 +185,8 @@ def test_wrong_settings(wrong: dict[str, Any], told: str):
 # In an estimate
 
 
-class Loop:
-    """A user's loop that keeps the gradient of every step."""
-
-    def __init__(self, estimator: Moments, *, momentum: float = 0.9, delivered: int = 0) -> None:
-        self.model, self.estimator, self.delivered = mlp(), estimator, delivered
-        self.optimizer = SGD(self.model.parameters(), 0.01, momentum=momentum)
-        self.gradients: list[dict[str, Tensor]] = []
-        self.sizes: list[int] = []
-        self.attach(estimator)
-        tell(lambda: self.estimator, self.scene)
-
-    def attach(self, estimator: Moments) -> None:
-        self.estimator = estimator
-        self.scene = Scene(self.model, Delivered(lambda: self.delivered), self.optimizer)
-        estimator.bind(self.scene)
-        estimator.start()
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        self.delivered += len(x)
-        self.optimizer.zero_grad()
-        mean_loss(self.model(x), y).backward()
-        self.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
-        self.sizes.append(len(x))
-        self.optimizer.step()
-
-
-def batches(count: int, size: int = 4) -> list[tuple[Tensor, Tensor]]:
-    x, y = samples(count)
-    return list(zip(x.split(size), y.split(size), strict=True))
+def looped(estimator: Moments, *, delivered: int = 0) -> Loop:
+    return Loop(estimator, lambda p: SGD(p, 0.01, momentum=0.9), delivered=delivered)
 
 
 def means(rows: list[tuple[float, ...]]) -> tuple[float, ...]:
@@ -223,14 +196,15 @@ def means(rows: list[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def test_extrapolated_it_is_made_of_exact_norms_and_sketched_products():
-    loop, rows = Loop(Moments(sketch_size=11), delivered=5), []
-    for x, y in batches(43):
-        loop.step(x, y)
+    loop, rows = looped(Moments(sketch_size=11), delivered=5), []
+    for x, y in cut(43, 4):
+        loop.step((x, y))
     signs = SignSketch(dict(loop.model.named_parameters()), 11, seed=5)  # of the samples delivered before
-    found = [sketched(signs, gradients) for gradients in loop.gradients]
-    for before, last, own, gradients, size in zip(
-        found, found[1:], found[2:], loop.gradients[2:], loop.sizes[2:], strict=False
-    ):
+    held = dict(loop.model.named_parameters())
+    parts = [each.split([p.numel() for p in held.values()]) for each in loop.gradients]
+    named = [{name: part.view_as(held[name]) for name, part in zip(held, each, strict=True)} for each in parts]
+    found = [sketched(signs, gradients) for gradients in named]
+    for before, last, own, gradients, size in zip(found, found[1:], found[2:], named[2:], loop.sizes[2:], strict=False):
         square = (1 + 1 / 0.9) * float(own @ last) - 1 / 0.9 * float(own @ before)
         norm = sum(float(each.square().sum()) for each in gradients.values())
         rows.append((size, size * (norm - square), square))
@@ -295,33 +269,30 @@ def test_the_interval_knows_of_the_error_that_all_steps_share():
 def test_a_resume_goes_on_with_the_same_signs(settings_: dict[str, Any], cut_at: int):
     found = []
     for interrupted in (False, True):
-        loop = Loop(Moments(sketch_size=11, **settings_), delivered=3)
-        for number, (x, y) in enumerate(batches(43)):
-            loop.step(x, y)
+        loop = looped(Moments(sketch_size=11, **settings_), delivered=3)
+        for number, (x, y) in enumerate(cut(43, 4)):
+            loop.step((x, y))
             if interrupted and number == cut_at:
-                state = loop.estimator.state_dict()
-                loop.estimator.close()
-                loop.attach(Moments(sketch_size=6, **settings_))  # what was begun goes on as it was
-                loop.estimator.load_state_dict(state)
+                loop.resume(Moments(sketch_size=6, **settings_))  # what was begun goes on as it was
         found.append(loop.estimator.finish())
     assert found[0] == found[1]
 
 
 def test_each_epoch_has_signs_of_its_own():
-    loop, found = Loop(Moments(sketch_size=5)), []
+    loop, found = looped(Moments(sketch_size=5)), []
     for _ in range(2):
         loop.estimator.close()
         loop.estimator.start()
-        for x, y in batches(12):
-            loop.step(x, y)
+        for x, y in cut(12, 4):
+            loop.step((x, y))
         found.append(loop.estimator.state_dict()["sketch"]["seed"])
     assert found == [0, 12]
 
 
 def test_gradients_of_another_model_are_refused():
-    loop, other = Loop(Moments(sketch_size=11)), Moments()
-    for x, y in batches(12):
-        loop.step(x, y)
+    loop, other = looped(Moments(sketch_size=11)), Moments()
+    for x, y in cut(12, 4):
+        loop.step((x, y))
     model = nn.Linear(3, 2)
     other.bind(Scene(model, Delivered(lambda: 0), SGD(model.parameters(), 0.1, momentum=0.9)))
     other.start()

@@ -1,4 +1,4 @@
-"""Moments extrapolated to gradients no step apart: against gradients kept by hand, and against the truth."""
+"""Moments: against gradients kept by hand, against the truth, and where a batch has no step."""
 
 import math
 from collections.abc import Callable
@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 
 from divebatch import AdaptiveLoader, Controller, Diversity
-from divebatch.estimators import Estimator, Moments, Scene
+from divebatch.estimators import Estimator, Moments
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.moments import SuccessiveGradients, extrapolation
 from divebatch.estimators.second_moment import StepGradients
 from divebatch.norms.accumulators import trainable
 from divebatch.policies import InnerProductTest, NoiseScale
-from reference.delivery import Delivered, tell
+from reference.delivery import Loop, cut
 from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
 from reference.per_sample import dataset, mean_loss, mlp, samples
 
@@ -35,32 +36,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], float]] = {
 any_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
-class Loop:
-    """A user's loop that keeps the gradient of every step."""
-
-    def __init__(self, estimator: Estimator, kind: str, *, lr: float, model: nn.Module | None = None) -> None:
-        self.model, self.estimator, self.delivered = model or mlp(), estimator, 0
-        self.optimizer = OPTIMIZERS[kind][0](self.model.parameters(), lr)
-        self.gradients: list[Tensor] = []
-        self.sizes: list[int] = []
-        self.scene = Scene(self.model, Delivered(lambda: self.delivered), self.optimizer)
-        estimator.bind(self.scene)
-        tell(lambda: self.estimator, self.scene)
-        estimator.start()
-
-    def step(self, batch: Any, loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_loss) -> None:
-        x, y = batch
-        self.delivered += len(x)
-        self.optimizer.zero_grad()
-        loss_fn(self.model(x), y).backward()
-        self.sizes.append(len(x))
-        self.gradients.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
-        self.optimizer.step()
-
-
-def batches(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    x, y = samples(count)
-    return list(zip(x.split(size), y.split(size), strict=True))
+def looped(kind: str, lr: float = 0.01, estimator: Estimator | None = None, **settings: Any) -> Loop:
+    """A loop measured by moments."""
+    return Loop(estimator or Moments(), lambda p: OPTIMIZERS[kind][0](p, lr), **settings)
 
 
 def by_hand(loop: Loop, factor: float) -> tuple[float, float]:
@@ -90,8 +68,8 @@ def test_the_largest_parameter_group_counts():
 @pytest.mark.parametrize("lr", [0.0, 0.01])
 @pytest.mark.parametrize("count", [12, 40, 43])  # three steps; ten; and a last batch of three samples
 def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float, count: int):
-    loop = Loop(Moments(), kind, lr=lr)
-    for batch in batches(count, 4):
+    loop = looped(kind, lr)
+    for batch in cut(count, 4):
         loop.step(batch)
     measured = loop.estimator.finish()
     assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, OPTIMIZERS[kind][1]), rel=1e-9)
@@ -111,17 +89,14 @@ def test_it_equals_the_products_of_gradients_that_were_kept(kind: str, lr: float
 def test_one_estimate_in_so_many_steps(settings: dict[str, Any], kind: str, stops: tuple[int, ...], interrupted: bool):
     """Each is that of an epoch of the steps it takes; whatever the moment at which the state is saved and loaded."""
     loop, alone, pairs = (
-        Loop(Moments(**settings), kind, lr=0.01),
-        Loop(Moments(**settings), kind, lr=0.01),
+        looped(kind, 0.01, Moments(**settings)),
+        looped(kind, 0.01, Moments(**settings)),
         [],
     )
-    for number, batch in enumerate(batches(60, 4), start=1):
+    for number, batch in enumerate(cut(60, 4), start=1):
         loop.step(batch)
         if interrupted:
-            state, loop.estimator = loop.estimator.state_dict(), Moments(**settings)
-            loop.estimator.bind(loop.scene)
-            loop.estimator.start()
-            loop.estimator.load_state_dict(state)
+            loop.resume(Moments(**settings))
         if number - 1 in {stop - stops[0] for stop in stops}:
             alone.estimator.close()
             alone.estimator.start()
@@ -138,9 +113,9 @@ def test_one_estimate_in_so_many_steps(settings: dict[str, Any], kind: str, stop
 
 def test_an_epoch_begins_with_a_look_and_steps_without_samples_are_none_of_it():
     """However the last epoch ended, and also where an optimizer steps twice on one batch."""
-    loop, found = Loop(Moments(every_steps=6), "momentum", lr=0.0), []
+    loop, found = looped("momentum", 0.0, Moments(every_steps=6)), []
     for count, twice in ((28, False), (20, False), (28, True)):  # the second ends within the pause
-        for batch in batches(count, 4):
+        for batch in cut(count, 4):
             loop.step(batch)
             if twice:
                 loop.optimizer.step()
@@ -155,9 +130,9 @@ def test_an_epoch_begins_with_a_look_and_steps_without_samples_are_none_of_it():
     [({}, "momentum", 2), ({"every_steps": 2}, "momentum", 0), ({}, "none", 2)],
 )
 def test_estimates_that_share_gradients_are_known_to_do_so(settings: dict[str, Any], kind: str, reach: int):
-    loop = Loop(Moments(**settings), kind, lr=0.01)
+    loop = looped(kind, 0.01, Moments(**settings))
     found = [loop.estimator._average.overlap]
-    loop.step(batches(4, 4)[0])
+    loop.step(cut(4, 4)[0])
     loop.estimator.window()
     found.append(loop.estimator._average.overlap)
     loop.optimizer.param_groups[0]["momentum"] = 0.9 - loop.optimizer.param_groups[0]["momentum"]
@@ -188,8 +163,8 @@ def test_strides_and_types_of_parameters_are_kept_apart():
 
 
 def test_the_noise_along_the_gradient_is_that_of_a_step_and_the_one_before():
-    loop = Loop(Moments(), "momentum", lr=0.01)
-    for batch in batches(11, 4):  # 4, 4 and 3 samples: one estimate
+    loop = looped("momentum", 0.01)
+    for batch in cut(11, 4):  # 4, 4 and 3 samples: one estimate
         loop.step(batch)
     _, first, second = loop.gradients
     along = float((first - second) @ (4 * first + 3 * second)) / 7
@@ -207,8 +182,8 @@ def test_complex_gradients_have_real_products():
 
 def test_a_long_vector_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("divebatch.estimators.moments.LONGEST_DOT", 7)
-    loop = Loop(Moments(), "momentum", lr=0.01)
-    for batch in batches(20, 4):
+    loop = looped("momentum", 0.01)
+    for batch in cut(20, 4):
         loop.step(batch)
     measured = loop.estimator.finish()
     assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, 1 / 0.9), rel=1e-9)
@@ -222,10 +197,10 @@ DRAWS = 200
 @pytest.fixture(scope="module")
 def repeated() -> list[Diversity]:
     """The same epoch of 16 batches of 64 at weights that stand still, drawn anew again and again."""
-    loop, generator, found = Loop(Moments(), "momentum", lr=0.0, model=linear()), torch.Generator(), []
+    loop, generator, found = looped("momentum", 0.0, model=linear(), loss_fn=half_squares), torch.Generator(), []
     for _ in range(DRAWS):
         for batch in draws(generator.manual_seed(len(found)), 16, 64):
-            loop.step(batch, half_squares)
+            loop.step(batch)
         found.append(loop.estimator.finish())
         loop.estimator.start()
     return found
@@ -250,10 +225,10 @@ def test_the_interval_holds_the_truth_in_90_to_99_of_100_draws(repeated: list[Di
 
 @pytest.mark.parametrize("steps", [6, 10])
 def test_few_steps_have_an_interval_that_holds_the_truth_too(steps: int):
-    loop, generator, held = Loop(Moments(), "momentum", lr=0.0, model=linear()), torch.Generator(), 0
+    loop, generator, held = looped("momentum", 0.0, model=linear(), loss_fn=half_squares), torch.Generator(), 0
     for draw in range(2 * DRAWS):
         for batch in draws(generator.manual_seed(draw), steps, 64):
-            loop.step(batch, half_squares)
+            loop.step(batch)
         low, high = loop.estimator.finish().noise_scale_interval()
         held += low <= TRACE / SQ_NORM <= high
         loop.estimator.start()
@@ -264,7 +239,7 @@ def test_few_steps_have_an_interval_that_holds_the_truth_too(steps: int):
 def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: float, monkeypatch: pytest.MonkeyPatch):
     found = {}
     for factor in (None, 0.0):
-        loop, signal = Loop(Moments(), kind, lr=lr, model=linear()), []
+        loop, signal = looped(kind, lr, model=linear(), loss_fn=half_squares), []
         if factor is not None:
             monkeypatch.setattr("divebatch.estimators.moments._factor", lambda _: 0.0)
         for number, batch in enumerate(draws(torch.Generator().manual_seed(3), 2100, 16)):
@@ -272,7 +247,7 @@ def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: 
                 loop.estimator.close()
                 loop.estimator.start()
             signal.append(float(loop.model.weight.detach().square().sum()))
-            loop.step(batch, half_squares)
+            loop.step(batch)
         found[factor] = loop.estimator.finish().sq_norm / (sum(signal[100:]) / len(signal[100:]))
     assert found[None] == pytest.approx(1.0, abs=0.2)
     assert found[0.0] < 0.8
@@ -294,8 +269,8 @@ def test_a_controller_takes_it_and_the_inner_product_test_has_what_it_needs():
 
 
 def test_two_steps_say_nothing():
-    loop = Loop(Moments(), "momentum", lr=0.01)
-    for batch in batches(8, 4):
+    loop = looped("momentum", 0.01)
+    for batch in cut(8, 4):
         loop.step(batch)
     assert math.isnan(loop.estimator.finish().trace)
 
@@ -305,10 +280,10 @@ def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
     """A momentum that changes in training is another one in a new optimizer."""
     found = []
     for interrupted in (False, True):
-        loop = Loop(Moments(), kind, lr=0.01)
+        loop = looped(kind, 0.01)
         group = loop.optimizer.param_groups[0]
         momentum = group["momentum"]
-        for number, batch in enumerate(batches(40, 4)):
+        for number, batch in enumerate(cut(40, 4)):
             loop.step(batch)
             if interrupted and number == 4:
                 state, loop.estimator = loop.estimator.state_dict(), Moments()
@@ -323,8 +298,8 @@ def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
 
 def test_adams_division_is_done_at_each_step():
     kind, found = "Adam", []
-    loop = Loop(Moments(preconditioned=True), kind, lr=0.01)
-    for number, batch in enumerate(batches(24, 4)):
+    loop = looped(kind, 0.01, Moments(preconditioned=True))
+    for number, batch in enumerate(cut(24, 4)):
         loop.step(batch)
         if number:  # what a step leaves behind is what it has divided by
             states = [loop.optimizer.state[p] for p in loop.model.parameters()]
@@ -334,3 +309,150 @@ def test_adams_division_is_done_at_each_step():
     loop.sizes = loop.sizes[1:]
     measured = loop.estimator.finish()
     assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, 1.25), rel=1e-6)
+
+
+# Batches without a step: a GradScaler met an overflow, or the loop dropped the gradient
+
+SIZE = 4
+BAD = (0, 3, 4, 7)
+"""Of eight batches: the first, as with a scale that starts too high, two in a row, and the last."""
+any_clearing = pytest.mark.parametrize("set_to_none", [True, False])
+
+
+def skipping(optimizer: type[Optimizer] = SGD, *, accumulate: int = 1, delivered: int = 0, **settings: Any) -> Loop:
+    """Weights that stand still, so that a skipped batch must be as if it had never been there."""
+    return Loop(Moments(), lambda p: optimizer(p, lr=0.0, **settings), accumulate=accumulate, delivered=delivered)
+
+
+def loss_of(loop: Loop, index: int) -> Tensor:
+    loop.deliver(SIZE)
+    x, y = samples(64)
+    part = slice(SIZE * index, SIZE * (index + 1))
+    return mean_loss(loop.model(x[part]), y[part])
+
+
+def kept(indices, **settings) -> Diversity:
+    loop = skipping(**settings)
+    for index in indices:
+        loop.optimizer.zero_grad()
+        loss_of(loop, index).backward()
+        loop.optimizer.step()
+    return loop.estimator.finish()
+
+
+def assert_same(measured: Diversity, expected: Diversity) -> None:
+    assert measured.num_samples == expected.num_samples
+    assert (measured.trace, measured.sq_norm) == pytest.approx((expected.trace, expected.sq_norm), rel=1e-9)
+
+
+def scaled(loop: Loop, *, before: bool, set_to_none: bool) -> Diversity:
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    for index in range(8):
+        loss = loss_of(loop, index) * (math.inf if index in BAD else 1.0)
+        if before:
+            loop.optimizer.zero_grad(set_to_none=set_to_none)
+        scaler.scale(loss).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        if not before:
+            loop.optimizer.zero_grad(set_to_none=set_to_none)
+    return loop.estimator.finish()
+
+
+@any_clearing
+@pytest.mark.parametrize("before", [True, False])
+def test_a_batch_whose_step_a_scaler_skipped_is_in_no_estimate(before: bool, set_to_none: bool):
+    for settings in ({}, {"momentum": 0.9}):
+        expected = kept([1, 2, 5, 6], **settings)
+        assert_same(scaled(skipping(**settings), before=before, set_to_none=set_to_none), expected)
+
+
+def test_a_fused_optimizer_skips_by_itself_and_finds_gradients_scaled():
+    expected = kept([1, 2, 5, 6], momentum=0.9)
+    measured = scaled(skipping(Adam, fused=True), before=True, set_to_none=True)
+    assert_same(measured, expected)
+
+
+@any_clearing
+def test_a_batch_that_the_loop_dropped_is_in_no_estimate(set_to_none: bool):
+    loop = skipping()
+    for index in range(4):
+        loss_of(loop, index).backward()
+        if index in (1, 2):
+            loop.optimizer.zero_grad(set_to_none=set_to_none)
+            continue
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=set_to_none)
+    assert_same(loop.estimator.finish(), kept([0, 3]))
+
+
+@pytest.mark.parametrize("touch", [False, True])
+def test_batches_that_are_accumulated_count_all(touch: bool):
+    loop = skipping(accumulate=2)
+    for index in range(4):
+        (loss_of(loop, index) / 2).backward()
+        if touch:
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 1e9)
+        if index % 2:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=False)
+    measured = loop.estimator.finish()
+    assert measured.num_samples == 4 * SIZE
+    first, second = (gradient_of(range(start, start + 2)) for start in (0, 2))
+    assert measured.trace == pytest.approx(float((second - first) @ second) * 2 * SIZE, rel=1e-9)
+
+
+def gradient_of(indices) -> Tensor:
+    loop = skipping()
+    gradients = [torch.autograd.grad(loss_of(loop, index), list(loop.model.parameters())) for index in indices]
+    return torch.stack([torch.cat([part.flatten() for part in each]) for each in gradients]).mean(0)
+
+
+def test_a_look_at_gradients_drops_nothing():
+    loop = skipping()
+    for index in range(4):
+        loop.optimizer.zero_grad()
+        loss = loss_of(loop, index)
+        torch.autograd.grad(loss, list(loop.model.parameters()), retain_graph=True)
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, list(loop.model.parameters()))
+        loop.optimizer.step()
+    assert_same(loop.estimator.finish(), kept(range(4)))
+
+
+def test_a_state_after_a_skipped_step_goes_on_without_its_batch():
+    loop = skipping()
+    for index in range(3):
+        loop.optimizer.zero_grad()
+        loss_of(loop, index).backward()
+        if index < 2:
+            loop.optimizer.step()
+    state, resumed = loop.estimator.state_dict(), skipping(delivered=loop.delivered)
+    resumed.estimator.load_state_dict(state)
+    for index in (3, 4):
+        resumed.optimizer.zero_grad()
+        loss_of(resumed, index).backward()
+        resumed.optimizer.step()
+    assert_same(resumed.estimator.finish(), kept([0, 1, 3, 4]))
+
+
+@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # plain SGD has no momentum
+def test_a_controller_decides_on_the_batches_that_were_used():
+    model, data = mlp(), dataset(32)
+    optimizer, loader = SGD(model.parameters(), lr=0.0), AdaptiveLoader(data, SIZE, shuffle=False)
+    control = Controller(model, optimizer, loader, NoiseScale(16), estimator="moments")
+    scaler, used = GradScaler("cpu"), []
+    for index, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        used += [] if index in (1, 6) else [(x, y)]
+        scaler.scale(mean_loss(model(x), y) * (math.inf if index in (1, 6) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    record = control.step()
+    loop = skipping()
+    for x, y in used:
+        loop.deliver(len(x))
+        loop.optimizer.zero_grad()
+        mean_loss(loop.model(x), y).backward()
+        loop.optimizer.step()
+    assert record.diversity == pytest.approx(loop.estimator.finish().of(32).value, rel=1e-9)

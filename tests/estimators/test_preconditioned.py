@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
-from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
+from divebatch import AdaptiveLoader, Controller, Diversity
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
+from divebatch.estimators import Estimator, Moments, PerSample, Split
 from divebatch.estimators.moments import extrapolation
 from divebatch.estimators.second_moment import Preconditioner, StepGradients
 from divebatch.policies import GradientDamp
 from reference import per_sample
-from reference.delivery import Delivered, tell
-from reference.per_sample import mean_loss, mlp, samples
+from reference.delivery import Loop, cut
+from reference.per_sample import mean_loss, mlp
 
 EPS, BETA = 1e-3, 0.9
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -30,28 +30,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 any_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
-def batches(count: int = 32, size: int = 8) -> list[tuple[Tensor, Tensor]]:
-    x, y = samples(count)
-    return list(zip(x.split(size), y.split(size), strict=True))
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return cut(32, 8)
 
 
-class Loop:
+def looped(estimator: Estimator, optimizer: Callable[[Any], Optimizer]) -> Loop:
     """Steps at weights that stand still; only the optimizer's moments move."""
-
-    def __init__(self, estimator: Estimator, optimizer: Callable[[Any], Optimizer]) -> None:
-        self.model, self.estimator, self.delivered = mlp(), estimator, 0
-        self.optimizer = optimizer(self.model.parameters())
-        self.scene = Scene(self.model, Delivered(lambda: self.delivered), self.optimizer)
-        estimator.bind(self.scene)
-        tell(lambda: self.estimator, self.scene)
-        estimator.start()
-
-    def step(self, batch: Any) -> None:
-        self.delivered += len(batch[0])
-        self.optimizer.zero_grad()
-        for (x, y), share in micro_batches(batch, 3):
-            (mean_loss(self.model(x), y) * share).backward()
-        self.optimizer.step()
+    return Loop(estimator, optimizer, parts_of=3)
 
 
 def divided_rows(kind: str, *, own: bool = False) -> list[tuple[Tensor, Tensor]]:
@@ -86,7 +71,7 @@ def assert_means(measured: Diversity, pairs: list[tuple[float, float]]) -> None:
 
 @any_optimizer
 def test_split_equals_the_plain_estimate_of_the_divided_gradients(kind: str):
-    loop = Loop(Split(preconditioned=True), OPTIMIZERS[kind])
+    loop = looped(Split(preconditioned=True), OPTIMIZERS[kind])
     for batch in batches():
         loop.step(batch)
     pairs = [pair_of(list((rows / by).split(3))) for rows, by in divided_rows(kind)[1:]]
@@ -97,7 +82,7 @@ def test_split_equals_the_plain_estimate_of_the_divided_gradients(kind: str):
 
 @any_optimizer
 def test_moments_divide_each_step_by_what_the_optimizer_will(kind: str):
-    loop = Loop(Moments(preconditioned=True), OPTIMIZERS[kind])
+    loop = looped(Moments(preconditioned=True), OPTIMIZERS[kind])
     factor = extrapolation(loop.optimizer)
     for batch in batches():
         loop.step(batch)
@@ -137,16 +122,11 @@ def test_a_grad_scaler_left_to_the_optimizer_is_undone_before_the_division():
 def test_a_state_within_a_window_carries_on(make: Callable[..., Estimator]):
     results = []
     for interrupted in (False, True):
-        loop = Loop(make(preconditioned=True), OPTIMIZERS["AdamW"])
+        loop = looped(make(preconditioned=True), OPTIMIZERS["AdamW"])
         for index, batch in enumerate(batches()):
             loop.step(batch)
             if interrupted and index == 2:
-                state = loop.estimator.state_dict()
-                loop.estimator.close()
-                loop.estimator = make(preconditioned=True)
-                loop.estimator.bind(loop.scene)
-                loop.estimator.start()
-                loop.estimator.load_state_dict(state)
+                loop.resume(make(preconditioned=True))
         results.append(loop.estimator.finish())
     assert results[0] == results[1]
 
@@ -158,7 +138,7 @@ def test_a_uniform_division_changes_both_sums_alike():
             optimizer.state[parameter] = {"step": torch.tensor(1.0), "square_avg": torch.full_like(parameter, 4.0)}
         return optimizer
 
-    measured, plain = Loop(Split(preconditioned=True), constant), Loop(Split(), constant)
+    measured, plain = looped(Split(preconditioned=True), constant), looped(Split(), constant)
     for batch in batches():
         measured.step(batch), plain.step(batch)
     divided, whole = measured.estimator.finish(), plain.estimator.finish()
@@ -191,12 +171,12 @@ def test_an_optimizer_that_divides_by_nothing_we_know_is_refused_at_once(make: t
     with pytest.raises(
         ArgumentError, match=r"preconditioned=True is for optimizers that divide.*got (SGD|RMSprop|Adadelta)"
     ):
-        Loop(make(preconditioned=True), optimizer)
+        looped(make(preconditioned=True), optimizer)
 
 
 @pytest.mark.parametrize(("optimizer", "key"), [(Adamax, "exp_inf"), (Adagrad, "sum")])
 def test_one_with_another_kind_of_moment_is_refused_where_it_shows(optimizer: Any, key: str):
-    loop = Loop(Moments(preconditioned=True), optimizer)
+    loop = looped(Moments(preconditioned=True), optimizer)
     with pytest.raises(ArgumentError, match=f"keeps no running second moment.*{key}"):
         [loop.step(batch) for batch in batches()]
 

@@ -3,18 +3,19 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from divebatch import AdaptiveLoader, Diversity, gradient_diversity, micro_batches
+from divebatch import AdaptiveLoader, Diversity, gradient_diversity
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Scene, Split
 from divebatch.norms.loss_scale import LossWeight
-from reference import per_sample
-from reference.delivery import Delivered, tell
+from reference import delivery, per_sample
+from reference.delivery import cut
 from reference.known_noise import DIMENSION, OFFSET, SQ_NORM, TRACE, draws, half_squares, linear
 from reference.per_sample import dataset, mean_loss, mlp, pair_of, samples
 
@@ -28,30 +29,11 @@ any_case = pytest.mark.parametrize("case", CASES)
 PART = 3
 
 
-class Loop:
-    """A user's loop whose weights stand still unless `lr` says otherwise."""
+class Loop(delivery.Loop):
+    """Batches in parts of three samples."""
 
-    def __init__(self, estimator: Estimator, model: nn.Module, *, lr: float = 0.0, reduction: str = "mean") -> None:
-        self.model, self.estimator, self.delivered = model, estimator, 0
-        self.optimizer = SGD(model.parameters(), lr)
-        self.loss_fn = mean_loss if reduction == "mean" else per_sample.sum_loss
-        self.scene = Scene(model, Delivered(lambda: self.delivered), self.optimizer, loss_reduction=reduction)
-        estimator.bind(self.scene)
-        self.accumulate = 1
-        tell(lambda: self.estimator, self.scene, accumulate=lambda: self.accumulate)
-
-    def run(self, batches, *, parts_of: int = PART) -> Diversity:
-        self.estimator.start()
-        for batch in batches:
-            self.step(batch, parts_of)
-        return self.estimator.finish()
-
-    def step(self, batch, parts_of: int) -> None:
-        self.delivered += len(batch[0])
-        self.optimizer.zero_grad()
-        for (x, y), weight in micro_batches(batch, parts_of):
-            (self.loss_fn(self.model(x), y) * weight).backward()
-        self.optimizer.step()
+    def __init__(self, estimator: Estimator, *args: Any, **settings: Any) -> None:
+        super().__init__(estimator, *args, parts_of=PART, **settings)
 
 
 # Against the twin: all gradients kept, then the textbook's variances
@@ -80,15 +62,10 @@ def products_of(last: Tensor, own: Tensor) -> tuple[float, float]:
     return len(own) * (float(own.mean(0).square().sum()) - sq_norm), sq_norm
 
 
-def cut(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    x, y = samples(count)
-    return list(zip(x.split(size), y.split(size), strict=True))
-
-
 @any_case
 @pytest.mark.parametrize("count", [32, 33, 35])  # batches of 8: even, one sample left, a part left
 def test_at_fixed_weights_every_estimate_is_its_twins(case: str, count: int):
-    measured = Loop(CASES[case](), mlp()).run(cut(count, 8))
+    measured = Loop(CASES[case]()).run(cut(count, 8))
     assert (measured.trace, measured.sq_norm) == pytest.approx(twin(case, cut(count, 8)), rel=1e-9)
     assert measured.num_samples == count
 
@@ -97,13 +74,12 @@ def test_at_fixed_weights_every_estimate_is_its_twins(case: str, count: int):
 def test_loader_batches_whose_losses_were_divided_by_their_number_count_in_full(kind):
     """Lightning divides so and tells the weight; each pass is a whole batch of the loader all the same."""
     data = cut(32, 8)
-    expected = Loop(kind(), mlp()).run(data, parts_of=4)
-    loop = Loop(kind(), mlp())
-    loop.estimator.start()
+    expected = Loop(kind()).run(data, parts_of=4)
+    loop = Loop(kind())
     for batch in data:
         loop.optimizer.zero_grad()
         for x, y in zip(*(tensor.split(4) for tensor in batch), strict=True):
-            loop.delivered += len(x)
+            loop.deliver(len(x))
             loss = mean_loss(loop.model(x), y) / 2
             LossWeight(0.5).mark(loss)
             loss.backward()
@@ -114,14 +90,14 @@ def test_loader_batches_whose_losses_were_divided_by_their_number_count_in_full(
 
 @pytest.mark.parametrize("case", ["per-sample", "moments"])
 def test_a_sum_gives_the_same_as_a_mean(case: str):
-    by_sum = Loop(CASES[case](), mlp(), reduction="sum").run(cut(32, 8), parts_of=8)
-    by_mean = Loop(CASES[case](), mlp()).run(cut(32, 8), parts_of=8)
+    by_sum = Loop(CASES[case](), loss_fn=per_sample.sum_loss, reduction="sum").run(cut(32, 8), parts_of=8)
+    by_mean = Loop(CASES[case]()).run(cut(32, 8), parts_of=8)
     assert (by_sum.trace, by_sum.sq_norm) == pytest.approx((by_mean.trace, by_mean.sq_norm), rel=1e-9)
 
 
 def test_one_batch_of_all_data_differs_from_the_exact_diversity_by_the_bias_that_is_known():
     data = samples(40)
-    measured = Loop(PerSample(), mlp()).run([data], parts_of=40)
+    measured = Loop(PerSample()).run([data], parts_of=40)
     exact = gradient_diversity(mlp(), mean_loss, [data])
     assert measured.trace == pytest.approx(exact.trace * 40 / 39, rel=1e-9)
     assert measured.sq_norm == pytest.approx(exact.sq_norm - exact.trace / 39, rel=1e-9)
@@ -130,12 +106,11 @@ def test_one_batch_of_all_data_differs_from_the_exact_diversity_by_the_bias_that
 
 @pytest.mark.parametrize("case", ["split", "ranks"])
 def test_the_loaders_batches_are_chunks_where_they_are_accumulated(case: str):
-    loop, batches = Loop(CASES[case](), mlp()), cut(30, 5)
+    loop, batches = Loop(CASES[case]()), cut(30, 5)
     loop.accumulate = 2
-    loop.estimator.start()
     for first in range(0, 6, 2):
         for x, y in batches[first : first + 2]:
-            loop.delivered += 5
+            loop.deliver(5)
             mean_loss(loop.model(x), y).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -147,21 +122,16 @@ def test_the_loaders_batches_are_chunks_where_they_are_accumulated(case: str):
 def test_a_state_between_the_passes_of_a_step_carries_on(case: str):
     results = []
     for interrupted in (False, True):
-        loop = Loop(CASES[case](), mlp())
+        loop = Loop(CASES[case]())
         loop.accumulate = 2
-        loop.estimator.start()
         for index, (x, y) in enumerate(cut(40, 5)):
-            loop.delivered += 5
-            loop.scene.delivery.look()
-            (mean_loss(loop.model(x), y)).backward()
+            loop.deliver(5)
+            mean_loss(loop.model(x), y).backward()
             if index % 2:
                 loop.optimizer.step()
                 loop.optimizer.zero_grad()
             if interrupted and index == 4:
-                state, loop.estimator = loop.estimator.state_dict(), CASES[case]()
-                loop.estimator.bind(loop.scene)
-                loop.estimator.start()
-                loop.estimator.load_state_dict(state)
+                loop.resume(CASES[case]())
         results.append(loop.estimator.finish())
     assert results[0] == results[1]
 
@@ -176,8 +146,8 @@ PARTS = {"per-sample": 64, "split": 32, "moments": 64, "ranks": 32}
 @pytest.fixture(scope="module", params=CASES)
 def repeated(request: pytest.FixtureRequest) -> list[Diversity]:
     """The same epoch of 16 batches of 64, drawn anew again and again."""
-    loop, generator = Loop(CASES[request.param](), linear()), torch.Generator().manual_seed(5)
-    loop.loss_fn = half_squares
+    loop = Loop(CASES[request.param](), model=linear(), loss_fn=half_squares)
+    generator = torch.Generator().manual_seed(5)
     return [loop.run(draws(generator, 16, 64), parts_of=PARTS[request.param]) for _ in range(DRAWS)]
 
 
@@ -212,8 +182,7 @@ def test_a_plug_in_ratio_would_be_far_off():
 def test_moments_are_biased_by_the_learning_rate_as_stated():
     """The Hessian is the identity here: ||G||^2 falls by lr * E||g||^2."""
     generator, size, lr = torch.Generator().manual_seed(1), 8, 0.2
-    loop = Loop(Moments(), linear(), lr=lr)
-    loop.loss_fn = half_squares
+    loop = Loop(Moments(), lambda p: SGD(p, lr), model=linear(), loss_fn=half_squares)
     values = []
     for _ in range(400):
         nn.init.constant_(loop.model.weight, OFFSET / math.sqrt(DIMENSION))
@@ -227,13 +196,11 @@ def test_moments_are_biased_by_the_learning_rate_as_stated():
 def test_moments_say_nothing_where_successive_gradients_point_against_each_other():
     """Plain SGD at a rate at which the bias is more than the signal: no evidence that the noise is large."""
     generator = torch.Generator().manual_seed(2)
-    loop = Loop(Moments(), linear(), lr=0.9)
-    loop.loss_fn = half_squares
+    loop = Loop(Moments(), lambda p: SGD(p, 0.9), model=linear(), loss_fn=half_squares)
     measured = loop.run(draws(generator, 200, 64), parts_of=64)
     assert measured.sq_norm < 0 < measured.trace
     assert measured.noise_scale_interval() == (0.0, math.inf)
-    still = Loop(Moments(), linear())
-    still.loss_fn = half_squares
+    still = Loop(Moments(), model=linear(), loss_fn=half_squares)
     low, high = still.run(draws(generator, 200, 64), parts_of=64).noise_scale_interval()
     assert 0 == low < TRACE / SQ_NORM < high < math.inf
 
@@ -242,8 +209,7 @@ def test_moments_say_nothing_where_successive_gradients_point_against_each_other
 def test_moments_in_pairs_say_nothing_of_a_signal_near_zero(mean: float):
     found = []
     for make in (Moments, Split):
-        estimator = Loop(make(), linear()).estimator
-        estimator.start()
+        estimator = Loop(make(), model=linear(), loss_fn=half_squares).estimator
         estimator._average.extend([(10.0, mean - 1, 0.0), (10.0, mean + 1, 0.0)] * 20, [64.0] * 40)
         estimator._average.num_samples = 64 * 40
         found.append(estimator.finish().noise_scale_interval())
@@ -255,8 +221,7 @@ def test_moments_in_pairs_say_nothing_of_a_signal_near_zero(mean: float):
 def test_chunks_tell_the_noise_along_the_gradient(num_chunks: int):
     """G' Sigma G, and the noise in g adds tr(Sigma^2) / b; Sigma from many samples."""
     size, generator = 256, torch.Generator().manual_seed(3)
-    loop = Loop(Split(), linear())
-    loop.loss_fn = half_squares
+    loop = Loop(Split(), model=linear(), loss_fn=half_squares)
     measured = loop.run(draws(generator, 300, size), parts_of=size // num_chunks)
     x, y = next(iter(draws(generator, 1, 40_000)))
     rows = x * (x @ loop.model.weight.T.detach() - y)
@@ -271,7 +236,7 @@ def test_uneven_chunks_tell_it_by_definition():
     rows = per_sample.gradients(mlp(), mean_loss, x, y)
     first, second = rows[:3].mean(0), rows[3:].mean(0)
     expected = float((first - second) @ rows.mean(0)) ** 2 / (1 / sizes[0] + 1 / sizes[1])
-    assert Loop(Split(), mlp()).run([(x, y)]).inner_variance == pytest.approx(expected, rel=1e-9)
+    assert Loop(Split()).run([(x, y)]).inner_variance == pytest.approx(expected, rel=1e-9)
 
 
 def test_three_chunks_tell_it_by_the_last_against_the_others():
@@ -279,33 +244,27 @@ def test_three_chunks_tell_it_by_the_last_against_the_others():
     rows = per_sample.gradients(mlp(), mean_loss, x, y)
     others, last = rows[:6].mean(0), rows[6:].mean(0)
     expected = float((others - last) @ rows.mean(0)) ** 2 / (1 / 6 + 1 / 2)
-    measured = Loop(Split(), mlp()).run([(x, y)])
+    measured = Loop(Split()).run([(x, y)])
     assert measured.inner_variance == pytest.approx(expected, rel=1e-9)
 
 
 def test_one_batch_in_three_parts_leaves_the_noise_along_the_gradient_of_the_others():
     batches = [samples(6), samples(8), samples(6)]
-    each = [(Loop(Split(), mlp()).run([batch]).inner_variance, len(batch[0])) for batch in batches]
+    each = [(Loop(Split()).run([batch]).inner_variance, len(batch[0])) for batch in batches]
     expected = sum(value * size for value, size in each) / 20
-    assert Loop(Split(), mlp()).run(batches).inner_variance == pytest.approx(expected, rel=1e-9)
+    assert Loop(Split()).run(batches).inner_variance == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("cut_at", [1, 2])
 def test_a_state_between_three_chunks_keeps_the_noise_along_the_gradient(cut_at: int):
     (x, y), results = samples(8), []
     for interrupted in (False, True):
-        loop = Loop(Split(), mlp())
-        loop.estimator.start()
+        loop = Loop(Split())
         for index, (part, targets) in enumerate(zip(x.split(PART), y.split(PART), strict=True)):
-            loop.delivered += len(part)
+            loop.deliver(len(part))
             mean_loss(loop.model(part), targets).backward()
             if interrupted and index == cut_at:
-                state = loop.estimator.state_dict()
-                loop.estimator.close()
-                loop.estimator = Split()
-                loop.estimator.bind(loop.scene)
-                loop.estimator.start()
-                loop.estimator.load_state_dict(state)
+                loop.resume(Split())
         loop.optimizer.step()
         results.append(loop.estimator.finish().inner_variance)
     assert results[0] == pytest.approx(results[1], rel=1e-12)
@@ -316,13 +275,12 @@ def test_a_state_between_three_chunks_keeps_the_noise_along_the_gradient(cut_at:
 
 def test_uncut_batches_get_an_error_that_says_how_to_cut():
     with pytest.raises(UsageError, match=r"no batch in it went through in two or more.*divebatch\.micro_batches"):
-        Loop(Split(), mlp()).run(cut(32, 8), parts_of=8)
+        Loop(Split()).run(cut(32, 8), parts_of=8)
 
 
 def test_batches_cut_by_hand_get_an_error_that_says_how_to_cut():
-    loop, (x, y) = Loop(Split(), mlp()), samples(8)
-    loop.estimator.start()
-    loop.delivered += 8
+    loop, (x, y) = Loop(Split()), samples(8)
+    loop.deliver(8)
     for part in (slice(0, 4), slice(4, 8)):
         (mean_loss(loop.model(x[part]), y[part]) / 2).backward()
     with pytest.raises(UsageError, match=r"held 16 samples .* delivered 8: .*divebatch\.micro_batches"):
@@ -330,30 +288,29 @@ def test_batches_cut_by_hand_get_an_error_that_says_how_to_cut():
 
 
 def test_too_few_steps_for_moments_are_no_evidence():
-    unknown = Loop(Moments(), mlp()).run(cut(8, 8))
+    unknown = Loop(Moments()).run(cut(8, 8))
     assert not unknown.is_defined
     assert unknown.noise_scale_interval() == (0.0, math.inf)
     with pytest.raises(UsageError, match="no optimizer step on a batch of the loader"):
-        Loop(Moments(), mlp()).run([])
+        Loop(Moments()).run([])
 
 
 def test_chunks_need_a_mean_and_an_optimizer():
     for estimator in (Split(), AcrossRanks()):
         with pytest.raises(ArgumentError, match=rf"{estimator.name} needs a loss .* got loss_reduction='sum'"):
-            Loop(estimator, mlp(), reduction="sum")
+            Loop(estimator, loss_fn=per_sample.sum_loss, reduction="sum")
     for estimator in (Split(), Moments(), AcrossRanks()):
         with pytest.raises(ArgumentError, match="must know when the optimizer steps"):
             estimator.bind(Scene(mlp(), AdaptiveLoader(dataset(4), 2, seed=0)))
 
 
 def test_a_look_at_gradients_in_between_is_no_chunk():
-    loop, (x, y) = Loop(Split(), mlp()), samples(8)
-    loop.estimator.start()
+    loop, (x, y) = Loop(Split()), samples(8)
     for batch in cut(16, 8):
         gradient_diversity(loop.model, mean_loss, [(x, y)])
         torch.autograd.grad(mean_loss(loop.model(x), y), list(loop.model.parameters()))
         loop.step(batch, PART)
-    expected = Loop(Split(), mlp()).run(cut(16, 8))
+    expected = Loop(Split()).run(cut(16, 8))
     assert loop.estimator.finish().trace == pytest.approx(expected.trace, rel=1e-12)
 
 
@@ -367,14 +324,13 @@ def test_a_pass_that_dies_half_way_is_in_no_estimate():
         def backward(ctx, dy):
             raise RuntimeError("broken")
 
-    loop, (x, y) = Loop(Split(), mlp()), samples(8)
-    loop.estimator.start()
+    loop, (x, y) = Loop(Split()), samples(8)
     for batch in cut(16, 8):
         hidden = Broken.apply(loop.model[1](loop.model[0](x)))
         with pytest.raises(RuntimeError, match="broken"):
             mean_loss(loop.model[2](hidden), y).backward()
         loop.step(batch, PART)
-    expected = Loop(Split(), mlp()).run(cut(16, 8))
+    expected = Loop(Split()).run(cut(16, 8))
     assert loop.estimator.finish().trace == pytest.approx(expected.trace, rel=1e-12)
 
 
@@ -385,16 +341,16 @@ def normalised() -> nn.Sequential:
 
 def test_per_sample_refuses_batch_norm_in_training_and_takes_it_frozen():
     with pytest.raises(CoverageError, match=r"'1' \(BatchNorm1d\) is in training mode.*'split' or 'moments'"):
-        Loop(PerSample(), normalised()).run(cut(16, 8))
+        Loop(PerSample(), model=normalised()).run(cut(16, 8))
     frozen = normalised()
     frozen[1].eval()
-    assert Loop(PerSample(), frozen).run(cut(16, 8)).trace > 0
+    assert Loop(PerSample(), model=frozen).run(cut(16, 8)).trace > 0
 
 
 def test_split_is_right_under_batch_norm_for_chunks_as_they_are_normalised():
     """By definition: the mean over chunks of their inner products and differences, each chunk normalised by itself."""
     model, batches = normalised(), cut(32, 8)
-    measured = Loop(Split(), normalised()).run(batches, parts_of=4)
+    measured = Loop(Split(), model=normalised()).run(batches, parts_of=4)
     inner, differing, halves = 0.0, 0.0, (slice(4), slice(4, 8))
     for x, y in batches:
         parts = [torch.autograd.grad(mean_loss(model(x[h]), y[h]), list(model.parameters())) for h in halves]

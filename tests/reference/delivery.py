@@ -1,12 +1,18 @@
 """Deliveries and steps for an estimator in a loop that has no loader or no controller."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from divebatch import Diversity, micro_batches
 from divebatch.estimators import Estimator, Scene
 from divebatch.estimators.step_hooks import tell_steps
 from divebatch.measurement import StepEvent
 from divebatch.ranks import Ranks, RankShard
+from reference.per_sample import mean_loss, mlp, samples
 
 
 class Delivered:
@@ -72,3 +78,69 @@ def attach(estimator: Estimator, scene: Scene) -> None:
     estimator.bind(scene)
     if scene.optimizer is not None:
         tell(lambda: estimator, scene)
+
+
+class Loop:
+    """A user's loop without a controller, which keeps the gradient of every step; `start` begins to measure."""
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        optimizer: Callable[[Any], Optimizer] = lambda p: SGD(p, 0.0),
+        *,
+        model: nn.Module | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_loss,
+        reduction: Literal["mean", "sum"] = "mean",
+        accumulate: int = 1,
+        delivered: int = 0,
+        parts_of: int = 10**6,
+    ) -> None:
+        self.parts_of = parts_of
+        self.model, self.loss_fn, self.accumulate, self.delivered = model or mlp(), loss_fn, accumulate, delivered
+        self.optimizer = optimizer(self.model.parameters())
+        self.delivery = Delivered(lambda: self.delivered)
+        self.scene = Scene(self.model, self.delivery, self.optimizer, loss_reduction=reduction)
+        self.gradients: list[Tensor] = []
+        self.sizes: list[int] = []
+        self.estimator = estimator
+        estimator.bind(self.scene)
+        tell(lambda: self.estimator, self.scene, accumulate=lambda: self.accumulate)
+        estimator.start()
+
+    def deliver(self, num_samples: int) -> None:
+        """Hand out the next batch."""
+        self.delivered += num_samples
+        self.delivery.look()
+
+    def step(self, batch: Any, parts_of: int | None = None) -> None:
+        """Make a step on a batch, cut into parts of so many samples."""
+        self.deliver(len(batch[0]))
+        self.optimizer.zero_grad()
+        for (x, y), weight in micro_batches(batch, parts_of or self.parts_of):
+            (self.loss_fn(self.model(x), y) * weight).backward()
+        self.sizes.append(len(batch[0]))
+        self.gradients.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
+        self.optimizer.step()
+
+    def run(self, batches: Iterable[Any], parts_of: int | None = None) -> Diversity:
+        """Measure an epoch of these batches from its beginning."""
+        self.estimator.close()
+        self.estimator.start()
+        for batch in batches:
+            self.step(batch, parts_of)
+        return self.estimator.finish()
+
+    def resume(self, estimator: Estimator) -> None:
+        """Go on with another estimator, from the state of the one at work."""
+        state = self.estimator.state_dict()
+        self.estimator.close()
+        self.estimator = estimator
+        estimator.bind(self.scene)
+        estimator.start()
+        estimator.load_state_dict(state)
+
+
+def cut(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Samples that fit `mlp`, in batches."""
+    x, y = samples(count)
+    return list(zip(x.split(size), y.split(size), strict=True))
