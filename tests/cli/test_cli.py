@@ -83,7 +83,7 @@ def test_run_report_and_run_again(tmp_path):
     assert "synthetic-convex" in report.output
 
 
-@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # the experiment has no momentum
+@pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # the experiment has no momentum
 def test_auto_needs_nothing_but_its_cap(tmp_path):
     """A file that names neither estimator nor coupling, from the command line to the record."""
     mine = tmp_path / "mine.toml"

@@ -17,7 +17,7 @@ from divebatch.policies import NoiseScale
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # plain SGD has no momentum
+pytestmark = pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # plain SGD has no momentum
 
 DATA = dataset(41)
 

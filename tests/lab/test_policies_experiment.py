@@ -25,7 +25,7 @@ def small(name: str = "policies-synthetic", epochs: int = 3) -> Experiment:
     return replace(experiment, data=replace(experiment.data, settings=settings), methods=methods)
 
 
-@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # the experiment has no momentum
+@pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # the experiment has no momentum
 @pytest.mark.parametrize("method", get_experiment("policies-synthetic").methods)
 def test_every_method_runs_and_says_what_it_did(tmp_path: Path, method: str):
     run = Run(small(), method, 0, tmp_path)

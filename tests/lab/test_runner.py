@@ -230,7 +230,7 @@ def test_a_finished_run_leaves_nothing_behind_in_memory(tmp_path, monkeypatch):
     assert [reference() for reference in alive] == [None, None]
 
 
-@pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # the experiment has no momentum
+@pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # the experiment has no momentum
 @pytest.mark.parametrize("estimator", ["split", "moments", "per-sample"])
 def test_the_trainer_runs_the_honest_estimators(tmp_path, estimator):
     experiment = small(epochs=3)
