@@ -37,6 +37,8 @@ def test_the_timetable_is_what_a_loop_walks_through():
     assert len(steps) == ramp.steps == sum(each.steps for each in ramp.timetable())
     for each in ramp.timetable():
         assert (each.first_sample, each.batch_size, each.lr_factor) in steps
+    assert [ramp.samples_before(step) for step in range(0, len(steps), 50)] == [each[0] for each in steps[::50]]
+    assert ramp.samples_before(len(steps)) == TOTAL
     assert ramp.steps < 0.65 * TOTAL / 64
     assert [size for _, size, _ in steps] == sorted(size for _, size, _ in steps)
 

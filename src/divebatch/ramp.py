@@ -103,6 +103,14 @@ class Ramp:
             samples += steps * size
         return found
 
+    def samples_before(self, step: int) -> int:
+        """Return the samples seen before an optimizer step, counted from 0, if all steps follow the timetable."""
+        for each in self.timetable():
+            if step < each.steps:
+                return each.first_sample + step * each.batch_size
+            step -= each.steps
+        return self.total_samples
+
     @property
     def steps(self) -> int:
         """The optimizer steps of the whole training."""
