@@ -13,12 +13,13 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -387,6 +388,13 @@ def run_all(options: argparse.Namespace, names: Sequence[str]) -> None:
                 print(f"{point} steps={line['steps']} loss={line['loss']}", flush=True)
 
 
+def _end_with_children(*_: Any) -> None:
+    """End at once: what a child trains is lost, and run again the next time."""
+    for child in active_children():
+        child.kill()
+    os._exit(1)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -396,6 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan", action="store_true", help="say what is left")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, _end_with_children)
     names = options.workloads.split(",")
     if options.plan:
         records = {name: read_lines(options.out / f"{name}.jsonl") for name in names}
