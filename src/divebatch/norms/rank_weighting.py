@@ -25,7 +25,7 @@ from divebatch.norms.sharded import is_sharded
 
 
 def weigh_gradients(model: nn.Module, weight: Callable[[], float]) -> Callable[[], None]:
-    """Multiply what enters `model` backwards by `weight()`, asked for in the forward pass; returns what undoes it.
+    """Multiply what enters `model` backwards by `weight()`, asked for in the forward pass; returns an undo function.
 
     Only the outermost of nested calls counts: a module may call itself. Costs next to nothing while the weight is 1.
     """
@@ -53,7 +53,7 @@ class RankWeighting:
         self._depth += 1
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """The forward pass is over."""
+        """Weigh the output of a forward pass that is over."""
         if module is not self._model:
             return output
         self._depth -= 1
@@ -64,12 +64,12 @@ class RankWeighting:
         return output if factor == 1.0 else _weighed(output, Weight(factor))
 
     def reaches_parameters(self) -> bool:
-        """Whether the backward pass under way brings the model gradients, and not its inputs alone."""
+        """Tell whether the backward pass under way brings the model gradients, and not its inputs alone."""
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         return any(is_sharded(parameter) or will_receive(parameter)[0] for parameter in trained)
 
     def refuse_second_derivatives(self, factor: float) -> None:
-        """Gradients of the inputs will be differentiated: an error where ranks weigh unequally, a warning before."""
+        """Refuse to differentiate gradients of the inputs: an error where ranks weigh unequally, a warning before."""
         told = (
             "a loss that differentiates the gradients of the model's inputs (autograd.grad(..., create_graph=True)) "
             "cannot be weighed at the model's outputs where ranks hold unequally many samples of a batch: multiply the "
@@ -82,17 +82,17 @@ class RankWeighting:
             warnings.warn(f"{told}. The first such batch will be an error", stacklevel=7)
 
     def __deepcopy__(self, _: object) -> "RankWeighting":
-        """A copy of the model has the hook, which does nothing for it."""
+        """Give a copy of the model the hook, which does nothing for it."""
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """So has a pickled one."""
+        """Give a pickled copy one that does nothing."""
         return ModuleHook, ()
 
 
 @contextmanager
 def without_weighing(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` runs as if nobody shared its batches: for passes that are no training."""
+    """Run `model` inside as if nobody shared its batches: for passes that are no training."""
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     pausing = [hook for hook in hooks if isinstance(hook, RankWeighting) and not hook.is_paused]
     for weighting in pausing:
@@ -106,14 +106,14 @@ def without_weighing(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What to multiply gradients by."""
+    """A factor for gradients."""
 
     factor: float
     asked: RankWeighting | None = None
     """Asked in the backward pass whether it is one to weigh; None where it is for sure."""
 
     def in_this_pass(self) -> float:
-        """1 where only gradients of inputs are wanted."""
+        """Return the factor of this pass: 1 if only gradients of inputs are wanted."""
         if self.asked is None or self.asked.reaches_parameters():
             return self.factor
         if torch.is_grad_enabled():
@@ -122,7 +122,7 @@ class Weight:
 
 
 def _are_differentiated(inputs: Any) -> bool:
-    """Whether a loop wants gradients with respect to inputs; those that come out of another model have a history."""
+    """Tell whether a loop wants gradients of inputs; inputs that come out of another model have a history."""
     if not torch.is_grad_enabled():
         return False
     return any(isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in tree_leaves(inputs))

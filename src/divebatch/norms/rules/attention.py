@@ -22,7 +22,7 @@ PARAMETERS = (
 
 @rule_for(nn.MultiheadAttention, parameters=PARAMETERS, reruns=True)
 def multihead_attention(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
-    """Exact with every mask and option; dropout is drawn again as it was."""
+    """Measure exactly with every mask and option; dropout is drawn again as it was."""
     require_batch(layer, run.arguments["query"], 3)
     inputs = [_batch_first(layer, run.arguments[name]) for name in ("query", "key", "value")]
     with run.surroundings.restored():
@@ -40,7 +40,7 @@ def multihead_attention(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
 
 
 def _of_input_projections(inputs: list[Tensor], dys: tuple[Tensor, ...]) -> dict[str, Form]:
-    """The input projections, in one matrix or in three: what a layer does not have is not counted."""
+    """State the input projections, in one matrix and in three: those that a layer does not have are ignored."""
     outers = [Outer(dy, x) for dy, x in zip(dys, inputs, strict=True)]
     bias = Explicit(torch.cat([dy.sum(1) for dy in dys], 1))
     separate = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), outers, strict=True))
@@ -57,7 +57,7 @@ def _batch_first(layer: Any, x: Tensor) -> Tensor:
 
 
 def _input_projections(layer: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """Weight and bias of queries, keys and values."""
+    """Return weight and bias of queries, keys and values."""
     weights = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
     if layer.in_proj_weight is not None:
         weights = layer.in_proj_weight.chunk(3)
@@ -66,7 +66,7 @@ def _input_projections(layer: Any) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _extra_positions(layer: Any, num_samples: int) -> list[Tensor]:
-    """(B, 1, E): one key and one value the layer has learnt for all samples, with a gradient for each."""
+    """Return one key and one value, (B, 1, E), that the layer has learnt for all samples, with a gradient for each."""
     if layer.bias_k is None:
         return []
     return [p.detach()[0].repeat(num_samples, 1, 1).requires_grad_() for p in (layer.bias_k, layer.bias_v)]
@@ -75,7 +75,7 @@ def _extra_positions(layer: Any, num_samples: int) -> list[Tensor]:
 def _attend(
     layer: Any, arguments: dict[str, Any], projected: list[Tensor], extra: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The context (B, T, E) and the attention weights; the same kernels as the layer's, so that dropout agrees."""
+    """Return the context (B, T, E) and the attention weights, by the layer's own kernels, so that dropout agrees."""
     queries, keys, values = projected
     extended = [_extended(layer, x, extra[i : i + 1]) for i, x in enumerate((keys, values))]
     q, k, v = (x.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for x in (queries, *extended))
@@ -91,7 +91,7 @@ def _attend(
 
 
 def _extended(layer: Any, x: Tensor, extra: list[Tensor]) -> Tensor:
-    """(B, S, E) with the positions that every sample has besides its own."""
+    """Append to (B, S, E) the positions that every sample has besides its own."""
     zeros = [torch.zeros_like(x[:, :1])] if layer.add_zero_attn else []
     return torch.cat([x, *extra, *zeros], 1)
 
@@ -99,7 +99,7 @@ def _extended(layer: Any, x: Tensor, extra: list[Tensor]) -> Tensor:
 def _mask(
     layer: Any, arguments: dict[str, Any], q: Tensor, num_keys: int, num_positions: int
 ) -> tuple[Tensor | None, bool]:
-    """What is added to the scores, (B or 1, H or 1, T or 1, positions), and whether the kernel masks causally itself.
+    """Return the sum of masks, (B or 1, H or 1, T or 1, positions), and whether the kernel masks causally itself.
 
     Positions after the samples' own keys are open to every query.
     """
@@ -117,7 +117,7 @@ def _mask(
 
 
 def _added(mask: Tensor, scores: Tensor) -> Tensor:
-    """A mask of truth values (true: closed) as one that is added."""
+    """Turn a mask of truth values (true: closed) into one that is added."""
     if mask.dtype != torch.bool:
         return mask.to(scores.dtype)
     return torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(mask, -math.inf)

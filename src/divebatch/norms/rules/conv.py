@@ -50,7 +50,7 @@ class Patches(Form):
 
     @property
     def right(self) -> Tensor:
-        """With its zeros: a copy, made once, which sketches do without."""
+        """The input with its zeros: a copy, made once, which sketches do without."""
         if self._padded is None:
             self._padded = pad(self.unpadded, self.padding) if any(self.padding) else self.unpadded
         return self._padded
@@ -89,7 +89,7 @@ class Patches(Form):
         return self.groups == 1 and by_inner_products < num_positions * rows * columns
 
     def _by_positions(self, samples: slice) -> Tensor:
-        """The Gram form, sum over t, s of (left_t . left_s) (patch_t . patch_s), without patches.
+        """Use the Gram form, sum over t, s of (left_t . left_s) (patch_t . patch_s), without patches.
 
         The product of two patches is a sum of products of single input positions, one a kernel entry.
         """
@@ -99,7 +99,7 @@ class Patches(Form):
         return self._over_groups(patches_NTT.mul_((left_NPT.mT @ left_NPT).flatten(1)).sum(1))
 
     def _over_kernel(self, products: Tensor) -> Tensor:
-        """(N, *input size twice) -> (N, *positions twice): of pairs of positions -> of pairs of patches."""
+        """Turn products of pairs of positions, (N, *input size twice), into those of patches, (N, *positions twice)."""
         products = pad(products.to(sum_dtype(products.dtype)), [*self.padding, *self.padding])
         for dim, size in enumerate(self.kernel_size):
             axes = (dim + 1, dim + 1 + len(self.kernel_size))
@@ -114,25 +114,25 @@ class Patches(Form):
         return self._over_groups(sq_norms_of_products(*self._matrices(samples)))
 
     def _met(self, x: Tensor, axis: int, dim: int, entry: int) -> Tensor:
-        """Of an axis that runs along dimension `dim` of the padded input: what one kernel entry meets, a view."""
+        """Return a view of the positions that one kernel entry meets along an axis, `dim` of the padded input."""
         stride = self.stride[dim]
         span = (self.left.shape[dim + 2] - 1) * stride + 1
         return x.narrow(axis, entry * self.dilation[dim], span)[(slice(None),) * axis + (slice(None, None, stride),)]
 
     def _by_grouped_convolution(self, samples: slice) -> Tensor:
-        """All samples' weight gradients as those of one convolution with a group for each."""
+        """Compute all samples' weight gradients as those of one convolution with a group for each."""
         padding, right = self._reached(samples)
         left, right = same_dtype(self.left[samples], right)
         as_one = [each.reshape(1, -1, *each.shape[2:]) for each in (left, right)]
         return sq_norms_of_rows(self._weight_gradient(as_one[0], as_one[1], padding, len(left)).reshape(len(left), -1))
 
     def summed(self) -> Tensor:
-        """(*weight shape): that of the convolution itself."""
+        """Return the weight gradient of the convolution itself."""
         padding, right = self._reached(slice(None))
         return self._weight_gradient(*same_dtype(self.left, right), padding, 1)
 
     def _weight_gradient(self, left: Tensor, right: Tensor, padding: Sequence[int], copies: int) -> Tensor:
-        """By torch's own kernel, of a convolution that has all groups `copies` times."""
+        """Compute it by torch's own kernel, for a convolution that has all groups `copies` times."""
         weight = left.new_empty(()).expand(copies * self.shape[0], *self.shape[1:])
         geometry = (self.stride, padding, self.dilation, False, [0] * len(padding), copies * self.groups)
         gradient: Tensor = torch.ops.aten.convolution_backward(
@@ -141,7 +141,7 @@ class Patches(Form):
         return gradient
 
     def _reached(self, samples: slice) -> tuple[Sequence[int], Tensor]:
-        """Zeros that a convolution puts on both ends, and its input; where it cannot, none and the padded input."""
+        """Return the zeros on both ends and the input; where a convolution cannot, none and the padded input."""
         before, after = self.padding[-2::-2], self.padding[-1::-2]
         sizes = zip(self.kernel_size, self.dilation, self.left.shape[2:], self.stride, strict=True)
         spans = [(size - 1) * dilation + (num - 1) * stride + 1 for size, dilation, num, stride in sizes]
@@ -154,7 +154,7 @@ class Patches(Form):
         return [0] * len(spans), right
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """No patches of the input: the one-channel projection of `left` is shifted instead, once a kernel entry."""
+        """Shift the one-channel projection of `left`, once a kernel entry, instead of copying patches of the input."""
         left, right = same_dtype(self.left, self.unpadded)
         if self._suits_triton() and triton.applies(left, right):
             return triton.conv2d_sketch(left, right, *self._geometry, seed=seed)
@@ -242,7 +242,7 @@ def _spread(z: Tensor, dim: int, stride: int) -> Tensor:
 @rule_for(nn.Conv2d)
 @rule_for(nn.Conv3d)
 def conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Every stride, dilation, grouping, padding and padding mode."""
+    """Measure with every stride, dilation, grouping, padding and padding mode."""
     require_batch(layer, x, layer.weight.ndim)
     gradients = _bias(layer, dy)
     if is_trainable(layer, "weight"):
@@ -257,7 +257,7 @@ def conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.ConvTranspose2d)
 @rule_for(nn.ConvTranspose3d)
 def transposed_conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """The roles of input and output gradient are exchanged; output padding adds nothing to the weight's gradient."""
+    """Exchange input and output gradient; output padding adds nothing to the weight's gradient."""
     require_batch(layer, x, layer.weight.ndim)
     gradients = _bias(layer, dy)
     if is_trainable(layer, "weight"):

@@ -34,19 +34,19 @@ class Rows(Form):
     """Entries of each sample, one sample after the other; None where they differ."""
 
     def sq_norms(self) -> Tensor:
-        """By the quicker of two ways that agree: a GPU multiplies faster than it sorts."""
+        """Take the quicker of two ways that agree: a GPU multiplies faster than it sorts."""
         if self.per_sample and self.per_sample <= MOST_COMPARED and self.values.is_cuda:
             return self._by_comparing(self.per_sample)
         return self._by_sorting()
 
     def _by_comparing(self, per_sample: int) -> Tensor:
-        """The sum of v_t . v_s over the pairs of a sample's entries t, s that fall on the same row."""
+        """Add up v_t . v_s over the pairs of a sample's entries t, s that fall on the same row."""
         values_BTW = self.values.view(self.batch_size, per_sample, self.values.shape[1])
         rows_BT = self.rows.view(self.batch_size, per_sample)
         return in_chunks(_over_equal, values_BTW, rows_BT, chunk_size(values_BTW, 3 * per_sample**2))
 
     def _by_sorting(self) -> Tensor:
-        """Entries of the same sample and row are added, then squared. Sorting keeps it free of synchronisation."""
+        """Add entries of the same sample and row, then square. Sorting keeps it free of synchronisation."""
         keys, order = (self.samples * self.num_rows + self.rows).sort()
         is_new = torch.ones_like(keys)
         is_new[1:] = (keys[1:] != keys[:-1]).to(keys.dtype)
@@ -62,7 +62,6 @@ class Rows(Form):
         return self.batch_size
 
     def explicit(self, samples: slice) -> Tensor:
-        """(b, rows, width)."""
         first, last, _ = samples.indices(self.batch_size)
         chosen = (self.samples >= first) & (self.samples < last)
         table = self.values.new_zeros(last - first, self.num_rows, self.values.shape[1])
@@ -70,20 +69,19 @@ class Rows(Form):
         return table.index_put_(place, self.values[chosen], accumulate=True)
 
     def summed(self) -> Tensor:
-        """(rows, width)."""
         values = self.values.to(sum_dtype(self.values.dtype))
         return values.new_zeros(self.num_rows, values.shape[1]).index_add_(0, self.rows, values)
 
 
 def _over_equal(values_BTW: Tensor, rows_BT: Tensor) -> Tensor:
-    """(B,): the values' products, added up over the pairs with equal rows."""
+    """Add up the values' products over the pairs with equal rows, (B,)."""
     values_BTW = values_BTW.to(sum_dtype(values_BTW.dtype))
     is_same = rows_BT[:, :, None] == rows_BT[:, None, :]
     return (values_BTW @ values_BTW.mT).mul_(is_same).sum((1, 2))
 
 
 def _shared_positions(layer: Any, x: Tensor) -> str | None:
-    """Consecutive numbers without a second dimension are positions, embedded once for all samples."""
+    """Recognise consecutive numbers without a second dimension: positions, embedded once for all samples."""
     if x.ndim != 1 or len(x) < FEWEST_POSITIONS or bool((x.diff() != 1).any()):
         return None
     return (
@@ -94,7 +92,7 @@ def _shared_positions(layer: Any, x: Tensor) -> str | None:
 
 @rule_for(nn.Embedding, input_check=_shared_positions)
 def embedding(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Repeated tokens add up; padding_idx gets no gradient."""
+    """Add up repeated tokens; padding_idx gets no gradient."""
     if layer.scale_grad_by_freq:
         raise CoverageError("Embedding(scale_grad_by_freq=True) mixes the samples of a batch: it cannot be measured")
     tokens = x.reshape(len(x), -1)
@@ -105,7 +103,7 @@ def embedding(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 
 @rule_for(nn.EmbeddingBag, all_inputs=True)
 def embedding_bag(layer: Any, inputs: dict[str, Any], dy: Tensor) -> dict[str, Form]:
-    """Sum and mean; a bag is a sample, given as rows of a matrix or by offsets."""
+    """Measure bags, one a sample, of mode sum or mean, given as rows of a matrix or by offsets."""
     if layer.scale_grad_by_freq:
         raise CoverageError("EmbeddingBag(scale_grad_by_freq=True) mixes the samples of a batch: it cannot be measured")
     if layer.mode == "max":

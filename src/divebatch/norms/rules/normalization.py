@@ -23,14 +23,14 @@ from divebatch.norms.sketch import sum_dtype
 
 @rule_for(nn.LayerNorm)
 def layer_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Each position is normalised by itself."""
+    """Normalise each position by itself."""
     x_hat = layer_norm(_at_least_float32(x), layer.normalized_shape, eps=layer.eps)
     return _over_last_dims(layer, x_hat, dy)
 
 
 @rule_for(nn.RMSNorm)
 def rms_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Like LayerNorm, without mean and bias."""
+    """Treat it like LayerNorm, without mean and bias."""
     # The type that torch computes with, and not that of x: nearly 1e5 times larger in bfloat16.
     eps = torch.finfo(sum_dtype(x.dtype)).eps if layer.eps is None else layer.eps
     return _over_last_dims(layer, rms_norm(_at_least_float32(x), layer.normalized_shape, eps=eps), dy)
@@ -45,7 +45,7 @@ class Statistics:
 
 
 def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, Statistics] | Tensor:
-    """A layer keeps its statistics for its own backward pass: they need not be computed again."""
+    """Return the input with the statistics that the layer keeps for its own backward pass."""
     node: Any = output.grad_fn
     mean = getattr(node, "_saved_result1", None)
     by_running = getattr(layer, "running_mean", None) is not None and not layer.training
@@ -58,7 +58,7 @@ def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, St
 
 @rule_for(nn.GroupNorm, capture=_saved_statistics)
 def group_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
-    """Each sample's groups of channels are normalised over their positions."""
+    """Normalise each sample's groups of channels over their positions."""
     if not isinstance(x, tuple):
         return _over_channels(layer, group_norm(_at_least_float32(x), layer.num_groups, eps=layer.eps), dy)
     x, saved = x
@@ -71,7 +71,7 @@ def group_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.InstanceNorm2d)
 @rule_for(nn.InstanceNorm3d)
 def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Each channel of each sample by itself, or by running statistics in eval mode where it tracks them."""
+    """Normalise each channel of each sample by itself, or by running statistics in eval mode if it tracks them."""
     require_batch(layer, x, layer._get_no_batch_dim() + 1)
     if layer.training or layer.running_mean is None:
         return _over_channels(layer, group_norm(_at_least_float32(x), x.shape[1], eps=layer.eps), dy)
@@ -79,7 +79,7 @@ def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]
 
 
 def _synchronised_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, Statistics] | Tensor:
-    """Those of all ranks' samples, which only the layer's own function has: (x, weight, mean, 1 / std, counts)."""
+    """Return statistics of all ranks' samples, which only its own function has: (x, weight, mean, 1 / std, counts)."""
     saved = getattr(output.grad_fn, "saved_tensors", None)
     return _saved_statistics(layer, x, output) if saved is None else (x, Statistics(saved[2], saved[3]))
 
@@ -89,7 +89,7 @@ def _synchronised_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Ten
 @rule_for(nn.BatchNorm2d, capture=_saved_statistics)
 @rule_for(nn.BatchNorm3d, capture=_saved_statistics)
 def batch_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
-    """Contributions in train mode (see above), per-sample gradients in eval mode."""
+    """State contributions in train mode (see above), per-sample gradients in eval mode."""
     if isinstance(x, tuple):
         x, saved = x
         return _by_statistics(layer, x, dy, saved.mean, saved.inverse_std)
@@ -101,7 +101,7 @@ def batch_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
 
 
 def batch_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and inverse standard deviation of each channel, at least float32."""
+    """Return mean and inverse standard deviation of each channel, at least float32."""
     if x.is_cuda and not torch.compiler.is_compiling():  # reads bfloat16 without a float32 copy of it
         mean, inverse_std = torch.batch_norm_stats(x, eps)
         return mean, inverse_std
@@ -112,7 +112,7 @@ def batch_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _by_statistics(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> dict[str, Form]:
-    """sum_t dy_t x_hat_t = (sum_t dy_t x_t - mean * sum_t dy_t) / std: no normalised copy of the input."""
+    """Use sum_t dy_t x_hat_t = (sum_t dy_t x_t - mean * sum_t dy_t) / std: no normalised copy of the input."""
     if _layer_kernel_applies(x, dy, mean):
         return _by_layer_kernel(layer, x, dy, mean, inverse_std)
     if _own_kernel_applies(x, dy):
@@ -135,7 +135,7 @@ def _layer_kernel_applies(x: Tensor, dy: Tensor, mean: Tensor) -> bool:
 
 
 def _by_layer_kernel(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> dict[str, Form]:
-    """The same by BatchNorm's own backward pass, with each sample's channels as channels: it reads x and dy once."""
+    """Use BatchNorm's own backward pass, with each sample's channels as channels: it reads x and dy once."""
     shape, one_sample = x.shape[:2], (1, -1, *x.shape[2:])
     statistics = [part.expand(shape).flatten() for part in (mean, inverse_std)]
     _, weight, bias = torch.ops.aten.native_batch_norm_backward(
@@ -154,7 +154,7 @@ def _trainable(layer: nn.Module, weight: Tensor, bias: Tensor) -> dict[str, Form
 
 
 def _sums_of_products(x: Tensor, dy: Tensor) -> Tensor:
-    """(B, C): sum over positions of x * dy, the product formed in chunks of samples."""
+    """Sum x * dy over positions, (B, C), the product formed in chunks of samples."""
     dtype = sum_dtype(torch.promote_types(x.dtype, dy.dtype))
     if x.ndim == 2:
         return x.to(dtype) * dy
@@ -162,7 +162,7 @@ def _sums_of_products(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def _over_channels(layer: nn.Module, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Channels are dimension 1; sums over the rest."""
+    """Sum over all dimensions but samples and channels."""
     gradients: dict[str, Form] = {}
     if is_trainable(layer, "weight"):
         gradients["weight"] = Explicit((x_hat * dy).flatten(2).sum(2) if dy.ndim > 2 else x_hat * dy)
@@ -172,7 +172,7 @@ def _over_channels(layer: nn.Module, x_hat: Tensor, dy: Tensor) -> dict[str, For
 
 
 def _over_last_dims(layer: Any, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:
-    """The parameters have the shape of the last dimensions; sums over those between."""
+    """Sum over the dimensions between the samples and those of the parameters, which are the last."""
     require_batch(layer, dy, len(layer.normalized_shape) + 1)
     between = tuple(range(1, dy.ndim - len(layer.normalized_shape)))
     gradients: dict[str, Form] = {}
@@ -188,6 +188,9 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To another type. To its own would be the same tensor under a second name, which torch 2.11's compiler makes a
-    second output of the custom function it is in: the gradient then arrives at the wrong one, and is lost unseen."""
+    """Bring a tensor to another type, and leave one of that type alone.
+
+    `x.to(x.dtype)` is the same tensor under a second name, which torch 2.11's compiler makes a second output of the
+    custom function it is in: the gradient then arrives at the wrong one, and is lost unseen.
+    """
     return x if x.dtype == dtype else x.to(dtype)

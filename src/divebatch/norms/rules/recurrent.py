@@ -36,14 +36,14 @@ def relu_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
 
 
 def lstm_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
-    """Input, forget and output gates around a cell state."""
+    """Put input, forget and output gates around a cell state."""
     i, f, g, o = (by_input + by_state).chunk(4, -1)
     cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     return o.sigmoid() * cell.tanh(), cell
 
 
 def gru_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
-    """Reset and update gates. The reset gate acts on U h alone, whose gradient is therefore not that of W x."""
+    """Apply reset and update gates. The reset gate acts on U h alone, whose gradient is therefore not that of W x."""
     (r, z, n), (r_state, z_state, n_state) = by_input.chunk(3, -1), by_state.chunk(3, -1)
     update = (z + z_state).sigmoid()
     new = (n + (r + r_state).sigmoid() * n_state).tanh()
@@ -63,7 +63,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
 
 @dataclass(slots=True)
 class Trace:
-    """All products with one weight matrix: what it was multiplied with, and the results."""
+    """All products with one weight matrix: inputs and results."""
 
     layer: Any
     weight: str
@@ -73,14 +73,14 @@ class Trace:
     ys: list[Tensor] = field(default_factory=list)
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T + b."""
+        """Return x W^T + b."""
         y = product(x, getattr(self.layer, self.weight), getattr(self.layer, self.bias, None))
         self.xs.append(x.detach())
         self.ys.append(y)
         return y
 
     def forms(self, dys: list[Tensor]) -> dict[str, Form]:
-        """From the gradients of the results."""
+        """Return forms, given the gradients of the results."""
         left = torch.cat(dys, 1)
         return {self.weight: Outer(left, torch.cat(self.xs, 1)), self.bias: Explicit(left.sum(1))}
 
@@ -100,7 +100,7 @@ def _forms(traces: list[Trace], result: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.LSTM, parameters=lambda layer: layer._flat_weights_names, reruns=True)
 @rule_for(nn.GRU, parameters=lambda layer: layer._flat_weights_names, reruns=True)
 def recurrent(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
-    """Any number of layers and directions; packed sequences too."""
+    """Measure any number of layers and directions; packed sequences too."""
     if layer.dropout > 0 and layer.training and layer.num_layers > 1:
         raise CoverageError(
             f"{type(layer).__name__}(dropout={layer.dropout}) cannot be measured in train mode: what it drops is not "
@@ -119,7 +119,7 @@ def recurrent(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
 
 
 def _batch_first(layer: Any, given: Tensor | PackedSequence) -> tuple[Tensor, Tensor | None]:
-    """(B, T, I), and for sequences of different lengths which steps are theirs, (B, T, 1)."""
+    """Return the input (B, T, I), and a mask (B, T, 1) of the steps of sequences of different lengths."""
     if isinstance(given, PackedSequence):
         x, lengths = _padded(given)
         return x, (torch.arange(x.shape[1]) < lengths[:, None])[:, :, None].to(x.device)
@@ -132,7 +132,7 @@ def _padded(packed: PackedSequence) -> tuple[Tensor, Tensor]:
 
 
 def _starts(layer: Any, hx: Tensor | State | None, x: Tensor) -> list[State]:
-    """The state before the first step, for each layer and direction."""
+    """Return the state before the first step, for each layer and direction."""
     count = layer.num_layers * (1 + layer.bidirectional)
     if hx is None:
         hidden = x.new_zeros(count, len(x), layer.proj_size or layer.hidden_size)
@@ -144,7 +144,7 @@ def _starts(layer: Any, hx: Tensor | State | None, x: Tensor) -> list[State]:
 def _unrolled(
     layer: Any, x: Tensor, starts: list[State], is_open: Tensor | None
 ) -> tuple[list[Trace], tuple[Tensor, ...]]:
-    """All products, and the layer's results: the output, batch first, and the last states."""
+    """Return all products, and the layer's results: the output, batch first, and the last states."""
     traces: list[Trace] = []
     lasts: list[State] = []
     for depth in range(layer.num_layers):
@@ -169,7 +169,7 @@ class Sweep:
         self._step, self._is_backward = STEPS[layer.mode], suffix.endswith("_reverse")
 
     def run(self, x: Tensor, state: State, is_open: Tensor | None) -> tuple[Tensor, State]:
-        """The hidden states of all steps, and the last state; a closed step leaves the state as it is."""
+        """Return the hidden states of all steps, and the last state; a closed step leaves the state as it is."""
         by_input = self.traces[0].product(x).split(1, 1)
         steps = range(len(by_input))
         hidden = {}
@@ -192,7 +192,7 @@ class Sweep:
 @rule_for(nn.LSTMCell, parameters=CELL_PARAMETERS, reruns=True)
 @rule_for(nn.GRUCell, parameters=CELL_PARAMETERS, reruns=True)
 def recurrent_cell(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
-    """One step; the calls of a pass add up like those of any layer."""
+    """Measure one step; the calls of a pass add up like those of any layer."""
     x, hx = run.arguments["input"], run.arguments.get("hx")
     require_batch(layer, x, 2)
     mode = f"RNN_{layer.nonlinearity.upper()}" if isinstance(layer, nn.RNNCell) else type(layer).__name__[:-4].upper()

@@ -1,8 +1,8 @@
-"""Norms by hand-written GPU kernels where they apply; the plain path stays, and is what they are tested against.
+"""Norms by hand-written GPU kernels, and the conditions under which they apply.
 
-They are used on NVIDIA GPUs with tensor cores for bfloat16, where Triton is installed (it comes with torch for GPUs):
-for sketches in any type but float64, and for exact norms in 16-bit types; in float32 where products may be rounded to
-TF32 and they are the fastest. DIVEBATCH_TRITON=0 in the environment switches them off.
+The plain path stays, and they are tested against it. They are used on NVIDIA GPUs with tensor cores for bfloat16, where
+Triton is installed (it comes with torch for GPUs): for sketches in any type but float64, for exact norms in 16-bit
+types, and in float32 where products may be rounded to TF32. DIVEBATCH_TRITON=0 in the environment switches them off.
 """
 
 import itertools
@@ -36,7 +36,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Inside, the kernels are used where they apply, or not at all, whatever the environment says."""
+    """Use the kernels inside where they apply, or not at all, whatever the environment says."""
     global ENABLED
     before, ENABLED = ENABLED, AVAILABLE and on
     try:
@@ -46,21 +46,21 @@ def switched(on: bool) -> Iterator[None]:
 
 
 def applies(left: Tensor, right: Tensor) -> bool:
-    """Whether the kernels can sketch gradients of `left` with inputs `right`, brought to the lower type of both."""
+    """Tell whether the kernels can sketch gradients of `left` with inputs `right`, in the lower type of both."""
     if not ENABLED or not left.is_cuda or not all(_is_within_reach(tensor) for tensor in (left, right)):
         return False
     return bool(_is_capable(left.device.index))
 
 
 def _is_within_reach(tensor: Tensor) -> bool:
-    """Whether a kernel may read it: not through torch.func or DTensor, and not beyond its numbers."""
+    """Tell whether a kernel may read a tensor: not through torch.func or DTensor, and not beyond its numbers."""
     if not torch.compiler.is_compiling() and not _is_plain(tensor):
         return False
     return tensor.dtype in DTYPES and 0 < len(tensor) <= MOST_SAMPLES and _span(tensor) < MOST_ENTRIES
 
 
 def _span(tensor: Tensor) -> int:
-    """Entries between the first and the last of a sample; in a compiler those of all samples, which is no less.
+    """Count entries between the first and the last of a sample; in a compiler those of all samples, which is no less.
 
     A compiler is asked for sizes alone: it does not know a gradient's strides while it reads a backward function, and
     once asked, it copies every gradient that goes in, to be sure of them.
@@ -88,12 +88,12 @@ def prepare_for_compiler() -> None:
 
 
 def applies_exactly(left: Tensor, right: Tensor) -> bool:
-    """Whether the kernels can take exact norms: in float32 tensor cores would round what must be exact."""
+    """Tell whether the kernels can take exact norms: in float32 tensor cores would round what must be exact."""
     return min(left.dtype.itemsize, right.dtype.itemsize) == 2 and applies(left, right)
 
 
 def may_apply(left: Tensor, right: Tensor) -> bool:
-    """Whether they are worth a try for exact norms in float32, where the user lets torch round products to TF32."""
+    """Tell whether they may take exact norms in float32, since the user lets torch round products to TF32."""
     return left.dtype == right.dtype == torch.float32 and applies(left, right) and _may_round()
 
 
@@ -105,7 +105,7 @@ def _may_round() -> bool:
 
 
 def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_bias: bool = False) -> Tensor:
-    """(B,): exact squared norms of the weight gradients of a convolution without groups.
+    """Return exact squared norms of the weight gradients of a convolution without groups, (B,).
 
     `left` (B, P, H, W), `right` (B, C, H', W'); `geometry`: kernel size, stride, zeros before each dimension, dilation.
     """
@@ -122,7 +122,7 @@ def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_
 def conv2d_sketch(
     left: Tensor, right: Tensor, *geometry: Sequence[int], seed: Tensor | None = None, with_bias: bool = False
 ) -> Estimate:
-    """Estimates of the same, with signs by `seed` (one int64 on the device) or by one of our own."""
+    """Estimate the same, with signs by `seed` (one int64 on the device) or by one of our own."""
     from divebatch.norms.triton import kernels
 
     seed = random_seeds(1, left.device) if seed is None else seed
@@ -136,7 +136,7 @@ def conv2d_sketch(
 
 
 def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, C) each: what a normalisation layer's weight and bias get from each sample. See the kernel."""
+    """Return each sample's gradients of a normalisation layer's weight and bias, (B, C) each. See the kernel."""
     from divebatch.norms.triton import kernels
 
     with torch.cuda.device_of(x):
@@ -145,7 +145,7 @@ def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> tu
 
 
 def outer_sq_norms(left: Tensor, right: Tensor, *, with_bias: bool = False) -> Tensor:
-    """(B,): ||sum_t left_t right_t^T||^2, exact, of left (B, T, P) and right (B, T, C).
+    """Return ||sum_t left_t right_t^T||^2, (B,), exact, of left (B, T, P) and right (B, T, C).
 
     With a bias ||sum_t left_t||^2 is in it: a bias is the weight of one more input, which is always one.
     """
@@ -153,7 +153,7 @@ def outer_sq_norms(left: Tensor, right: Tensor, *, with_bias: bool = False) -> T
 
 
 def outer_sketch(left: Tensor, right: Tensor, *, seed: Tensor | None = None, with_bias: bool = False) -> Estimate:
-    """Estimates of the same."""
+    """Estimate the same."""
     return conv2d_sketch(_as_image(left), _as_image(right), *ONE_ENTRY, seed=seed, with_bias=with_bias)
 
 

@@ -109,7 +109,7 @@ def _square_gradient(
     K: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The squares of one tile of one sample's gradient, added up. One sample's tiles run together: they share reads."""
+    """Add up the squares of one tile of one sample's gradient. One sample's tiles run together: they share reads."""
     n = tl.program_id(1).to(tl.int64)
     blocks_p = tl.cdiv(P, BLOCK_P)
     d = (tl.program_id(0) // blocks_p) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -144,7 +144,7 @@ def _square_gram(
     K: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
     IS_ONE_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sum of (left_t . left_s) (patch_t . patch_s) over one tile of positions t and s, doubled off the diagonal."""
+    """Sum (left_t . left_s) (patch_t . patch_s) over one tile of positions t and s, doubled off the diagonal."""
     n = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(OH * OW, BLOCK_T)
     across, down = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -210,7 +210,7 @@ def _channel_sums(
 
 
 Launch = Callable[[Any], Any]
-"""What a kernel is launched through: `wrap_triton` inside a compiler, which shows it the kernel; nothing outside."""
+"""A wrapper of kernels: `wrap_triton` inside a compiler, which shows it the kernel; nothing outside."""
 
 
 @triton_op("divebatch::sq_norms", mutates_args={})
@@ -222,7 +222,7 @@ def traced_sq_norms(left: Tensor, right: Tensor, geometry: list[int], with_bias:
 def sq_norms(
     left: Tensor, right: Tensor, geometry: list[int], with_bias: bool, *, launch: Launch = lambda jitted: jitted
 ) -> Tensor:
-    """(B,): each sample's squared norm of the weight gradient, added up in float32, by the quicker of two ways.
+    """Return each sample's squared norm of the weight gradient, (B,), in float32, by the quicker of two ways.
 
     With a bias, the squared norm of its gradient is in it. `geometry`: kernel size, stride, zeros before each
     dimension and dilation, two numbers each.
@@ -241,9 +241,10 @@ def sq_norms(
 
 
 def _is_quicker_by_gram(rows: int, columns: int, positions: int) -> bool:
-    """Of its tiles half are needed, those of the diagonal in full; the gradient has 2 * rows * columns by that count.
+    """Tell whether the Gram form is quicker than the gradient.
 
-    At equal counts the Gram form is quicker, its tiles being read by one program only: on an H200 up to about 2.5.
+    Half of its tiles are needed, those of the diagonal in full; the gradient has 2 * rows * columns by that count. At
+    equal counts the Gram form is quicker, its tiles being read by one program only: on an H200 up to about 2.5.
     """
     return (positions + _block(positions, 64)) * (rows + columns) < 2.5 * rows * columns
 
@@ -278,7 +279,7 @@ def sketch(
     *,
     launch: Launch = lambda jitted: jitted,
 ) -> Tensor:
-    """(B, 2): ||u||^2 over both halves, and u_first . u_second. `seed`: one int64 on the device; the rest as above."""
+    """Return ||u||^2 over both halves, and u_first . u_second, (B, 2). `seed`: one int64 on the device."""
     z, (num_samples, channels) = projected(left.flatten(2), seed, launch=launch), right.shape[:2]
     entries, block_c = geometry[0] * geometry[1], _block(channels, 128)
     while block_c > 32 and num_samples * triton.cdiv(channels, block_c) < ENOUGH_PROGRAMS:
@@ -296,7 +297,7 @@ def sketch(
 
 
 def projected(flat: Tensor, seed: Tensor, *, launch: Launch = lambda jitted: jitted) -> Tensor:
-    """(B, 2, T): the rows of (B, P, T) added up with random signs, each in one of two halves; float32."""
+    """Add up the rows of (B, P, T) with random signs, each in one of two halves: (B, 2, T), float32."""
     num_samples, rows, positions = flat.shape
     block_p = _block(rows, 256)
     block_t = _block(positions, ENTRIES_PER_PROGRAM // block_p)
@@ -309,7 +310,7 @@ def projected(flat: Tensor, seed: Tensor, *, launch: Launch = lambda jitted: jit
 
 
 def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
-    """(B, 2, C): sums over positions of dy * (x - mean) * inverse_std, and of dy; float32.
+    """Sum dy * (x - mean) * inverse_std, and dy, over positions: (B, 2, C), float32.
 
     x and dy (B, C, *positions); mean and inverse_std (C,), or (B, C) where each sample has its own. Not for compilers,
     which have no need of it.
@@ -328,7 +329,7 @@ def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> Te
 
 
 def _constants(left: Tensor, right: Tensor, geometry: list[int]) -> tuple[int, ...]:
-    """Sizes and geometry as the kernels take them: all but the heights are constants, by which to divide costs nothing.
+    """List sizes and geometry as the kernels take them: all but the heights are constants, which divide at no cost.
 
     The height of a linear layer's input is a sequence's length, and texts come in many.
     """
@@ -337,7 +338,7 @@ def _constants(left: Tensor, right: Tensor, geometry: list[int]) -> tuple[int, .
 
 
 def _stages(num_bytes: int) -> int:
-    """How many steps of a loop may have such a number of bytes in shared memory at once, on any GPU."""
+    """Return the steps of a loop that may have that many bytes in shared memory at once, on any GPU."""
     return max(1, min(3, SHARED_BYTES // num_bytes))
 
 

@@ -62,7 +62,7 @@ def sketch(
     unscale: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """A sketch of `size` numbers, and the squared norm in float64.
+    """Return a sketch of `size` numbers, and the squared norm in float64.
 
     Args:
         gradients: The addresses of K gradients, contiguous and of one type.
