@@ -1,18 +1,26 @@
-"""gradient_diversity and DiversityMeter against a loop that keeps every gradient."""
+"""`DiversityMeter` and `gradient_diversity`: both sums, samples as delivered, frozen layers, copies."""
 
 import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
-from divebatch import Diversity, NormMeter, gradient_diversity
+from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, NormMeter, gradient_diversity, micro_batches
 from divebatch.errors import ArgumentError, CoverageError, UndefinedDiversityError, UsageError
+from divebatch.estimators import Trajectory
 from divebatch.norms import DiversityMeter
+from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.ranks import RankShard
 from reference import per_sample
-from reference.per_sample import mean_loss, mlp, num_hooks, samples, sum_loss
+from reference.per_sample import dataset, gradients, mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
 
 INPUTS, TARGETS = samples(13)
 BATCHES = list(zip(INPUTS.split(5), TARGETS.split(5), strict=True))
@@ -302,3 +310,298 @@ def test_under_a_scaler_a_stand_ins_pass_counts_for_nothing_too():
                 (mean_loss(model(x), y) * 8.0 * (mine / 6)).backward()
             found.append(meter.diversity())
     assert found[0] == found[1]
+
+
+# Measured passes over more samples than were delivered are an error: a second backward pass is not another batch
+
+
+Step = Callable[[nn.Module, Tensor, Tensor], None]
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    mean_loss(model(x), y).backward()
+
+
+def in_parts(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    for (part_x, part_y), weight in micro_batches((x, y), 2):
+        (mean_loss(model(part_x), part_y) * weight).backward()
+
+
+def attacked(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(mean_loss(model(x), y), x)
+    plain(model, x.detach() + 0.1 * slope.sign(), y)
+
+
+def two_losses(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    outputs = model(x)
+    outputs.square().mean().backward(retain_graph=True)
+    mean_loss(outputs, y).backward()
+
+
+def attacked_by_backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    plain(model, x, y)
+    model.zero_grad()
+    plain(model, (x + 0.1 * x.grad.sign()).detach(), y)
+
+
+def two_views(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    plain(model, torch.cat([x, -x]), torch.cat([y, y]))
+
+
+def epoch(step: Step, *, compiled: bool = False) -> int:
+    model = mlp()
+    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(12), 4, seed=0)
+    policy, estimator = DiveBatch(delta=0.1, max_batch_size=8), Trajectory(compiled=compiled)
+    with Controller(model, optimizer, loader, policy, estimator=estimator) as control:
+        for x, y in loader:
+            optimizer.zero_grad()
+            step(model, x, y)
+            optimizer.step()
+        return control.step().samples
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("step", [plain, in_parts, attacked])
+def test_passes_over_what_was_delivered_are_right(step: Step, compiled: bool):
+    assert epoch(step, compiled=compiled) == 12
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("step", [two_losses, attacked_by_backward, two_views])
+def test_a_second_pass_on_a_batch_is_an_error(step: Step, compiled: bool):
+    # Compiled passes but the first have their samples on the device, read at the end of the epoch.
+    with pytest.raises(CoverageError, match=r"(8 samples .* delivered 4|24 samples .* delivered 12): .*'moments'"):
+        epoch(step, compiled=compiled)
+
+
+def without_its_weight(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    for (part_x, part_y), weight in micro_batches((x, y), 2):
+        (mean_loss(model(part_x), part_y) * float(weight)).backward()
+
+
+def a_part(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    plain(model, x[:3], y[:3])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("step", [without_its_weight, a_part])
+def test_a_pass_over_fewer_samples_than_its_batch_is_an_error(step: Step, compiled: bool):
+    with pytest.raises(CoverageError, match=r"went through \d samples, and its batch has 4: .*weight"):
+        epoch(step, compiled=compiled)
+
+
+class TimeFirst(nn.Module):
+    """Sequences (time, batch, features) through layers that take the first dimension for the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.transpose(0, 1)).mean(0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_with_the_time_first_is_an_error(compiled: bool):
+    model, data = TimeFirst(), TensorDataset(torch.randn(12, 6, 4).double(), torch.randn(12, 1).double())
+    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(data, 4, seed=0)
+    estimator = Trajectory(compiled=compiled)
+    with Controller(model, optimizer, loader, DiveBatch(delta=0.1, max_batch_size=8), estimator=estimator):
+        x, y = next(iter(loader))
+        with pytest.raises(CoverageError, match=r"6 samples .* 4"):
+            (model(x) - y).square().mean().backward()
+
+
+def test_a_loop_that_fetches_a_batch_ahead_is_right():
+    model = mlp()
+    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(6), 4, seed=0)
+    meter = DiversityMeter(model, rank_shard=lambda: loader.rank_shard, delivered=lambda: loader.samples_delivered)
+    with meter:
+        for _ in range(2):
+            for x, y in list(loader):
+                optimizer.zero_grad()
+                mean_loss(model(x), y).backward()
+                optimizer.step()
+        assert meter.diversity().num_samples == 12
+
+
+# Layers that are frozen and set free while measuring, complex parameters, and copies of a measured model
+
+
+SIX_INPUTS, SIX_TARGETS = samples(6)
+
+
+def backward(model: Any, inputs: Tensor = SIX_INPUTS) -> None:
+    mean_loss(model(inputs), SIX_TARGETS).backward()
+
+
+# Frozen and set free
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "0.bias", "whole"])
+@pytest.mark.parametrize(("meter", "compiled"), [(NormMeter, False), (DiversityMeter, False), (DiversityMeter, True)])
+def test_a_layer_set_free_while_measuring_is_an_error(meter: type, compiled: bool, frozen: str):
+    model = mlp()
+    chosen = list(model[0].parameters()) if frozen == "whole" else [model.get_parameter(frozen)]
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+    with meter(model, compiled=compiled):
+        backward(model)
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        with pytest.raises(CoverageError, match=r"parameter '0\.\w+'.* was frozen when measuring began"):
+            backward(model)
+
+
+def test_a_layer_set_free_between_epochs_is_right():
+    model = mlp()
+    model[0].requires_grad_(False)
+    meter = DiversityMeter(model)
+    with meter:
+        backward(model)
+    model[0].requires_grad_(True)
+    with meter:
+        backward(model)
+        measured = meter.diversity().sum_of_sq_norms
+    assert measured == pytest.approx(float(sq_norms(model, mean_loss, SIX_INPUTS, SIX_TARGETS).sum()), rel=1e-10)
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.discriminator = nn.Linear(4, 4).double(), mlp()
+
+
+def gan_step(gan: Gan, x: Tensor, y: Tensor) -> None:
+    """The usual one: the discriminator is frozen while the generator learns."""
+    fake = gan.generator(x)
+    gan.discriminator.requires_grad_(False)
+    mean_loss(gan.discriminator(fake), y).backward()
+    gan.discriminator.requires_grad_(True)
+    (mean_loss(gan.discriminator(x), y) + mean_loss(gan.discriminator(fake.detach()), -y)).backward()
+
+
+@pytest.mark.parametrize("of", ["generator", "discriminator"])
+def test_a_gan_that_freezes_by_turns_is_right_for_each_part(of: str):
+    gan = Gan()
+    fake = gan.generator(SIX_INPUTS).detach()
+
+    def both(outputs: Tensor, targets: Tensor) -> Tensor:
+        return mean_loss(outputs[:, 0], targets) + mean_loss(outputs[:, 1], -targets)
+
+    if of == "discriminator":
+        rows = gradients(_OnPairs(gan.discriminator), both, torch.stack([SIX_INPUTS, fake], 1), SIX_TARGETS)
+    else:
+        gan.discriminator.requires_grad_(False)
+        rows = gradients(nn.Sequential(gan.generator, gan.discriminator), mean_loss, SIX_INPUTS, SIX_TARGETS)
+        gan.discriminator.requires_grad_(True)
+    with DiversityMeter(getattr(gan, of)) as meter:
+        gan_step(gan, SIX_INPUTS, SIX_TARGETS)
+        measured = meter.diversity()
+    assert measured.num_samples == 6
+    assert measured.sum_of_sq_norms == pytest.approx(float(rows.square().sum()), rel=1e-10)
+    assert measured.sq_norm_of_sum == pytest.approx(float(rows.sum(0).square().sum()), rel=1e-10)
+
+
+class _OnPairs(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        return torch.stack([self.model(pairs[:, 0]), self.model(pairs[:, 1])], 1)
+
+
+def test_a_part_that_is_frozen_when_measuring_begins_is_an_error_at_once():
+    gan = Gan()
+    gan.discriminator.requires_grad_(False)
+    with DiversityMeter(gan), pytest.raises(CoverageError, match=r"parameter 'discriminator\.0\.weight'"):
+        gan_step(gan, SIX_INPUTS, SIX_TARGETS)
+
+
+def test_frozen_layers_may_be_run_without_gradients_and_cost_no_hook_afterwards():
+    model = mlp()
+    model[0].requires_grad_(False)
+    with NormMeter(model):
+        model[0].requires_grad_(True)
+        with torch.no_grad():
+            model(SIX_INPUTS)
+        model[0].requires_grad_(False)
+        backward(model)
+    assert num_hooks(model) == 0
+
+
+# Complex parameters
+
+
+def test_complex_parameters_are_refused():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, dtype=torch.complex64))
+    with pytest.raises(CoverageError, match=r"parameter '1\.weight' is complex.*estimator='moments'"):
+        NormMeter(model)
+    model[1].requires_grad_(False)
+    NormMeter(model)
+
+
+# Copies of a model under measurement
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"pickle": pickled, "torch.save": saved, "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("passes", [0, 1, 2])
+def test_a_copy_of_a_measured_model_is_a_model_that_is_not_measured(how: str, compiled: bool, passes: int):
+    model = mlp()
+    model[0].bias.requires_grad_(False)
+    with DiversityMeter(model, compiled=compiled) as meter:
+        for _ in range(passes):
+            backward(model)
+        other = COPIES[how](model)
+        backward(other)
+        assert meter.norms.num_samples == 6 * passes
+        backward(model)
+        assert meter.norms.num_samples == 6 * passes + 6
+    assert type(other[0]) is nn.Linear
+    assert torch.equal(other(SIX_INPUTS), model(SIX_INPUTS))
+    with DiversityMeter(other, compiled=compiled) as again:
+        backward(other)
+        assert again.norms.num_samples == 6
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_a_model_whose_gradients_are_weighed_is_not_weighed(how: str):
+    model = mlp()
+    undo = weigh_gradients(model, lambda: 3.0)
+    other = COPIES[how](model)
+    undo()
+    backward(other)
+    backward(model)
+    assert torch.equal(other[2].weight.grad, model[2].weight.grad)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_model_may_be_saved_within_an_epoch(how: str):
+    model = mlp()
+    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(12), 4, seed=0)
+    with Controller(model, optimizer, loader, DiveBatch(delta=0.1, max_batch_size=8)) as control:
+        for x, y in loader:
+            mean_loss(model(x), y).backward()
+            other = COPIES[how](model)
+            optimizer.step()
+        assert control.step().samples == 12
+    backward(other)

@@ -1,5 +1,6 @@
-"""NormMeter around ordinary backward passes against a loop over samples."""
+"""`NormMeter`: passes, samples, scales, rules of the user's own, and sums on the device."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from divebatch import NormMeter, rule_for
+from divebatch import AdaptiveLoader, Controller, DiveBatch, NormMeter, Oracle, gradient_diversity, rule_for
 from divebatch.errors import ArgumentError, CoverageError, UsageError
+from divebatch.norms.accumulators import are_finite, kept
 from divebatch.norms.eager import MeasuredPass
 from divebatch.norms.registry import RULES
-from reference.per_sample import mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
+from reference.per_sample import dataset, mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
 
 INPUTS, TARGETS = samples(7)
 
@@ -395,3 +397,140 @@ def test_passes_that_wait_together_forwards_without_backward_and_loaded_sums():
     assert (meter.num_samples, meter.standard_error()) == (10, 0.0)
     mean_loss(model(INPUTS), TARGETS).backward()
     assert meter.num_samples == 10  # detached
+
+
+# Layers of the user's own: a rule that says too little is named, and every entrance takes the fallback
+
+
+class Gate(nn.Module):
+    """Parameters that are not called weight and bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.shift = nn.Parameter(torch.ones(3).double()), nn.Parameter(torch.zeros(3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.slope + self.shift
+
+
+def gated() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3).double(), Gate())
+
+
+@pytest.fixture
+def _rules_put_back():
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+def measure(model: nn.Module) -> NormMeter:
+    with NormMeter(model) as meter:
+        mean_loss(model(INPUTS), TARGETS).backward()
+    return meter
+
+
+@pytest.mark.usefixtures("_rules_put_back")
+def test_a_rule_states_the_parameters_it_names():
+    rule_for(Gate, parameters=("slope", "shift"))(lambda _, x, dy: {"slope": x * dy, "shift": dy})
+    expected = sq_norms(gated(), mean_loss, INPUTS, TARGETS)
+    torch.testing.assert_close(measure(gated()).per_sample(), expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.usefixtures("_rules_put_back")
+def test_a_rule_that_names_no_parameters_says_how_to():
+    rule_for(Gate)(lambda _, x, dy: {"slope": x * dy, "shift": dy})
+    with pytest.raises(
+        CoverageError, match=r"'1.slope' of Gate \(which its rule does not state\).*rule_for\(Gate, parameters="
+    ):
+        NormMeter(gated())
+
+
+@pytest.mark.usefixtures("_rules_put_back")
+def test_a_parameter_that_a_rule_promised_and_left_out_is_named():
+    rule_for(Gate, parameters=("slope", "shift"))(lambda _, x, dy: {"slope": x * dy})
+    with pytest.raises(CoverageError, match=r"the rule of '1' \(Gate\) gave no gradients of 'shift'"):
+        measure(gated())
+    frozen = gated()
+    frozen[1].shift.requires_grad_(False)
+    expected = sq_norms(frozen, mean_loss, INPUTS, TARGETS)
+    torch.testing.assert_close(measure(frozen).per_sample(), expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.usefixtures("_rules_put_back")
+def test_gradients_of_another_shape_are_refused():
+    rule_for(Gate, parameters=("slope", "shift"))(lambda _, x, dy: {"slope": x * dy, "shift": dy[:, None]})
+    with pytest.raises(CoverageError, match=r"shape \(7, 1, 3\) for 'shift'; .* here \(batch, 3\)"):
+        measure(gated())
+
+
+def test_the_exact_diversity_takes_the_fallback():
+    rows = [(INPUTS, TARGETS)]
+    with pytest.raises(CoverageError, match=r"fallback='vmap' \(in a controller: estimator=Trajectory\(fallback="):
+        gradient_diversity(gated(), mean_loss, rows)
+    found = gradient_diversity(gated(), mean_loss, rows, fallback="vmap")
+    expected = sq_norms(gated(), mean_loss, INPUTS, TARGETS).sum().item()
+    assert found.sum_of_sq_norms == pytest.approx(expected, rel=1e-10)
+
+
+def test_the_oracle_takes_the_fallback():
+    model, loader = gated(), AdaptiveLoader(dataset(12), 4, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CoverageError, match=r"'1.slope' of Gate"):
+        Controller(model, optimizer, loader, DiveBatch(1.0, 8), estimator=Oracle(mean_loss))
+    estimator = Oracle(mean_loss, fallback="vmap")
+    with Controller(model, optimizer, loader, DiveBatch(1.0, 8), estimator=estimator) as control:
+        for x, y in loader:
+            optimizer.zero_grad()
+            mean_loss(model(x), y).backward()
+            optimizer.step()
+        exact = gradient_diversity(model, mean_loss, loader.full_pass(), fallback="vmap").value
+        assert control.step().diversity == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"), [({"x": INPUTS, "y": TARGETS}, "got dict"), ((INPUTS, TARGETS, TARGETS), "got tuple of 3")]
+)
+def test_batches_that_are_no_pairs_are_named(batch, named):
+    with pytest.raises(ArgumentError, match=rf"batches must be pairs \(inputs, targets\), {named}"):
+        gradient_diversity(nn.Linear(4, 3).double(), mean_loss, [batch])
+
+
+# Tensors that are dropped on the device, and the question whether they must be
+
+
+KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def tensors(*kinds: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, 4, 2, 2, generator=generator).to(kind) for kind in kinds]
+
+
+@pytest.mark.parametrize("kinds", [(kind, kind) for kind in KINDS] + [KINDS])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.0])
+def test_what_is_kept_is_as_it_was_and_what_is_not_is_zero(kinds, bad):
+    given = [each.to(memory_format=torch.channels_last) for each in tensors(*kinds)]
+    given[-1][1, 2, 1, 0] = bad
+    for same, before in zip(kept(given, torch.tensor(True)), given, strict=True):
+        assert same.dtype == before.dtype
+        assert torch.equal(same.nan_to_num(7.0), before.nan_to_num(7.0))
+    for gone, before in zip(kept(given, torch.tensor(False)), given, strict=True):
+        assert gone.dtype == before.dtype
+        assert gone.shape == before.shape
+        assert not gone.any()
+    assert bool(torch.isnan(given[-1]).any()) == math.isnan(bad), "gradients are the user's and stay as they are"
+
+
+@pytest.mark.parametrize(("bad", "expected"), [(math.nan, False), (math.inf, False), (-math.inf, False), (1.0, True)])
+def test_a_single_entry_decides(bad: float, expected: bool):
+    given = tensors(torch.float32, torch.float32)
+    given[1][2, 3, 1, 1] = bad
+    assert bool(are_finite(given)) is expected
+    assert bool(are_finite([given[0], given[1].flatten(1).to_sparse()])) is expected
+
+
+def test_entries_whose_squares_are_too_large_are_finite():
+    assert are_finite([torch.full((4,), 1e30)])

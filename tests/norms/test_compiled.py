@@ -1,4 +1,4 @@
-"""The meters inside compiled models against the same meters outside."""
+"""Compiled passes after the first: the taps, normalisation layers that count by themselves, seeds."""
 
 import copy
 import shutil
@@ -113,6 +113,7 @@ def assert_same(meter: NormMeter, expected: NormMeter, rel: float = 1e-4) -> Non
 # Compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_model_counts_like_an_eager_one(case: str):
     make, batch = CASES[case]
@@ -129,6 +130,7 @@ def test_a_compiled_model_counts_like_an_eager_one(case: str):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_convolution_of_few_positions_takes_their_products(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 24, 3, stride=1, padding=(1, 0)), nn.Flatten(), nn.Linear(24 * 4 * 2, 3))
@@ -140,6 +142,7 @@ def test_a_compiled_convolution_of_few_positions_takes_their_products(monkeypatc
     assert_same(meter, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "sketch"])
 @pytest.mark.parametrize(("make", "batch"), [*CASES.values(), (by_running_statistics, images)])
 def test_no_gradient_is_copied_to_learn_its_strides(make, batch, mode: str, monkeypatch: pytest.MonkeyPatch):
@@ -161,6 +164,7 @@ def test_no_gradient_is_copied_to_learn_its_strides(make, batch, mode: str, monk
     assert not [code for code in functions if "contiguous" in code]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["transformer"])
 def test_the_last_batch_may_be_smaller(case: str):
     make, batch = CASES[case]
@@ -173,6 +177,7 @@ def test_the_last_batch_may_be_smaller(case: str):
     assert_same(meter, by_hooks(make(), *map(batch, (6, 6, 4, 3))))
 
 
+@pytest.mark.slow
 def test_attaching_and_detaching_switches_the_count_on_and_off():
     model, data = ConvNet(), images(6)
     meter = NormMeter(model, compiled=True)
@@ -191,6 +196,7 @@ def test_attaching_and_detaching_switches_the_count_on_and_off():
     assert (meter.sum_of_sq_norms(), meter.num_samples) == (0.0, 0)
 
 
+@pytest.mark.slow
 def test_another_instance_that_was_compiled_before_does_not_hide_the_taps():
     other, model, data = ConvNet(), ConvNet(), images(6)
     run_other, run = compiled(other), compiled(model)
@@ -204,6 +210,7 @@ def test_another_instance_that_was_compiled_before_does_not_hide_the_taps():
     assert_same(meter, by_hooks(model_now, data))
 
 
+@pytest.mark.slow
 def test_a_sketch_inside_the_graph_is_right_and_draws_new_signs():
     model, data = ConvNet(), images(6)
     meter = NormMeter(model, compiled=True, mode="sketch")
@@ -221,6 +228,7 @@ def test_a_sketch_inside_the_graph_is_right_and_draws_new_signs():
     assert meter.per_sample() is None
 
 
+@pytest.mark.slow
 def test_a_compiled_diversity_is_the_eager_one():
     """With batches of several sizes, read on the way and gone on with from a state."""
     model, plain = ConvNet(), ConvNet()
@@ -238,6 +246,7 @@ def test_a_compiled_diversity_is_the_eager_one():
             meter.load_state_dict(meter.state_dict())
 
 
+@pytest.mark.slow
 def test_the_passes_one_wants():
     model, data = Transformer(), [sentences(6)] * 5
     meter = NormMeter(model, compiled=True)
@@ -248,6 +257,7 @@ def test_the_passes_one_wants():
     assert_same(meter, by_hooks(Transformer(), *data[::2]))
 
 
+@pytest.mark.slow
 def test_autocast_inside_the_graph():
     model, (inputs, targets) = Transformer(), sentences(6)
     meter = NormMeter(model, compiled=True)
@@ -371,6 +381,7 @@ def test_a_second_compiled_meter_at_the_same_time_is_refused():
     assert type(model.first) is nn.Conv2d
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True)
 def test_switching_is_noticed_where_guards_look_at_attributes_only():
     # torch up to 2.12 does so by default, and then a class that changes goes unnoticed.
@@ -399,3 +410,141 @@ def test_the_exact_diversity_of_a_compiled_model_is_that_of_the_model():
     compiled = torch.compile(model, backend="aot_eager")
     mean_loss(compiled(rows[0][0]), rows[0][1]).backward()  # its code is made before any hook
     assert gradient_diversity(compiled, mean_loss, rows) == gradient_diversity(model, mean_loss, rows)
+
+
+# Normalisation layers that count by themselves, against the layers and rules they stand in for
+
+
+NORMALIZATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(3), (6, 3)),
+    "BatchNorm1d, positions": (lambda: nn.BatchNorm1d(3), (6, 3, 4)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (6, 3, 3, 5)),
+    "BatchNorm2d, average of all": (lambda: nn.BatchNorm2d(3, momentum=None), (6, 3, 3, 5)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(3), (6, 3, 3, 2, 2)),
+    "LayerNorm": (lambda: nn.LayerNorm(3), (6, 3)),
+    "LayerNorm, positions": (lambda: nn.LayerNorm(3, eps=0.1), (6, 5, 3)),
+    "LayerNorm, two dimensions": (lambda: nn.LayerNorm((2, 3)), (6, 5, 4, 2, 3)),
+    "LayerNorm without bias": (lambda: nn.LayerNorm(3, bias=False), (6, 5, 3)),
+}
+
+
+def layers_of(case: str, frozen: str | None) -> tuple[nn.Module, nn.Module]:
+    """The same layer twice."""
+    pair = (NORMALIZATIONS[case][0]().double(), NORMALIZATIONS[case][0]().double())
+    for layer in pair:
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(-2, 1, layer.weight.numel()).view_as(layer.weight))
+        if frozen:
+            getattr(layer, frozen).requires_grad_(False)
+    return pair
+
+
+def pass_through(layer: nn.Module, x: Tensor, **settings: bool) -> tuple[Tensor, NormMeter]:
+    """The input's gradient, and what was counted."""
+    x = x.clone().requires_grad_()
+    with NormMeter(layer, loss_reduction="sum", **settings) as meter:
+        layer(x).sin().sum().backward()
+    return x.grad, meter
+
+
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+@pytest.mark.parametrize("case", NORMALIZATIONS)
+def test_a_tapped_layer_is_the_layer_itself(case: str, frozen: str | None):
+    if frozen and "without" in case:
+        pytest.skip("has but one parameter")
+    torch.manual_seed(0)
+    plain, tapped = layers_of(case, frozen)
+    x = torch.randn(NORMALIZATIONS[case][1], dtype=torch.float64)
+    (dx, counted), (expected_dx, expected) = pass_through(tapped, x, compiled=True), pass_through(plain, x)
+    assert counted.sum_of_sq_norms() == pytest.approx(expected.sum_of_sq_norms(), rel=1e-10)
+    assert counted.num_samples == 6
+    torch.testing.assert_close(dx, expected_dx, rtol=1e-10, atol=1e-12)
+    for one, other in zip(plain.parameters(), tapped.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(tapped.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tapped_layer_norm_gives_the_type_that_the_layer_gives(dtype: torch.dtype, autocast: bool):
+    layer, x = nn.LayerNorm(3).to(dtype), torch.randn(4, 2, 3).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = layer(x)
+        with NormMeter(layer, compiled=True):
+            found = layer(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_layer_norm_without_a_batch_is_refused():
+    layer = nn.LayerNorm(3)
+    with NormMeter(layer, compiled=True), pytest.raises(CoverageError, match="LayerNorm"):
+        layer(torch.randn(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("case", ["BatchNorm2d", "LayerNorm, positions"])
+def test_what_a_compiler_sees_holds_no_tensor_under_two_names(case: str):
+    """torch 2.11 makes each name an output of its own, and the gradient of the layer's output went to the wrong one."""
+    build, shape = NORMALIZATIONS[case]
+    layer, conversions = build(), []
+
+    def watch(module, _):
+        graphs = [part.graph for name, part in module.named_modules() if "fwd_body" in name]
+        nodes = [node for graph in graphs for node in graph.nodes if node.target == "to"]
+        conversions.extend((node.args[0].meta["example_value"].dtype, node.args[1]) for node in nodes)
+        assert graphs
+        return module
+
+    compiled = torch.compile(lambda x: layer(x).sum(), backend=watch, fullgraph=True)
+    with NormMeter(layer, compiled=True):
+        compiled(torch.randn(shape))
+        with torch.autocast("cpu", torch.bfloat16):
+            compiled(torch.randn(shape).bfloat16())
+    assert all(old != new for old, new in conversions)
+    assert conversions  # of bfloat16
+
+
+def test_how_many_layers_were_reached_is_kept_where_recorded_passes_find_it():
+    layer = nn.BatchNorm1d(3)
+    with NormMeter(layer, compiled=True) as meter:
+        layer(torch.randn(4, 3)).sum().backward()
+        kept = meter._engine._most_calls
+        layer(torch.randn(4, 3)).sum().backward()
+        assert meter._engine._most_calls is kept
+
+
+# The seeds that compiled passes hand to the GPU kernels which draw random signs
+
+
+def make_meter(mode: str) -> tuple[nn.Module, NormMeter]:
+    model = mlp()
+    return model, NormMeter(model, compiled=True, mode=mode)
+
+
+def test_each_pass_has_other_seeds_and_a_pass_that_waits_is_not_disturbed():
+    model, meter = make_meter("sketch")
+    x, y = samples(4)
+    seeds = meter._engine.seeds
+    assert len(seeds) == len(meter._layers)
+    seen = [seeds.clone()]
+    with meter:
+        losses = [mean_loss(model(x), y) for _ in range(2)]
+        for loss in losses:
+            loss.backward()  # torch refuses if what it saved for this pass was changed in sight
+            seen.append(seeds.clone())
+    assert meter._engine.seeds is seeds  # a recorded pass reads them at this place
+    assert len({tuple(each.tolist()) for each in seen}) == 3
+    assert len(set(seen[0].tolist())) == len(seen[0])
+
+
+def test_exact_passes_leave_the_seeds_alone():
+    model, meter = make_meter("exact")
+    x, y = samples(4)
+    before = meter._engine.seeds.clone()
+    with meter:
+        mean_loss(model(x), y).backward()
+    assert torch.equal(meter._engine.seeds, before)
