@@ -335,3 +335,19 @@ def test_a_resume_with_other_ranks_goes_on_at_the_same_sample():
             loader.load_state_dict(before.state_dict())
         rest = [[n for batch in loader for n in listed(batch)[: loader.rank_shard.mine]] for loader in loaders]
         assert sorted(chain(*rest)) == sorted(n for batch in single[2:] for n in listed(batch))
+
+
+def test_more_ranks_than_samples_of_a_saved_batch_cut_the_rest_so_that_each_has_one():
+    before = AdaptiveLoader(TensorDataset(torch.arange(23)), 2, seed=0)
+    passing = iter(before)
+    delivered = listed(next(passing))
+    loaders = [shared(AdaptiveLoader(TensorDataset(torch.arange(23)), 8, seed=0), rank) for rank in ranks_of(3)]
+    rest = []
+    for loader in loaders:
+        with pytest.warns(UserWarning, match="below the 3 ranks"):
+            loader.load_state_dict(before.state_dict())
+        rest.append([listed(batch) for batch in loader])
+    assert all([len(batch) for batch in batches] == [1] * 7 for batches in rest)
+    assert sorted([*delivered, *(number for batches in rest for batch in batches for number in batch)]) == list(
+        range(23)
+    )

@@ -6,7 +6,6 @@ epoch, samples delivered before, rank); worker processes derive theirs from it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ def shard_places(
     end = start + num_batches(num_samples - start, batch_size, drop_last=drop_last) * batch_size
     stops = range(start + batch_size, end + batch_size, batch_size)
     if ranks.is_alone:
-        return map(slice, range(start, end, batch_size), map(min, stops, repeat(num_samples)))
+        return map(slice, range(start, end, batch_size), stops)
     return (_place(stop - batch_size, min(stop, num_samples), ranks) for stop in stops)
 
 
