@@ -1,16 +1,25 @@
-"""Means of many small estimates, and their spread."""
+"""Means of many small estimates, and their spread; norms that are read late, against the same norms at once."""
 
 import math
+from collections.abc import Callable
 from itertools import permutations, product
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
 
-from divebatch import Diversity
+from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Moments, PerSample, Split
-from divebatch.estimators.average import PairAverage, unbiased
+from divebatch.estimators import Moments, Oracle, PerSample, Split
+from divebatch.estimators import average as averages
+from divebatch.estimators.average import PairAverage, norms_of, numbers_of, read, unbiased
+from divebatch.estimators.split import ChunkNorms
 from divebatch.measurement import Spread
+from divebatch.policies import NoiseScale
+from reference import per_sample
+from reference.per_sample import dataset, mean_loss, mlp
 
 
 def average_of(num_samples: int, *, decay: float = 1.0) -> PairAverage:
@@ -22,15 +31,15 @@ def average_of(num_samples: int, *, decay: float = 1.0) -> PairAverage:
 def test_an_exponential_mean_is_not_pulled_to_zero_and_forgets():
     steady, changed = average_of(10, decay=0.5), average_of(10, decay=0.5)
     for step in range(20):
-        steady.add(torch.tensor([3.0, 2.0], dtype=torch.float64), 1)
-        changed.add(torch.tensor([3.0, 2.0] if step < 10 else [5.0, 1.0], dtype=torch.float64), 1)
+        steady.extend([[3.0, 2.0]], [1])
+        changed.extend([[3.0, 2.0] if step < 10 else [5.0, 1.0]], [1])
     assert (steady.diversity().trace, steady.diversity().sq_norm) == pytest.approx((3.0, 2.0))
     assert (changed.diversity().trace, changed.diversity().sq_norm) == pytest.approx((5.0, 1.0), rel=2e-3)
 
 
 def test_the_first_of_an_exponential_mean_counts_whole():
     average = average_of(7, decay=0.99)
-    average.add(torch.tensor([3.0, 2.0], dtype=torch.float64), 7)
+    average.extend([[3.0, 2.0]], [7])
     assert average.diversity().trace == pytest.approx(3.0)
     assert average.diversity().noise_scale_interval() == (0.0, math.inf)  # one estimate tells nothing of its spread
 
@@ -38,7 +47,7 @@ def test_the_first_of_an_exponential_mean_counts_whole():
 def test_an_exponential_mean_by_hand():
     values, decay, average = [4.0, 1.0, 7.0], 0.8, average_of(3, decay=0.8)
     for value in values:
-        average.add(torch.tensor([value, 1.0], dtype=torch.float64), 1)
+        average.extend([[value, 1.0]], [1])
     weights = [decay**2, decay, 1.0]
     mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
     measured = average.diversity()
@@ -50,7 +59,7 @@ def test_an_exponential_mean_by_hand():
 def test_the_spread_of_equal_weights_is_the_textbooks():
     pairs, average = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), average_of(7)
     for pair in pairs:
-        average.add(pair, 5)
+        average.extend([pair.tolist()], [5])
     spread, covariance = average.diversity().spread, (torch.cov(pairs.T) / 7).tolist()
     assert spread is not None
     assert (spread.trace_variance, spread.covariance) == pytest.approx((covariance[0][0], covariance[0][1]))
@@ -123,3 +132,115 @@ def test_batches_without_replacement_tell_of_what_the_samples_were_drawn_from(si
     assert sq_norm == pytest.approx(float(rows.mean(0).square().sum()) - trace / 6)
     exact = Diversity(float(rows.square().sum()), float(rows.sum(0).square().sum()), 6).noise_scale
     assert exact == pytest.approx(trace / (sq_norm + trace / 6) * 5 / 6)
+
+
+# Norms that are read late
+
+plain_sgd = pytest.mark.filterwarnings("ignore:.* goes by the noise scale, and .moments.")  # it has no momentum
+DATA = dataset(41)
+
+
+def test_norms_of_many_kinds_are_read_in_order():
+    generator = torch.Generator().manual_seed(0)
+    groups = [[torch.randn(3, 2, generator=generator), torch.randn(4, generator=generator)] for _ in range(4)]
+    groups[2] = [each.double() for each in groups[2]]
+    expected = [float(sum(each.double().square().sum() for each in group)) for group in groups]
+    many = [norms_of(groups[0]), 7.0, *map(norms_of, groups[1:]), norms_of([])]
+    assert read(many) == pytest.approx([expected[0], 7.0, *expected[1:], 0.0], rel=1e-6)
+    assert read([]) == []
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (3, 1, 2)])
+def test_a_row_is_the_analysis_of_variance_between_its_chunks(sizes: tuple[int, ...]):
+    samples = torch.randn(sum(sizes), 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.3
+    parts = list(samples.split(sizes))
+    sums = [part.sum(0) for part in parts]
+    before_last = norms_of([torch.stack(sums[:-1]).sum(0)]) if len(sizes) > 2 else None
+    norms = [norms_of([2 * part.mean(0)]) for part in parts]
+    row = ChunkNorms(sizes, [0.25] * len(sizes), norms, norms_of([samples.sum(0)]), before_last)
+    (found,) = numbers_of([row])
+    assert found[1:3] == pytest.approx(per_sample.pair_of(parts), rel=1e-12)
+    *first, last = parts
+    apart = (torch.cat(first).mean(0) - last.mean(0)) @ samples.mean(0)
+    assert found[3] == pytest.approx(float(apart**2) * len(last) * (1 - len(last) / sum(sizes)), rel=1e-9)
+
+
+class Launches(TorchDispatchMode):
+    """Operators that would be launches on a GPU, one or more each."""
+
+    FREE = ("view", "detach", "alias", "slice", "select", "empty")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not any(name in str(func) for name in self.FREE)
+        return func(*args, **(kwargs or {}))
+
+
+def launches(estimator: object, parts: int, steps: int) -> int:
+    model = mlp()
+    loader, optimizer, seen = AdaptiveLoader(DATA, 8, seed=0), torch.optim.SGD(model.parameters(), 0.01), Launches()
+    with Controller(model, optimizer, loader, NoiseScale(64), estimator=estimator), seen:
+        for _, batch in zip(range(steps), loader, strict=False):
+            step(model, optimizer, batch, 8 // parts)
+    return seen.count
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], size: int) -> None:
+    optimizer.zero_grad()
+    for (x, y), share in micro_batches(batch, size):
+        (mean_loss(model(x), y) * share).backward()
+    optimizer.step()
+
+
+def launches_of_two_steps(estimator: Callable[[], object], parts: int) -> int:
+    return launches(estimator(), parts, 4) - launches(estimator(), parts, 2)
+
+
+@plain_sgd
+@pytest.mark.parametrize(("kind", "parts", "count"), [(Moments, 1, 2 * 3), (Split, 2, 2 * (2 * 3 + 3))])
+def test_a_step_costs_few_launches(kind, parts: int, count: int):
+    """Three for each step of moments: a copy, a norm, a product. Of split, three a chunk and three an estimate."""
+    plain = launches_of_two_steps(lambda: Oracle(mean_loss), parts)
+    assert launches_of_two_steps(kind, parts) - plain == count
+
+
+@plain_sgd
+@pytest.mark.parametrize("kind", [Moments, Split])
+def test_it_does_not_matter_when_they_are_read(kind, monkeypatch: pytest.MonkeyPatch):
+    found = []
+    for most in (averages.MOST_WAITING, 1, 3):
+        monkeypatch.setattr(averages, "MOST_WAITING", most)
+        model = mlp()
+        loader, optimizer = AdaptiveLoader(DATA, 4, seed=0), torch.optim.SGD(model.parameters(), 0.01)
+        with Controller(model, optimizer, loader, NoiseScale(64), estimator=kind(decay=0.9)) as control:
+            for batch in loader:
+                step(model, optimizer, batch, 2)
+            found.append(control.step())
+    assert found[0] == found[1] == found[2]
+
+
+def test_squares_beyond_all_numbers_are_infinite_and_no_error():
+    huge = norms_of([torch.full((2,), 1e155, dtype=torch.float64)])
+    (found,) = numbers_of([ChunkNorms((2, 2), (1.0, 1.0), (huge, 0.0), huge, None)])
+    assert not any(map(math.isfinite, found[1:]))
+
+
+@plain_sgd
+@pytest.mark.parametrize("kind", [Moments, Split])
+def test_sparse_gradients_count_as_dense_ones(kind):
+    """With tokens that repeat, of which a sparse gradient has several entries."""
+    tokens, targets = torch.randint(3, (24, 4), generator=torch.Generator().manual_seed(0)), torch.ones(24, 2)
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.EmbeddingBag(3, 2, mode="sum", sparse=sparse)
+        loader = AdaptiveLoader(TensorDataset(tokens, targets), 8, seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with Controller(model, optimizer, loader, NoiseScale(64), estimator=kind()) as control:
+            for batch in loader:
+                step(model, optimizer, batch, 4)
+            found.append(control.step().diversity)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -100,8 +100,7 @@ class PairAverage:
     ||G||^2 rises.
 
     With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
-    weights, so its start does not pull it towards zero. Sums stay on the device they come from until they are read, and
-    nothing is sent there: a copy from the host would wait for all that a GPU still has to do.
+    weights, so its start does not pull it towards zero.
 
     An estimate that is not made of finite numbers counts for nothing; its samples go from `num_samples` to
     `skipped_samples`.
@@ -129,33 +128,18 @@ class PairAverage:
         """Drop all estimates."""
         self.num_samples: int | Tensor = 0
         """Samples that were looked at, and are in an estimate or between two."""
-        self.skipped_samples: int | Tensor = 0
+        self.skipped_samples = 0
         """Samples that are in no estimate, since gradients were not finite or the loop made no step on them."""
         self._waiting: list[StepEstimate] = []
         """Estimates that are to be read and averaged."""
-        self._first = torch.zeros((), dtype=torch.float64)
+        self._first: Any = np.zeros(())
         """Sum of w * (1, trace, sq_norm, ...)."""
-        self._second = torch.zeros((), dtype=torch.float64)
+        self._second: Any = np.zeros(())
         """Sum of w^2 times the outer product of the same with itself."""
-        self._between = np.zeros(())
+        self._between: Any = np.zeros(())
         """The same products of each row with the `overlap` ones before it, the nearer the more."""
         self._recent: list[Any] = []
         """These rows, times their weights, the newest first."""
-
-    def add(self, pair: Tensor, weight: Any) -> None:
-        """Add an estimate. A weight of zero counts for nothing, whatever the pair holds."""
-        if isinstance(weight, Tensor):
-            weight = weight.to(pair.device)
-            pair = torch.where(weight > 0, pair, 0.0)
-        elif not weight > 0:
-            pair = torch.zeros_like(pair)
-        row = torch.cat([torch.ones_like(pair[:1]), pair]) * weight
-        squares = torch.outer(row, row)
-        if self._first.ndim:
-            self._first = self._first.to(pair.device) * self.decay + row
-            self._second = self._second.to(pair.device) * self.decay**2 + squares
-        else:  # nothing yet, which need not be sent there
-            self._first, self._second = row, squares
 
     def add_step(self, estimate: StepEstimate) -> None:
         """Add an estimate whose norms stay on the device until somebody reads the mean, or many wait."""
@@ -171,22 +155,17 @@ class PairAverage:
             self.extend([pair for _, *pair in rows], [weight for weight, *_ in rows])
 
     def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:
-        """Add each in turn, for numbers that are on the host."""
-        first, second = self._first.cpu().numpy(), self._second.cpu().numpy()
+        """Add estimates in turn. A weight of zero counts for nothing, whatever the pair holds."""
         with np.errstate(all="ignore"):  # what is not finite stays so, as in torch
             for pair, weight in zip(pairs, weights, strict=True):
                 is_finite = all(map(math.isfinite, pair))
                 if not is_finite:
-                    self.leave_out(int(weight))
+                    self.num_samples = self.num_samples - int(weight)
+                    self.skipped_samples += int(weight)
                 row = np.array((1.0, *pair)) * weight if weight > 0 and is_finite else np.zeros(1 + len(pair))
-                first, second = first * self.decay + row, second * self.decay**2 + np.outer(row, row)
+                self._first = self._first * self.decay + row
+                self._second = self._second * self.decay**2 + np.outer(row, row)
                 self._relate(row)
-        self._first, self._second = torch.from_numpy(np.asarray(first)), torch.from_numpy(np.asarray(second))
-
-    def leave_out(self, num_samples: int | Tensor) -> None:
-        """Count samples that were looked at as skipped: they are in no estimate."""
-        self.num_samples = self.num_samples - num_samples
-        self.skipped_samples = self.skipped_samples + num_samples
 
     def _relate(self, row: Any) -> None:
         """Add the products of `row` with those before it, which have faded since."""
@@ -201,7 +180,7 @@ class PairAverage:
     def is_empty(self) -> bool:
         """Whether there is nothing to average; waits for the device."""
         self._read_waiting()
-        return not float(self._first.flatten()[0]) > 0
+        return not self._first.flat[0] > 0
 
     def diversity(self) -> Diversity:
         """Return the means and their spread; waits for the device."""
@@ -214,7 +193,7 @@ class PairAverage:
             spread = replace(spread, sq_norm_variance=math.inf)
         found = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
         inner_variance = inner[0] if inner and math.isfinite(inner[0]) else None
-        return replace(found, inner_variance=inner_variance, skipped_samples=int(self.skipped_samples))
+        return replace(found, inner_variance=inner_variance, skipped_samples=self.skipped_samples)
 
     def over(self, ranks: Ranks) -> "PairAverage":
         """Return the mean over all ranks together, if each saw samples of its own; a collective."""
@@ -222,10 +201,8 @@ class PairAverage:
             return self
         states = ranks.gather(self.state_dict())
         total = PairAverage(decay=self.decay)
-        total._first, total._second = (  # a rank without any estimate has a plain zero, which goes with every shape
-            torch.stack(torch.broadcast_tensors(*(torch.tensor(s[key], dtype=torch.float64) for s in states))).sum(0)
-            for key in ("first", "second")
-        )
+        # A rank without any estimate has a plain zero, which goes with every shape.
+        total._first, total._second = (sum(np.array(state[key]) for state in states) for key in ("first", "second"))
         total.num_samples = sum(state["num_samples"] for state in states)
         total.skipped_samples = sum(state["skipped_samples"] for state in states)
         return total
@@ -233,14 +210,14 @@ class PairAverage:
     def unknown(self) -> Diversity:
         """Return the answer without any estimate: every noise scale is possible."""
         nothing = Spread(trace_variance=math.inf, sq_norm_variance=math.inf, covariance=0.0, degrees=0.0)
-        skipped = int(self.skipped_samples)
-        return Diversity(math.nan, math.nan, max(1, int(self.num_samples)), nothing, skipped_samples=skipped)
+        num_samples = max(1, int(self.num_samples))
+        return Diversity(math.nan, math.nan, num_samples, nothing, skipped_samples=self.skipped_samples)
 
     def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
         """Estimate the spread from each estimate's distance to the mean, also if some are less exact than others."""
-        second = self._second.cpu()
-        products = (second + torch.from_numpy(np.asarray(self._between + self._between.T)))[:3, :3]
-        to_mean = torch.tensor([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]], dtype=torch.float64)
+        second = self._second
+        products = (second + self._between + self._between.T)[:3, :3]
+        to_mean = np.array([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]])
         scatter = to_mean @ products @ to_mean.T
         ratio = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
         fitted = float(products[0, 0]) / total**2  # what the mean took up of it, were they independent
@@ -277,7 +254,7 @@ class PairAverage:
             "first": self._first.tolist(),
             "second": self._second.tolist(),
             "num_samples": int(self.num_samples),
-            "skipped_samples": int(self.skipped_samples),
+            "skipped_samples": self.skipped_samples,
             "between": self._between.tolist(),
             "recent": [each.tolist() for each in self._recent],
             "bounds_below": self.bounds_below,
@@ -288,11 +265,10 @@ class PairAverage:
         self.forget()
         if not is_first:
             return
-        self._first = torch.tensor(state["first"], dtype=torch.float64)
-        self._second = torch.tensor(state["second"], dtype=torch.float64)
+        self._first, self._second = np.array(state["first"]), np.array(state["second"])
         self.num_samples, self.skipped_samples = state["num_samples"], state["skipped_samples"]
-        self._between = np.array(state["between"], dtype=np.float64)
-        self._recent = [np.array(each, dtype=np.float64) for each in state["recent"]][: self.overlap]
+        self._between = np.array(state["between"])
+        self._recent = [np.array(each) for each in state["recent"]][: self.overlap]
         self.bounds_below = state["bounds_below"]
 
 

@@ -222,8 +222,10 @@ class SuccessiveGradients:
 
     def products(self, factor: float) -> StepProducts:
         """Multiply the newest gradient with the one before and, to extrapolate, with the one before that."""
-        newest, last, before = (self.vectors[(self._count - lag) % KEPT] for lag in (1, 2, 3))
-        products: list[Norms] = [_dot(newest, last), _dot(newest, before) if factor else 0.0]
+        newest, last = self.vectors[(self._count - 1) % KEPT], self.vectors[(self._count - 2) % KEPT]
+        products: list[Norms] = [_dot(newest, last), 0.0]
+        if factor:
+            products[1] = _dot(newest, self.vectors[self._count % KEPT])
         if self.signs is not None and not self._shards.ranks.is_alone:  # all have whole sketches, whose parts add up
             products = [each / self._shards.ranks.size for each in products]
         return StepProducts((self._sizes[1], self._sizes[0]), factor, (self._sq_norms[1], self._sq_norms[0], *products))
@@ -407,7 +409,8 @@ class Moments(AveragedEstimator):
         if not event.samples:
             self._unchanged.later(optimizer)
             return
-        scene, size = self._bound(), event.samples
+        scene, size = self._scene, event.samples
+        assert scene is not None
         if event.batches > event.accumulate:
             size = self._used(event)
             # A loader that fetches ahead has delivered one batch more at the first step; nothing was left out there.
@@ -418,7 +421,8 @@ class Moments(AveragedEstimator):
         # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
         scale = 1.0 if scene.loss_reduction == "mean" else scene.delivery.ranks.size / size
         self._history.add(optimizer, size, scale=scale)
-        self._unchanged.first(optimizer)
+        if scene.other_optimizers:
+            self._unchanged.first(optimizer)
 
     def _used(self, event: StepEvent) -> int:
         """Count the samples of a step's gradient: a GradScaler or the loop made no step on the batches before."""
