@@ -115,8 +115,11 @@ RULES: dict[str, list[tuple[Policy, Measurement, int]]] = {
     ],
     "gradient damp": [(GradientDamp(CAP), damped(0.5), 768), (GradientDamp(CAP), damped(-0.5), 128)],
     "adadamp": [
-        (AdaDamp(CAP), seen(loss=loss, history=LOSS_2), wanted)
-        for loss, wanted in ((2.0, 128), (0.9, 285), (0.1, 2560), (3.0, 128), (1e-9, CAP), (0.0, CAP))
+        *(
+            (AdaDamp(CAP), seen(loss=loss, history=LOSS_2), wanted)
+            for loss, wanted in ((2.0, 128), (0.9, 285), (0.1, 2560), (3.0, 128), (1e-9, CAP), (0.0, CAP))
+        ),
+        (AdaDamp(CAP), seen(loss=0.7, history=History(first_loss=2.1)), 384),  # 2.1 / 0.7 is 3 and a rounding error
     ],
     "plateau": [
         *(
