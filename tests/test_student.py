@@ -14,6 +14,23 @@ def test_quantiles_are_those_of_printed_tables(degrees, value):
     assert t_quantile(0.975, degrees) == pytest.approx(value, abs=5e-5)
 
 
+EXACT = {
+    1: 12.706204736174694,
+    2: 4.302652729749462,
+    5.5: 2.501858617589239,
+    99: 1.9842169515864174,
+    100: 1.9839715185235518,
+    1000: 1.9623390808264083,
+    1e5: 1.9599877075346095,
+}
+"""The same by `scipy.stats.t.ppf`."""
+
+
+@pytest.mark.parametrize(("degrees", "value"), EXACT.items())
+def test_quantiles_have_ten_digits(degrees, value):
+    assert t_quantile(0.975, degrees) == pytest.approx(value, rel=1e-10)
+
+
 @pytest.mark.parametrize("degrees", [1, 1.5, 2, 5, 7.3, 31])
 def test_the_distribution_is_the_integral_of_its_density(degrees):
     """The slow twin: the density summed over fine steps."""

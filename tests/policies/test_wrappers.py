@@ -101,6 +101,10 @@ def test_spill_over_lowers_the_rate_by_what_is_over_the_cap_and_gives_it_back():
     assert factors == pytest.approx([1, 0.5, 0.25, 0.25, 0.25, 0.25, 1, 0.5])
 
 
+def test_less_than_a_sample_over_the_cap_is_rounding():
+    assert run(SpillOver(Asks(CAP + 0.9, CAP + 1.0)), 2)[1] == pytest.approx([1, CAP / (CAP + 1)])
+
+
 def test_geodamp_with_spill_over_halves_the_rate_at_the_cap():
     sizes, factors = run(SpillOver(GeoDamp(400, every_epochs=1)), 5)
     assert sizes == [200, 400, 400, 400, 400]
