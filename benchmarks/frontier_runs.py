@@ -195,10 +195,10 @@ WORKLOADS = {
     ),
     "linear-adam": Workload(
         "frontier-linear-adam",
-        (8, 16, 32, 48, 64, 96, 128),
+        (32, 64, 128, 192, 256, 384, 512),
         (32, 0.032),
         0.5,
-        (*DECAYING, "lead-halves-adam"),
+        (*SHORT, "lead-halves-adam"),
         tolerance=0.03,
         seeds=8,
     ),
