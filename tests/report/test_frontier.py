@@ -163,5 +163,5 @@ def test_records_of_runs_are_trials(tmp_path):
 
 def test_a_picture_holds_the_frontier_and_every_method():
     figure = draw(scored(trial("rule", 64, 1024, law(2048)), trial("other", 64, 900, 9.0)))
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels == ["frontier", "rule", "other"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["frontier", "rule", "other (above: 9)"]

@@ -384,7 +384,7 @@ def draw(frontier: Frontier) -> "Figure":
         from matplotlib.ticker import NullLocator
     except ImportError as error:
         raise MissingExtraError("matplotlib", "report") from error
-    figure = Figure(figsize=(7.0, 4.4), layout="constrained")
+    figure = Figure(figsize=(8.6, 4.4), layout="constrained")
     axes = figure.subplots()
     seeds = _common_seeds(frontier.sizes)
     if seeds:
@@ -396,26 +396,28 @@ def draw(frontier: Frontier) -> "Figure":
             axes.plot(each.steps, mean, ".", color="#222222")
             axes.annotate(str(each.batch_size), (each.steps, mean), xytext=(4, 4), textcoords="offset points")
     shown = [each for each in frontier.scores if math.isfinite(each.loss)]
+    losses = [each.loss for each in shown] + [mean for mean in means if math.isfinite(mean)]
+    low, high = min(losses, default=0.0), max(losses, default=1.0)
+    high = min(high, 3 * float(np.median(losses or [1.0])) - 2 * low)
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     names = list(dict.fromkeys(each.method for each in shown))
     looks = looks_for(names)
     for number, name in enumerate(names):
         own = [each for each in shown if each.method == name]
+        above = ", ".join(f"{each.loss:.3g}" for each in own if each.loss > high)
         axes.plot(
             [each.steps for each in own],
-            [each.loss for each in own],
+            [min(each.loss, high) for each in own],
             "osD^vP"[number % 6],
             color=looks[name].color,
-            label=name,
+            label=f"{name} (above: {above})" if above else name,
         )
-    top = [each.loss for each in shown] + [mean for mean in means if math.isfinite(mean)]
-    if top:
-        low, high = min(top), min(max(top), 3 * float(np.median(top)) - 2 * min(top) + 1e-12)
-        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     axes.set_xscale("log", base=2)
     ticks = sorted({each.steps for each in frontier.sizes})
-    axes.set_xticks(ticks, [str(each) for each in ticks])
+    apart = [each for place, each in enumerate(ticks) if place == 0 or each >= 1.4 * ticks[place - 1]]
+    axes.set_xticks(apart, [str(each) for each in apart])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="Optimizer steps (dots: fixed batches, with their size)")
     axes.set_title(f"{frontier.workload}: loss on held-out data", loc="left")
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
