@@ -46,8 +46,8 @@ EXPERIMENTS = {
 COMMAND_LINES = [
     ["run", "synthetic-convex", "--epochs", "1e999"],
     ["run", "synthetic-convex", "--model", "../../evil"],
-    ["run", "synthetic-convex", "--micro-batch", "0"],
-    ["run", "synthetic-convex", "--seconds", "nan"],
+    ["run", "synthetic-convex", "--set", "training.micro_batch_size=0"],
+    ["run", "synthetic-convex", "--set", "seconds=nan"],
     ["run", "synthetic-convex", "--seed", "-1"],
     ["run", "../../etc/passwd"],
     ["search", "synthetic-convex", "--method", "sgd-small", "--over", "lr=nan"],

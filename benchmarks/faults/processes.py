@@ -23,7 +23,8 @@ LOOK = 0.001
 """Seconds from one look at a process or a file to the next."""
 PRELOADED = [
     "divebatch.cli",
-    "divebatch.cli.work.run",
+    "divebatch.lab",
+    "divebatch.lab.search",
     "torch.distributed.fsdp",
     "torch._dynamo",
 ]

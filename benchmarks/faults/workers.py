@@ -13,7 +13,7 @@ from faults.processes import LIMIT, LOOK, Command, divebatch
 from faults.shop import Shop
 
 SEEDS = 3
-WORDS = ("run", "synthetic-nonconvex", "--methods", "sgd-small", "--epochs", "60", "--trials", str(SEEDS))
+WORDS = ("run", "synthetic-nonconvex", "--methods", "sgd-small", "--epochs", "200", "--trials", str(SEEDS))
 
 
 def tries(shop: Shop) -> Iterator[Outcome]:
@@ -67,8 +67,10 @@ def kill_busy(command: Command, out: Path) -> bool:
     """Whichever has written a few epochs of the first run."""
     if not command.wait_for(lambda: num_records(records(out, 0)) > 2):
         return False
-    os.kill(next(pid for pid in workers(command) if str(records(out, 0)) in open_files(pid)), signal.SIGKILL)
-    return True
+    busy = [pid for pid in workers(command) if str(records(out, 0)) in open_files(pid)]
+    for pid in busy:
+        os.kill(pid, signal.SIGKILL)
+    return bool(busy)
 
 
 def kill_parent(command: Command, out: Path) -> bool:

@@ -19,7 +19,16 @@ CASES: dict[str, list[str]] = {
     "synthetic-nonconvex": ["--epochs", "4"],
     "policies-synthetic": ["--epochs", "6"],
     "cifar10": ["--epochs", "3", "--model", "resnet20", "--methods", "sgd-small,adabatch,divebatch-every-epoch"],
-    "lm-bytes": ["--epochs", "6", "--model", "gpt-tiny", "--precision", "fp32", "--methods", "fixed-16,auto-16"],
+    "lm-bytes": [
+        "--epochs",
+        "6",
+        "--model",
+        "gpt-tiny",
+        "--set",
+        "training.precision=fp32",
+        "--methods",
+        "fixed-16,auto-16",
+    ],
     "lm-tiny": ["--epochs", "6", "--methods", "fixed-8,auto-8,seesaw,late-switch,auto-16-adam"],
 }
 TIMED = {"goodput"}

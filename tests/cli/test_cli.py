@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_runs_that_resume(tmp_path, monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("divebatch.cli.work.run.execute_all", interrupt)
+    monkeypatch.setattr("divebatch.lab.execute_all", interrupt)
     answer = call(*RUN, "--out", str(tmp_path))
     assert answer.exit_code == 1
     assert "with --resume continues" in answer.output
@@ -157,14 +157,9 @@ def test_python_dash_m_works(tmp_path: Path):
     assert "synthetic-convex" in answer.stdout
 
 
-def test_every_option_on_the_use_of_the_device_arrives_in_the_run(tmp_path):
-    options = [
-        "--precision",
-        "tf32",
-        "--no-compile",
-        "--micro-batch",
-        "50",
-    ]
+def test_every_setting_arrives_in_the_run(tmp_path):
+    changes = ["training.precision=tf32", "training.compile=false", "training.micro_batch_size=50"]
+    options = [word for each in changes for word in ("--set", each)]
     answer = call(*RUN, *options, "--methods", "sgd-small", "--out", str(tmp_path))
     assert answer.exit_code == 0, answer.output
     (path,) = tmp_path.rglob("*.jsonl")

@@ -263,7 +263,7 @@ def test_divergence_leaves_a_good_checkpoint_and_good_records(tmp_path, request,
 def test_divergence_before_any_checkpoint_says_so_and_exits_with_1(tmp_path, monkeypatch):
     experiment = replace(diverging(48), schedule=Part(kind="constant"))
     experiment = with_method(experiment, batch_size=48, lr=1e38, policy=Part(kind="fixed"))
-    monkeypatch.setattr("divebatch.cli.work.run.get_experiment", lambda _: experiment)
+    monkeypatch.setattr("divebatch.lab.get_experiment", lambda *_: experiment)
     answer = CliRunner().invoke(app, ["run", "it", "--jobs", "1", "--trials", "1", "--out", str(tmp_path)])
     assert answer.exit_code == 1
     assert "seed 0: the " in answer.output

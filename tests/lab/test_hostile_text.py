@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.errors import ArgumentError, DivebatchError, MissingExtraError, RecordError
-from divebatch.lab import Run, check_parts, execute, execute_all
-from divebatch.lab.schema import FOLDER, read_experiment
+from divebatch.lab import Run, check_parts, execute, execute_all, get_experiment
+from divebatch.lab.schema import FOLDER
 from divebatch.records import EpochRecord, RunHeader, read_run
 from lab.small_experiment import small
 
@@ -120,46 +120,26 @@ def test_a_run_with_hostile_records_fails_alone_and_keeps_its_files(begun, damag
 
 GOOD = (FOLDER / "synthetic-nonconvex.toml").read_text()
 EDITS = [
-    *(("epochs = 100", f"epochs = {value}") for value in ("0", "-1", "1.5", '"x"', "true", "[]", "{}", "nan")),
-    *(("trials = 10", f"trials = {value}") for value in ("0", "-3", '"x"')),
-    *(("batch_size = 512", f"batch_size = {value}") for value in ("0", "-1", "1e3", '"x"', "9" * 30)),
-    *(("lr = 1.0", f"lr = {value}") for value in ("0", "-1.0", "nan", "inf", "1e999", '"x"', "1" + "0" * 400)),
-    *(("delta = 0.1", f"delta = {value}") for value in ("-1", "nan", "inf", '"<b>"', "[]", "1" + "0" * 400)),
-    ('lr_coupling = "linear"', 'lr_coupling = "__import__"'),
-    ('estimator = "oracle"', 'estimator = "os.system"'),
-    ('policy = { kind = "fixed" }', 'policy = { kind = "fixed", evil = 1 }'),
-    ('policy = { kind = "fixed" }', 'policy = "fixed"'),
-    ('policy = { kind = "fixed" }', 'policy = { kind = "os.system" }'),
-    ('kind = "mlp"', "kind = 3"),
-    ('label = "Oracle"', 'label = "Oracle"\nwarmup_epochs = -1'),
-    ('label = "Oracle"', 'label = "Oracle"\n__class__ = "x"'),
-    ('name = "synthetic-nonconvex"', 'name = "../../harm"'),
-    ('name = "synthetic-nonconvex"', 'name = "/harm"'),
-    ('name = "synthetic-nonconvex"', 'name = ""'),
-    ("[methods.oracle]", '[methods."../../harm"]'),
-    ("[optimizer]", '[training]\nprecision = "fp8"\n[optimizer]'),
-    ("[optimizer]", "[training]\nmicro_batch_size = 0\n[optimizer]"),
-    ("[optimizer]", "[evil]\nx = 1\n[optimizer]"),
-    ("[data]", "[[data]]"),
+    *(("epochs = 100", f"epochs = {value}") for value in ("0", "1.5", "true", "[]")),
     ("trials = 10", "trials = " + "9" * 5000),
     ("trials = 10", "trials = " + "[" * 100_000),
-    ("trials = 10", "trials = \0"),
+    ("batch_size = 512", "batch_size = 1e3"),
+    *(("lr = 1.0", f"lr = {value}") for value in ("0", "nan", "1" + "0" * 400)),
+    ("delta = 0.1", "delta = inf"),
+    ('estimator = "oracle"', 'estimator = "os.system"'),
+    ('policy = { kind = "fixed" }', 'policy = { kind = "fixed", evil = 1 }'),
+    ('kind = "mlp"', "kind = 3"),
+    ('name = "synthetic-nonconvex"', 'name = "../../harm"'),
+    ("[methods.oracle]", '[methods."../../harm"]'),
+    ("[optimizer]", "[training]\nmicro_batch_size = 0\n[optimizer]"),
+    ("[data]", "[[data]]"),
 ]
 PART_EDITS = [
-    *(("momentum = 0.0", f"momentum = {value}") for value in ("-1.0", "nan", "inf", '"x"', "1" + "0" * 400)),
-    *(("weight_decay = 0.0", f"weight_decay = {value}") for value in ("-1e-9", "nan", "[1]")),
+    *(("momentum = 0.0", f"momentum = {value}") for value in ("-1.0", "nan", '"x"')),
     ("momentum = 0.0", 'kind = "__import__"'),
-    *(("num_samples = 20000", f"num_samples = {value}") for value in ("-5", "0", "1", "1.5", '"x"', "true", "[]")),
-    *(("num_features = 512", f"num_features = {value}") for value in ("0", "-1", '"x"')),
-    *(("noise_variance = 0.1", f"noise_variance = {value}") for value in ("-1.0", "nan", "inf")),
-    *(("train_fraction = 0.8", f"train_fraction = {value}") for value in ("0", "1", "-1", "2", "nan", "0.999999")),
-    *(("hidden_width = 1", f"hidden_width = {value}") for value in ("0", "-1", "1.5")),
-    *(("every_epochs = 20", f"every_epochs = {value}") for value in ("0", "-1", "0.5")),
-    *(("factor = 0.75", f"factor = {value}") for value in ("nan", "inf", "-1.0")),
-    ('kind = "step"\nfactor = 0.75\nevery_epochs = 20', 'kind = "milestones"\nfactor = 0.5\nafter_epochs = ["a"]'),
-    ('kind = "step"\nfactor = 0.75\nevery_epochs = 20', 'kind = "cosine"\nover_epochs = 0'),
+    *(("num_samples = 20000", f"num_samples = {value}") for value in ("-5", "1.5", "true")),
+    ("train_fraction = 0.8", "train_fraction = 0.999999"),
     ('kind = "mlp"\nhidden_width = 1', 'kind = "os.system"'),
-    ('kind = "synthetic"', 'kind = "../../etc/passwd"'),
 ]
 
 
@@ -177,12 +157,12 @@ def edited(folder: Path, old: str, new: str) -> Path:
 @pytest.mark.parametrize(("old", "new"), named(EDITS))
 def test_a_hostile_experiment_is_refused_by_name(tmp_path, old, new):
     with pytest.raises(ArgumentError, match=r"hostile\.toml"):
-        read_experiment(edited(tmp_path, old, new))
+        get_experiment(str(edited(tmp_path, old, new)))
 
 
 @pytest.mark.parametrize(("old", "new"), named(PART_EDITS))
 def test_a_hostile_setting_of_a_part_is_refused_before_any_work(tmp_path, old, new):
-    experiment = read_experiment(edited(tmp_path, old, new))
+    experiment = get_experiment(str(edited(tmp_path, old, new)))
     with pytest.raises(ArgumentError, match=r"synthetic-nonconvex: (unknown )?(data|model|optimizer|schedule)"):
         check_parts(experiment)
 
@@ -192,14 +172,14 @@ def test_bytes_that_are_no_toml_are_refused(tmp_path):
     for content in (b"\xff\xfe", b"", b"<html>", b"\x80\x02."):
         path.write_bytes(content)
         with pytest.raises(ArgumentError, match=r"hostile\.toml"):
-            read_experiment(path)
+            get_experiment(str(path))
     with pytest.raises(ArgumentError, match=r"nothing\.toml"):
-        read_experiment(tmp_path / "nothing.toml")
+        get_experiment(str(tmp_path / "nothing.toml"))
 
 
 @pytest.mark.parametrize("value", ["1000000000000000000000000000000", "4611686018427387904"])
 def test_what_only_torch_can_refuse_still_fails_its_own_run_alone(tmp_path, value):
-    huge = read_experiment(edited(tmp_path, "num_features = 512", f"num_features = {value}"))
+    huge = get_experiment(str(edited(tmp_path, "num_features = 512", f"num_features = {value}")))
     runs = [Run(huge, "divebatch", 0, tmp_path), Run(small(), "divebatch", 1, tmp_path)]
     failures = execute_all(runs, jobs=1, resume=False, on_epoch=lambda *_: None)
     assert [failure.run for failure in failures] == runs[:1]
@@ -227,8 +207,8 @@ RUN = ["run", "synthetic-convex", "--epochs", "1", "--trials", "1", "--jobs", "1
 WORDS = [
     (["--model", "resnet9000"], "synthetic-convex: unknown model kind 'resnet9000'; known: logistic-regression, "),
     (["--model", "../../evil"], "known: logistic-regression, "),
-    (["--precision", "fp8"], "unknown precision 'fp8'; known: fp32, tf32, bf16"),
-    (["--micro-batch", "0"], "--micro-batch"),
+    (["--set", "training.precision=fp8"], "unknown precision 'fp8'; known: fp32, tf32, bf16"),
+    (["--set", "training.micro_batch_size=0"], "micro_batch_size"),
     (["--checkpoint-steps", "-1"], "--checkpoint-steps"),
     (["--seed", "-1"], "--seed"),
     (["--epochs", "many"], "--epochs"),

@@ -11,23 +11,6 @@ from divebatch.lab.schema import FOLDER
 TEXT = (FOLDER / "synthetic-convex.toml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (".".join("a" * 40_000) + " = 1\n", "a line of 80003 bytes, where 2000 are allowed"),
-        ("\n".join(f"k{n}." + ".".join("a" * 450) + " = 1" for n in range(1000)), "more than the 100000 bytes"),
-        ('"\u2028".' * 200_000, "more than the 100000 bytes"),
-        ('"\u2028".' * 2000, "a line of 12000 bytes"),  # a line end to Python, but not in TOML
-    ],
-    ids=["one key", "many keys", "long", "a separator in a string"],
-)
-def test_keys_of_many_dots_are_not_read(tmp_path, text, message):
-    path = tmp_path / "it.toml"
-    path.write_text(text)
-    with pytest.raises(ArgumentError, match=message):
-        get_experiment(str(path))
-
-
 def test_a_name_that_no_folder_can_have_is_refused(tmp_path):
     path = tmp_path / "it.toml"
     path.write_text(TEXT.replace('name = "synthetic-convex"', f'name = "{300 * "n"}"'))

@@ -88,25 +88,25 @@ def change(path: str, value: object) -> dict:
     ("path", "value", "message"),
     [
         ("colour", "red", r"unknown key 'colour'; known: name, summary"),
-        ("methods/divebatch/batchsize", 5, r"\[methods.divebatch\]: unknown key 'batchsize'; known: .*batch_size"),
-        ("methods/divebatch/policy/detla", 1.0, r"\[methods.divebatch\].*detla"),
+        ("methods/divebatch/batchsize", 5, r"methods.divebatch: unknown key 'batchsize'; known: .*batch_size"),
+        ("methods/divebatch/policy/detla", 1.0, r"methods.divebatch.*detla"),
         ("methods/divebatch/policy/kind", "magic", r"kind must be one of fixed, adabatch, divebatch, .*, got 'magic'"),
         ("methods/divebatch/policy/delta", -1.0, r"delta must be positive and finite, got delta=-1.0"),
         ("methods/divebatch/policy/max_batch_size", 64, r"max_batch_size=64 is below the first batch size 128"),
-        ("epochs", "many", r"epochs must be int, got 'many'"),
-        ("epochs", True, r"epochs must be int, got True"),
+        ("epochs", "many", r"epochs: must be a valid integer, got 'many'"),
+        ("epochs", True, r"epochs: must be a valid integer, got True"),
         ("epochs", None, r"missing key 'epochs'"),
         ("epochs", 0, r"epochs must be an integer of at least 1"),
         ("held_out", 1.0, r"held_out must be at least 0 and below 1, got held_out=1.0"),
-        ("methods/oracle/lr", -1.0, r"\[methods.oracle\]: lr must be positive and finite"),
-        ("methods/oracle/batch_size", 0, r"\[methods.oracle\]: batch_size must be an integer of at least 1"),
+        ("methods/oracle/lr", -1.0, r"methods.oracle: lr must be positive and finite"),
+        ("methods/oracle/batch_size", 0, r"methods.oracle: batch_size must be an integer of at least 1"),
         (
             "methods/oracle/lr_coupling",
             "cubic",
-            r"\[methods.oracle\]: lr_coupling must be one of none, linear, .*, got 'cubic'",
+            r"methods.oracle: lr_coupling: must be 'none', 'linear', .*, got 'cubic'",
         ),
         ("methods/oracle/estimator", "orcle", r"estimator: kind must be one of trajectory, oracle, .*, got 'orcle'"),
-        ("methods/oracle/estimator", 3, r"\[methods.oracle\] estimator: must be a name or a table, got 3"),
+        ("methods/oracle/estimator", 3, r"methods.oracle: estimator: kind must be one of .*, got 3"),
         (
             "methods/oracle/estimator",
             {"kind": "trajectory", "foo": 1},
@@ -118,44 +118,44 @@ def change(path: str, value: object) -> dict:
             r"estimator: every_steps must be an integer of at least 1",
         ),
         ("methods/oracle/estimator", {"kind": "split", "evry": 2}, r"estimator: estimator 'split' cannot be .*evry"),
-        ("methods/oracle/every_steps", 0, r"\[methods.oracle\]: every_steps must be an integer of at least 1"),
+        ("methods/oracle/every_steps", 0, r"methods.oracle: every_steps must be an integer of at least 1"),
         ("methods/oracle/base_batch_size", 0, r"base_batch_size must be an integer of at least 1"),
         ("methods/oracle/multiple_of", 0, r"multiple_of must be an integer of at least 1"),
-        ("methods/oracle/quantize", 0, r"\[methods.oracle\]: quantize must be an integer of at least 1"),
+        ("methods/oracle/quantize", 0, r"methods.oracle: quantize must be an integer of at least 1"),
         (
             "methods/sgd-small/policy",
             {"kind": "auto", "max_batch_size": 4096, "lr_coupling": "none"},
-            r"\[methods.sgd-small\]: unknown lr_coupling 'none'; known: linear, sqrt",
+            r"methods.sgd-small: policy: unknown lr_coupling 'none'; known: linear, sqrt",
         ),
-        ("methods/oracle/lr_coupling", -0.5, r"\[methods.oracle\]: lr_coupling as a number .* got lr_coupling=-0.5"),
-        ("methods/oracle/lr_coupling", math.nan, r"\[methods.oracle\]: lr_coupling as a number .* lr_coupling=nan"),
-        ("methods/oracle/lr_coupling", True, r"\[methods.oracle\]: lr_coupling must be one of none, .* or float, got"),
-        ("methods/oracle/shadows", 3, r"\[methods.oracle\] shadows: must be a table, got 3"),
-        ("methods/oracle/shadows", {"a": 3}, r"\[methods.oracle\] shadows.a: must be a table, got 3"),
+        ("methods/oracle/lr_coupling", -0.5, r"methods.oracle: lr_coupling as a number .* got lr_coupling=-0.5"),
+        ("methods/oracle/lr_coupling", math.nan, r"methods.oracle: lr_coupling as a number .* lr_coupling=nan"),
+        ("methods/oracle/lr_coupling", True, r"methods.oracle: lr_coupling: must be 'none', .*, got True"),
+        ("methods/oracle/shadows", 3, r"methods.oracle: shadows: must be a valid dictionary, got 3"),
+        ("methods/oracle/shadows", {"a": 3}, r"methods.oracle: shadows.a: kind must be one of .*, got 3"),
         (
             "methods/oracle/shadows",
             {"a": {"kind": "magic"}},
-            r"\[methods.oracle\] shadows.a: kind must be one of fixed, .*, got 'magic'",
+            r"methods.oracle: shadows.a: kind must be one of fixed, .*, got 'magic'",
         ),
-        ("methods/oracle/shadows", {"a": {"kind": "cabs"}}, r"\[methods.oracle\] shadows.a: .*max_batch_size"),
-        ("methods", None, r"needs at least one \[methods.NAME\]"),
-        ("data", 3, r"\[data\]: must be a table, got 3"),
-        ("task", {"kind": "sorting"}, r"\[task\]: kind must be one of classification, .*next-token.* got 'sorting'"),
-        ("metric", "val_loss", r"\[metric\]: must be a table, got 'val_loss'"),
+        ("methods/oracle/shadows", {"a": {"kind": "cabs"}}, r"methods.oracle: shadows.a: .*max_batch_size"),
+        ("methods", None, r"missing key 'methods'"),
+        ("data", 3, r"data: kind must be a name, got 3"),
+        ("task", {"kind": "sorting"}, r"task: kind must be one of classification, .*next-token.* got 'sorting'"),
+        ("metric", "val_loss", r"metric: must be a table, got 'val_loss'"),
         (
             "metric",
             {"name": "speed"},
-            r"\[metric\]: name must be one of val_accuracy, .*bits_per_byte, got 'speed'",
+            r"metric: name: must be 'val_accuracy', .*'bits_per_byte', got 'speed'",
         ),
         (
             "metric",
             {"name": "bits_per_byte"},
-            r"\[metric\] name must be one of val_accuracy, val_loss for the task 'classification', got 'bits_per_byte'",
+            r"metric.name must be one of val_accuracy, val_loss for the task 'classification', got 'bits_per_byte'",
         ),
-        ("report/baselines", [1], r"\[report\]: baselines, .* must be lists of method names, got \[1\]"),
-        ("report/order", "sgd-small", r"\[report\]: order must be list"),
-        ("report/customary", "sgd", r"\[report\] customary 'sgd'; known: sgd-small"),
-        ("report/colour", "red", r"\[report\]: unknown key 'colour'; known: baselines, order"),
+        ("report/baselines", [1], r"report: baselines.0: must be a valid string, got 1"),
+        ("report/order", "sgd-small", r"report: order: must be a valid list"),
+        ("report/customary", "sgd", r"has no method 'sgd'; known: sgd-small"),
+        ("report/colour", "red", r"report: unknown key 'colour'; known: baselines, order"),
     ],
 )
 def test_wrong_files_are_refused_with_the_place_and_the_way_out(path, value, message):
@@ -216,3 +216,41 @@ def test_a_task_brings_its_metric_and_a_file_may_name_another():
     assert parse_experiment(table, "file.toml").metric == Metric("bits_per_byte", "lower")
     table["metric"] = {"name": "val_loss", "better": "lower"}
     assert parse_experiment(table, "file.toml").metric == Metric("val_loss", "lower")
+
+
+# Settings on the command line
+
+
+def test_settings_change_a_file_by_dotted_keys_and_toml_values():
+    changes = [
+        "training.precision=bf16",
+        "methods.divebatch.lr=2",
+        'model={kind = "mlp", hidden_width = 3}',
+        "trials = 2",
+    ]
+    experiment = get_experiment("synthetic-convex", changes)
+    assert experiment.training.precision == "bf16"
+    assert experiment.method("divebatch").lr == 2.0
+    assert (experiment.model.kind, experiment.model.settings, experiment.trials) == ("mlp", {"hidden_width": 3}, 2)
+    other = get_experiment("synthetic-nonconvex", ["model.kind=logistic-regression"])
+    assert other.model.settings == {}  # those of the other kind are gone
+    compiled = get_experiment("synthetic-convex", ["training.compile=true"])
+    assert [each.multiple_of for each in compiled.methods.values()] == [1, 1, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("evil=1", "unknown key 'evil'; known: name, summary"),
+        ("training.precison=bf16", "training: unknown key 'precison'; known: precision"),
+        ("training.precision=fp8", "unknown precision 'fp8'; known: fp32"),
+        ("methods.sgd.lr=1", "unknown method 'sgd'; known: sgd-small"),
+        ("epochs.x=1", "epochs is no table"),
+        ("epochs=1.5", "epochs: must be a valid integer, got 1.5"),
+        ("epochs", "a setting must be KEY=VALUE"),
+        ("epochs=[", "is no value of TOML"),
+    ],
+)
+def test_wrong_settings_name_their_key(setting, message):
+    with pytest.raises(ArgumentError, match=message):
+        get_experiment("synthetic-convex", [setting])

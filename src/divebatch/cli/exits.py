@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import typer
 
@@ -14,30 +15,32 @@ from divebatch.errors import DivebatchError, RankError
 FAILED = 1
 WRONG_USE = 2
 
-OPTIONS = {
-    r"\bresume=True": "--resume",
-    r"\bcompile=False": "--no-compile",
-    r"\bmicro_batch_size=(\d+)": r"--micro-batch \1",
-    r"\bkeep_epochs=(-?\d+)": r"--keep-checkpoints \1",
-    r"\bsamples=(\d+)": r"--samples \1",
-    r"\bseconds=(-?[\w.]+)": r"--seconds \1",
-    r"\bsampler='(\w+)'": r"--sampler \1",
-    r"\banother study_name\b": "another --study name",
-    r"\bchoose by method and seed\b": "choose with --method and --seed",
-    r"\bdata_dir=": "--data-dir ",
-    r"\banother folder\b": "another --out folder",
-}
-"""Arguments as the errors of library and laboratory name them, and the options that set them."""
+OPTIONS = (
+    (r"\bresume=True", "--resume"),
+    (r"\bcompile=False", "--set training.compile=false"),
+    (r"\bcompile=False", "--no-compile"),
+    (r"\bmicro_batch_size=(\d+)", r"--set training.micro_batch_size=\1"),
+    (r"\bmicro_batch_size=(\d+)", r"--micro-batch \1"),
+    (r"\bsamples=(\d+)", r"--set samples=\1"),
+    (r"\bkeep_epochs=(-?\d+)", r"--keep-checkpoints \1"),
+    (r"\banother study_name\b", "another --study name"),
+    (r"\bsampler='(\w+)'", r"--sampler \1"),
+    (r"\bchoose by method and seed\b", "choose with --method and --seed"),
+    (r"\bdata_dir=", "--data-dir "),
+    (r"\banother folder\b", "another --out folder"),
+)
+"""Arguments as errors of library and laboratory name them, and the options that set them, if a command has these."""
 
 
 def in_options(message: str) -> str:
-    """Name options where an error names arguments.
-
-    >>> in_options("out of memory: use micro_batch_size=64")
-    'out of memory: use --micro-batch 64'
-    """
-    for argument, option in OPTIONS.items():
-        message = re.sub(argument, option, message)
+    """Name options where an error names arguments, as far as the current command has such options."""
+    # Of typer's own copy of click, or of the package that older ones take.
+    clicks = import_module(typer.Context.__mro__[1].__module__.replace(".core", ".globals"))
+    context = clicks.get_current_context(silent=True)
+    known = {word for each in context.command.params for word in each.opts} if context is not None else set()
+    for argument, option in OPTIONS:
+        if known.issuperset(re.findall(r"--[\w-]+", option)):
+            message = re.sub(argument, option, message)
     return message
 
 

@@ -1,24 +1,35 @@
 """`divebatch run EXPERIMENT`."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from divebatch.cli.exits import WRONG_USE, errors_exit_with
+from divebatch.checks import require_choice
+from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, leave
 from divebatch.cli.options import (
-    Compile,
     DataDir,
     Device,
     ExperimentName,
-    MicroBatch,
     Quiet,
     chosen_device,
     comma_separated,
     whole_numbers,
 )
-from divebatch.cli.progress import mode_of
+from divebatch.cli.progress import make_display, mode_of
+from divebatch.cli.results_files import make_folder
+from divebatch.errors import ArgumentError, DataError, StoppedError
+
+if TYPE_CHECKING:
+    from divebatch.lab import Experiment, Failure, Run
+    from divebatch.ranks import Ranks
+
+CANNOT_BEGIN = (ArgumentError, DataError)
+"""Errors of settings and data that no run can begin with: the command is wrong, and there is nothing to resume."""
 
 
 def run(
@@ -28,26 +39,21 @@ def run(
         int | None, typer.Option(min=1, max=100_000, help="Number of seeds; the paper's by default.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; schedules are scaled to it.")] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="End a run of one pass after so many samples; its schedule is fitted.")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="End it after so many seconds of training; its schedule is fitted.")
-    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change the file: training.precision=bf16, samples=100000; may be repeated."),
+    ] = None,
     data_dir: DataDir = Path("data"),
     model: Annotated[str | None, typer.Option(help="Train another network, such as resnet20 or gpt-tiny.")] = None,
     device: Device = "cpu",
-    precision: Annotated[str | None, typer.Option(help="Number format: fp32, tf32 or bf16.")] = None,
-    compile: Compile = None,
-    micro_batch: MicroBatch = None,
     sharding: Annotated[
         str, typer.Option(help="Under torchrun: ddp (a copy of the model on each rank) or fsdp (a part on each).")
     ] = "ddp",
     log_exact: Annotated[bool, typer.Option("--log-exact", help="Log the exact diversity of every epoch.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs in parallel; one for each core by default.")] = None,
     checkpoint_steps: Annotated[
-        int | None, typer.Option(min=1, help="Also write one every so many steps within an epoch.")
+        int | None, typer.Option(min=1, help="Also write a checkpoint every N steps within an epoch.")
     ] = None,
     keep_checkpoints: Annotated[
         str | None, typer.Option(help="Epochs whose checkpoints stay: 4,20,36; `divebatch probe` starts from them.")
@@ -65,19 +71,20 @@ def run(
     Under torchrun all its processes train each run together.
     """
     # Here and not above: torch takes seconds, and help must not.
-    from divebatch.cli.work import run as work
+    from divebatch.lab import Run, check_parts, default_jobs, lengthened
+    from divebatch.lab.loggers import make_logger
+    from divebatch.lab.ranks import is_restarted, process_group
+    from divebatch.ranks import Ranks
 
-    with (
-        errors_exit_with(WRONG_USE),
-        work.process_group(chosen_device(device)) as own_device,
-    ):
-        ranks = work.Ranks.here()
+    with errors_exit_with(WRONG_USE), process_group(chosen_device(device)) as own_device:
+        ranks = Ranks.here()
         mode = mode_of(quiet=quiet, json=json)
-        training: dict[str, Any] = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
-        planned = work.prepared(experiment, epochs, model=model, training=training)
-        planned = planned.ending(samples=samples, seconds=seconds)
-        work.check_parts(planned)
-        first = work.Run(
+        plan = partial(_planned, experiment, [*(settings or []), *([f"model.kind={model}"] if model else [])])
+        planned = plan(epochs)
+        check_parts(planned)
+        for kind in logger or ():
+            make_logger(kind)  # raises for one that is unknown or not installed
+        first = Run(
             planned,
             "",
             seed,
@@ -88,13 +95,82 @@ def run(
             checkpoint_steps=checkpoint_steps,
             keep_epochs=whole_numbers("--keep-checkpoints", keep_checkpoints),
             sharding=sharding,
-            loggers=work.known_loggers(logger),
+            loggers=tuple(dict.fromkeys(logger or ())),
         )
-        runs = work.all_runs(first, comma_separated(methods), trials or planned.trials)
+        names = comma_separated(methods) or list(planned.methods)
+        for name in names:
+            planned.method(name)  # raises for one that is unknown
+        seeds = range(seed, seed + (trials or planned.trials))
+        runs = [replace(first, method_name=name, seed=each) for name in names for each in seeds]
         if resume and epochs is not None:
-            plan = partial(work.prepared, experiment, model=model, training=training)
-            runs = [work.lengthened(each, plan) for each in runs]
-        count = work.num_jobs(jobs, runs, num_ranks=ranks.size)
-        work.train(runs, count, ranks, resume=resume, mode=mode if ranks.is_first else "quiet")
+            runs = [lengthened(each, plan) for each in runs]
+        if ranks.is_alone:
+            count = jobs or default_jobs(own_device, len(runs))
+        elif jobs not in (None, 1):
+            raise ArgumentError(f"--jobs {jobs}: the {ranks.size} ranks train each run together; leave it out")
+        else:
+            count = 1
+        # A launcher that starts a failed job anew gives the same command again.
+        _train(runs, count, ranks, resume=resume or is_restarted(), mode=mode if ranks.is_first else "quiet")
         if mode == "show" and ranks.is_first:
             typer.echo(f"{len(runs)} run{'s' * (len(runs) > 1)} in {out / planned.name}; next: divebatch report {out}")
+
+
+def _planned(name: str, settings: Sequence[str], epochs: int | None) -> "Experiment":
+    """Return the experiment with these settings, over so many epochs."""
+    from divebatch.lab import get_experiment
+    from divebatch.report.figures import FIGURES
+
+    experiment = get_experiment(name, settings)
+    for figure in experiment.report.figures:
+        require_choice(f"{name}: [report] figure", figure, tuple(FIGURES))
+    return experiment.scaled(epochs) if epochs is not None else experiment
+
+
+def _train(runs: "list[Run]", jobs: int, ranks: "Ranks", *, resume: bool, mode: str) -> None:
+    """Execute all runs; say what failed, and how to continue."""
+    from divebatch.lab import check_can_write, execute_all
+    from divebatch.lab.ranks import first_does
+
+    def check() -> None:
+        for each in runs:
+            check_can_write(each, resume=resume)
+
+    out = runs[0].folder
+    with errors_exit_with(FAILED):
+        make_folder(out)
+    first_does(ranks, check)
+    with errors_exit_with(FAILED):
+        with _saying_how_to_continue(out), make_display(runs, mode) as display:
+            failures = execute_all(
+                runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch, on_resume=display.on_resume
+            )
+        if not failures:
+            return
+        lines = _lines(failures)
+        if len(failures) == len(runs) and all(isinstance(each.error, CANNOT_BEGIN) for each in failures):
+            raise leave("\n".join(lines), WRONG_USE)
+        done = f"{len(runs) - len(failures)} of {len(runs)} runs are complete"
+        way_on = f"{done}; once the cause is mended, this continues the rest:\n  {command_again('--resume')}"
+        raise leave("\n".join([*lines, way_on]), FAILED)
+
+
+def _lines(failures: "Sequence[Failure]") -> list[str]:
+    """Return a line for each cause: it may be that of many runs."""
+    by_cause: dict[str, list[Failure]] = {}
+    for failure in failures:
+        by_cause.setdefault(str(failure.error), []).append(failure)
+    return [
+        str(first) + (f" (the same for {len(others)} more of the runs)" if others else "")
+        for first, *others in by_cause.values()
+    ]
+
+
+@contextmanager
+def _saying_how_to_continue(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except (StoppedError, KeyboardInterrupt) as error:
+        what = str(error) or "interrupted"
+        way_on = f"the same command with --resume continues the runs in '{out}':\n  {command_again('--resume')}"
+        raise leave(f"{what}; {way_on}", FAILED) from None

@@ -1,13 +1,16 @@
-"""What an experiment file says, typed. An unknown key is an error that names it and the known ones."""
+"""What an experiment file says, typed. Errors name the file, the path of the key and what it may be."""
 
 import re
+import reprlib
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cache, partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, create_model
 from torch import Tensor
 
 from divebatch.checks import require_choice, require_count, require_positive
@@ -25,16 +28,56 @@ T = TypeVar("T")
 
 FOLDER = Path(__file__).parent / "experiments"
 """Holds the experiments, one TOML file each."""
-
 ANY_LENGTH = 10**12
 """Samples of a run whose length is not known yet, where settings are only checked."""
-MOST_BYTES = 100_000
-"""Of an experiment file; the largest that comes with the package has 6000."""
-LONGEST_LINE = 2000
-"""Of an experiment file, in bytes: the reader's time and memory grow with the square of the dots in a key."""
-
 COMPILED_MULTIPLE = 64
 """Samples by which compiled batch sizes differ."""
+
+
+# Tables as dataclasses
+
+
+def build_table(cls: type[T], values: Any, where: str = "") -> T:
+    """Return the dataclass `cls` with these values, each of the type that its field has; errors begin with `where`."""
+    try:
+        if not isinstance(values, Mapping):
+            raise ArgumentError(f"must be a table, got {reprlib.repr(values)}")
+        checked = _checker(cls).model_validate(dict(values))  # type: ignore[arg-type]
+        return cls(**{name: getattr(checked, name) for name in checked.model_fields_set})
+    except (ValidationError, ArgumentError) as error:
+        what = _first_problem(error, cls) if isinstance(error, ValidationError) else str(error)
+        raise ArgumentError(f"{where}: {what}" if where else what) from error
+
+
+@cache
+def _checker(cls: Any) -> type[BaseModel]:
+    """Return pydantic's model of a dataclass: the same fields, each of its type exactly, and no other."""
+    hints = get_type_hints(cls, include_extras=True)
+    known: dict[str, Any] = {
+        entry.name: (hints[entry.name], ... if entry.default is entry.default_factory is MISSING else None)
+        for entry in fields(cls)
+    }
+    config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+    return create_model(cls.__name__, __config__=config, **known)
+
+
+def _first_problem(error: ValidationError, cls: type[Any]) -> str:
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(str(word) for word in problem["loc"] if "[" not in str(word))  # without the options of a union
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {place!r}; known: {', '.join(entry.name for entry in fields(cls)) or 'none'}"
+    if problem["type"] == "missing":
+        return f"missing key {place!r}"
+    if problem["type"] == "value_error":
+        return f"{place}: {problem['ctx']['error']}"
+    return f"{place}: {problem['msg'].replace('Input should be', 'must be')}, got {reprlib.repr(problem['input'])}"
+
+
+def _table_of(cls: type[T], value: Any) -> T:
+    return value if isinstance(value, cls) else build_table(cls, value)
+
+
+# What a file consists of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +101,41 @@ def _scaled(epochs: Any, ratio: float) -> Any:
     return max(1, round(epochs * ratio))
 
 
+def _part(value: Any, known: Mapping[str, Any] | None = None) -> Part:
+    """Read a part from its table, or from its name where it has no settings."""
+    table = {"kind": value} if isinstance(value, str) else value
+    if isinstance(table, Part):
+        return table
+    kind = table.get("kind") if isinstance(table, Mapping) else None
+    if not isinstance(kind, str) or (known is not None and kind not in known):
+        expected = f"one of {', '.join(known)}" if known is not None else "a name"
+        raise ArgumentError(
+            f"kind must be {expected}, got {reprlib.repr(kind if isinstance(table, Mapping) else value)}"
+        )
+    return Part(kind=kind, settings={key: each for key, each in table.items() if key != "kind"})
+
+
+def _policy(value: Any) -> Part:
+    part = _part(value, POLICIES)
+    build_policy(part, ANY_LENGTH)  # so that wrong values are found before any run
+    return part
+
+
+def _estimator(value: Any) -> str | Part | None:
+    if value is None:
+        return None
+    part = _part(value, ESTIMATORS)
+    build_estimator(part, DeviceOptions(), _no_loss)
+    return part if part.settings else part.kind
+
+
+AnyPart = Annotated[Part, PlainValidator(_part)]
+PolicyPart = Annotated[Part, PlainValidator(_policy)]
+DeviceOptionsTable = Annotated[DeviceOptions, PlainValidator(partial(_table_of, DeviceOptions))]
+MetricTable = Annotated[Metric, PlainValidator(partial(_table_of, Metric))]
+ReportSettingsTable = Annotated[ReportSettings, PlainValidator(partial(_table_of, ReportSettings))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One way of training: its first batch size and rate, and what becomes of them.
@@ -69,10 +147,10 @@ class Method:
     label: str
     batch_size: int
     lr: float
-    policy: Part
+    policy: PolicyPart
     lr_coupling: Coupling | None = None
     """A name, or a power of the batch size; None for the policy's own."""
-    estimator: str | Part | None = None
+    estimator: Annotated[str | Part | None, PlainValidator(_estimator)] = None
     """A name, or one with settings; None for the policy's own."""
     warmup_epochs: int = 0
     every_steps: int | None = None
@@ -83,7 +161,7 @@ class Method:
     """Whether epochs are measured for the record that the policy does not ask for."""
     quantize: int | None = None
     """Levels that gradients are rounded to at random (`research/quantized.py`); None: they are left alone."""
-    shadows: Mapping[str, Part] | None = None
+    shadows: Mapping[str, PolicyPart] | None = None
 
     def scaled(self, ratio: float) -> "Method":
         """Epoch-counted settings times `ratio`."""
@@ -98,26 +176,46 @@ class Method:
         return replace(self, multiple_of=COMPILED_MULTIPLE) if POLICIES[self.policy.kind].has_many_sizes else self
 
 
+def _method(value: Any) -> Method:
+    method = _table_of(Method, value)
+    require_count("batch_size", method.batch_size)
+    require_positive("lr", method.lr)
+    if method.warmup_epochs < 0:
+        raise ArgumentError(f"warmup_epochs must not be negative, got {method.warmup_epochs}")
+    for name in ("every_steps", "base_batch_size", "multiple_of", "quantize"):
+        if getattr(method, name) is not None:
+            require_count(name, getattr(method, name))
+    policy = build_policy(method.policy, ANY_LENGTH)
+    policy.check_start(method.batch_size)
+    if method.lr_coupling is not None:
+        require_coupling(policy, method.lr_coupling)
+    return method if method.shadows else replace(method, shadows=None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One file of `paper/`: data, model, schedule, and all methods that are compared."""
+    """One file of `experiments/`: data, model, schedule, and all methods that are compared."""
 
     name: str
     summary: str
     paper: str
     trials: int
     epochs: int
-    data: Part
-    model: Part
-    schedule: Part
-    optimizer: Part
-    methods: Mapping[str, Method]
-    task: Part = field(default_factory=lambda: Part(kind="classification"))
+    data: AnyPart
+    model: AnyPart
+    schedule: AnyPart
+    optimizer: AnyPart
+    methods: Mapping[str, Annotated[Method, PlainValidator(_method)]]
+    task: AnyPart = field(default_factory=lambda: Part(kind="classification"))
     """What the model is trained for."""
-    training: DeviceOptions = field(default_factory=DeviceOptions)
-    metric: Metric = field(default_factory=Metric)
+    training: Annotated[DeviceOptions, PlainValidator(partial(_table_of, DeviceOptions))] = field(
+        default_factory=DeviceOptions
+    )
+    metric: MetricTable = field(default_factory=Metric)
     """What its runs are judged by; the task's own where the file names none."""
-    report: ReportSettings = field(default_factory=ReportSettings)
+    report: Annotated[ReportSettings, PlainValidator(partial(_table_of, ReportSettings))] = field(
+        default_factory=ReportSettings
+    )
     one_pass: bool = False
     """Whether a run is one pass over the data, or the `samples` or `seconds` of it; `epochs` are its equal parts."""
     samples: int | None = None
@@ -199,60 +297,82 @@ def experiment_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def get_experiment(name: str) -> Experiment:
-    """The experiment called `name`, or that of the file `name` if it ends in .toml; an error lists those there are."""
-    if name.endswith(".toml"):
-        return read_experiment(Path(name))
-    if name not in experiment_names():
+def get_experiment(name: str, settings: Sequence[str] = ()) -> Experiment:
+    """Return the experiment called `name`, or that of the file `name` if it ends in .toml.
+
+    Args:
+        name: The name, as `experiment_names` has it, or the file.
+        settings: Changes of the file, as `training.precision=bf16`: dotted keys with TOML values.
+    """
+    if not name.endswith(".toml") and name not in experiment_names():
         known = ", ".join(experiment_names())
         raise ArgumentError(f"unknown experiment {name!r}; known: {known}, or a path to a .toml file")
-    return read_experiment(FOLDER / f"{name}.toml")
-
-
-def read_experiment(path: Path) -> Experiment:
-    """Read and check one file."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        table = tomllib.loads(_bounded_text(path))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, too deep
         raise ArgumentError(f"cannot read experiment '{path}': {error}") from error
-    return parse_experiment(table, str(path))
+    return parse_experiment(_changed(table, settings), str(path))
 
 
-def _bounded_text(path: Path) -> str:
-    with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it has more than the {MOST_BYTES} bytes that are read")
-    if (longest := max(map(len, content.split(b"\n")))) > LONGEST_LINE:
-        raise ValueError(f"a line of {longest} bytes, where {LONGEST_LINE} are allowed")
-    return content.decode()
+def _changed(table: Mapping[str, Any], settings: Sequence[str]) -> Mapping[str, Any]:
+    """Return the tables of a file with some keys set; a part of another kind loses the settings of the one before."""
+    changed = deepcopy(dict(table))
+    for setting in settings:
+        key, sign, text = setting.partition("=")
+        *path, last = key.strip().split(".")
+        if not sign or not last:
+            raise ArgumentError(f"a setting must be KEY=VALUE such as training.precision=bf16, got {setting!r}")
+        here: Any = changed
+        for number, word in enumerate(path):
+            if path[0] == "methods" and number == 1:
+                require_choice("method", word, tuple(here))
+            here = here.setdefault(word, {})
+            if not isinstance(here, dict):
+                raise ArgumentError(f"{'.'.join(path[: number + 1])} is no table, so {setting!r} cannot be set")
+        value = _toml_value(text.strip())
+        if last == "kind" and here.get("kind") != value:
+            here.clear()
+        here[last] = value
+    return changed
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if re.fullmatch(r"[\w./+-]+", text):  # a shell takes the quotes away
+            return text
+        raise ArgumentError(f"{text!r} is no value of TOML: {error}") from error
 
 
 def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     """Check every key and type; policies are built once, so that wrong values are found before any run."""
     values = dict(table)
-    for key in ("data", "model", "schedule"):
-        values[key] = _part(values.get(key), f"{where}: [{key}]")
-    values["optimizer"] = _part({"kind": "sgd", **_table(values.get("optimizer", {}), f"{where}: [optimizer]")}, where)
-    task = {"kind": "classification", **_table(values.get("task", {}), f"{where}: [task]")}
-    values["task"] = _part(task, f"{where}: [task]", known=tuple(TASKS))
-    values.setdefault("metric", asdict(TASKS[values["task"].kind].metrics[0]))
-    values["training"] = build_table(DeviceOptions, values.get("training", {}), f"{where}: [training]")
-    for key, cls in (("metric", Metric), ("report", ReportSettings)):
-        values[key] = build_table(cls, _table(values.get(key, {}), f"{where}: [{key}]"), f"{where}: [{key}]")
-    methods = values.get("methods")
-    if not isinstance(methods, Mapping) or not methods:
-        raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
-    values["methods"] = {name: _method(entry, f"{where}: [methods.{name}]") for name, entry in methods.items()}
+    for key, kind in (("optimizer", "sgd"), ("task", "classification")):
+        entry = values.get(key, {})
+        values[key] = {"kind": kind, **entry} if isinstance(entry, Mapping) else entry
+    try:
+        task = _part(values["task"], TASKS).kind
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: task: {error}") from error
+    values.setdefault("metric", asdict(TASKS[task].metrics[0]))
     experiment = build_table(Experiment, values, where)
-    _require_metric(experiment, where)
+    known = [metric.name for metric in TASKS[task].metrics]
+    if experiment.metric.name not in known:  # every value of it would be missing
+        raise ArgumentError(
+            f"{where}: metric.name must be one of {', '.join(known)} for the task {task!r}, "
+            f"got {experiment.metric.name!r}"
+        )
+    if not experiment.methods:
+        raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
     if experiment.report.customary is not None:
-        require_choice(f"{where}: [report] customary", experiment.report.customary, tuple(experiment.methods))
+        experiment.method(experiment.report.customary)  # raises for one that is unknown
     for key in ("trials", "epochs"):
         require_count(f"{where}: {key}", getattr(experiment, key))
     for name in (experiment.name, *experiment.methods):  # they become folders
         require_name(where, name)
-    return experiment
+    return experiment.with_training()
 
 
 def require_name(where: str, name: str) -> None:
@@ -262,53 +382,6 @@ def require_name(where: str, name: str) -> None:
             f"{where}: a name must be up to 100 letters, digits, '_', '-' and '.', got {name[:60]!r}"
             + (f" and {len(name) - 60} characters more" if len(name) > 60 else "")
         )
-
-
-def _require_metric(experiment: Experiment, where: str) -> None:
-    """Raise for a metric that the task's evaluation does not give: every value of it would be missing."""
-    known = [metric.name for metric in TASKS[experiment.task.kind].metrics]
-    if experiment.metric.name not in known:
-        raise ArgumentError(
-            f"{where}: [metric] name must be one of {', '.join(known)} for the task {experiment.task.kind!r}, "
-            f"got {experiment.metric.name!r}"
-        )
-
-
-def _method(table: Any, where: str) -> Method:
-    values = dict(_table(table, where))
-    values["policy"] = _part(values.get("policy"), f"{where} policy", known=tuple(POLICIES))
-    values["estimator"] = _estimator(values.get("estimator"), f"{where} estimator")
-    values["shadows"] = _shadows(values.get("shadows", {}), f"{where} shadows")
-    method = build_table(Method, values, where)
-    try:
-        require_count("batch_size", method.batch_size)
-        require_positive("lr", method.lr)
-        if method.warmup_epochs < 0:
-            raise ArgumentError(f"warmup_epochs must not be negative, got {method.warmup_epochs}")
-        for name in ("every_steps", "base_batch_size", "multiple_of", "quantize"):
-            if getattr(method, name) is not None:
-                require_count(name, getattr(method, name))
-        policy = build_policy(method.policy, ANY_LENGTH)
-        policy.check_start(method.batch_size)
-        if method.lr_coupling is not None:
-            require_coupling(policy, method.lr_coupling)
-    except ArgumentError as error:
-        raise ArgumentError(f"{where}: {error}") from error
-    return method
-
-
-def _estimator(entry: Any, where: str) -> str | Part | None:
-    """Built once, as the policy is."""
-    if entry is None:
-        return None
-    if not isinstance(entry, str | Mapping):
-        raise ArgumentError(f"{where}: must be a name or a table, got {entry!r}")
-    part = _part({"kind": entry} if isinstance(entry, str) else entry, where, known=tuple(ESTIMATORS))
-    try:
-        build_estimator(part, DeviceOptions(), _no_loss)
-    except ArgumentError as error:
-        raise ArgumentError(f"{where}: {error}") from error
-    return part if part.settings else part.kind
 
 
 def build_estimator(part: Part, training: DeviceOptions, loss_fn: Callable[[Any, Any], Tensor]) -> Estimator:
@@ -332,80 +405,6 @@ def _no_loss(outputs: Any, targets: Any) -> Tensor:
     raise AssertionError("an estimator that is built to check its settings measures nothing")
 
 
-def _shadows(table: Any, where: str) -> Mapping[str, Part] | None:
-    """Each is built once, as the policy is. They drive nothing, so no start, cap or coupling is wrong for them."""
-    shadows: dict[str, Part] = {}
-    for name, entry in _table(table, where).items():
-        part = _part(entry, f"{where}.{name}", known=tuple(POLICIES))
-        try:
-            build_policy(part, ANY_LENGTH)
-        except ArgumentError as error:
-            raise ArgumentError(f"{where}.{name}: {error}") from error
-        shadows[name] = part
-    return shadows or None
-
-
-def _part(table: Any, where: str, *, known: tuple[str, ...] = ()) -> Part:
-    values = dict(_table(table, where))
-    kind = values.pop("kind", None)
-    if not isinstance(kind, str) or (known and kind not in known):
-        expected = f"one of {', '.join(known)}" if known else "a name"
-        raise ArgumentError(f"{where}: kind must be {expected}, got {kind!r}")
-    return Part(kind=kind, settings=values)
-
-
-def _table(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ArgumentError(f"{where}: must be a table, got {value!r}")
-    return value
-
-
 def build_settings(cls: type[T], part: Part, where: str) -> T:
     """A part's settings as the dataclass its kind wants."""
     return build_table(cls, part.settings, f"{where} {part.kind!r}")
-
-
-# Tables as dataclasses
-
-
-def build_table(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Return the dataclass `cls` with these values, each of the type that its field has; errors begin with `where`."""
-    known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(cls)}  # type: ignore[arg-type]
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        raise ArgumentError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known) or 'none'}")
-    missing = [key for key, entry in known.items() if key not in values and _is_required(entry)]
-    if missing:
-        raise ArgumentError(f"{where}: missing key {missing[0]!r}")
-    hints = get_type_hints(cls)
-    for key, value in values.items():
-        if not _fits(value, hints[key]):
-            raise ArgumentError(f"{where}: {key} must be {_name(hints[key])}, got {value!r}")
-    try:
-        return cls(**values)
-    except ArgumentError as error:
-        raise ArgumentError(f"{where}: {error}") from error
-
-
-def _is_required(entry: Field[Any]) -> bool:
-    return entry.default is MISSING and entry.default_factory is MISSING
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    kind = get_origin(hint) or hint
-    # To Python True is an integer.
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _name(hint: Any) -> str:
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_name(option) for option in get_args(hint) if option is not type(None))
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
-    return getattr(hint, "__name__", str(hint))
