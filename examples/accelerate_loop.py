@@ -22,7 +22,7 @@ def main() -> None:
     accelerator = Accelerator()
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)  # all but the loader
     policy = DiveBatch(delta=0.1, max_batch_size=256)
-    control = make_controller(accelerator, model, optimizer, loader, policy, lr_coupling="linear", scheduler=schedule)
+    control = make_controller(accelerator, model, optimizer, loader, policy, scheduler=schedule, scheduler_unit="step")
     for _ in range(5):
         for x, y in loader:
             optimizer.zero_grad()

@@ -62,7 +62,10 @@ class Loop:
         self.model = mlp()
         self.optimizer = SGD(self.model.parameters(), 0.01)
         self.loader = AdaptiveLoader(data, batch_size, seed=0, **settings.pop("loader", {}))
+        if self.loader.delivery_size is None:
+            settings = {"accumulate": k} | settings
         self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
+        self.optimizer.register_step_pre_hook(lambda o, *_: self.rates.append(o.param_groups[0]["lr"]))
         self.held: list[int] = []
         """Samples of each step, all epochs."""
         self.rates: list[float] = []
@@ -85,7 +88,6 @@ class Loop:
         self.held.append(self._since)
         self._since = 0
         self.optimizer.step()
-        self.rates.append(self.optimizer.param_groups[0]["lr"])  # the one that the step has used
         self.optimizer.zero_grad()
 
     def epoch(self) -> EpochRecord:
@@ -155,18 +157,6 @@ def test_decisions_within_an_epoch_fall_between_steps_and_count_them():
     assert loop.rates == pytest.approx([0.01 * held / 12 for held in loop.held])
 
 
-def test_a_loop_that_changes_how_much_it_adds_up_is_followed():
-    policy = Sizes((12, 24, 24))
-    loop = Loop(policy, lr_coupling="linear")
-    loop.epoch()
-    loop.k = 8
-    second, third = loop.epoch(), loop.epoch()
-    assert [m.batch_size for m in policy.seen] == [12, 24, 24]
-    assert (second.batch_size, second.next_batch_size, third.batch_size) == (24, 24, 24)
-    assert loop.rates[4:] == pytest.approx([0.01, 0.01, 0.02, 0.02])
-    assert loop.held == [12] * 4 + [24] * 4
-
-
 class Skips:
     """A GradScaler's way: some steps are left out, their gradients dropped."""
 
@@ -221,19 +211,8 @@ def test_prefetching_is_no_accumulation(ahead: int, k: int):
     assert records[0].steps == 16 // k
 
 
-def test_several_steps_on_a_batch_are_an_error_with_both_ways_out():
+def test_a_loop_may_step_several_times_on_the_same_batch():
     loop = Loop(Fixed(), 1, batch_size=8)
-    for x, y in loop.loader:
-        for part in (slice(0, 4), slice(4, 8)):
-            loop.optimizer.zero_grad()
-            mean_loss(loop.model(x[part]), y[part]).backward()
-            loop.optimizer.step()
-    with pytest.raises(UsageError, match=r"stepped 10 times on 5 batches .*batch_size=.*batches_per_step=1"):
-        loop.control.step()
-
-
-def test_a_loop_may_step_twice_on_the_same_batch_where_it_says_so():
-    loop = Loop(Fixed(), 1, batch_size=8, batches_per_step=1)
     for x, y in loop.loader:
         for _ in range(2):
             loop.optimizer.zero_grad()
@@ -243,11 +222,30 @@ def test_a_loop_may_step_twice_on_the_same_batch_where_it_says_so():
     assert (record.batch_size, record.steps) == (8, 12)
 
 
-@pytest.mark.parametrize(("told", "k"), [(2, 4), (4, 2), (1, 3)])
-def test_what_was_told_and_is_not_so_is_an_error(told: int, k: int):
-    loop = Loop(Fixed(), k, batch_size=1, batches_per_step=told)
-    with pytest.raises(UsageError, match=rf"{told} of the loader's batches .*steps once in {k}"):
+@pytest.mark.parametrize(("told", "k"), [(1, 4), (2, 4), (4, 2), (1, 3)])
+def test_a_wrong_number_is_an_error_at_the_third_step(told: int, k: int):
+    loop = Loop(Fixed(), k, batch_size=1, accumulate=told)
+    with pytest.raises(UsageError, match=rf"once in {k} .*accumulate={told}: pass accumulate={k}"):
         loop.epoch()
+    assert len(loop.held) == 3
+
+
+def test_a_wrong_number_in_short_epochs_is_an_error_once_three_steps_agree():
+    loop = Loop(Fixed(), 4, batch_size=4, accumulate=1)  # 3 steps an epoch, the last at its end
+    loop.epoch()
+    with pytest.raises(UsageError, match="pass accumulate=4"):
+        loop.epoch()
+
+
+def test_several_steps_between_batches_are_an_error_where_steps_add_up():
+    loop = Loop(Fixed(), 4, batch_size=1)
+    for number, (x, y) in enumerate(loop.loader):
+        mean_loss(loop.model(x), y).backward()
+        if number == 4:
+            loop.optimizer.step(), loop.optimizer.step(), loop.optimizer.step()
+            with pytest.raises(UsageError, match="several times before the 4 batches"):
+                loop.optimizer.step()
+            break
 
 
 def test_a_loader_that_delivers_parts_of_a_step_is_not_counted_twice():
@@ -270,21 +268,28 @@ def test_a_loop_that_does_not_add_up_what_the_loader_delivers_in_parts_is_told()
 
 def test_two_ways_to_say_it_are_one_too_many():
     with pytest.raises(ArgumentError, match="delivery_size=3"):
-        Loop(Fixed(), batch_size=12, loader={"delivery_size": 3}, batches_per_step=4)
-    with pytest.raises(ArgumentError, match="batches_per_step"):
-        Loop(Fixed(), batches_per_step=0)
+        Loop(Fixed(), batch_size=12, loader={"delivery_size": 3}, accumulate=4)
+    with pytest.raises(ArgumentError, match="accumulate"):
+        Loop(Fixed(), accumulate=0)
 
 
 def test_a_step_above_the_cap_is_refused_as_a_first_batch_is():
-    loop = Loop(AdaBatch(10, every_epochs=1), 4)
     with pytest.raises(ArgumentError, match="12"):
-        loop.epoch()
+        Loop(AdaBatch(10, every_epochs=1), 4)
 
 
-def test_steps_that_no_hook_sees_are_as_many_as_batches():
+def test_an_epoch_whose_steps_were_all_skipped_has_as_many_as_its_batches():
     loop = Loop(Fixed(), 1)
     list(loop.loader)
     assert loop.control.step().steps == 16
+
+
+def test_an_optimizer_that_was_replaced_is_an_error_at_the_epochs_end():
+    loop = Loop(DiveBatch(1.0, 40), 1, estimator="moments")
+    loop.epoch()
+    loop.optimizer = torch.optim.Adam(loop.model.parameters(), 0.01)
+    with pytest.raises(UsageError, match=r"weights have changed, but no step of SGD was seen.*make a new Controller"):
+        loop.epoch()
 
 
 def test_every_steps_without_a_step_is_an_error():

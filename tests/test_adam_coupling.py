@@ -3,6 +3,7 @@
 The twins are a loop that sets everything by hand from the formulas, and the same scheduler on an optimizer of its own.
 """
 
+import copy
 import io
 import math
 from collections.abc import Callable
@@ -70,11 +71,21 @@ class Run:
 
     @property
     def knobs(self) -> dict[str, Any]:
-        return knobs_of(self.optimizer)
+        return in_force(self.control._rates.couplings[self.optimizer])
 
 
-def knobs_of(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in optimizer.param_groups[0].items() if name in KNOBS}
+def in_force(coupling: LrCoupling, group: int = 0) -> dict[str, Any]:
+    """The settings that a step has; afterwards those of before are there again."""
+    before = plain(knobs_of(coupling.optimizer, group))
+    coupling.put_in_force()
+    found = copy.deepcopy(knobs_of(coupling.optimizer, group))
+    coupling.put_back()
+    assert plain(knobs_of(coupling.optimizer, group)) == before
+    return found
+
+
+def knobs_of(optimizer: Optimizer, group: int = 0) -> dict[str, Any]:
+    return {name: value for name, value in optimizer.param_groups[group].items() if name in KNOBS}
 
 
 def following(optimizer: Optimizer) -> LrCoupling:
@@ -111,18 +122,18 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("name", "size", "expected"), NUMBERS)
 def test_every_setting_is_what_the_formula_says(name: str, size: int, expected: dict[str, Any]):
-    optimizer = OPTIMIZERS[name](one_parameter())
-    following(optimizer).follow(size)
-    found = knobs_of(optimizer)
+    coupling = following(OPTIMIZERS[name](one_parameter()))
+    coupling.follow(size)
+    found = in_force(coupling)
     assert set(found) == set(expected)
     for knob, value in expected.items():
         assert found[knob] == pytest.approx(value, rel=1e-14), knob
 
 
 def test_ninety_five_becomes_exactly_ninety_and_a_quarter_at_twice_the_batch():
-    optimizer = OPTIMIZERS["AdamW"](one_parameter())
-    following(optimizer).follow(64)
-    assert optimizer.param_groups[0]["betas"][1] == 0.9025
+    coupling = following(OPTIMIZERS["AdamW"](one_parameter()))
+    coupling.follow(64)
+    assert in_force(coupling)["betas"][1] == 0.9025
 
 
 @settings(deadline=None, max_examples=25)
@@ -147,10 +158,11 @@ def test_going_back_gives_the_same_bits_whatever_the_way(
         coupling.follow(size)
         optimizer.step()
     if sizes:
-        following(direct).follow(sizes[-1])
-        assert plain(knobs_of(optimizer)) == plain(knobs_of(direct))
+        other = following(direct)
+        other.follow(sizes[-1])
+        assert plain(in_force(coupling)) == plain(in_force(other))
     coupling.follow(32)
-    assert plain(knobs_of(optimizer)) == before
+    assert plain(in_force(coupling)) == plain(knobs_of(optimizer)) == before
 
 
 def plain(knobs: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +179,7 @@ def test_weight_decay_takes_as_much_a_sample_as_at_the_base():
     coupling = following(optimizer)
     for size in (32, 64, 512, 8):
         coupling.follow(size)
-        group = optimizer.param_groups[0]
+        group = in_force(coupling)
         assert group["lr"] * group["weight_decay"] / size == pytest.approx(0.01 * 0.1 / 32, rel=1e-14)
 
 
@@ -206,12 +218,15 @@ def test_tensors_follow_in_place():
     run = Run(lambda p: of_tensors(p, capturable=False, foreach=False))
     group = run.optimizer.param_groups[0]
     held = [group["lr"], *group["betas"]]
-    run.epoch()
-    assert [float(each) for each in held] == pytest.approx([0.01 * ROOT, 0.81, 0.9025])
+    used: list[list[float]] = []
+    run.optimizer.register_step_pre_hook(lambda *_: used.append([float(each) for each in held]))
+    run.epoch(), run.epoch(batches=1)
+    assert used[-1] == pytest.approx([0.01 * ROOT, 0.81, 0.9025])
     assert all(a is b for a, b in zip(held, [group["lr"], *group["betas"]], strict=True))
+    assert [float(each) for each in held] == pytest.approx([0.01, 0.9, 0.95])
     group["betas"][0].fill_(0.5)  # by the loop, in place too; the other stays as it was
-    run.epoch()
-    assert [float(each) for each in held] == pytest.approx([0.02, 0.5**4, 0.95**4])
+    run.epoch(), run.epoch(batches=1)
+    assert used[-1] == pytest.approx([0.02, 0.5**4, 0.95**4])
 
 
 # Adam's correction of means that begin at zero
@@ -230,8 +245,10 @@ def test_a_change_of_betas_leaves_the_correction_exact(steps: int, ratio: float)
     for size in (int(32 * ratio), 48, 32):
         coupling.follow(size)
         before = parameter.item()
+        coupling.put_in_force()
         optimizer.step()
-        assert before - parameter.item() == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-4)
+        coupling.put_back()
+        assert before - parameter.item() == pytest.approx(coupling.lr, rel=1e-4)
 
 
 @pytest.mark.parametrize(("steps", "too_long"), [(10, 1.075), (100, 1.373), (1000, 1.169)])
@@ -271,14 +288,15 @@ def test_the_schedulers_own_course_of_everything_is_what_is_scaled(case: str):
     optimizer, twin = (OPTIMIZERS["AdamW"](one_parameter()) for _ in range(2))
     scheduler, own = SCHEDULERS[case](optimizer), SCHEDULERS[case](twin)
     loader = AdaptiveLoader(range(1024), 32)
-    coupling = Rates([optimizer], [scheduler], kinds=["adam"], loader=loader, first_batch_size=32)
+    rates = Rates([optimizer], schedulers=[scheduler], kinds=["adam"], loader=loader, first_batch_size=32)
+    coupling = rates.couplings[optimizer]
     seen = set()
     for step, size in enumerate([32, 32, 64, 128, 96, 96, 16, 32, 32, 64] * 2):
         if step:
             coupling.follow(size)
         expected: dict[str, Any] = {}
         set_by_hand(expected, twin.param_groups[0], size / 32)
-        for knob, value in knobs_of(optimizer).items():
+        for knob, value in in_force(coupling).items():
             assert value == pytest.approx(expected[knob], rel=1e-12), (step, knob)
         seen.add(twin.param_groups[0]["betas"])
         for each, its in ((optimizer, scheduler), (twin, own)):
@@ -309,9 +327,10 @@ def test_what_the_loop_writes_is_the_own_value_from_then_on():
     group = run.optimizer.param_groups[0]
     group["weight_decay"], group["betas"], group["eps"] = 0.3, (0.5, 0.8), 1e-3
     run.epoch()
-    assert group["weight_decay"] == pytest.approx(0.3 * 2)
-    assert group["betas"] == pytest.approx((0.5**4, 0.8**4))
-    assert group["eps"] == pytest.approx(1e-3 / 2)
+    assert run.knobs["weight_decay"] == pytest.approx(0.3 * 2)
+    assert run.knobs["betas"] == pytest.approx((0.5**4, 0.8**4))
+    assert run.knobs["eps"] == pytest.approx(1e-3 / 2)
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.3, (0.5, 0.8), 1e-3)
 
 
 def test_a_weight_decay_that_is_written_before_every_step():
@@ -334,32 +353,19 @@ def test_one_beta_written_leaves_the_other():
     group = run.optimizer.param_groups[0]
     group["betas"] = (0.5, *group["betas"][1:])
     run.optimizer.step()
-    assert group["betas"] == pytest.approx((0.25, 0.9025))
-
-
-def test_a_value_set_aside_and_put_back_is_in_force_again():
-    run = Run()
-    run.epoch()
-    group = run.optimizer.param_groups[0]
-    kept = group["weight_decay"]
-    group["weight_decay"] = 0.0
-    run.optimizer.step()
-    assert group["weight_decay"] == 0.0
-    group["weight_decay"] = kept
-    run.optimizer.step()
-    assert group["weight_decay"] == pytest.approx(0.1 * ROOT)
+    assert run.knobs["betas"] == pytest.approx((0.25, 0.9025))
 
 
 def test_a_parameter_group_added_later_has_own_values_too():
     run = Run()
     run.epoch()
     run.optimizer.add_param_group({"params": one_parameter(), "betas": (0.8, 0.9)})
-    run.optimizer.step()
-    added = run.optimizer.param_groups[1]
+    coupling = run.control._rates.couplings[run.optimizer]
+    added = in_force(coupling, 1)
     assert added["betas"] == pytest.approx((0.64, 0.81))
     assert added["weight_decay"] == pytest.approx(0.1 * ROOT)
     run.epoch()
-    assert added["betas"] == pytest.approx((0.8**4, 0.9**4))
+    assert in_force(coupling, 1)["betas"] == pytest.approx((0.8**4, 0.9**4))
 
 
 # Several optimizers, and those that it is not for
@@ -373,9 +379,12 @@ def test_each_of_several_optimizers_has_its_own():
     control = Controller(model, [muon, adamw], loader, BySizes(), lr_coupling=["sqrt", "adam"])
     before = {name: value for name, value in muon.param_groups[0].items() if name not in ("params", "lr")}
     list(loader), control.step()
+    first, second = control._rates.couplings.values()
+    first.put_in_force()
     assert muon.param_groups[0]["lr"] == pytest.approx(0.02 * ROOT)
     assert {name: muon.param_groups[0][name] for name in before} == before
-    assert adamw.param_groups[0]["betas"] == pytest.approx((0.81, 0.9025))
+    first.put_back()
+    assert in_force(second)["betas"] == pytest.approx((0.81, 0.9025))
 
 
 class Foreign(Optimizer):
@@ -436,13 +445,13 @@ def test_a_resumed_run_is_the_whole_run(case: str, batches: int | None, order: t
     assert same_weights(fresh.model, whole.model)
 
 
-def test_after_close_everything_stays_as_it_is_in_force():
+def test_after_close_everything_is_the_loops_own():
     run = Run()
     run.epoch()
-    before = run.knobs
+    assert run.knobs == plain_at(2)
     run.control.close()
     run.optimizer.step()
-    assert run.knobs == before == plain_at(2)
+    assert knobs_of(run.optimizer) == plain_at(1)
 
 
 def plain_at(k: float) -> dict[str, Any]:
@@ -498,7 +507,7 @@ def test_momentum_that_falls_within_an_epoch_takes_the_lower_bound_away():
             run.optimizer.zero_grad()
             mean_loss(run.model(x), y).backward()
             run.optimizer.step()
-        estimates = run.control._measuring.estimator.state_dict()["estimates"]
+        estimates = run.control._estimator.state_dict()["estimates"]
         lows.append(estimates["bounds_below"])
         run.control.step()
     assert lows == [True, False]
@@ -511,7 +520,7 @@ def test_settings_can_be_scaled_once_without_a_coupling():
     optimizer, parameter = OPTIMIZERS["AdamW"](parameters := one_parameter()), parameters[0]
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    before = knobs_of(optimizer)
+    before = dict(knobs_of(optimizer))
     scale_settings(optimizer, 4)
     assert knobs_of(optimizer) == {**plain_at(4), "lr": before["lr"]}
     assert optimizer.state[parameter]["step"] == 0.25

@@ -54,7 +54,7 @@ class Training:
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return self.control.lr
 
 
 # The gain
@@ -131,7 +131,7 @@ def test_the_rate_is_what_the_formula_says_at_every_noise(base: int | None):
         record = run.epoch()
         noise, size = trace / sq_norm, record.next_batch_size
         assert record.next_lr == pytest.approx(highest / (1 + noise / size), rel=1e-14)
-        assert run.control.effective_steps == run.control._steps.made
+        assert run.control.effective_steps == run.control.steps
     assert record.next_batch_size > 8
 
 

@@ -90,7 +90,7 @@ class Training:
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return self.control.lr
 
 
 # The course
@@ -133,7 +133,8 @@ def test_the_rate_follows_at_once_whatever_the_scheduler(per_batch: bool):
     def scheduler(optimizer: SGD) -> Any:
         return CosineAnnealingLR(optimizer, T_max=30, eta_min=0.001) if per_batch else StepLR(optimizer, 1, gamma=0.5)
 
-    run = Training(ByStep(((2, 8), (6, 16), (9, 4))), lr_coupling="sqrt", scheduler=scheduler, every_steps=1)
+    policy, unit = ByStep(((2, 8), (6, 16), (9, 4))), "step" if per_batch else "epoch"
+    run = Training(policy, lr_coupling="sqrt", scheduler=scheduler, scheduler_unit=unit, every_steps=1)
     twin = scheduler(SGD([torch.ones(1)], 0.01))
     twin.optimizer.step()
     factors = {4: 1.0, 8: 2**0.5, 16: 2.0}
@@ -158,7 +159,9 @@ def test_fixed_changes_nothing_and_records_no_change():
 
 def test_a_schedule_of_its_own_is_no_change():
     """The record's rate is that of the epoch's beginning, as without decisions in between."""
-    run = Training(Fixed(), every_steps=2, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.9))
+    run = Training(
+        Fixed(), every_steps=2, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.9), scheduler_unit="step"
+    )
     for _ in run.batches():
         run.scheduler.step()
     record = run.control.step()
@@ -228,7 +231,7 @@ def test_an_exponential_mean_goes_on_through_decisions():
 def test_a_window_that_ends_between_two_optimizer_steps_spoils_no_estimate():
     def seen_by(estimator: str) -> list[Measurement]:
         seen: list[Measurement] = []
-        run = still(Watching((), seen), estimator=estimator, every_steps=3)
+        run = still(Watching((), seen), estimator=estimator, every_steps=3, accumulate=2)
         for number, (x, y) in enumerate(run.loader, 1):
             mean_loss(run.model(x), y).backward()  # accumulated over two batches
             if number % 2 == 0:

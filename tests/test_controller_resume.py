@@ -57,6 +57,7 @@ class Training:
         self.scheduler = setup.scheduler(self.optimizer)
         self.loader = AdaptiveLoader(other.pop("data", DATA), batch_size, seed=seed)
         settings = {"policy": setup.policy, "lr_coupling": setup.lr_coupling, "scheduler": self.scheduler} | other
+        settings["scheduler_unit"] = "step" if setup.per_batch else "epoch"
         self.control = Controller(self.model, self.optimizer, self.loader, **settings)
         self.steps, self.records = 0, list[EpochRecord]()
 

@@ -1,13 +1,14 @@
-"""The learning rate in force is always the schedule's own course times the factors.
+"""A step is made with the schedule's own rate times the factors, and groups hold the schedule's own in between.
 
-The twin is the same scheduler on a second optimizer that nothing is coupled to.
+The twin is the same optimizer and scheduler with nothing coupled to it.
 """
 
 import ast
+import copy
 import io
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from divebatch import AdaptiveLoader
+from divebatch import AdaptiveLoader, Controller, Decision, Fixed, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.lr import COUPLINGS, LrCoupling, Rates
+from divebatch.policies import Policy
+from reference.per_sample import dataset, mean_loss, mlp
 
 FIRST = 32
 # After which scheduler step: batch size and lr_factor of the decision.
@@ -78,25 +81,29 @@ def two_groups(*, optimizer: type[Optimizer] = SGD, tensors: bool = False) -> Op
     return optimizer(groups, **settings)
 
 
-def coupled(optimizer: Optimizer, schedulers: Any, *, kind: Any, batch_size: int = FIRST) -> Rates:
+def coupled(
+    optimizer: Optimizer, schedulers: Any = (), *, kind: Any, batch_size: int = FIRST, **settings: Any
+) -> Rates:
+    loader = AdaptiveLoader(range(1024), batch_size)
     return Rates(
-        [optimizer],
-        schedulers,
-        kinds=[kind],
-        loader=AdaptiveLoader(range(1024), batch_size),
-        first_batch_size=batch_size,
+        [optimizer], kinds=[kind], loader=loader, first_batch_size=batch_size, schedulers=schedulers, **settings
     )
 
 
 class Run:
-    """An optimizer with its scheduler, and the coupling where it has one."""
+    """An optimizer with its scheduler, coupled by the two hooks of a controller; `used` are the rates of the steps."""
 
     def __init__(self, case: str, *, kind: Any = None, **settings: Any) -> None:
         self.optimizer = two_groups(**settings)
         self.scheduler = SCHEDULERS[case](self.optimizer) if case in SCHEDULERS else None
         schedulers = [] if self.scheduler is None else [self.scheduler]
+        self.used: list[list[float]] = []
         if kind is not None:
             self.coupling = coupled(self.optimizer, schedulers, kind=kind)
+            each = self.coupling.couplings[self.optimizer]
+            self.optimizer.register_step_pre_hook(lambda *_: self.coupling.before_step(each, -1, 0, 0))
+            self.optimizer.register_step_post_hook(lambda *_: self.coupling.after_step(each, 0))
+        self.optimizer.register_step_pre_hook(lambda *_: self.used.append(self.rates))
 
     def advance(self, step: int) -> None:
         self.optimizer.step()
@@ -108,22 +115,6 @@ class Run:
     @property
     def rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def states(self) -> dict[str, Any]:
-        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "coupling": self.coupling}
-        return through_a_file({name: part.state_dict() for name, part in parts.items() if part is not None})
-
-    def load(self, states: dict[str, Any], order: tuple[str, ...]) -> None:
-        for name in order:
-            if name in states:
-                getattr(self, name).load_state_dict(states[name])
-
-
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def times(rates: list[float], factor: float, *, rel: float = 1e-12) -> Any:
@@ -140,89 +131,426 @@ SHAPES: dict[Any, Callable[[float], float]] = {
 
 def factor_after(step: int, kind: Any) -> float:
     """f of the latest batch size, times every `lr_factor` so far."""
-    done = [change for at, change in CHANGES.items() if at <= step]
+    done = [change for at, change in CHANGES.items() if at < step]
     size = done[-1][0] if done else FIRST
     return SHAPES[kind](size / FIRST) * math.prod(lr_factor for _, lr_factor in done)
 
 
-def follow_course(run: Run, twin: Run, kind: Any, steps: Iterable[int] = range(STEPS), **rel: float) -> None:
-    """Advance both and compare after every scheduler step and every change of the batch size."""
-    for step in steps:
-        run.advance(step)
-        twin.advance(step)
-        assert run.rates == times(twin.rates, factor_after(step - 1, kind), **rel), step
-        if step in CHANGES:
-            size, lr_factor = CHANGES[step]
-            run.coupling.follow(size, lr_factor=lr_factor)
-            assert run.rates == times(twin.rates, factor_after(step, kind), **rel), step
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 # The course
 
 
 @EVERY_CASE
+@pytest.mark.parametrize("tensors", [False, True])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_the_rate_in_force_is_the_own_course_times_the_factors(case: str, kind: Any):
-    twin = Run(case)
-    follow_course(Run(case, kind=kind), twin, kind)
-    assert case == "none" or twin.rates != Run(case).rates
-
-
-@EVERY_CASE
-def test_rates_that_are_tensors_follow_in_place(case: str):
-    run, twin = Run(case, kind="linear", tensors=True), Run(case, tensors=True)
-    tensors = [group["lr"] for group in run.optimizer.param_groups]
-    follow_course(run, twin, "linear", rel=1e-5)
-    assert all(isinstance(group["lr"], torch.Tensor) for group in run.optimizer.param_groups)
-    if case == "none":
-        assert all(a is group["lr"] for a, group in zip(tensors, run.optimizer.param_groups, strict=True))
+def test_a_step_uses_the_own_rate_times_the_factors_and_leaves_the_own_one(case: str, kind: Any, tensors: bool):
+    run, twin = Run(case, kind=kind, tensors=tensors), Run(case, tensors=tensors)
+    held = [group["lr"] for group in run.optimizer.param_groups]
+    for step in range(STEPS):
+        run.advance(step)
+        twin.advance(step)
+        assert run.used[-1] == times(twin.used[-1], factor_after(step, kind), rel=1e-6 if tensors else 1e-12), step
+        assert run.rates == twin.rates  # to the bit
+        if step in CHANGES:
+            size, lr_factor = CHANGES[step]
+            run.coupling.follow(size, lr_factor=lr_factor)
+            assert run.coupling.lr == pytest.approx(run.rates[0] * factor_after(step + 1, kind))
+    if run.scheduler is not None:
+        assert twin.rates != Run(case).rates
+        assert through_a_file(run.scheduler.state_dict()) == through_a_file(twin.scheduler.state_dict())
+    elif tensors:
+        assert all(a is group["lr"] for a, group in zip(held, run.optimizer.param_groups, strict=True))
 
 
 @pytest.mark.parametrize(("power", "factor"), [(1, 4.0), (0.5, 2.0), (0.6, 4**0.6), (0.25, math.sqrt(2))])
 def test_a_power_of_the_batch_size_and_back_to_the_bit(power: float, factor: float):
     run = Run("none", kind=power)
-    run.coupling.follow(4 * FIRST)
-    assert run.rates == pytest.approx([0.1 * factor, 0.02 * factor], rel=1e-14)
-    run.coupling.follow(FIRST)
-    assert run.rates == [0.1, 0.02]
+    for size in (4 * FIRST, FIRST):
+        run.coupling.follow(size)
+        run.advance(0)
+    assert run.used == [pytest.approx([0.1 * factor, 0.02 * factor], rel=1e-14), [0.1, 0.02]]
 
 
-def test_adamw_with_the_square_root():
-    follow_course(Run("cosine", kind="sqrt", optimizer=AdamW), Run("cosine", optimizer=AdamW), "sqrt")
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+@pytest.mark.parametrize("kind", ["linear", "sqrt", 0.6])
+def test_the_gradient_of_a_summed_loss_grows_by_itself(optimizer: type[Optimizer], kind: Any):
+    follows = LrCoupling(two_groups(optimizer=optimizer), kind=kind, first_batch_size=8, loss_reduction="sum")
+    follows.follow(32)
+    assert follows.factor == pytest.approx(SHAPES[kind](4.0) / (4.0 if optimizer is SGD else 1.0))
 
 
-@EVERY_SCHEDULER
-def test_a_schedulers_state_is_the_one_it_has_uncoupled(case: str):
-    run, twin = Run(case, kind="linear"), Run(case)
-    follow_course(run, twin, "linear")
-    assert through_a_file(run.scheduler.state_dict()) == through_a_file(twin.scheduler.state_dict())
+def test_a_summed_loss_trains_as_its_mean_with_the_rate_of_the_first_batch():
+    """The gradient of a sum over b samples at rate r is that of a mean at rate b r."""
+
+    def weights(reduction: str, lr: float) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr)
+        loader = AdaptiveLoader(dataset(32), 4, seed=0, drop_last=True)
+        control = Controller(model, optimizer, loader, Doubling(), lr_coupling="linear", loss_reduction=reduction)
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                (mean_loss(model(x), y) * (len(x) if reduction == "sum" else 1)).backward()
+                optimizer.step()
+            control.step()
+        return list(model.parameters())
+
+    for summed, mean in zip(weights("sum", 0.01), weights("mean", 0.04), strict=True):
+        assert torch.allclose(summed, mean, rtol=1e-10)
 
 
 def test_the_schedules_own_ratio_leaves_the_factors_out():
-    run, twin = Run("cosine", kind="linear"), Run("cosine")
-    follow_course(run, twin, "linear")
-    assert run.coupling.schedule_ratio() == pytest.approx(twin.rates[0] / 0.1, rel=1e-12)
+    run = Run("cosine", kind="linear")
+    for step in range(STEPS):
+        run.advance(step)
+        run.coupling.follow(2 * FIRST)
+    assert run.coupling.schedule_ratio() == pytest.approx(run.rates[0] / 0.1, rel=1e-12)
 
 
-def test_a_scheduler_that_fails_leaves_the_rates_in_force():
-    run = Run("plateau", kind="linear")
-    run.coupling.follow(2 * FIRST)
-    with pytest.raises(ValueError, match="could not convert"):
-        run.scheduler.step("not a number")
-    assert run.rates == [0.2, 0.04]
+def test_the_schedules_own_ratio_is_that_to_the_rate_a_warm_up_leads_to():
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 4, 1.0) * (1.0 if step < 6 else 0.25))
+    coupling = coupled(optimizer, [scheduler], kind="sqrt")
+    ratios = []
+    for _ in range(8):
+        coupling.follow(2 * FIRST)
+        ratios.append(coupling.schedule_ratio())
+        optimizer.step()
+        scheduler.step()
+    assert ratios == pytest.approx([1.0] * 6 + [0.25] * 2)
 
 
-def test_two_schedulers_of_one_optimizer():
-    run, twin = Run("none"), Run("none")
-    pairs = [(halving(r.optimizer), lr_scheduler.ExponentialLR(r.optimizer, 0.9)) for r in (run, twin)]
-    coupling = coupled(run.optimizer, pairs[0], kind="linear")
-    coupling.follow(3 * FIRST)
-    for _ in range(6):
-        for r, pair in zip((run, twin), pairs, strict=True):
-            r.optimizer.step()
-            for scheduler in pair:
-                scheduler.step()
-        assert run.rates == times(twin.rates, 3.0)
+# Whatever the loop does with its rates
+
+
+class Doubling(Policy):
+    def next(self, seen: Measurement) -> Decision:
+        return Decision(batch_size=2 * seen.batch_size)
+
+
+class Sizes(Policy):
+    def next(self, seen: Measurement) -> Decision:
+        return Decision(batch_size=(4, 8, 16, 2, 4)[seen.epoch % 5])
+
+
+class Loop:
+    """A controlled loop; `used` are pairs of the batch size in force and the rate of the step."""
+
+    def __init__(self, policy: Policy | None = None, *, optimizer: Any = SGD, lr: Any = 0.1, **settings: Any) -> None:
+        self.model = mlp(dtype=torch.float32)
+        self.optimizer: Optimizer = optimizer(self.model.parameters(), lr=lr)
+        self.loader = AdaptiveLoader(dataset(40, dtype=torch.float32), 4, seed=0)
+        settings = {"scheduler_unit": "call", "lr_coupling": "linear"} | settings
+        self.control = Controller(self.model, self.optimizer, self.loader, policy or Sizes(), **settings)
+        self.used: list[tuple[int, float]] = []
+        self.optimizer.register_step_pre_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        current = self.loader.current
+        self.used.append((current.batch_size if current else 0, float(self.group["lr"])))
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[0]
+
+    def backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = mean_loss(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+def formula(step: int) -> float:
+    """Warm-up, then a cosine."""
+    return 0.1 * (step + 1) / 6 if step < 5 else 0.1 * (0.55 + 0.45 * math.cos(math.pi * step / 60))
+
+
+def by_formula(group: dict[str, Any], step: int) -> None:
+    group["lr"] = formula(step)
+
+
+def by_formula_in_place(group: dict[str, Any], step: int) -> None:
+    group["lr"].fill_(formula(step))
+
+
+def by_product(factor: float, every: int = 5) -> Callable[[dict[str, Any], int], None]:
+    def write(group: dict[str, Any], step: int) -> None:
+        if step % every == every - 1:
+            group["lr"] *= factor
+
+    return write
+
+
+def set_aside(group: dict[str, Any], step: int) -> None:
+    """As a loop does that looks at something with a rate of zero."""
+    lr, group["lr"] = group["lr"], 0.0
+    assert group["lr"] == 0.0
+    group["lr"] = lr
+
+
+WRITES: dict[str, tuple[Callable[[dict[str, Any], int], None], Any]] = {
+    "a formula": (by_formula, 0.1),
+    "a formula, in a tensor": (by_formula_in_place, torch.tensor(0.1)),
+    "halved": (by_product(0.5), 0.1),
+    "divided by four": (by_product(0.25), 0.1),
+    "doubled": (by_product(2.0), 0.1),
+    "a bit less at every step": (by_product(0.97, every=1), 0.1),
+    "a bit less at every step, in a tensor": (by_product(0.97, every=1), torch.tensor(0.1)),
+    "set aside": (set_aside, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_the_loop_writes_is_the_schedules_own(name: str):
+    write, lr = WRITES[name]
+    loop, group = Loop(lr=lr.clone() if isinstance(lr, torch.Tensor) else lr), {"lr": 0.1 * torch.ones(())}
+    expected, step = [], 0
+    for _ in range(5):
+        for x, y in loop.loader:
+            write(loop.group, step)
+            write(group, step) if name != "a formula" else group.update(lr=formula(step))
+            loop.backward(x, y)
+            loop.optimizer.step()
+            expected.append((loop.used[-1][0], float(group["lr"]) * loop.used[-1][0] / 4))
+            assert float(loop.group["lr"]) == pytest.approx(float(group["lr"]), rel=1e-5)
+            step += 1
+        loop.control.step()
+    assert {size for size, _ in loop.used} == {2, 4, 8, 16}
+    assert [rate for _, rate in loop.used] == pytest.approx([rate for _, rate in expected], rel=1e-5)
+
+
+def test_a_decay_written_after_the_batch_has_shrunk_stays():
+    """The batch falls to a tenth, and the loop writes its milestone, a tenth of the rate, once."""
+
+    class Falling(Policy):
+        def next(self, seen: Measurement) -> Decision:
+            return Decision(batch_size=4)
+
+    loop = Loop(Falling(), lr=0.1)
+    loop.loader.batch_size = 40
+    for epoch in range(3):
+        if epoch == 2:
+            loop.group["lr"] = 0.01
+        for x, y in loop.loader:
+            loop.backward(x, y)
+            loop.optimizer.step()
+        loop.control.step()
+    assert loop.used[0] == (40, pytest.approx(1.0))
+    assert [rate for _, rate in loop.used[-10:]] == pytest.approx([0.01] * 10)
+    assert loop.group["lr"] == 0.01
+
+
+def test_a_plateau_scheduler_halves_the_rate_while_the_factor_is_two():
+    loop = Loop(Doubling())
+    scheduler = lr_scheduler.ReduceLROnPlateau(loop.optimizer, factor=0.5, patience=0)
+    rates = []
+    for _ in range(3):
+        for x, y in loop.loader:
+            loop.backward(x, y)
+            loop.optimizer.step()
+        scheduler.step(1.0)
+        record = loop.control.step()
+        rates.append((record.lr, record.next_lr))
+    assert rates == [(pytest.approx(0.1), pytest.approx(0.2)), (0.2, 0.2), (0.2, pytest.approx(0.05 / 2 * 8))]
+
+
+def test_a_step_that_raises_is_put_right_before_the_next():
+    class Failing(SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    loop = Loop(Doubling(), optimizer=Failing)
+    for epoch in range(3):
+        for number, (x, y) in enumerate(loop.loader):
+            loop.backward(x, y)
+            loop.optimizer.fails = epoch > 0 and number == 1
+            if loop.optimizer.fails:
+                with pytest.raises(RuntimeError):
+                    loop.optimizer.step()
+                loop.optimizer.fails = False
+            loop.optimizer.step()
+            assert loop.used[-1][1] == pytest.approx(0.1 * loop.used[-1][0] / 4)
+            assert loop.group["lr"] == 0.1
+        loop.control.step()
+
+
+@pytest.mark.parametrize("optimizer", [SGD, torch.optim.LBFGS])
+def test_a_closure_sees_its_own_rates(optimizer: Any):
+    loop = Loop(Doubling(), optimizer=optimizer)
+    seen: list[float] = []
+    for epoch in range(3):
+        for x, y in loop.loader:
+
+            def closure(x: Any = x, y: Any = y, lr: float = 0.1 * 0.5**epoch) -> torch.Tensor:
+                seen.append(loop.group["lr"])
+                loop.group["lr"] = lr
+                return loop.backward(x, y)
+
+            before = [p.detach().clone() for p in loop.model.parameters()]
+            loop.optimizer.step(closure)
+            if optimizer is SGD:  # it reads its rate after the closure
+                factor = 0.1 * 0.5**epoch * loop.loader.current.batch_size / 4
+                for old, new in zip(before, loop.model.parameters(), strict=True):
+                    assert torch.allclose(new, old - factor * new.grad, rtol=1e-4, atol=1e-7)
+        loop.control.step()
+    assert set(seen) <= {0.1, 0.05, 0.025}
+
+
+def test_steps_that_a_grad_scaler_skips_leave_the_rates_alone():
+    loop = Loop(Doubling())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for epoch in range(3):
+        for number, (x, y) in enumerate(loop.loader):
+            loop.optimizer.zero_grad()
+            loss = mean_loss(loop.model(x), y)
+            scaler.scale(loss * float("inf") if number == 1 else loss).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+            assert loop.group["lr"] == 0.1
+        assert loop.used[-1][1] == pytest.approx(0.1 * 2**epoch)
+        loop.control.step()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of torch's own compiler
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_compiled_optimizer_step(lr: Any):
+    torch._dynamo.reset()
+    loop = Loop(lr=lr)
+    step = torch.compile(loop.optimizer.step, backend="eager")
+    for _ in range(4):
+        for x, y in loop.loader:
+            loop.backward(x, y)
+            before = [p.detach().clone() for p in loop.model.parameters()]
+            step()
+            rate = 0.1 * loop.loader.current.batch_size / 4
+            for old, new in zip(before, loop.model.parameters(), strict=True):
+                assert torch.allclose(new, old - rate * new.grad, rtol=1e-4, atol=1e-7)
+            assert float(loop.group["lr"]) == pytest.approx(0.1)
+        loop.control.step()
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True, "lr": 0.1}, {"fused": True}, {}])
+def test_optimizers_that_step_all_parameters_at_once(settings: dict[str, Any]):
+    settings = {"lr": torch.tensor(0.1)} | settings
+    loop = Loop(Doubling(), optimizer=lambda p, lr: AdamW(p, **settings), lr_coupling="sqrt")
+    for _ in range(3):
+        for x, y in loop.loader:
+            loop.backward(x, y)
+            loop.optimizer.step()
+        loop.control.step()
+    assert sorted({round(rate / 0.1, 4) for _, rate in loop.used}) == [1.0, round(2**0.5, 4), 2.0]
+    assert float(loop.group["lr"]) == pytest.approx(0.1)
+
+
+def test_a_replayed_step_is_made_around():
+    """A recorded step runs no hook, and reads the tensors that it was recorded with."""
+    loop = Loop(Doubling(), lr=torch.tensor(0.1))
+    rate, gradients = loop.group["lr"], [p.grad for p in loop.model.parameters()]
+    assert gradients == [None] * 4
+    for epoch in range(3):
+        for x, y in loop.loader:
+            loop.backward(x, y)
+            before = [p.detach().clone() for p in loop.model.parameters()]
+            with loop.control.around_step(), torch.no_grad():  # what a graph's replay does
+                for p in loop.model.parameters():
+                    p -= rate * p.grad
+            for old, new in zip(before, loop.model.parameters(), strict=True):
+                assert torch.allclose(new, old - 0.1 * 2**epoch * new.grad, rtol=1e-4, atol=1e-7)
+        record = loop.control.step()
+    assert record.steps == 10 + 5 + 3
+    assert float(rate) == pytest.approx(0.1)
+
+
+def test_a_parameter_group_added_later_gets_the_factor():
+    loop = Loop(Doubling())
+    extra = nn.Parameter(torch.ones(2))
+    for epoch in range(2):
+        if epoch:
+            loop.optimizer.add_param_group({"params": [extra], "lr": 0.3})
+            extra.grad = torch.ones(2)
+        for x, y in loop.loader:
+            loop.backward(x, y)
+            if epoch:
+                extra.grad = torch.ones(2)
+            loop.optimizer.step()
+        loop.control.step()
+    assert torch.allclose(extra, torch.ones(2) - 5 * 0.6)
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # of the copy's scheduler
+def test_copies_of_optimizer_and_scheduler_are_let_alone():
+    loop = Loop(Doubling())
+    scheduler = lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.5)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+        loop.optimizer.step()
+    loop.control.step()
+    twin = copy.deepcopy(scheduler)
+    twin.step()
+    assert (twin.get_last_lr(), loop.group["lr"], loop.control.lr) == ([0.05], 0.1, 0.2)
+    through_a_file(loop.optimizer.state_dict())
+
+
+def test_a_resume_without_the_controllers_state_starts_at_the_schedules_rate_and_warns():
+    def make() -> tuple[Loop, Any]:
+        loop = Loop(Doubling(), optimizer=lambda p, lr: SGD(p, lr=lr, momentum=0.9))
+        return loop, lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.5)
+
+    loop, scheduler = make()
+    for _ in range(2):
+        for x, y in loop.loader:
+            loop.backward(x, y)
+            loop.optimizer.step()
+        scheduler.step()
+        loop.control.step()
+    fresh, its_scheduler = make()
+    fresh.optimizer.load_state_dict(through_a_file(loop.optimizer.state_dict()))
+    its_scheduler.load_state_dict(through_a_file(scheduler.state_dict()))
+    with pytest.warns(UserWarning, match=r"begins anew.*control\.state_dict\(\).*control\.load_state_dict"):
+        x, y = next(iter(fresh.loader))
+    fresh.backward(x, y)
+    fresh.optimizer.step()
+    assert fresh.used == [(4, 0.025)]
+
+
+# Courses by steps
+
+
+@pytest.mark.parametrize("settings", [{}, {"scheduler": None}])
+def test_a_course_within_the_epoch_while_batches_have_grown_is_a_warning(settings: Any):
+    loop = Loop(Doubling(), scheduler_unit="epoch", **settings)
+
+    def train() -> None:
+        for _ in range(2):
+            for step, (x, y) in enumerate(loop.loader):
+                by_formula(loop.group, step)
+                loop.backward(x, y)
+                loop.optimizer.step()
+            loop.control.step()
+
+    with pytest.warns(UserWarning, match=r"scheduler=scheduler, scheduler_unit='step'.*delivered // 4") as found:
+        train()
+    assert [each.filename for each in found] == [__file__]
+
+
+def test_a_rate_written_once_in_a_while_is_no_course():
+    loop = Loop(Doubling(), scheduler_unit="epoch")
+    for _ in range(2):
+        for step, (x, y) in enumerate(loop.loader):
+            by_product(0.5, every=2)(loop.group, step)
+            loop.backward(x, y)
+            loop.optimizer.step()
+        loop.control.step()
 
 
 # The documentation's table
@@ -257,9 +585,11 @@ def test_every_number_of_the_documented_table(coupling: Any, setting: str, numbe
     found = []
     for size in SIZES:
         follows.follow(size)
+        follows.put_in_force()
         group = optimizer.param_groups[0]
         values = {**group, "beta1": group["betas"][0], "beta2": group["betas"][1]}
         found.append(f"{values[name]:.4g}")
+        follows.put_back()
     assert found == numbers
 
 
@@ -267,48 +597,7 @@ def test_the_documented_table_has_every_coupling():
     assert {coupling for coupling, *_ in documented()} == {*COUPLINGS, 0.6}
 
 
-# State
-
-
-@EVERY_CASE
-@pytest.mark.parametrize(
-    "order",
-    [("coupling", "optimizer", "scheduler"), ("scheduler", "optimizer", "coupling")],
-    ids=["coupling first", "coupling last"],
-)
-def test_fresh_objects_carry_on(case: str, order: tuple[str, ...]):
-    run, twin = Run(case, kind="linear"), Run(case)
-    follow_course(run, twin, "linear", range(11))
-    fresh = Run(case, kind="linear")
-    fresh.load(run.states(), order)
-    assert fresh.rates == run.rates
-    assert fresh.coupling.schedule_ratio() == run.coupling.schedule_ratio()
-    follow_course(fresh, twin, "linear", range(11, STEPS))
-
-
-# Schedulers that do not fit
-
-
-@EVERY_SCHEDULER
-def test_a_scheduler_that_was_not_passed_gets_an_error(case: str):
-    run = Run(case)
-    name = type(run.scheduler).__name__
-    with pytest.raises(ArgumentError, match=f"has a scheduler that was not passed: .*{name}.*Pass scheduler="):
-        coupled(run.optimizer, [], kind="linear")
-
-
-def test_one_of_two_schedulers_not_passed_gets_an_error():
-    optimizer = two_groups()
-    passed, missing = halving(optimizer), plateau(optimizer)
-    with pytest.raises(ArgumentError, match=f"not passed: {type(missing).__name__}\\."):
-        coupled(optimizer, [passed], kind="none")
-
-
-@EVERY_SCHEDULER
-def test_a_scheduler_that_is_gone_is_not_missed(case: str):
-    run = Run(case)
-    run.scheduler = None
-    coupled(run.optimizer, [], kind="linear")
+# What does not fit
 
 
 @EVERY_SCHEDULER
@@ -318,21 +607,24 @@ def test_a_scheduler_of_another_optimizer_gets_an_error(case: str):
         coupled(two_groups(), [other.scheduler], kind="linear")
 
 
-def test_an_unknown_coupling_gets_an_error_that_lists_the_known_ones():
-    with pytest.raises(ArgumentError, match="'cubic'; known: none, linear, sqrt"):
-        Run("none", kind="cubic")
+def test_what_is_no_scheduler_gets_an_error():
+    with pytest.raises(ArgumentError, match=r"an object with a method step\(\), or a list of such, got int"):
+        coupled(two_groups(), [3], kind="none")
+    loop_settings: dict[str, Any] = {"scheduler_unit": "steps"}
+    with pytest.raises(ArgumentError, match="unknown scheduler_unit 'steps'; known: epoch, step, call"):
+        Loop(Fixed(), **loop_settings)
+    optimizer = two_groups()
+    with pytest.raises(ArgumentError, match="ReduceLROnPlateau cannot be stepped by samples"):
+        coupled(optimizer, [plateau(optimizer)], kind="none", scheduler_unit="step")
+    with pytest.raises(ArgumentError, match="one for each of the 1 schedulers"):
+        coupled(optimizer, [halving(optimizer)], kind="none", scheduler_unit=["step", "epoch"])
 
 
-@pytest.mark.parametrize("kind", [-0.5, 0, 0.0, 1.5, float("nan"), float("inf"), True, [0.5]])
-def test_a_power_that_cannot_be_gets_an_error(kind: Any):
-    with pytest.raises(ArgumentError, match=r"\^p, above 0 and at most 1, got lr_coupling=.*'none'"):
+@pytest.mark.parametrize("kind", ["cubic", -0.5, 0, 0.0, 1.5, float("nan"), float("inf"), True, [0.5], "0.6", ""])
+def test_what_is_no_coupling_gets_an_error_with_what_is_one(kind: Any):
+    told = r"known: none, linear, sqrt.*such as 0\.6" if isinstance(kind, str) else r"\^p, above 0 and at most 1"
+    with pytest.raises(ArgumentError, match=told):
         Run("none", kind=kind)
-
-
-@pytest.mark.parametrize("text", ["0.6", "power:0.6", ""])
-def test_a_power_as_text_gets_an_error_that_says_to_pass_a_number(text: str):
-    with pytest.raises(ArgumentError, match=rf"unknown lr_coupling '{text}'; known: .*, or a power .* such as 0\.6"):
-        Run("none", kind=text)
 
 
 @pytest.mark.parametrize("lr_factor", [0.0, -1.0, float("nan"), float("inf")])
@@ -341,40 +633,4 @@ def test_a_factor_that_cannot_be_gets_an_error_and_changes_nothing(lr_factor: fl
     with pytest.raises(ArgumentError, match="lr_factor must be positive and finite"):
         run.coupling.follow(2 * FIRST, lr_factor=lr_factor)
     run.advance(0)
-    assert run.rates == [0.1, 0.02]
-
-
-# Closing
-
-
-@EVERY_SCHEDULER
-def test_close_gives_the_scheduler_back(case: str):
-    run, kind = Run(case, kind="linear"), type(Run(case).scheduler)
-    assert type(run.scheduler) is not kind
-    assert isinstance(run.scheduler, kind)
-    run.coupling.close()
-    run.coupling.close()
-    assert type(run.scheduler) is kind
-
-
-def test_after_close_the_rates_stay_and_the_scheduler_works_on_them():
-    run = Run("step", kind="linear")
-    run.coupling.follow(2 * FIRST)
-    run.coupling.close()
-    assert run.rates == [0.2, 0.04]
-    for step in range(4):
-        run.advance(step)
-    assert run.rates == [0.1, 0.02]
-
-
-def test_the_schedules_own_ratio_is_that_to_the_rate_a_warm_up_leads_to():
-    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 4, 1.0) * (1.0 if step < 6 else 0.25))
-    coupling = coupled(optimizer, [scheduler], kind="sqrt")
-    ratios = []
-    for _ in range(8):
-        coupling.follow(2 * FIRST)
-        ratios.append(coupling.schedule_ratio())
-        optimizer.step()
-        scheduler.step()
-    assert ratios == pytest.approx([1.0] * 6 + [0.25] * 2)
+    assert run.used == [[0.1, 0.02]]

@@ -14,7 +14,11 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.rnn import PackedSequence
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import divebatch
 from divebatch import Auto, Decision, Measurement
@@ -88,17 +92,32 @@ class Watch:
             if not torch.compiler.is_compiling() and module is entrance(names.get("model")):
                 waiting += samples_of(inputs[0])
 
+        def steps(optimizer: Optimizer, *_: object) -> None:
+            # The last hook before the step sees the rates that the step uses.
+            if optimizer not in watched:
+                watched.append(optimizer)
+                optimizer.register_step_pre_hook(uses)
+
+        def uses(optimizer: Optimizer, *_: object) -> None:
+            self.optimizer = self.optimizer or optimizer
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+            if optimizer is self.optimizer:
+                self.rates.append([rates])
+            elif optimizer is names.get("generator_optimizer"):
+                self.rates[-1].append(rates)
+
         def stepped(optimizer: Optimizer, *_: object) -> None:
             nonlocal waiting
-            self.optimizer = self.optimizer or optimizer
-            if optimizer is not self.optimizer:
-                return
-            every = [optimizer, *(each for each in [names.get("generator_optimizer")] if each)]
-            self.rates.append([[float(group["lr"]) for group in each.param_groups] for each in every])
-            self.samples.append(waiting)
-            waiting = 0
+            if optimizer is self.optimizer:
+                self.samples.append(waiting)
+                waiting = 0
 
-        handles = [register_module_forward_pre_hook(forward), register_optimizer_step_post_hook(stepped)]
+        watched: list[Optimizer] = []
+        handles = [
+            register_module_forward_pre_hook(forward),
+            register_optimizer_step_pre_hook(steps),
+            register_optimizer_step_post_hook(stepped),
+        ]
         try:
             exec(compile(code, str(PAGE), "exec"), names)
         finally:

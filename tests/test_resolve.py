@@ -23,11 +23,11 @@ from divebatch import (
     Policy,
     Trajectory,
 )
+from divebatch.controller import resolve_estimator
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Moments, PerSample, Split
-from divebatch.lr import coupling_for
+from divebatch.lr import coupling_for, couplings_of
 from divebatch.policies import POLICIES, InnerProductTest, NoiseScale, Seesaw, SmithSchedule
-from divebatch.resolve import resolve_couplings, resolve_estimator
 from reference.per_sample import dataset, mean_loss, mlp
 
 LINEAR = ("SGD", "ASGD")
@@ -50,27 +50,27 @@ class NoTorchOptimizer(Optimizer):
 def test_the_coupling_of_auto_follows_the_optimizer(name: str):
     expected = "linear" if name in LINEAR else "sqrt"
     assert coupling_for(optimizer(name)) == expected
-    assert resolve_couplings(Auto(64), None, [optimizer(name)]) == [expected]
+    assert couplings_of(Auto(64), None, [optimizer(name)]) == [expected]
 
 
 def test_an_optimizer_that_is_not_known_needs_a_word():
     unknown = NoTorchOptimizer(mlp().parameters())
     with pytest.raises(ArgumentError, match=r"NoTorchOptimizer .* pass Auto\(\.\.\., lr_coupling='sqrt'\) if"):
-        resolve_couplings(Auto(64), None, [unknown])
-    assert resolve_couplings(Auto(64, lr_coupling="sqrt"), None, [unknown]) == ["sqrt"]
-    assert resolve_couplings(Fixed(), None, [unknown]) == ["none"]
+        couplings_of(Auto(64), None, [unknown])
+    assert couplings_of(Auto(64, lr_coupling="sqrt"), None, [unknown]) == ["sqrt"]
+    assert couplings_of(Fixed(), None, [unknown]) == ["none"]
 
 
 def test_a_coupling_is_the_policys_own_else_none():
     sgd = optimizer("SGD")
-    assert [resolve_couplings(policy(64), None, [sgd]) for policy in (SmithSchedule, Seesaw, NoiseScale)] == [
+    assert [couplings_of(policy(64), None, [sgd]) for policy in (SmithSchedule, Seesaw, NoiseScale)] == [
         ["linear"],
         ["sqrt"],
         ["none"],
     ]
-    assert resolve_couplings(NoiseScale(64), "adascale", [sgd]) == ["adascale"]
+    assert couplings_of(NoiseScale(64), "adascale", [sgd]) == ["adascale"]
     with pytest.raises(ArgumentError, match="unknown lr_coupling 'cubic'; known: none, linear"):
-        resolve_couplings(NoiseScale(64), "cubic", [sgd])
+        couplings_of(NoiseScale(64), "cubic", [sgd])
 
 
 def test_only_the_papers_rule_gets_the_papers_estimate():
@@ -101,7 +101,7 @@ def records_of_auto(name: str, *, is_scaled: bool, **settings: Any) -> list[Epoc
     driver = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, growth_interval=7)
     loader = AdaptiveLoader(dataset(240, dtype=torch.float32), 4, seed=0)
-    control = Controller(model, driver, loader, Auto(64), **settings)
+    control = Controller(model, driver, loader, Auto(64), grad_scaler=scaler, **settings)
     records = []
     for _ in range(3):
         for x, y in loader:
@@ -245,7 +245,7 @@ def chosen(model: nn.Module, policy: Policy, *, momentum: float = 0.0, batch_siz
     return str(control.state_dict()["settings"]["estimator"])
 
 
-TOLD = r"goes by .* Give the optimizer momentum, or .* estimator='per-sample'"
+TOLD = r"based on .* Give the optimizer momentum, or .* estimator='per-sample'"
 
 
 @pytest.mark.filterwarnings("error")

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from divebatch import AdaptiveLoader, Controller, Fixed
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.errors import UsageError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Policy
 from reference.per_sample import dataset, mlp
@@ -120,16 +120,24 @@ class Run:
         self.scheduler = schedule(self.optimizer, total)
         of_loader = {"delivery_size": settings.pop("delivery_size", None)}
         self.loader = AdaptiveLoader(settings.pop("data", DATA), FIRST, seed=0, drop_last=drop_last, **of_loader)
-        settings = {"lr_coupling": "sqrt", "scheduler": self.scheduler} | settings
+        settings = {"lr_coupling": "sqrt", "scheduler": self.scheduler, "scheduler_unit": "step"} | settings
         self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
+        self.used: list[tuple[int, float]] = []
+        """The scheduler's place and the rate of each step."""
+        self.optimizer.register_step_pre_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self.used.append((getattr(self.scheduler, "last_epoch", 0), rate_of(self.optimizer)))
 
     def batches(self) -> Iterator[int]:
         for x, _ in self.loader:
             yield len(x)
 
-    def step(self) -> None:
+    def step(self) -> tuple[int, float]:
+        """Step both; return where the scheduler stood in the step, and its rate."""
         self.optimizer.step()
         self.scheduler.step()
+        return self.used[-1]
 
 
 def expected_place(epoch: int, samples: int, per_epoch: float, loop: Loop, drop_last: bool) -> int:
@@ -157,18 +165,15 @@ def test_the_rate_at_every_step_is_the_courses_at_as_many_samples(name: str, dro
         for size in run.batches():
             full = run.loader.current.batch_size
             place = expected_place(epoch, seen, per_epoch, Loop(), drop_last)
-            assert rate_of(run.optimizer) == pytest.approx(rates[place] * math.sqrt(full / FIRST), rel=1e-9), (
-                epoch,
-                seen,
-            )
-            run.step()
+            _, rate = run.step()
+            assert rate == pytest.approx(rates[place] * math.sqrt(full / FIRST), rel=1e-9), (epoch, seen)
             seen += size
             sizes.add(size)
             places.append(place)
         run.control.step()
     assert len(sizes) > 3
     assert run.scheduler.last_epoch == EPOCHS * per_epoch if hasattr(run.scheduler, "last_epoch") else True
-    assert rate_of(run.optimizer) == pytest.approx(rates[-1] * math.sqrt(run.loader.batch_size / FIRST), abs=1e-12)
+    assert run.control.lr == pytest.approx(rates[-1] * math.sqrt(run.loader.batch_size / FIRST), abs=1e-12)
 
 
 @pytest.mark.parametrize("rest", ["own step", "left out", "carried over"])
@@ -176,19 +181,19 @@ def test_the_rate_at_every_step_is_the_courses_at_as_many_samples(name: str, dro
 def test_accumulated_gradients(passes: int, rest: str):
     loop, again = Loop(passes, rest), Loop(passes, rest)
     rates, per_epoch = course(SCHEDULES["cosine"], loop, False)
-    run = Run(SCHEDULES["cosine"], len(rates) - 1, Fixed())
+    run = Run(SCHEDULES["cosine"], len(rates) - 1, Fixed(), accumulate=passes)
     for epoch in range(EPOCHS):
-        seen, length = 0, len(run.loader)
+        seen, before, length = 0, 0, len(run.loader)
         for index, size in enumerate(run.batches()):
             seen += size
             if not again.steps_after(index, index + 1 == length):
                 continue
-            run.step()
-            place = run.scheduler.last_epoch
+            place, _ = run.step()
             if epoch == 0:
-                assert place == (index + passes) // passes
-            else:
-                assert place == expected_place(epoch, N if index + 1 == length else seen, per_epoch, again, False)
+                assert place == index // passes
+            elif before or rest != "carried over":  # what was carried over shows in the epoch's first step
+                assert place == expected_place(epoch, before, per_epoch, again, False)
+            before = seen
         run.control.step()
         run.loader.batch_size = (6, 5, 4)[epoch]
     assert run.scheduler.last_epoch >= int(EPOCHS * per_epoch) - 1  # the last rest may stay without a call
@@ -196,14 +201,13 @@ def test_accumulated_gradients(passes: int, rest: str):
 
 
 def test_accumulated_gradients_whose_steps_a_policy_sizes():
-    run = Run(SCHEDULES["one cycle"], 33, Sizes((22, 44, 12)), every_steps=None)
+    run = Run(SCHEDULES["one cycle"], 33, Sizes((22, 44, 12)), every_steps=None, accumulate=2)
     seen, places, made = 0, [], 0
     for epoch in range(EPOCHS):
         for index, size in enumerate(run.batches()):
             seen += size
             if index % 2 or run.loader.is_at_end:
-                places.append((run.scheduler.last_epoch, epoch, seen))
-                run.step()
+                places.append((run.step()[0], epoch, seen))
                 made += 1
         seen = 0
         run.control.step()
@@ -218,15 +222,16 @@ def test_passes_of_a_delivery_size_count_as_the_step_that_they_make():
     policy = Sizes((4, 8, 16, 6))
     run = Run(SCHEDULES["one cycle"], math.ceil(N / FIRST) * EPOCHS, policy, every_steps=2, delivery_size=2)
     for epoch in range(EPOCHS):
-        seen = held = 0
+        seen = held = before = 0
         for size in run.batches():
             seen, held = seen + size, held + size
             if held < run.loader.batch_size and seen < N:
                 continue
-            run.step()
-            held = 0
-            assert run.scheduler.last_epoch == epoch * math.ceil(N / FIRST) + math.ceil(seen / FIRST)
+            place, _ = run.step()
+            assert place == epoch * math.ceil(N / FIRST) + math.ceil(before / FIRST)
+            held, before = 0, seen
         run.control.step()
+    assert run.scheduler.last_epoch == math.ceil(N / FIRST) * EPOCHS
     assert run.loader.batches_delivered == N // 2 * EPOCHS
 
 
@@ -257,8 +262,7 @@ def driven(make: Callable[[], Run], *, stop: int | None = None) -> tuple[list[tu
     run, done = make(), list[tuple[int, float]]()
     while run.control.epoch < EPOCHS:
         for size in run.batches():
-            done.append((size, rate_of(run.optimizer)))
-            run.step()
+            done.append((size, run.step()[1]))
             if len(done) == stop:
                 fresh = make()
                 for name in ("optimizer", "scheduler", "control"):
@@ -277,7 +281,7 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-# Telling by the calls
+# Steps of the loop's own
 
 
 def test_while_the_size_stays_each_call_is_one_step_even_where_calls_are_left_out():
@@ -305,7 +309,7 @@ def test_steps_left_out_before_the_size_changed_stay_left_out_and_later_ones_are
 
 
 def test_a_scheduler_stepped_after_each_epoch_makes_one_step_an_epoch():
-    run = Run(SCHEDULES["by step"], 0, Sizes((8, 16, 3)))
+    run = Run(SCHEDULES["by step"], 0, Sizes((8, 16, 3)), scheduler_unit="epoch")
     for epoch in range(EPOCHS):
         list(run.loader)
         run.optimizer.step()
@@ -318,7 +322,8 @@ def test_schedules_per_epoch_and_per_step_side_by_side():
     model, loader = mlp(), AdaptiveLoader(DATA, FIRST, seed=0)
     optimizer = SGD(model.parameters(), LR)
     warm_up, steps = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=22), lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    control = Controller(model, optimizer, loader, Sizes((8, 16)), scheduler=[warm_up, steps])
+    units = ["step", "epoch"]
+    control = Controller(model, optimizer, loader, Sizes((8, 16)), scheduler=[warm_up, steps], scheduler_unit=units)
     for epoch in range(EPOCHS):
         for _ in loader:
             optimizer.step()
@@ -328,11 +333,11 @@ def test_schedules_per_epoch_and_per_step_side_by_side():
         assert (warm_up.last_epoch, steps.last_epoch) == (11 * (epoch + 1), epoch + 1)
 
 
-def test_a_first_batch_that_holds_all_samples_leaves_it_open_until_calls_come_within_an_epoch():
+def test_a_first_batch_that_holds_all_samples():
     model, loader = mlp(), AdaptiveLoader(DATA, N, seed=0)
     optimizer = SGD(model.parameters(), LR)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
-    control = Controller(model, optimizer, loader, Sizes((21, 10)), scheduler=scheduler)
+    control = Controller(model, optimizer, loader, Sizes((21, 10)), scheduler=scheduler, scheduler_unit="step")
     for epoch in range(EPOCHS):
         for _ in loader:
             optimizer.step()
@@ -347,7 +352,7 @@ def test_an_inner_scheduler_that_is_passed_too_steps_once():
     optimizer = SGD(model.parameters(), LR)
     inner = [lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
     both = lr_scheduler.ChainedScheduler(inner)
-    control = Controller(model, optimizer, loader, Sizes((8,)), scheduler=[both, *inner])
+    control = Controller(model, optimizer, loader, Sizes((8,)), scheduler=[both, *inner], scheduler_unit="step")
     for epoch in range(2):
         for _ in loader:
             optimizer.step()
@@ -372,7 +377,7 @@ def test_a_stream_of_unknown_length_goes_by_samples_too():
         assert run.scheduler.last_epoch == 11 * (epoch + 1)
 
 
-def test_an_epoch_that_is_broken_off_and_begun_again_goes_no_further_than_its_samples():
+def test_an_epoch_that_is_broken_off_and_begun_again_ends_where_its_samples_do():
     run = Run(SCHEDULES["cosine"], 33, Sizes((8,)))
     for _ in run.batches():
         run.step()
@@ -381,73 +386,72 @@ def test_an_epoch_that_is_broken_off_and_begun_again_goes_no_further_than_its_sa
         run.step()
         if index == 2:
             break
-    assert run.scheduler.last_epoch == 11 + 6
     for _ in run.batches():
         run.step()
     assert run.scheduler.last_epoch == 22
 
 
-# Saying it
+# Said and checked
 
 
-@pytest.mark.parametrize("schedule_in", [None, "steps", "epochs", "calls"])
-def test_one_step_an_epoch_is_that_whatever_was_said(schedule_in: Any):
-    run = Run(SCHEDULES["by step"], 0, Sizes((8, 16, 3)), schedule_in=schedule_in)
-    for epoch in range(EPOCHS):
-        list(run.loader)
-        run.scheduler.step()
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "stepped with every batch, and nothing said": ({"scheduler_unit": "epoch"}, "pass .*scheduler_unit='step'"),
+    "one of two": ({"scheduler_unit": ["epoch"]}, "scheduler_unit='call' if each call"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_call_within_an_epoch_is_an_error_where_epochs_were_said(name: str):
+    said, told = WRONG[name]
+    run = Run(SCHEDULES["cosine"], 33, Fixed(), **said)
+    batches = run.batches()
+    for _ in range(2):
+        next(batches), run.step()
+    next(batches)
+    with pytest.raises(UsageError, match=rf"CosineAnnealingLR.step\(\) is called within the epoch.*{told}"):
+        run.step()
+
+
+def test_a_call_within_an_epoch_of_two_steps_is_found_at_its_end():
+    run = Run(SCHEDULES["cosine"], 33, Fixed(), scheduler_unit="epoch", data=dataset(8))
+    for _ in run.batches():
+        run.step()
+    with pytest.raises(UsageError, match="within the epoch"):
         run.control.step()
-        assert run.scheduler.last_epoch == epoch + 1
 
 
-@pytest.mark.parametrize(("schedule_in", "steps"), [(None, 22), ("steps", 22), ("calls", 11 + 6)])
-def test_schedule_in_says_what_a_call_stands_for(schedule_in: Any, steps: int):
-    run = Run(SCHEDULES["cosine"], 33, Sizes((8,)), schedule_in=schedule_in)
+def test_one_call_an_epoch_is_an_error_where_steps_were_said():
+    run = Run(SCHEDULES["cosine"], 33, Fixed())
+    for _ in run.batches():
+        run.optimizer.step()
+    run.scheduler.step()
+    with pytest.raises(UsageError, match=r"called once in an epoch of 11 optimizer steps.*scheduler_unit='epoch'"):
+        run.control.step()
+
+
+def test_a_call_with_every_pass_is_an_error_where_steps_were_said():
+    run = Run(SCHEDULES["cosine"], 99, Fixed(), accumulate=2)
+    for index, _ in enumerate(run.batches()):
+        run.scheduler.step()
+        if index % 2:
+            run.optimizer.step()
+    with pytest.raises(UsageError, match=r"called .* times in an epoch of 5 .*after each optimizer step"):
+        run.control.step()
+
+
+def test_a_call_is_one_step_where_that_was_said():
+    run = Run(SCHEDULES["cosine"], 33, Sizes((8,)), scheduler_unit="call")
     for _ in range(2):
         for _ in run.batches():
             run.step()
         run.control.step()
-    assert run.scheduler.last_epoch == steps
-
-
-def test_a_call_within_an_epoch_where_epochs_were_said_is_an_error():
-    run = Run(SCHEDULES["cosine"], 33, Fixed(), schedule_in="epochs")
-    with pytest.raises(
-        UsageError, match=r"CosineAnnealingLR.step\(\) was called within an epoch.*schedule_in='epochs'"
-    ):
-        [run.step() for _ in run.batches()]
-    with pytest.raises(ArgumentError, match="unknown schedule_in 'batches'; known: None, epochs, steps, calls"):
-        Run(SCHEDULES["cosine"], 33, Fixed(), schedule_in="batches")
-
-
-# Where samples cannot count
-
-
-def plateau(optimizer: Optimizer, _: int) -> Any:
-    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=5)
-
-
-ARGUMENTS: dict[str, tuple[Any, Callable[[int], Any]]] = {
-    "ReduceLROnPlateau": (plateau, lambda step: 1.0),
-    "CosineAnnealingLR": (SCHEDULES["cosine"], lambda step: step),
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_scheduler_that_is_told_something_at_every_step_gets_one_warning_at_its_line(name: str):
-    schedule, argument = ARGUMENTS[name]
-    run, step = Run(schedule, 33, Sizes((8,))), 0
-    for _ in run.batches():
-        run.optimizer.step()
-        run.scheduler.step(argument(step := step + 1))
-    run.control.step()
-    with pytest.warns(UserWarning, match=rf"{name}\.step\(\.\.\.\).*it was 4 at first and is 8 now.*'calls'") as found:
-        [run.scheduler.step(argument(step + index)) for index, _ in enumerate(run.batches())]
-    assert [each.filename for each in found if "schedule_in" in str(each.message)] == [__file__]
+    assert run.scheduler.last_epoch == 11 + 6
 
 
 def test_a_scheduler_that_is_told_a_part_of_an_epoch_needs_no_help():
-    run = Run(lambda o, _: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=EPOCHS), 0, Sizes((8,)))
+    run = Run(
+        lambda o, _: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=EPOCHS), 0, Sizes((8,)), scheduler_unit="epoch"
+    )
     for epoch in range(EPOCHS):
         length = len(run.loader)
         for index, _ in enumerate(run.batches()):
@@ -458,7 +462,7 @@ def test_a_scheduler_that_is_told_a_part_of_an_epoch_needs_no_help():
 
 
 def test_steps_that_are_handed_out_by_gains_are_made_one_by_one():
-    run = Run(SCHEDULES["cosine"], 99, Sizes((8, 16)))
+    run = Run(SCHEDULES["cosine"], 99, Sizes((8, 16)), scheduler_unit="call")
     for _ in range(EPOCHS):
         for _ in run.batches():
             run.optimizer.step()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
+from torch.optim.lr_scheduler import ExponentialLR
 
 from divebatch import AdaptiveLoader, Auto, Controller, Fixed, micro_batches
 from divebatch.errors import ArgumentError, CheckpointError
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def rates(self) -> list[float]:
-        return [float(each.param_groups[0]["lr"]) for each in self.optimizers]
+        return [each.lr for each in self.control._rates.couplings.values()]
 
     def epoch(self, *, cut: int = 1, zero_at_once: bool = False) -> Any:
         for x, y in self.loader:
@@ -109,7 +109,7 @@ def test_each_rate_is_its_own_schedules_times_its_own_factor(
 @pytest.mark.parametrize(("optimizers", "kinds"), [(muon_and_adamw, ["sqrt"] * 2), (sgd_and_adamw, ["linear", "sqrt"])])
 def test_auto_takes_the_coupling_that_suits_each(optimizers: Any, kinds: list[str]):
     run = Run(optimizers, Auto(40))
-    assert [each["kind"] for each in run.control.state_dict()["rates"]["couplings"]] == kinds
+    assert run.control.state_dict()["settings"]["lr_coupling"] == kinds
     run.epoch()
 
 
@@ -118,7 +118,7 @@ def test_one_that_is_not_known_needs_a_word():
     with pytest.raises(ArgumentError, match=told):
         Run(sgd_and_theirs, Auto(40))
     run = Run(sgd_and_theirs, Auto(40), lr_coupling=["linear", "sqrt"])
-    assert [each["kind"] for each in run.control.state_dict()["rates"]["couplings"]] == ["linear", "sqrt"]
+    assert run.control.state_dict()["settings"]["lr_coupling"] == ["linear", "sqrt"]
     with pytest.raises(ArgumentError, match="one name for each of the 2 optimizers, got 1"):
         Run(sgd_and_adamw, lr_coupling=["linear"])
 
@@ -245,9 +245,10 @@ class Gan:
 def test_a_generator_beside_the_model_changes_nothing_in_the_estimate_and_its_rate_follows():
     both, alone = Gan(with_generators=True), Gan(with_generators=False)
     for epoch, size in enumerate(SIZES):
-        assert both.d.param_groups[0]["lr"] == pytest.approx(0.05 * size / FIRST)
-        assert both.g.param_groups[0]["lr"] == pytest.approx(0.01 * (size / FIRST) ** 0.5)
-        alone.g.param_groups[0]["lr"] = both.g.param_groups[0]["lr"]  # by hand, so that both train the same
+        assert both.control.lr == pytest.approx(0.05 * size / FIRST)
+        rate = both.control._rates.couplings[both.g].lr
+        assert rate == pytest.approx(0.01 * (size / FIRST) ** 0.5)
+        alone.g.param_groups[0]["lr"] = rate  # by hand, so that both train the same
         torch.manual_seed(epoch)
         mine = both.epoch()
         torch.manual_seed(epoch)
@@ -264,15 +265,6 @@ def test_an_optimizer_of_another_model_is_an_error_at_once():
             Controller(model, optimizer, loader, Fixed())
     with pytest.raises(ArgumentError, match="optimizer must be a torch optimizer or a list of such, got NoneType"):
         Controller(model, [], loader, Fixed())
-
-
-def test_a_scheduler_of_any_of_them_must_be_passed():
-    model, loader = mlp(), AdaptiveLoader(DATA, FIRST, seed=0)
-    optimizers = two(*matrices_and_rest(model))
-    missing = LambdaLR(optimizers[1], lambda _: 1.0)
-    with pytest.raises(ArgumentError, match=f"not passed: {type(missing).__name__}"):
-        Controller(model, optimizers, loader, Fixed())
-    Controller(model, optimizers, loader, Fixed(), scheduler=missing).close()
 
 
 # State

@@ -32,7 +32,7 @@ class Run:
         """Each batch's size; the rate goes with the full size of the batches at hand."""
         for x, _ in self.loader:
             full = self.loader.current.batch_size
-            assert self.optimizer.param_groups[0]["lr"] == pytest.approx(LR * full / FIRST)
+            assert self.control.lr == pytest.approx(LR * full / FIRST)
             yield len(x)
             self.optimizer.step()
 

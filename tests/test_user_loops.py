@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
 
 from divebatch import AdaptiveLoader, Controller, Decision, DiveBatch, Fixed, Measurement, Policy, Trajectory
 from divebatch.errors import ArgumentError, UsageError
@@ -94,16 +93,6 @@ def test_a_step_that_failed_can_be_called_again():
     assert record.diversity is not None
     loop.train()
     assert loop.control.step().epoch == 2
-
-
-def test_a_scheduler_made_later_is_named_and_the_step_can_be_mended():
-    loop = Loop(DiveBatch(1.0, 40), lr_coupling="linear")
-    scheduler = LambdaLR(loop.optimizer, lambda epoch: 0.5)
-    with pytest.raises(ArgumentError, match="LambdaLR"):
-        loop.train()
-    del scheduler
-    loop.train()
-    assert loop.control.step().epoch == 1
 
 
 def test_a_deep_copy_of_the_model_is_not_counted():

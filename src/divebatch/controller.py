@@ -2,44 +2,38 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from divebatch.checks import require_choice, require_count
+from divebatch.checks import require_choice, require_count, warn_user
 from divebatch.data.loader import AdaptiveLoader, warn_if_endless
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import EpochProgress
 from divebatch.data.source import rank_shard_of
-from divebatch.errors import UsageError
-from divebatch.estimators import Estimator
-from divebatch.finished_epoch import finished_epoch, loss_of_all_ranks
-from divebatch.lr import BY_NOISE, Coupling, Rates, Reading, ScheduleIn
-from divebatch.measurement import Decision, Diversity, History, Measurement
-from divebatch.measuring import Measuring
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator, names_where, require_fit
+from divebatch.lr import BY_NOISE, SURE, Coupling, LrCoupling, Rates, Unit, couplings_of, position_of
+from divebatch.measurement import Decision, Diversity, History, Measurement, StepEvent
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.rank_weighting import weigh_gradients
-from divebatch.policies import Policy
-from divebatch.policies.policy import settings_of
-from divebatch.recording import epoch_record
+from divebatch.norms.sharded import local
+from divebatch.policies import Fixed, Policy
+from divebatch.policies.policy import require_policy, settings_of
+from divebatch.ranks import inside_ddp
 from divebatch.records import Change, EpochRecord
-from divebatch.resolve import (
-    Trained,
-    as_list,
-    require_parts,
-    require_same_setup,
-    require_step_cadence,
-    resolve_couplings,
-    resolve_estimator,
-)
-from divebatch.size_limit import SizeLimit
 from divebatch.state_checks import require_same
-from divebatch.step_count import StepCount, in_multiples
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+DEFAULT_ESTIMATOR = "moments"
+"""For shadows, couplings and policies that name none: right at fixed weights, for every model and optimizer."""
 
 
 class Controller:
@@ -48,9 +42,12 @@ class Controller:
     Call `step()` once after each epoch, after the scheduler's own step. What the policy does not need is not
     measured: an epoch without measuring runs without any hook on the model.
 
-    Under a process group (`loader.ranks`) all ranks make a controller alike and call its methods alike. What is
-    measured is that of all ranks, and all take rank 0's view of it, so that they decide the same. Gradients are exact
-    although ranks may hold unequal numbers of a batch's samples.
+    `group["lr"]` stays the schedule's own rate. It is multiplied by the batch size's factor for the time of each
+    optimizer step; `control.lr` and the records give the product.
+
+    Under a process group (`loader.ranks`) all ranks make a controller alike and call its methods alike. The
+    measurement is that of all ranks, and all take rank 0's view of it, so that they decide the same. Gradients are
+    exact although ranks may hold unequal numbers of a batch's samples.
 
     Args:
         model: The model that is trained: yours, the DDP wrapper around it, or sharded by FSDP2.
@@ -58,29 +55,26 @@ class Controller:
         loader: The `AdaptiveLoader` whose batch size is set.
         policy: The rule that sets it, such as `Auto(max_batch_size=4096)`.
         estimator: What measures the gradients: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or
-            an object such as `Oracle(loss_fn)`. None for the policy's own.
+            an object such as `Oracle(loss_fn)`. None: the policy's own.
         lr_coupling: How the learning rate follows the batch size: "none"; "linear", "adascale" or "1/(1+B/b)" (SGD);
             "sqrt" or "adascale-sqrt" (Adam-like optimizers); "adam" (Adam, AdamW, NAdam, Adamax: betas, eps and weight
             decay follow too); a number p such as 0.6 for the p-th power of the batch size; or a list with one for each
-            optimizer. None for the policy's own, "none" where it has none.
-        scheduler: The scheduler that drives the optimizer, or a list of all that do.
-        schedule_in: What a call of `scheduler.step` stands for: "steps" of the first batch size, which samples then
-            count; "epochs" or just "calls", where each is one step of the schedule. None to tell by when calls come.
-        hand_set_lr: What a rate means that your loop writes into a parameter group: the schedule's "own", which the
-            batch size's factor multiplies, or the one "in force". None to tell by how it goes on.
-        base_batch_size: The batch size that your learning rate was chosen for; None for the loader's first.
-        loss_reduction: How your loss is reduced over a batch, "mean" or "sum".
+            optimizer. None: the policy's own, "none" if it has none.
+        scheduler: The scheduler that drives the optimizer, or a list. Only one that is stepped after every optimizer
+            step is needed here.
+        scheduler_unit: What a call of `scheduler.step` means: an "epoch"; a "step" of the first batch size, which
+            samples then count; or a "call", one step of the schedule whatever the batch size. A list: one for each.
+        accumulate: The number of the loader's batches that one optimizer step takes, for a loop that adds up their
+            gradients. All sizes that policies see and choose, and those of records, are those of a step: the loader's
+            `batch_size` is that number over this, rounded down.
+        base_batch_size: The batch size that your learning rate was chosen for. None: the first.
+        loss_reduction: How your loss is reduced over a batch: "mean" or "sum"; "weighted" for a mean that your loop
+            multiplies by `loader.rank_shard.loss_weight` itself, over ranks with unequal numbers of samples.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, if there is one.
         shadows: Policies by name that only watch: each epoch's record has the size that each would have chosen.
-        every_steps: Decide also within epochs, after each so many optimizer steps of one; the rest of the epoch
-            follows at once, a stream after the batches that its workers hold. Your loop stays as it is: the loader asks
-            when the loop comes for its next batch. None for the ends of epochs alone.
-        batches_per_step: How many of the loader's batches one optimizer step takes, for a loop that adds up their
-            gradients. None to have it counted, from the first step on. All sizes that policies see and choose, and
-            those of records, are those of a step: the loader's `batch_size` is a step's over this, rounded down.
+        every_steps: Decide also within epochs, after every N optimizer steps. The rest of the epoch follows at once, a
+            stream after the batches that its workers hold. None: decide at the ends of epochs alone.
         measure_always: Measure every epoch for the record, also those that no policy asks for.
-        rank_weighting: Who weighs the gradients of ranks that hold unequal numbers of samples: "model" for the
-            controller, which multiplies what enters the model backwards by `loader.rank_shard.loss_weight`; "loss" for
-            a loop that multiplies its losses by that. A loss that is a sum gives the sum over the number of ranks.
     """
 
     def __init__(
@@ -93,27 +87,27 @@ class Controller:
         estimator: str | Estimator | None = None,
         lr_coupling: Coupling | Sequence[Coupling] | None = None,
         scheduler: Any = None,
-        schedule_in: ScheduleIn | None = None,
-        hand_set_lr: Reading | None = None,
+        scheduler_unit: Unit | Sequence[Unit] = "epoch",
+        accumulate: int = 1,
         base_batch_size: int | None = None,
-        loss_reduction: LossReduction = "mean",
+        loss_reduction: str = "mean",
+        grad_scaler: Any = None,
         shadows: Mapping[str, Policy] | None = None,
         every_steps: int | None = None,
-        batches_per_step: int | None = None,
         measure_always: bool = False,
-        rank_weighting: Literal["model", "loss"] = "model",
     ) -> None:
-        self._shadows = dict(shadows or {})
-        optimizers = as_list(optimizer)
+        # Nothing is attached before the last check: a constructor that raises leaves all parts as they were.
+        optimizers, self._shadows = as_list(optimizer), dict(shadows or {})
         require_parts(model, optimizers, loader, policy, estimator, self._shadows)
         loader.require_no_controller()
-        require_choice("rank_weighting", rank_weighting, ("model", "loss"))
-        require_choice("schedule_in", schedule_in, (None, "epochs", "steps", "calls"))
-        require_choice("hand_set_lr", hand_set_lr, (None, "own", "in force"))
-        couplings = resolve_couplings(policy, lr_coupling, optimizers)
-        trained = Trained(model, optimizers, loader)
-        chosen = resolve_estimator(policy, estimator, trained, shadows=self._shadows)
-        self.ranks = loader.ranks
+        require_choice("loss_reduction", loss_reduction, ("mean", "sum", "weighted"))
+        require_count("accumulate", accumulate)
+        if base_batch_size is not None:
+            require_count("base_batch_size", base_batch_size)
+        couplings = couplings_of(policy, lr_coupling, optimizers)
+        scene = scene_of(model, optimizers, loader, "sum" if loss_reduction == "sum" else "mean")
+        chosen = resolve_estimator(policy, estimator, scene, shadows=self._shadows, grad_scaler=grad_scaler)
+        self.policy, self.loader, self.ranks, self._scene = policy, loader, loader.ranks, scene
         require_same_setup(
             optimizers,
             loader,
@@ -123,112 +117,149 @@ class Controller:
             lr_coupling=couplings,
             loss_reduction=loss_reduction,
             every_steps=every_steps,
-            batches_per_step=batches_per_step,
+            accumulate=accumulate,
             base_batch_size=base_batch_size,
             measure_always=measure_always,
-            rank_weighting=rank_weighting,
-            schedule_in=schedule_in,
-            hand_set_lr=hand_set_lr,
+            scheduler_unit=scheduler_unit,
         )
-        if base_batch_size is not None:
-            require_count("base_batch_size", base_batch_size)
-        if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
-            loader.batch_size = loader.dataset_size  # what a batch really holds, and what the rate must start from
-        self.policy, self.loader = policy, loader
-        self._steps = StepCount(
-            loader, told=batches_per_step, on_change=lambda: self._rates.begin_at(self._steps.batch_size)
-        )
-        self._needs = frozenset[str]().union(*(each.needs for each in self._policies))
-        self.epoch = loader.epoch
-        scene = trained.scene(loss_reduction)
-        self._measuring = Measuring(
-            chosen,
-            scene,
-            self._policies,
-            always=measure_always or not BY_NOISE.isdisjoint(couplings),
-        )
-        self._measuring.accumulate = lambda: self._steps.unit
-        self._stop_weighing: Callable[[], None] | None = None
-        if rank_weighting == "model" and not loader.ranks.is_alone:
-            self._stop_weighing = weigh_gradients(model, lambda: loader.rank_shard.weight_for(loss_reduction))
+        if accumulate > 1 and loader.delivery_size is not None:
+            raise ArgumentError(
+                f"the loader's delivery_size={loader.delivery_size} says already how much of a step it delivers: leave "
+                f"accumulate={accumulate} out, or delivery_size"
+            )
+        self._accumulate = accumulate
+        first = min(loader.batch_size, loader.dataset_size or sys.maxsize)  # what a batch really holds
+        policy.check_start(first * self._unit)
+        self._asking = [each for each in self._policies if "diversity" in each.needs]
+        self._measure_always = measure_always or not BY_NOISE.isdisjoint(couplings)
+        self._estimator = chosen if self._asking or self._measure_always else None
         self._every_steps = every_steps
         if every_steps is not None:
-            require_step_cadence(every_steps, policy, self._measuring.estimator)
-        self._steps.watch(
-            scene.require_optimizer("a controller")
-        )  # before the rates look: what a step holds is known when they do
+            require_step_cadence(every_steps, policy, self._estimator)
         self._rates = Rates(
             optimizers,
-            as_list(scheduler),
             kinds=couplings,
             loader=loader,
-            first_batch_size=self._steps.batch_size,
+            first_batch_size=first * self._unit,
+            schedulers=as_list(scheduler),
+            scheduler_unit=scheduler_unit,
             base_batch_size=base_batch_size,
-            schedule_in=schedule_in,
-            hand_set_lr=hand_set_lr,
+            accumulate=accumulate,
+            loss_reduction=loss_reduction,
         )
-        self._is_under_way, self._is_closed = False, False
-        self._changes: list[Change] = []
-        self._history, self._limit = History(), SizeLimit()
-        # The loader says when an epoch begins, so that the user's loop needs no call for it.
-        self._stop_listening = loader.observe(self._before_batch)
+        self._has_warned_of_caveat = self._has_warned_of_step = False
+        if self._estimator is not None:
+            require_fit(self._estimator, scene.model)
+            self._warn_of_caveat()
+            self._estimator.bind(scene)
+
+        self.epoch, self.steps = loader.epoch, loader.batches_delivered // accumulate
+        """Epochs that were decided on, and optimizer steps so far."""
+        self._steps_before = self._steps_decided = self._steps_asked = self.steps
+        """Steps at the end of the last epoch, at the last decision, and when the loop last came for a batch."""
+        self._samples = 0
+        """Samples of the epoch that had been delivered at its last step."""
+        self._leader: Optimizer | None = None
+        """The optimizer that stepped first on the batch delivered last."""
+        self._agreeing, self._others = 0, Counter[int]()
+        """Steps that took as many batches as was said, and how many took another number."""
+        self._at_work: Estimator | None = None
+        """The estimator while it measures."""
+        self._was_at_work = False
+        self._found: Diversity | None = None
+        self._most, self._most_is_news = sys.maxsize, False
+        """The samples of a batch that memory allows."""
+        self._history, self._changes = History(), list[Change]()
+        self._is_under_way = self._is_closed = self._has_begun = self._has_decided = False
+        self._weight = min((p for p in scene.model.parameters() if p.requires_grad), key=lambda p: p.numel())
+        self._weight_before = self._weight.detach().clone()
+        """A small parameter and its value as the epoch began: another optimizer's steps show in it."""
+        self._may_capture = any(p.is_cuda for p in scene.model.parameters())
+        self.then: Callable[[EpochProgress], None] | None = None
+        """Called with the current epoch before each batch is fetched, after the controller itself: for adapters."""
+
+        loader.batch_size = first
+        self._training = {scene.require_optimizer("a controller"), *scene.other_optimizers}
+        self._undo = [loader.observe(self._on_batch)]
+        for each in self._rates.couplings:
+            self._undo.append(each.register_step_pre_hook(self._on_step).remove)
+            self._undo.append(each.register_step_post_hook(self._after_step).remove)
+        if loss_reduction != "weighted" and not loader.ranks.is_alone:
+            reduction = scene.loss_reduction
+            self._undo.append(weigh_gradients(model, lambda: loader.rank_shard.weight_for(reduction)))
+
+    # What a user reads and calls
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step: the first group's own rate times the factor of the batch size."""
+        return self._rates.lr
+
+    @property
+    def first_batch_size(self) -> int:
+        """The batch size that training began with."""
+        return self._rates.first_batch_size
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
-        """An epoch has ended: measure, decide, apply. The record says what was in force and what comes next.
+        """Measure the epoch that has ended, decide, and apply; return what was in force and what comes next.
 
         `loss` is the epoch's mean training loss, for policies that need it and for the record: of this rank's samples,
         or of all.
         """
         if self._is_closed:
             raise UsageError("this controller was closed: step() comes before close()")
-        finished = finished_epoch(self.loader, self.epoch)
-        self._steps.settle(finished.batch_size)
-        self._steps.complete(finished.batches, every_steps=self._every_steps)
-        self._rates.end_epoch()
-        loss = loss_of_all_ranks(self.loader, loss, finished)
+        finished = self.loader.finished_pass(since=self.epoch)
+        self._check_steps(finished)
+        is_first_size = finished.batch_size * self._unit == self._rates.first_batch_size and not self._changes
+        self._rates.end_epoch(self.steps - self._steps_before, finished.batches, is_first_size=is_first_size)
+        if not self.ranks.is_alone:
+            loss = self.ranks.mean(loss, finished.local_samples if loss is not None else 0)
         needing = [policy for policy in self._policies if "loss" in policy.needs]
         if loss is None and needing:
             raise UsageError(f"{needing[0]} needs the epoch's mean training loss: control.step(loss=...)")
-        seen = self._measurement(finished, self._measuring.end_of_epoch(), lr=self._rates.epoch_lr, loss=loss)
+        seen = self._measurement(finished, self._end_of_epoch(), lr=self._rates.epoch_lr, loss=loss)
         seen, decision = self._agreed(replace(seen, history=self._timed(finished).with_epoch(seen)))
         shadows = {name: self._decided(policy, seen).batch_size for name, policy in self._shadows.items()}
-        self.loader.batch_size = decision.batch_size // self._steps.unit
+        self.loader.batch_size = decision.batch_size // self._unit
         self._rates.follow_decision(decision, seen)
         # Only now is the epoch over: what raised an error above can be mended and step() called again.
-        self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._measuring.forget()
-        self._steps.end_epoch()
-        self._limit.is_news = False
-        self._is_under_way = False
-        self.epoch += 1
-        record = epoch_record(
-            seen,
-            decision,
-            at_fixed_weights=self._measuring.at_fixed_weights,
+        record = EpochRecord(
+            epoch=seen.epoch,
+            batch_size=seen.batch_size,
             lr=self._rates.epoch_lr,
+            steps=self.steps,
+            samples=seen.samples,
+            train_loss=None if loss is None else float(loss),
+            next_batch_size=decision.batch_size,
             next_lr=self._rates.lr,
+            reason=decision.reason,
             shadows=shadows or None,
             changes=self._changes or None,
-            measured=self._measuring.was_at_work if self._measuring.estimator is not None else None,
-            micro_batch_size=finished.batch_size if self._steps.unit > 1 else None,
+            measured=self._was_at_work if self._estimator is not None else None,
+            micro_batch_size=finished.batch_size if self._unit > 1 else None,
+            **measured_fields(seen.diversity, self._estimator),
         )
-        self._changes = []
+        self._history = seen.history.with_decision(seen.batch_size, decision)
+        self._found, self._changes, self._most_is_news = None, [], False
+        self._steps_before = self._steps_decided = self.steps
+        self._is_under_way, self._has_decided = False, True
+        self.epoch += 1
         return record
 
     @property
     def effective_steps(self) -> float:
-        """How many steps at the base batch size the steps so far were worth: the sum of AdaScale's gains.
+        """The number of steps at the base batch size that the steps so far were worth: the sum of AdaScale's gains.
 
         With any other coupling each step counts as one.
         """
-        return self._rates.gains.at(self._steps.made)
+        return self._rates.gains.at(self.steps)
 
     def take_scheduler_steps(self) -> int:
-        """Return how often to step, now, a scheduler that is stepped with every batch, to go by `effective_steps`.
+        """Return how often to step, now, a scheduler that is stepped with every batch, to follow `effective_steps`.
 
         Each call takes what has come together since the last one, so a second call returns 0.
         """
-        return self._rates.take_scheduler_steps(self._steps.made)
+        return self._rates.take_scheduler_steps(self.steps)
 
     def limit_batch_size(self, most: int) -> None:
         """Let no batch have more samples from here on: cut the rest of the epoch so, and decide on none larger.
@@ -237,76 +268,312 @@ class Controller:
         away, since the pass that failed is half counted in it.
         """
         require_count("most", most)
-        self._limit.set(most)
-        self._measuring.stop()
-        if self._steps.batch_size > most:
-            self.loader.resize_now(max(1, most // self._steps.unit))
+        self._most, self._most_is_news = most, True
+        self._stop_measuring()
+        if self.loader.batch_size * self._unit > most:
+            self.loader.resize_now(max(1, most // self._unit))
 
     def plan(self) -> BatchPlan:
-        """How the batch delivered last must go through the model. Ask once a batch, before its first forward pass."""
-        full = rank_shard_of(self.loader.batch_size, self.ranks).mine
-        return self._measuring.planned(BatchPlan(batch_size=full, rank_shard=self.loader.rank_shard))
+        """Return how the batch delivered last must go through the model. Ask once a batch, before its forward pass."""
+        full, shard = rank_shard_of(self.loader.batch_size, self.ranks).mine, self.loader.rank_shard
+        if self._at_work is None:
+            return BatchPlan(batch_size=full, rank_shard=shard)
+        return BatchPlan(
+            batch_size=full,
+            rank_shard=shard,
+            measuring=True,
+            min_micro_batches=self._at_work.min_micro_batches,
+            replay_token=self._at_work.replay_token,
+            see_replay=self._at_work.see_replay,
+        )
+
+    @contextmanager
+    def around_step(self, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Do around a step that no hook sees what the hooks do around `optimizer.step()`.
+
+        For a CUDA graph that holds the optimizer's step: `with control.around_step(): graph.replay()`. Its rates must
+        be tensors (`capturable=True`), which are changed in place.
+
+        Args:
+            optimizer: The optimizer that is replayed. None: the first one.
+        """
+        optimizer = optimizer or next(iter(self._rates.couplings))
+        coupling, event = self._rates.couplings[optimizer], self._begin_step(optimizer)
+        try:
+            yield
+            if event is not None and self._at_work is not None:
+                self._at_work.on_step(event, optimizer)  # only now are the replay's gradients there
+        finally:
+            self._rates.after_step(coupling, self._samples)
+
+    def close(self) -> None:
+        """Detach everything from model, loader and optimizers; the batch size stays as it is."""
+        if not (self._is_closed or self._has_decided or self._has_warned_of_step):
+            self._warn_if_step_is_missing()
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._is_under_way and not self._is_closed:
+            for schedule in self._rates.schedules:  # training ends within an epoch
+                schedule.catch_up(self._samples)
+        self._is_closed = True
+        while self._undo:
+            self._undo.pop()()
+        for coupling in self._rates.couplings.values():
+            coupling.put_back()
+        self._stop_measuring()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._detach()
+
+    # Events
+
+    def _on_batch(self, current: EpochProgress) -> None:
+        """The loop has come for its next batch, so the steps on those before are made. The loader calls this."""
+        size = current.batch_size * self._unit
+        if size != self._rates.batch_size:  # it was set by hand
+            self._rates.follow(size, step=self.steps)
+            self._note_change(size)
+        if current.batches == 0 or not self._is_under_way:
+            if self.loader.has_finished_pass(since=self.epoch):
+                self._warn_if_step_is_missing()
+            else:
+                self._begin_epoch()
+        elif self._every_steps is None:
+            warn_if_endless(current)
+        elif self.steps > self._steps_asked:
+            # Between two steps, and not among the batches of one. A resumed epoch comes here first: its state was
+            # saved before the decision that was due.
+            self._steps_asked = self.steps
+            if self.steps - self._steps_decided >= self._every_steps:
+                self._decide_within_epoch(current)
+        if self.then is not None:
+            self.then(current)
+
+    def _begin_epoch(self) -> None:
+        """Only here are hooks put on the model. What was seen of an epoch that was broken off does not count."""
+        if not self._has_begun:
+            self._warn_if_state_is_missing()
+        self._changes, self._is_under_way, self._has_begun = [], True, True
+        self.steps = self._steps_decided = self._steps_asked = self._steps_before
+        self._samples, self._leader = 0, None
+        self._weight_before.copy_(self._weight.detach())
+        self._rates.mark()
+        self._stop_measuring()
+        self._was_at_work = False
+        self._measure_if_due()
+
+    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer is about to step: the only hook before it."""
+        coupling = self._rates.couplings.get(optimizer)
+        if coupling is None:  # a deep copy, which has the hook too
+            return None
+        if self._may_capture and torch.cuda.is_current_stream_capturing():  # written down, and not made
+            return None
+        event = self._begin_step(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            if event is not None and self._at_work is not None:
+                self._at_work.on_step(event, optimizer)
+            return None
+        followed = partial(self._run_closure, closure, coupling, optimizer, [event])
+        return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
+
+    def _begin_step(self, optimizer: Optimizer) -> StepEvent | None:
+        """Count the step and put its rates in force; return the event if the optimizer trains the model."""
+        coupling, event, number, before = self._rates.couplings[optimizer], None, -1, 0
+        if self._is_under_way and optimizer in self._training:
+            batches, samples, local_samples = self.loader.since_last_step()
+            number, before = self.steps - self._steps_before, self._samples
+            size = self._rates.batch_size
+            event = StepEvent(self.steps, batches, samples, local_samples, size, self._batches_per_step(size))
+            self._samples += samples
+            if samples or optimizer is self._leader:  # else another optimizer's step on the same samples
+                self._leader = optimizer
+                self._check_batches(batches, event.accumulate, number)
+                self.steps += 1
+        self._rates.before_step(coupling, number, before, self._samples)
+        return event
+
+    def _run_closure(
+        self, closure: Callable[[], Any], coupling: LrCoupling, optimizer: Optimizer, events: list[StepEvent | None]
+    ) -> Any:
+        """Run the closure of a step, which sees its own rates; after the first run the gradients are there."""
+        coupling.put_back()
+        result = closure()
+        coupling.look()  # it may have written a rate
+        coupling.put_in_force()
+        event = events.pop() if events else None  # line searches call the closure again, at other weights
+        if event is not None and self._at_work is not None:
+            self._at_work.on_step(event, optimizer)
+        return result
+
+    def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
+        """An optimizer has made its step: the only hook after it."""
+        coupling = self._rates.couplings.get(optimizer)
+        if coupling is not None:
+            self._rates.after_step(coupling, self._samples)
+
+    # A compiled optimizer step runs the hooks as they are: they look at objects, which are nothing for a graph.
+    _on_step._torchdynamo_disable = _after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    # Checks of what was said
+
+    @property
+    def _unit(self) -> int:
+        """Batches of the loader's `batch_size` that a step holds."""
+        return 1 if self.loader.delivery_size is not None else self._accumulate
+
+    def _batches_per_step(self, batch_size: int) -> int:
+        delivered = self.loader.delivery_size
+        return self._accumulate if delivered is None else math.ceil(batch_size / delivered)
+
+    def _check_batches(self, taken: int, said: int, number: int) -> None:
+        """Compare the batches of a step with what was said; step `number` of the epoch, from 0."""
+        current = self.loader.current
+        if taken == said or (taken, said) == (0, 1):  # the same batch again is one batch
+            self._agreeing += 1
+            return
+        if number == 0 and taken < said and self._has_decided:  # with batches that the last epoch had left
+            for schedule in self._rates.schedules:
+                schedule.carry_over()
+        elif current is not None and not current.is_used_up:  # the last step of an epoch may hold fewer
+            self._others[taken] += 1
+            if not self._agreeing and self._others[taken] == SURE:
+                raise self._wrong_accumulation(taken, said)
+
+    def _wrong_accumulation(self, taken: int, said: int) -> UsageError:
+        if self.loader.delivery_size is not None:
+            return UsageError(
+                f"{said} of the loader's batches were to make one optimizer step (batch_size over delivery_size), and "
+                f"the optimizer steps once in {taken}: step once in {said} batches, or leave delivery_size out and "
+                f"pass Controller(..., accumulate={taken})"
+            )
+        if taken == 0:
+            return UsageError(
+                f"the optimizer steps several times before the {said} batches of accumulate={said} are delivered: let "
+                f"the loader deliver what a step takes (batch_size=...), and pass accumulate=1"
+            )
+        return UsageError(
+            f"the optimizer steps once in {taken} of the loader's batches, and Controller was told accumulate={said}: "
+            f"pass accumulate={taken}"
+        )
+
+    def _check_steps(self, finished: EpochProgress) -> None:
+        """Check the steps of an epoch that has ended."""
+        said = self._batches_per_step(finished.batch_size)
+        if self._others.total() >= SURE and self._others.total() > self._agreeing:
+            raise self._wrong_accumulation(self._others.most_common(1)[0][0], said)
+        self._agreeing, self._others = (0, Counter()) if self._agreeing >= SURE else (self._agreeing, self._others)
+        if self.steps > self._steps_before:
+            return
+        seen = f"no step of {', '.join(type(each).__name__ for each in self._rates.couplings)} was seen in it"
+        if not torch.equal(local(self._weight.detach()), local(self._weight_before)):
+            raise UsageError(
+                f"epoch {finished.epoch + 1} has ended and the weights have changed, but {seen}: pass the optimizer "
+                f"that steps, and make a new Controller if you made a new optimizer. Replay a CUDA graph that holds "
+                f"the optimizer's step inside `with control.around_step():`"
+            )
+        if self._every_steps is not None:
+            raise UsageError(f"every_steps={self._every_steps} counts steps of the optimizer, and {seen}")
+        self.steps += max(1, finished.batches // said)  # a GradScaler may have skipped all
+
+    def _warn_if_step_is_missing(self) -> None:
+        if not self._has_warned_of_step and self.loader.has_finished_pass(since=self.epoch):
+            self._has_warned_of_step = True
+            warn_user(
+                f"epoch {self.epoch + 1} has ended without a call of control.step(), so nothing was decided: call it "
+                f"once after each epoch. For a complete pass that is no training use loader.full_pass()"
+            )
+
+    def _warn_if_state_is_missing(self) -> None:
+        is_begun = any(position_of(each.scheduler) > 0 for each in self._rates.schedules) or any(
+            float(state.get("step", 1)) > 0 for each in self._rates.couplings for state in each.state.values()
+        )
+        if is_begun and not isinstance(self.policy, Fixed):
+            warn_user(
+                f"the optimizer has made steps before, and this controller begins anew: with a batch of "
+                f"{self._rates.batch_size} samples and no history. To continue a training, save it with the rest, "
+                f"checkpoint['control'] = control.state_dict(), and restore it, "
+                f"control.load_state_dict(checkpoint['control'])"
+            )
+
+    # Measuring
 
     @property
     def _policies(self) -> list[Policy]:
         return [self.policy, *self._shadows.values()]
 
-    def close(self) -> None:
-        """Detach everything from model, loader and scheduler; batch size and optimizer settings stay as they are."""
-        self._is_closed = True
-        self._steps.close()
-        self._rates.close()
-        self._stop_listening()
-        if self._stop_weighing is not None:
-            self._stop_weighing()
-        self._measuring.stop()
+    def _measure_if_due(self) -> None:
+        """Start, continue or stop, as policies want; that may depend on a size that changes within an epoch."""
+        if self._estimator is None:
+            return
+        epoch, size = self.epoch + 1, self._rates.batch_size
+        # A monotone policy at its cap has nothing left to decide and asks for no measurement.
+        if not (self._measure_always or any(policy.measures(epoch, size) for policy in self._asking)):
+            self._stop_measuring()
+            return
+        if self._at_work is None:
+            self._start_measuring()
+        self._warn_of_caveat()  # what was right at the beginning may have changed with the optimizer's settings
 
-    def __enter__(self) -> Self:
-        return self
+    def _start_measuring(self) -> None:
+        assert self._estimator is not None
+        self._estimator.start()
+        self._at_work, self._was_at_work = self._estimator, True
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _stop_measuring(self) -> None:
+        if self._at_work is not None:
+            self._at_work.close()
+        self._at_work = None
 
-    # One epoch
+    def _end_of_epoch(self) -> Diversity | None:
+        """Return what the epoch showed, also if asked again after an error; detach the estimator."""
+        if self._at_work is not None:
+            # Not at the end of the iterator: frameworks that prefetch reach that before the last backward passes.
+            self._found = self._at_work.finish()
+            self._at_work = None
+        return self._found
 
-    def _before_batch(self, current: EpochProgress) -> None:
-        """The loop has come for its next batch: the steps on those before are made."""
-        size = current.batch_size * self._steps.unit
-        if self._rates.catch_up(size, self._steps.made):  # it was set by hand
-            self._note_change(size)
-        if current.batches == 0 or not self._is_under_way:
-            self._begin_epoch()
-        elif self._every_steps is None:
-            warn_if_endless(current)
-        # Between two steps, and not among the batches of one. A resumed epoch comes here first: its state was saved
-        # before the decision that was due.
-        elif self._steps.came_after_step() and self._steps.is_due(self._every_steps):
-            self._decide_within_epoch(current)
+    def _warn_of_caveat(self) -> None:
+        if self._estimator is None or self._has_warned_of_caveat or self.policy not in self._asking:
+            return
+        couplings = self._rates.couplings.values()
+        for coupling in couplings:
+            coupling.put_in_force()  # it looks at the momentum that steps have
+        caveat = self._estimator.caveat(self._scene)
+        for coupling in couplings:
+            coupling.put_back()
+        if caveat:
+            self._has_warned_of_caveat = True
+            warn_user(f"{type(self.policy).__name__} is based on the noise scale, and {caveat}")
 
-    def _begin_epoch(self) -> None:
-        """Only here are hooks put on the model. What was seen of a pass that was broken off does not count."""
-        self._changes, self._is_under_way = [], True
-        self._rates.mark()
-        self._steps.begin_epoch()
-        self._measuring.begin_epoch(self.epoch + 1, self._steps.batch_size)
+    # Deciding
 
     def _decide_within_epoch(self, current: EpochProgress) -> None:
-        """What is decided here is in force for the rest of the epoch."""
-        self._steps.settle(current.batch_size)
+        for schedule in self._rates.schedules:
+            schedule.catch_up(self._samples)
         lr = self._rates.lr
-        seen = self._measurement(current, self._measuring.window(), lr=lr)
+        found = self._at_work.window() if self._at_work is not None else None
+        seen = self._measurement(current, found, lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
-        self.loader.resize_now(decision.batch_size // self._steps.unit)
-        self._steps.end_window()
+        self.loader.resize_now(decision.batch_size // self._unit)
+        self._steps_decided = self.steps
         self._rates.follow_decision(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._measuring.start_if_due(self.epoch + 1, self._steps.batch_size)
+        self._measure_if_due()
         if decision.batch_size != seen.batch_size or not math.isclose(self._rates.lr, lr):
             self._note_change(decision.batch_size)
 
     def _note_change(self, batch_size: int) -> None:
         self._rates.mark()
-        self._changes.append(Change(self._steps.made, batch_size, self._rates.lr))
+        self._changes.append(Change(self.steps, batch_size, self._rates.lr))
 
     def _measurement(
         self, done: EpochProgress, diversity: Diversity | None, *, lr: float, loss: float | None = None
@@ -314,10 +581,10 @@ class Controller:
         dataset_size = self.loader.dataset_size
         return Measurement(
             epoch=done.epoch + 1,
-            batch_size=done.batch_size * self._steps.unit,
+            batch_size=done.batch_size * self._unit,
             dataset_size=dataset_size,
             first_batch_size=self._rates.first_batch_size,
-            step=self._steps.made,
+            step=self.steps,
             samples=self.loader.samples_delivered,
             # A window or an epoch that dropped its rest holds fewer samples: n * diversity means the same of both.
             diversity=diversity if diversity is None or dataset_size is None else diversity.of(dataset_size),
@@ -329,28 +596,31 @@ class Controller:
         )
 
     def _agreed(self, seen: Measurement) -> tuple[Measurement, Decision]:
-        """Rank 0's view and decision. Rounding and clocks differ between ranks, decisions must not."""
-        self.policy.check_start(seen.first_batch_size)  # which the first steps may have shown to be larger
-        # Ranks that decided differently would wait for each other for ever.
+        """Return rank 0's view and decision. Rounding and clocks differ between ranks, decisions must not."""
         agreed: tuple[Measurement, Decision] = self.ranks.from_first((seen, self._decided(self.policy, seen)))
         return agreed
-
-    def _timed(self, finished: EpochProgress) -> History:
-        speed = finished.samples_per_second
-        if speed is None or "throughputs" not in self._needs:
-            return self._history
-        return self._history.with_throughput(finished.batch_size * self._steps.unit, speed)
 
     def _decided(self, policy: Policy, seen: Measurement) -> Decision:
         """No batch has more samples than an epoch, or fewer than ranks and estimator need, and no rate follows one."""
         most = sys.maxsize if seen.dataset_size is None else seen.dataset_size
-        least = min(max(self.ranks.size, self._measuring.min_batch_size), most)
-        return self._limit.applied(in_multiples(policy, seen, self._steps.unit, at_most=most, at_least=least))
+        needed = 1 if self._estimator is None else self._estimator.min_batch_size
+        least = min(max(self.ranks.size, needed), most)
+        decision = in_multiples(policy, seen, self._unit, at_most=most, at_least=least)
+        if decision.batch_size <= self._most and not self._most_is_news:
+            return decision
+        reason = f"{decision.reason}; at most {self._most}: larger batches did not fit into memory".lstrip("; ")
+        return replace(decision, batch_size=min(decision.batch_size, self._most), reason=reason)
+
+    def _timed(self, finished: EpochProgress) -> History:
+        speed = finished.samples_per_second
+        if speed is None or not any("throughputs" in policy.needs for policy in self._policies):
+            return self._history
+        return self._history.with_throughput(finished.batch_size * self._unit, speed)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but model, optimizer and scheduler, as plain containers and tensors.
+        """Return everything but model, optimizer and scheduler, as plain containers and tensors.
 
         The same on all ranks, who must all call it, and fit for another number of ranks; only sums and gradients that
         FSDP2 sharded stay in shards (DTensors).
@@ -362,21 +632,24 @@ class Controller:
             "settings": self._settings(),
             "epoch": self.epoch,
             "loader": self.loader.state_dict(),
-            "measuring": self._measuring.state_dict(),
-            "steps": self._steps.state_dict(),
+            "estimator": self._estimator.state_dict() if self._estimator is not None else {},
+            "is_at_work": self._at_work is not None,
+            "was_at_work": self._was_at_work,
+            "steps": [self.steps, self._steps_before, self._steps_decided, self._steps_asked],
             "rates": self._rates.state_dict(),
             "history": asdict(self._history),
-            "limit": asdict(self._limit),
+            "most": [self._most, self._most_is_news],
             "changes": [list(change) for change in self._changes],
         }
 
     def _settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the saved one."""
-        parameters = self._measuring.scene.model.named_parameters()
+        parameters = self._scene.model.named_parameters()
         return {
             "policy": settings_of(self.policy),
-            "estimator": type(self._measuring.estimator).__name__,
+            "estimator": type(self._estimator).__name__,
             "every_steps": self._every_steps,
+            "accumulate": self._accumulate,
             "parameters": {name.replace("_orig_mod.", ""): list(each.shape) for name, each in parameters},
             **self._rates.settings(),
         }
@@ -388,13 +661,203 @@ class Controller:
         self.loader.require_same_data(state["loader"], f"{place}.loader")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the saved controller stood. Nothing is changed if the state does not fit."""
+        """Continue where the saved controller stood. Nothing is changed if the state does not fit."""
         # All checks come before the first change, so that a state that does not fit leaves everything as it was.
         self.require_fits("control", state)
         self.loader.load_state_dict(state["loader"])
         self._rates.load_state_dict(state["rates"])
-        self._steps.load_state_dict(state["steps"])
         self.epoch, self._history = state["epoch"], History.from_dict(state["history"])
-        self._changes, self._limit = [Change(*change) for change in state["changes"]], SizeLimit(**state["limit"])
-        self._is_under_way = state["loader"]["pass"] is not None
-        self._measuring.load_state_dict(state["measuring"], is_under_way=self._is_under_way)
+        self.steps, self._steps_before, self._steps_decided, self._steps_asked = state["steps"]
+        self._changes, (self._most, self._most_is_news) = [Change(*each) for each in state["changes"]], state["most"]
+        current = self.loader.current
+        self._is_under_way, self._samples = current is not None, 0 if current is None else current.samples
+        self._has_begun, self._leader = True, None
+        self._weight_before.copy_(self._weight.detach())
+        self._stop_measuring()
+        # As it was, and not as policies ask for now: measuring may have stopped within the epoch.
+        if self._is_under_way and state["is_at_work"] and self._estimator is not None:
+            self._start_measuring()
+            self._estimator.load_state_dict(state["estimator"])
+        self._was_at_work = state["was_at_work"]
+
+
+def measured_fields(found: Diversity | None, estimator: Estimator | None) -> dict[str, Any]:
+    """Return the fields of an epoch's record for what was measured."""
+    if found is None:
+        return {}
+    ends = (None, None) if found.spread is None else found.noise_scale_interval()
+    # JSON has no infinity: an open end is left out.
+    low, high = (None if end is None or math.isinf(end) else end for end in ends)
+    values: dict[str, Any] = {
+        "skipped_samples": found.skipped_samples,
+        "diversity": found.value if found.is_defined else None,
+        "diversity_low": None if low is None else (1 + low) / found.num_samples,
+        "diversity_high": None if high is None else (1 + high) / found.num_samples,
+    }
+    # Along changing weights the same ratio is not the gradient noise scale.
+    if estimator is None or not estimator.at_fixed_weights:
+        return values
+    noise_scale = found.noise_scale if found.is_defined else None
+    return {**values, "noise_scale": noise_scale, "noise_scale_low": low, "noise_scale_high": high}
+
+
+def in_multiples(
+    policy: Policy, seen: Measurement, unit: int, *, at_most: float = math.inf, at_least: int = 1
+) -> Decision:
+    """Return what `policy` decides, rounded down to a multiple of `unit`, but not to nothing.
+
+    Args:
+        policy: Who decides.
+        seen: What it sees.
+        unit: What a size must be a multiple of: a step's batches, or the samples of one backward pass.
+        at_most: The most samples that a step may hold.
+        at_least: The fewest units that a step may hold.
+    """
+    # Rounded down: a policy's cap stays one. And no learning rate may follow a batch that does not exist.
+    decision = policy.next(seen)
+    decision = (decision if decision.batch_size <= at_most else decision.at_most(int(at_most))).at_least(at_least)
+    size = max(at_least, decision.batch_size // unit) * unit
+    if policy.moves_lr and size < decision.batch_size:  # asked again, for a learning rate that belongs to this size
+        decision = replace(policy.next(replace(seen, largest_batch_size=size)), reason=decision.reason)
+    reason = f"{decision.reason}; in multiples of {unit}".lstrip("; ")
+    return decision if size == decision.batch_size else replace(decision, batch_size=size, reason=reason)
+
+
+# What a controller is made of
+
+
+def as_list(given: Any) -> list[Any]:
+    """Return what was given as one, as several or as None, as a list."""
+    return list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+
+
+def scene_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], loader: AdaptiveLoader, loss_reduction: LossReduction = "mean"
+) -> Scene:
+    """Return what an estimator may look at. The first optimizer is the one that holds most of the model."""
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+
+    def held(optimizer: Optimizer) -> int:
+        return sum(sizes.get(id(each), 0) for group in optimizer.param_groups for each in group["params"])
+
+    holding = sorted((each for each in optimizers if held(each)), key=held, reverse=True)
+    if not holding:
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        raise ArgumentError(
+            f"the optimizer ({names}) holds no parameter of the model ({type(model).__name__}): pass one that was made "
+            f"with this very model's parameters, and make it after the model was moved, sharded or copied"
+        )
+    first, *others = holding
+    return Scene(inside_ddp(model), loader, first, other_optimizers=tuple(others), loss_reduction=loss_reduction)
+
+
+def estimator_of(policy: Policy, scene: Scene | None = None, *, shadows: Mapping[str, Policy] | None = None) -> str:
+    """Return the name of the estimator that measures for `policy` if none is given.
+
+    That is the policy's own, or its stand-in if policies would not act on what it measures there.
+    """
+    # Controller, adapters and experiment files all ask here, so a default means the same everywhere.
+    name = policy.estimator or DEFAULT_ESTIMATOR
+    if scene is None or "diversity" not in policy.needs:
+        return name
+    loader: Any = scene.delivery
+    stand_in = make_estimator(name).stand_in(scene, loader.delivery_size or loader.batch_size)
+    needing = any("inner_variance" in each.needs for each in (policy, *(shadows or {}).values()))
+    return name if not stand_in or (needing and not ESTIMATORS[stand_in].has_inner_variance) else stand_in
+
+
+def resolve_estimator(
+    policy: Policy,
+    estimator: str | Estimator | None,
+    scene: Scene | None = None,
+    *,
+    shadows: Mapping[str, Policy] | None = None,
+    grad_scaler: Any = None,
+) -> Estimator:
+    """Return the estimator that measures for `policy`: the one that was given, else as `estimator_of` says.
+
+    Args:
+        policy: The policy that decides.
+        estimator: A name, an object, or None for the policy's own.
+        scene: What would be measured, for the choice of one if none is given.
+        shadows: Policies that only watch; they take what measures for `policy`.
+        grad_scaler: The GradScaler that multiplies the losses, if there is one; an object must know it already.
+    """
+    if isinstance(estimator, Estimator):
+        made = estimator
+    else:
+        name = estimator or estimator_of(policy, scene, shadows=shadows)
+        made = make_estimator(name)
+        if grad_scaler is not None and made.takes("grad_scaler"):
+            made = make_estimator(name, grad_scaler=grad_scaler)
+    for each in (policy, *(shadows or {}).values()):
+        if "inner_variance" in each.needs and not made.has_inner_variance:
+            raise ArgumentError(
+                f"{type(each).__name__} needs the noise along the gradient, which {type(made).__name__} does not "
+                f"measure: use one of the estimators {names_where(lambda kind: kind.has_inner_variance)}"
+            )
+    return made
+
+
+def require_parts(
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    loader: object,
+    policy: Policy,
+    estimator: object,
+    shadows: Mapping[str, Any],
+) -> None:
+    """Raise for what is no optimizer, loader, policy or estimator, and if there is nothing to train."""
+    for optimizer in optimizers or [None]:
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(
+                f"optimizer must be a torch optimizer or a list of such, got {type(optimizer).__name__}"
+            )
+    for each in (policy, *shadows.values()):
+        require_policy(each)
+    if isinstance(estimator, type):
+        raise ArgumentError(f"estimator must be a name or an object such as {estimator.__name__}(), got the class")
+    if not isinstance(estimator, str | Estimator | None):
+        raise ArgumentError(f"estimator must be a name or an Estimator such as Split(), got {estimator!r}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
+    if not isinstance(loader, AdaptiveLoader):
+        raise ArgumentError(
+            f"loader must be an AdaptiveLoader, got {type(loader).__name__}; "
+            f"for a DataLoader: AdaptiveLoader.wrap(dataloader)"
+        )
+
+
+def require_step_cadence(every_steps: int, policy: Policy, estimator: Estimator | None) -> None:
+    """Raise unless policy and estimator can do with a part of an epoch."""
+    require_count("every_steps", every_steps)
+    if not policy.decides_within_epochs:
+        raise ArgumentError(
+            f"{type(policy).__name__} decides after whole epochs, by their number, loss or speed: leave "
+            f"every_steps={every_steps} out. A policy of your own may say decides_within_epochs = True"
+        )
+    if estimator is None:
+        return
+    if not estimator.has_window:
+        raise ArgumentError(
+            f"{type(estimator).__name__} sums over whole epochs and cannot serve every_steps={every_steps}: "
+            f"use one of the estimators {names_where(lambda kind: kind.has_window)}"
+        )
+    if every_steps < (least := estimator.min_steps_between_decisions):
+        raise ArgumentError(
+            f"every_steps={every_steps} leaves a decision less than two estimates of {type(estimator).__name__}, and "
+            f"one has no spread: take every_steps of at least {least}, a smaller one of the estimator, or decay below 1"
+        )
+
+
+def require_same_setup(optimizers: Sequence[Optimizer], loader: AdaptiveLoader, **settings: Any) -> None:
+    """Raise on all ranks if they differ: different settings would cause silent divergence or a deadlock."""
+    facts = {
+        "the number of samples": loader.dataset_size,
+        "batch_size": loader.batch_size,
+        "seed": loader.seed,
+        "drop_last": loader.drop_last,
+        "the epoch": loader.epoch,
+        "the learning rate": [float(group["lr"]) for each in optimizers for group in each.param_groups],
+    }
+    loader.ranks.require_same({**facts, **settings})

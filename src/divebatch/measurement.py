@@ -143,7 +143,7 @@ class Diversity:
             return ""
         if self.has_diverged:
             seen = self.num_samples + self.skipped_samples
-            return f"{self.skipped_samples} of {seen} samples had NaN or infinite gradients, or no step"
+            return f"{self.skipped_samples} of {seen} samples were in no step with finite gradients"
         if self.spread is not None and math.isnan(self.sq_norm_of_sum):
             return f"the steps on {self.num_samples} samples were too few for an estimate"
         if self.spread is not None and self.sq_norm_of_sum <= 0:

@@ -165,13 +165,13 @@ def sums_of_shards(ranks: Ranks, problem: Problem) -> tuple[Any, Any, Any]:
     run = Run(ranks, problem)
     for batch in [*run.loader][:CUT]:
         run.step(batch)
-    state = run.control._measuring.estimator.state_dict()
+    state = run.control._estimator.state_dict()
     taken = []
     for again in (state, whole(state)):
-        run.control._measuring.estimator.close()
-        run.control._measuring.estimator.start()
-        run.control._measuring.estimator.load_state_dict(again)
-        taken.append(whole(run.control._measuring.estimator.state_dict()))
+        run.control._estimator.close()
+        run.control._estimator.start()
+        run.control._estimator.load_state_dict(again)
+        taken.append(whole(run.control._estimator.state_dict()))
     return whole(state), *taken
 
 

@@ -192,7 +192,7 @@ def decided_by_auto(ranks: Ranks, problem: Problem) -> tuple[str, float | None]:
             cross_entropy(model(x), y[:, 0]).backward()
             optimizer.step()
         record = control.step()
-        return type(control._measuring.estimator).__name__, record.diversity
+        return type(control._estimator).__name__, record.diversity
 
 
 def test_auto_measures_shards_by_default(pool: RankPool) -> None:

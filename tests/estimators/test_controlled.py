@@ -166,7 +166,7 @@ def test_a_policy_with_a_coupling_of_its_own_gets_it_or_an_error(policy: type, c
         Training(SpillOver(policy(CAP)), estimator="split", lr_coupling="none")
     for given in (coupling, None):
         training = Training(SpillOver(policy(CAP)), estimator="split", lr_coupling=given)
-        assert [each["kind"] for each in training.control.state_dict()["rates"]["couplings"]] == [coupling]
+        assert training.control.state_dict()["settings"]["lr_coupling"] == [coupling]
 
 
 def test_smith_keeps_the_learning_rate_until_the_cap_and_the_ratio_always():

@@ -76,14 +76,15 @@ def whole_steps(policy: Policy, *, unit: int, batch_size: int, every_steps: int 
     epochs = steps // len(loader)
     assert steps == epochs * len(loader)
     scheduler = cosine(optimizer, steps)
-    settings: dict[str, Any] = {"scheduler": scheduler, "lr_coupling": "sqrt", "every_steps": every_steps}
+    settings: dict[str, Any] = {"lr_coupling": "sqrt", "every_steps": every_steps}
+    settings |= {"scheduler": scheduler, "scheduler_unit": "step"}
     course = Course(model, [], [], scheduler)
     with Controller(model, optimizer, loader, InMultiples(policy, unit), **settings) as control:
+        optimizer.register_step_pre_hook(lambda o, *_: course.rates.append(o.param_groups[0]["lr"]))
         for _ in range(epochs):
             for _, ids in loader:
                 optimizer.zero_grad()
                 model(ids).backward()
-                course.rates.append(optimizer.param_groups[0]["lr"])
                 optimizer.step()
                 scheduler.step()
             course.records.append(control.step())

@@ -149,7 +149,7 @@ def test_auto_needs_nothing_else(is_scaled: bool):
         optimizer.step()
     assert control.step().measured
     state = control.state_dict()
-    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("Moments", "sqrt")
+    assert (state["settings"]["estimator"], state["settings"]["lr_coupling"][0]) == ("Moments", "sqrt")
 
 
 def test_the_rates_of_several_optimizers_follow():
@@ -158,9 +158,12 @@ def test_the_rates_of_several_optimizers_follow():
     model, *optimizers = accelerator.prepare(net, *raw)
     loader = AdaptiveLoader(Numbered(), 6, seed=3)
     control = adapter.make_controller(accelerator, model, optimizers, loader, Fixed(), lr_coupling=["linear", "sqrt"])
-    loader.batch_size = 24
+    loader.batch_size, used = 24, []
+    for each in raw:
+        each.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
     for _ in loader:
         for each in optimizers:
             each.step()
-    assert [each.param_groups[0]["lr"] for each in raw] == pytest.approx([0.12, 0.02])
+    assert used == pytest.approx([0.12, 0.02] * 2)
+    assert [each.param_groups[0]["lr"] for each in raw] == [0.03, 0.01]
     control.step()

@@ -45,7 +45,8 @@ class Run:
         self.model, self.optimizer, self.scheduler = parts
         parts = (self.accelerator, self.model, self.optimizer, self.loader, policy)
         settings = {"lr_coupling": "sqrt", **settings}
-        self.control = make_controller(*parts, scheduler=self.scheduler, **settings)
+        self.control = make_controller(*parts, scheduler=self.scheduler, scheduler_unit="step", **settings)
+        optimizer.register_step_pre_hook(lambda o, *_: self.rates.append(o.param_groups[0]["lr"]))
         self.records: list[Any] = []
         self.seen: list[int] = []
         self.rates: list[float] = []
@@ -56,8 +57,6 @@ class Run:
                 self.seen += number.tolist()
                 with self.accelerator.accumulate(self.model):
                     self.accelerator.backward(self.model(ids))
-                    if self.accelerator.sync_gradients:
-                        self.rates.append(self.optimizer.param_groups[0]["lr"])
                     self.optimizer.step()
                     self.scheduler.step()
                     self.optimizer.zero_grad()

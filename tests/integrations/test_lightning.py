@@ -269,7 +269,8 @@ def test_loggers_get_batch_size_diversity_and_the_true_rate(tmp_path):
     records = run.callback.records
     assert [float(v) for v in column(rows, "divebatch/batch_size")] == [record.batch_size for record in records]
     assert [float(v) for v in column(rows, "divebatch/diversity")] == pytest.approx([r.diversity for r in records])
-    assert [float(v) for v in column(rows, "lr-SGD")] == pytest.approx([record.lr for record in records])
+    assert [float(v) for v in column(rows, "divebatch/lr")] == pytest.approx([record.lr for record in records])
+    assert [float(v) for v in column(rows, "lr-SGD")] == [0.03, 0.03, 0.015, 0.015]  # the schedule's own
 
 
 def column(rows: list[dict[str, str]], name: str) -> list[str]:
@@ -311,7 +312,7 @@ def test_several_optimizers_are_refused():
 
 def test_an_accumulation_that_changes_is_refused():
     change = pl.callbacks.GradientAccumulationScheduler(scheduling={1: 2})
-    with pytest.raises(ArgumentError, match="accumulate_grad_batches went from 1 to 2"):
+    with pytest.raises(UsageError, match="steps once in 2 of the loader's batches"):
         Run(Fixed(), callbacks=[change]).fit()
 
 
@@ -339,7 +340,7 @@ def test_auto_needs_nothing_else(passes: int):
     trainer.fit(module(), loader)
     assert [record.measured for record in callback.records] == [True, True]
     state = callback.state_dict()
-    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == ("PerSample", "linear")
+    assert (state["settings"]["estimator"], state["settings"]["lr_coupling"][0]) == ("PerSample", "linear")
 
 
 class Scaled(pl.plugins.MixedPrecision):

@@ -48,8 +48,9 @@ class Gpt2(pl.LightningModule):
         self.passes.add(len(number))
         return self.model(ids)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.rates.append(optimizer.param_groups[0]["lr"])
+    def on_train_start(self) -> None:
+        hook = self.trainer.optimizers[0].register_step_pre_hook
+        hook(lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"]))
 
     def configure_optimizers(self) -> Any:
         optimizer = AdamW(self.parameters(), lr=0.01)

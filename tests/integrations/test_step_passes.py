@@ -1,6 +1,7 @@
 """How steps fall into passes, whatever the sizes: every sample once, weights that add up, and a budget in samples."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ class Loop:
         self.told = 0
         left = None if budget is None else StepBudget(budget, lambda: self.first, loader).samples_left
         settings: dict[str, Any] = {} if left is None else {"samples_left": left}
-        self.passes = StepPasses(loader, self._begin, loss_reduction="mean", **settings)
+        control: Any = SimpleNamespace(loader=loader, then=None)
+        loader.observe(lambda current: control.then(current))
+        self.passes = StepPasses(control, self._begin, loss_reduction="mean", **settings)
         self.left = left
 
     def _begin(self, count: int) -> None:

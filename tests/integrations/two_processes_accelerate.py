@@ -54,7 +54,7 @@ def passes(folder: str, *, resumes: bool = False) -> dict[str, Any]:
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, cosine(optimizer, 24))
     loader = AdaptiveLoader(texts(), 6, seed=3)
     parts = (accelerator, model, optimizer, loader, BySteps())
-    control = make_controller(*parts, scheduler=scheduler, lr_coupling="sqrt", every_steps=4)
+    control = make_controller(*parts, scheduler=scheduler, scheduler_unit="step", lr_coupling="sqrt", every_steps=4)
     if resumes:
         accelerator.load_state(folder)
     seen, records, steps = [], [], 0

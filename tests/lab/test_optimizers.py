@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,9 +75,12 @@ def test_an_experiment_lets_adams_settings_follow(tmp_path):
     experiment = replace(base, methods={"it": method}, **parts)
     trainer = make_trainer(Run(experiment, "it", 0, tmp_path))
     list(trainer.control.loader), trainer.control.step()
-    for group in trainer.optimizer.param_groups:
+    used: list[dict[str, Any]] = []
+    trainer.optimizer.register_step_pre_hook(lambda o, *_: used.extend(map(dict, o.param_groups)))
+    trainer.optimizer.step()
+    for group in used:
         assert (group["lr"], group["betas"]) == (pytest.approx(0.1 * 2**0.5), (0.9**2, 0.9025))
-    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == pytest.approx([0.01 * 2**0.5, 0.0])
+    assert [group["weight_decay"] for group in used] == pytest.approx([0.01 * 2**0.5, 0.0])
 
 
 @pytest.mark.parametrize("kind", ["sgd"])

@@ -196,7 +196,7 @@ def test_auto_needs_nothing_else(tmp_path):
     values["methods"]["sgd-small"].pop("lr_coupling", None)
     experiment = parse_experiment(values, "file.toml")
     state = make_trainer(Run(experiment, "sgd-small", 0, tmp_path)).control.state_dict()
-    assert (state["settings"]["estimator"], state["rates"]["couplings"][0]["kind"]) == (
+    assert (state["settings"]["estimator"], state["settings"]["lr_coupling"][0]) == (
         "PerSample",
         "linear",
     )  # no momentum
@@ -207,7 +207,7 @@ def test_a_number_is_a_power_of_the_batch_size(tmp_path, coupling, factor):
     values = change("methods/sgd-small/lr_coupling", coupling)
     values["methods"]["sgd-small"]["base_batch_size"] = values["methods"]["sgd-small"]["batch_size"] // 4
     trainer = make_trainer(Run(parse_experiment(values, "file.toml"), "sgd-small", 0, tmp_path))
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(values["methods"]["sgd-small"]["lr"] * factor)
+    assert trainer.control.lr == pytest.approx(values["methods"]["sgd-small"]["lr"] * factor)
 
 
 def test_a_task_brings_its_metric_and_a_file_may_name_another():

@@ -209,6 +209,6 @@ def test_a_state_of_another_method_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("lr", [1e30, float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_epoch(lr):
     trainer = build(Case(policy=Fixed(), schedulers=lambda _: []), lr=lr)
-    with trainer.control, pytest.raises(DivergedError, match=r"the training loss of epoch 1 is (nan|inf)"):
+    with pytest.raises(DivergedError, match=r"the training loss of epoch 1 is (nan|inf)"), trainer.control:
         trainer.run_epoch()
     assert trainer.control.epoch == 0

@@ -74,7 +74,7 @@ class Opaque(nn.Module):
 def test_an_output_that_shows_no_tensor_is_an_error_with_the_way_out():
     model = Opaque()
     weigh_gradients(model, lambda: WEIGHT)
-    with pytest.raises(UsageError, match=r"a Result, shows no tensor.*rank_weighting='loss'"):
+    with pytest.raises(UsageError, match=r"a Result, shows no tensor.*loss_reduction='weighted'"):
         model(torch.ones(2))
     with torch.no_grad():
         model(torch.ones(2))
@@ -167,7 +167,7 @@ def test_a_loss_on_gradients_of_inputs_is_an_error_where_ranks_weigh_unequally()
     undo = weigh_gradients(model, lambda: 3.0)
     with pytest.raises(UsageError, match=r"must count 3-fold") as error:
         penalised(model, torch.ones(4, 2, requires_grad=True))
-    assert "rank_weighting='loss'" in str(error.value)
+    assert "loss_reduction='weighted'" in str(error.value)
     undo()
 
 

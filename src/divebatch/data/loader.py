@@ -333,6 +333,7 @@ class AdaptiveLoader:
         """Make `epoch` (from 0) the next one, from its beginning."""
         self._drop_current()
         self.epoch = epoch
+        self._finished = None
 
     def __len__(self) -> int:
         """Return the batches of the epoch that is being delivered, else of the next one."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from divebatch.controller import Controller
+from divebatch.controller import Controller, as_list, require_step_cadence
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
@@ -17,7 +17,6 @@ from divebatch.integrations.versions import Requirement
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_policy
-from divebatch.resolve import Trained, as_list, require_step_cadence, resolve_estimator
 
 REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
 REQUIREMENT.installed()
@@ -80,18 +79,17 @@ def make_controller(
         optimizers,
         loader,
         InMultiples(policy, loader.delivery_size) if loader.delivery_size else policy,
-        estimator=resolve_estimator(
-            policy, estimator, Trained(whole, optimizers, loader), grad_scaler=accelerator.scaler
-        ),
+        estimator=estimator,
+        grad_scaler=accelerator.scaler,
         scheduler=schedulers,
         **settings,
     )
-    passes = _accumulated(accelerator, loader, settings.get("loss_reduction", "mean")) if in_passes else None
+    passes = _accumulated(accelerator, control, settings.get("loss_reduction", "mean")) if in_passes else None
     accelerator.register_for_checkpointing(_Saved(control, passes))
     return control
 
 
-def _accumulated(accelerator: Any, loader: AdaptiveLoader, loss_reduction: LossReduction) -> StepPasses:
+def _accumulated(accelerator: Any, control: Controller, loss_reduction: LossReduction) -> StepPasses:
     """Let the accelerator make a step of as many passes as the loader's batch size takes."""
 
     def begin_step(count: int) -> None:
@@ -99,7 +97,7 @@ def _accumulated(accelerator: Any, loader: AdaptiveLoader, loss_reduction: LossR
         # over into the next epoch.
         accelerator.gradient_accumulation_steps, accelerator.step = count, 0
 
-    passes = StepPasses(loader, begin_step, loss_reduction=loss_reduction)
+    passes = StepPasses(control, begin_step, loss_reduction=loss_reduction)
     accelerator.backward = _Weighed(passes, accelerator.backward)
     return passes
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
+from divebatch.controller import in_multiples
 from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_policy
 from divebatch.policies.wrappers import Around
-from divebatch.step_count import in_multiples
 
 
 def refuse_loss(policy: Policy) -> None:

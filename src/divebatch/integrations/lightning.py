@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from divebatch.checks import require_choice, warn_user
-from divebatch.controller import Controller
+from divebatch.checks import warn_user
+from divebatch.controller import Controller, require_step_cadence
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.order import EpochProgress
 from divebatch.errors import ArgumentError, UsageError
@@ -26,11 +26,10 @@ from divebatch.integrations.lightning_package import LightningCallback
 from divebatch.integrations.pass_count import PassCount
 from divebatch.integrations.step_budget import StepBudget
 from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, load_state, state_of
-from divebatch.lr import Coupling, ScheduleIn
+from divebatch.lr import Coupling, Unit
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
-from divebatch.resolve import Trained, require_step_cadence, resolve_estimator
 
 __all__ = ["BatchSizeCallback", "NoiseScaleCallback"]
 
@@ -63,8 +62,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
         loss_reduction: How the loss of each backward pass is reduced over its batch, "mean" or "sum".
         every_steps: Decide also within epochs, after each so many optimizer steps; None for the ends of epochs alone.
-        schedule_in: What one step of a scheduler stands for: "steps" of the first batch size, "epochs" or "calls", as
-            for `Controller`; None for what its `interval` says.
+        accumulate: The batches that one optimizer step takes if the module optimizes by itself and adds up gradients.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         lr_coupling: Coupling | None = None,
         loss_reduction: LossReduction = "mean",
         every_steps: int | None = None,
-        schedule_in: ScheduleIn | None = None,
+        accumulate: int = 1,
     ) -> None:
         if not isinstance(loader, AdaptiveLoader):
             raise ArgumentError(
@@ -86,14 +84,13 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         refuse_loss(policy)
         if every_steps is not None:
             require_step_cadence(every_steps, policy, None)
-        require_choice("schedule_in", schedule_in, (None, "epochs", "steps", "calls"))
         self.loader, self.policy = loader, policy
         self._estimator = estimator
         self._settings: dict[str, Any] = {
             "lr_coupling": lr_coupling,
             "loss_reduction": loss_reduction,
             "every_steps": every_steps,
-            "schedule_in": schedule_in,
+            "accumulate": accumulate,
         }
         self.control: Controller | None = None
         self.records: list[EpochRecord] = []
@@ -132,27 +129,21 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         if self.control is not None and not self._to_load:
             raise UsageError("this callback has been through a fit already: make a new one, or pass ckpt_path to fit")
         check_optimizer(trainer)
-        delivered = self.loader.delivery_size
-        # A module that optimizes by itself may accumulate too: how many passes it takes is counted.
-        counts_itself = delivered is not None or not pl_module.automatic_optimization
+        delivered, configs = self.loader.delivery_size, trainer.lr_scheduler_configs
         self.control = control = Controller(
             pl_module,
             trainer.optimizers[0],
             self.loader,
             self.policy if delivered is None else InMultiples(self.policy, delivered),
-            estimator=resolve_estimator(
-                self.policy,
-                self._estimator,
-                Trained(pl_module, trainer.optimizers, self.loader),
-                grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
-            ),
-            scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
-            batches_per_step=None if counts_itself else 1,
+            estimator=self._estimator,
+            grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
+            scheduler=[config.scheduler for config in configs],
+            scheduler_unit=[_unit_of(config) for config in configs],
             **self._settings,
         )
         self._is_fitting, self._is_resumed = True, False
         if (steps := trainer.max_steps) != -1 and not trainer.fast_dev_run:
-            self._budget = StepBudget(steps, lambda: control._rates.first_batch_size, self.loader)
+            self._budget = StepBudget(steps, lambda: control.first_batch_size, self.loader)
             self._undo.append(lambda: _set_max_steps(trainer, steps))
         self._listen(trainer)
         if self._to_load:
@@ -160,16 +151,17 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
 
     def _listen(self, trainer: Any) -> None:
         """After the controller, which may decide on another size when the loop comes for a batch."""
+        assert self.control is not None
         if self.loader.delivery_size is not None:
             self._passes = StepPasses(
-                self.loader,
+                self.control,
                 lambda count: self._begin_step(trainer, count),
                 loss_reduction=self._settings["loss_reduction"],
                 samples_left=self._samples_left,
             )
             self._undo.append(self._passes.close)
         elif self._budget is not None:
-            self._undo.append(self.loader._listen(self._cut_last_step))
+            self.control.then = self._cut_last_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The loader has been asked for, and a checkpoint loaded."""
@@ -254,7 +246,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
             return  # stopped in the middle of an epoch: by max_steps, max_time, early stopping
         check_unchanged(trainer, self.loader, self._num_passes)  # by callbacks that came after this one
         record = self._end_epoch(trainer)
-        values = {"batch_size": record.batch_size, "diversity": record.diversity}
+        values = {"batch_size": record.batch_size, "diversity": record.diversity, "lr": record.lr}
         known = {f"divebatch/{name}": float(value) for name, value in values.items() if value is not None}
         pl_module.log_dict(known, sync_dist=trainer.world_size > 1)
 
@@ -306,6 +298,13 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
             return
         load_state(self.control, state_dict)
         self._to_load, self._is_resumed, self._position = {}, True, state_dict["loader"]
+
+
+def _unit_of(config: Any) -> Unit:
+    """Return what a step of a scheduler means by its `interval`."""
+    if config.interval == "epoch" or config.reduce_on_plateau:
+        return "epoch" if config.interval == "epoch" else "call"
+    return "step" if config.frequency == 1 else "call"
 
 
 def _set_max_steps(trainer: Any, steps: int) -> None:

@@ -21,7 +21,8 @@ class StepPasses:
     holds what is left of it, and its gradient is the mean over just these samples, as that of a short last batch.
 
     Args:
-        loader: Delivers the passes, on demand: not before the one before has gone backwards.
+        control: The controller of the loader, which delivers passes on demand: not before the one before has gone
+            backwards.
         on_step: Called with the number of passes before the first one of each step is fetched. A batch size that is
             set before that is in force.
         loss_reduction: How the loss of a pass is reduced over its samples, "mean" or "sum".
@@ -30,19 +31,22 @@ class StepPasses:
 
     def __init__(
         self,
-        loader: AdaptiveLoader,
+        control: Controller,
         on_step: Callable[[int], None],
         *,
         loss_reduction: LossReduction,
         samples_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        self._loader, self._on_step = loader, on_step
+        self._control, self._loader, self._on_step = control, control.loader, on_step
         self._reduction, self._samples_left = loss_reduction, samples_left
         self._count, self._samples = 1, 1
         self._current: EpochProgress | None = None
         self._end = 0
-        self.close = loader._listen(self._before_pass)
+        control.then = self._before_pass
+
+    def close(self) -> None:
         """Lay out no more steps."""
+        self._control.then = None
 
     @property
     def is_within_step(self) -> bool:

@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.checks import require_choice
-from divebatch.controller import Controller
+from divebatch.controller import Controller, estimator_of, scene_of
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Estimator
+from divebatch.estimators import Estimator, Scene
 from divebatch.lab.clock import Clock
 from divebatch.lab.data import DATASETS, DataPlace, DataSplit
 from divebatch.lab.length import PartSampler, RunLength
@@ -35,7 +35,6 @@ from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded
 from divebatch.ranks import Ranks
 from divebatch.research import QuantizedGradients
-from divebatch.resolve import Trained, estimator_of
 
 if TYPE_CHECKING:
     from divebatch.lab.runs import Run
@@ -154,13 +153,13 @@ def _make_controller(
         optimizer,
         length.loader,
         _policy(method, length.samples),
-        estimator=_estimator(run, loss_fn, Trained(module, [optimizer], length.loader), shadows),
+        estimator=_estimator(run, loss_fn, scene_of(module, [optimizer], length.loader), shadows),
         lr_coupling=method.lr_coupling,
         base_batch_size=method.base_batch_size,
         every_steps=method.every_steps,
         shadows=shadows,
         scheduler=schedulers,
-        schedule_in="calls",  # warm-ups last so many steps, whatever their size
+        scheduler_unit="call",  # warm-ups last a number of steps, whatever their size
         measure_always=method.measure_always,
     )
 
@@ -221,8 +220,8 @@ def _policy(method: Method, total_samples: int) -> Policy:
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
-def _estimator(run: "Run", loss_fn: LossFn, trained: Trained, shadows: dict[str, Policy]) -> Estimator:
-    chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH), trained, shadows=shadows)
+def _estimator(run: "Run", loss_fn: LossFn, scene: Scene, shadows: dict[str, Policy]) -> Estimator:
+    chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH), scene, shadows=shadows)
     part = Part(kind=chosen) if isinstance(chosen, str) else chosen
     return build_estimator(part, run.experiment.training, loss_fn)
 

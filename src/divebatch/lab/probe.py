@@ -29,7 +29,7 @@ from divebatch.lab.data.dataset import InParts
 from divebatch.lab.length import order_of_pass
 from divebatch.lab.schema import Part, build_estimator
 from divebatch.lab.step import device_settings
-from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, factor_of, require_adam, scale_settings
+from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, LrCoupling, factor_of, require_adam, scale_settings
 from divebatch.policies import Fixed
 from divebatch.records import RunHeader, read_run
 from divebatch.student import t_quantile
@@ -518,7 +518,11 @@ class BranchTrainer:
             self.restore(start.state)
         except (RuntimeError, ValueError) as error:  # of other shapes
             raise CheckpointError(f"'{start.path}' does not fit its run: {error}") from error
-        self.lr = float(start.state["optimizer"]["param_groups"][0]["lr"])
+        saved, optimizer = start.state["control"], self.trainer.optimizer
+        coupling = LrCoupling(optimizer, kind=saved["settings"]["lr_coupling"][0], first_batch_size=start.batch_size)
+        coupling.load_state_dict(saved["rates"]["couplings"][0])
+        coupling.put_in_force()  # and never back: from here on the rates of steps are the branches' own
+        self.lr = float(optimizer.param_groups[0]["lr"])
         """The learning rate at the checkpoint, of the first parameter group."""
         self.loader: AdaptiveLoader = self.trainer.control.loader
         self.rest: RestOfPass | None = None
@@ -664,7 +668,6 @@ def _measured(branches: BranchTrainer, noise: Noise, estimator: Part) -> Noise:
             loader,
             Fixed(),
             estimator=build_estimator(estimator, trainer.options, trainer.loss_fn),
-            scheduler=trainer.all_schedulers,
             measure_always=True,
         ) as control,
     ):

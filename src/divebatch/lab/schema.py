@@ -19,10 +19,9 @@ from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.schedules import SCHEDULES
 from divebatch.lab.step import DeviceOptions
 from divebatch.lab.tasks import TASKS
-from divebatch.lr import Coupling
+from divebatch.lr import Coupling, require_coupling
 from divebatch.policies import POLICIES, Policy, make_policy
 from divebatch.records import Metric, ReportSettings
-from divebatch.resolve import require_coupling
 
 T = TypeVar("T")
 

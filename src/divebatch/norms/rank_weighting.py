@@ -73,7 +73,7 @@ class RankWeighting:
         told = (
             "a loss that differentiates the gradients of the model's inputs (autograd.grad(..., create_graph=True)) "
             "cannot be weighed at the model's outputs where ranks hold unequally many samples of a batch: multiply the "
-            "loss by loader.rank_shard.loss_weight and pass Controller(..., rank_weighting='loss')"
+            "loss by loader.rank_shard.loss_weight and pass Controller(..., loss_reduction='weighted')"
         )
         if factor != 1.0:
             raise UsageError(f"{told}. Here this rank's gradients must count {factor:.4g}-fold")
@@ -135,7 +135,7 @@ def _weighed(output: Any, weight: Weight) -> Any:
         raise UsageError(
             f"the model's output, a {type(output).__name__}, shows no tensor, and this rank's gradients must count "
             f"{weight.factor:.4g}-fold: return tensors in tuples, lists or dicts, or multiply the loss by "
-            f"loader.rank_shard.loss_weight and pass Controller(..., rank_weighting='loss')"
+            f"loader.rank_shard.loss_weight and pass Controller(..., loss_reduction='weighted')"
         )
     return tree_map_only(Tensor, lambda tensor: _through(tensor, weight), output)
 

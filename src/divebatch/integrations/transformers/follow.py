@@ -9,7 +9,6 @@ from torch import nn
 from divebatch.controller import Controller
 from divebatch.integrations.accumulation_policies import InMultiples
 from divebatch.integrations.transformers.framework import TrainerCallback
-from divebatch.resolve import Trained, resolve_estimator
 
 
 class Follow(TrainerCallback):  # type: ignore[misc]
@@ -37,17 +36,13 @@ class Follow(TrainerCallback):  # type: ignore[misc]
             optimizer,
             trainer.train_loader,
             InMultiples(trainer.policy, trainer.train_loader.delivery_size),
-            estimator=resolve_estimator(
-                trainer.policy,
-                trainer._estimator,
-                Trained(trainer.model, [optimizer], trainer.train_loader),
-                grad_scaler=trainer.accelerator.scaler,
-            ),
+            estimator=trainer._estimator,
+            grad_scaler=trainer.accelerator.scaler,
             lr_coupling=trainer.lr_coupling,
             scheduler=trainer.lr_scheduler,
-            schedule_in="calls",  # it counts samples by itself
+            scheduler_unit="call",  # it counts samples by itself
             every_steps=trainer.every_steps,
-            rank_weighting="loss",  # where the loss does not have the weights already, the trainer multiplies it
+            loss_reduction="weighted",  # a loss that does not have the weights already is multiplied by the trainer
         )
         if trainer._resume_from is not None:
             trainer.batch_control.load_state_dict(trainer._resume_from)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from divebatch.checks import warn_user
-from divebatch.controller import Controller
+from divebatch.controller import Controller, require_step_cadence
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation_policies import refuse_loss
@@ -29,7 +29,6 @@ from divebatch.norms.loss_scale import LossWeight
 from divebatch.policies import Fixed, Policy
 from divebatch.ranks import RankShard
 from divebatch.records import EpochRecord
-from divebatch.resolve import require_step_cadence
 
 _TAKEN_OVER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn")
 
@@ -119,7 +118,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         """Let go of the scheduler before: the Trainer makes another, and two would drive one optimizer."""
         if self.batch_control is None:
             return
-        self.batch_control._rates.put_own_back()
+        self.batch_control._rates.follow(self.batch_control.first_batch_size)  # Adam counts its steps in such ones
         self.batch_control, self.records = None, []
         if self._created_lr_scheduler:
             self.lr_scheduler = self.callback_handler.lr_scheduler = None
@@ -300,8 +299,9 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
     # What logs and checkpoints hold
 
     def _get_learning_rate(self) -> float:
-        """The rate in force; a scheduler only knows its own rates."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Return the rate in force; scheduler and groups hold the schedule's own."""
+        assert self.batch_control is not None
+        return self.batch_control.lr
 
     def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
         """Every log of training says with which batch size."""

@@ -1,0 +1,852 @@
+"""How the learning rate follows the batch size, under every scheduler and under none.
+
+`group["lr"]` always holds the schedule's own rate. The hook before an optimizer step multiplies it by
+f(batch_size / base batch size) and by the decisions' factors, and the hook after the step puts the very same value
+back. So schedulers, loops that write rates, loggers and saved optimizers see what they would see without a controller.
+With `lr_coupling="adam"` betas, eps and weight decay are changed for the step in the same way.
+
+A scheduler stepped after every optimizer step (`scheduler_unit="step"`) was made for as many steps as there are at the
+first batch size. `Schedule` steps it as often as the samples say that it is behind.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from operator import mul
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import ASGD, SGD, Adam, Adamax, AdamW, NAdam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from divebatch.checks import require_choice, require_coupling_power, warn_user
+from divebatch.data.loader import AdaptiveLoader
+from divebatch.data.order import num_batches
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.measurement import Decision, Measurement, gain
+from divebatch.policies import Policy
+
+# Couplings
+
+CouplingName = Literal["none", "linear", "sqrt", "adam", "adascale", "adascale-sqrt", "1/(1+B/b)"]
+Coupling = CouplingName | float
+"""A name, or a number p for the p-th power of the batch size."""
+
+COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
+    "none": lambda ratio, noise: 1.0,
+    "linear": lambda ratio, noise: ratio,
+    "sqrt": lambda ratio, noise: math.sqrt(ratio),
+    "adam": lambda ratio, noise: math.sqrt(ratio),
+    "adascale": gain,
+    "adascale-sqrt": lambda ratio, noise: math.sqrt(gain(ratio, noise)),
+    "1/(1+B/b)": lambda ratio, noise: 1.0 if noise is None else 1 / (1 + noise / ratio),
+}
+"""f(batch_size / base, noise scale / base): `linear` keeps lr / batch_size (SGD, Goyal 2017), `sqrt` suits Adam-like
+rules.
+
+`adam` changes betas, eps and weight decay too (`ADAM_RULES`). `adascale` follows what was measured, `adascale-sqrt` is
+the same for Adam-like rules. `1/(1+B/b)` is SGD's best rate at the batch size b if the noise scale is B (McCandlish et
+al. 2018), relative to the best rate without noise.
+"""
+BY_GAIN = frozenset({"adascale", "adascale-sqrt"})
+"""Couplings that say what a step is worth (`GainSum`)."""
+BY_NOISE = BY_GAIN | {"1/(1+B/b)"}
+"""Couplings that must know the noise scale."""
+BY_SIZE = ("linear", "sqrt", "adam")
+"""Couplings that follow the batch size by a power of it, as every number does."""
+
+Rule = Callable[[Any, float], Any]
+"""(own value, k) -> the value at k times the base batch size."""
+
+ADAM_RULES: Mapping[str, Rule] = {
+    "betas": lambda beta, k: beta**k,  # as much of a mean is forgotten after as many samples
+    "eps": lambda eps, k: eps / math.sqrt(k),  # beside the root of the second moment, which noise makes smaller so
+    "weight_decay": lambda decay, k: decay * math.sqrt(k),  # lr * weight_decay / batch_size stays
+    "momentum_decay": lambda decay, k: decay * k,  # NAdam's, per step
+}
+"""How each setting of a parameter group follows, if the group has it: Malladi et al. 2022 (Adam's stochastic
+differential equation), Marek et al. 2025 (half-lives in samples), Bergsma et al. 2025 (weight decay)."""
+_ADAM_KNOWN = (Adam, AdamW, Adamax, NAdam)
+"""Not RAdam, which stops dividing by the second moment if beta2 is small; not SparseAdam, whose rows decay only when
+they are used."""
+_ADAM_LIKE = tuple(
+    kind
+    for name in (
+        *("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam"),
+        *("RMSprop", "Adagrad", "Adadelta", "Adafactor", "Muon"),
+    )
+    if (kind := getattr(torch.optim, name, None)) is not None  # older versions of torch lack the last two
+)
+
+
+def require_known(coupling: Coupling) -> None:
+    """Raise for what is no coupling."""
+    if not isinstance(coupling, str):
+        require_coupling_power("lr_coupling", coupling)
+    elif coupling not in COUPLINGS:
+        raise ArgumentError(
+            f"unknown lr_coupling {coupling!r}; known: {', '.join(COUPLINGS)}, or a power of the batch size such as 0.6"
+        )
+
+
+def factor_of(coupling: Coupling, ratio: float, noise: float | None = None) -> float:
+    """Return the factor of the learning rate.
+
+    Args:
+        coupling: A name of `COUPLINGS`, or a power.
+        ratio: The batch size over the base batch size.
+        noise: The noise scale over the base batch size; None: not known.
+    """
+    return COUPLINGS[coupling](ratio, noise) if isinstance(coupling, str) else float(ratio**coupling)
+
+
+def coupling_for(optimizer: Optimizer, *, one_of: int = 1) -> Literal["linear", "sqrt"]:
+    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient.
+
+    `one_of` is the number of optimizers that train together.
+    """
+    # By type and not by name: a user's subclass of Adam is Adam-like too.
+    if isinstance(optimizer, _ADAM_LIKE):
+        return "sqrt"
+    if isinstance(optimizer, SGD | ASGD):
+        return "linear"
+    one = "Auto(..., lr_coupling='sqrt')"
+    several = "Controller(..., lr_coupling=[...]) with a name for each optimizer: 'sqrt'"
+    raise ArgumentError(
+        f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how the learning rate must "
+        f"follow the batch size: pass {one if one_of == 1 else several} if it is Adam-like, 'linear' if it is like SGD"
+    )
+
+
+def require_adam(optimizer: Optimizer) -> None:
+    """Raise for an optimizer whose settings `ADAM_RULES` were not made for."""
+    if isinstance(optimizer, _ADAM_KNOWN):
+        return
+    known = ", ".join(kind.__name__ for kind in _ADAM_KNOWN)
+    other = "linear" if isinstance(optimizer, SGD | ASGD) else "sqrt"
+    raise ArgumentError(
+        f"lr_coupling='adam' sets betas, eps and weight decay as well, for torch's {known}, and "
+        f"{type(optimizer).__name__} is none of them: pass lr_coupling={other!r}, which changes the learning rate "
+        f"alone. Several optimizers may each have their own, as a list in their order"
+    )
+
+
+def couplings_of(
+    policy: Policy, lr_coupling: Coupling | Sequence[Coupling] | None, optimizers: Sequence[Optimizer]
+) -> list[Coupling]:
+    """Return each optimizer's coupling: as given, else the policy's, else "none"."""
+    if lr_coupling is None and policy.lr_coupling is None and policy.needs_lr_coupling:
+        # Auto's case: linear for SGD, the square root for Adam-like optimizers.
+        return [coupling_for(optimizer, one_of=len(optimizers)) for optimizer in optimizers]
+    named = policy.lr_coupling or "none" if lr_coupling is None else lr_coupling
+    couplings: list[Any] = [named] * len(optimizers) if isinstance(named, str | int | float) else list(named)
+    if len(couplings) != len(optimizers):
+        raise ArgumentError(
+            f"lr_coupling must have one name for each of the {len(optimizers)} optimizers, got {len(couplings)}: "
+            f"{couplings}"
+        )
+    if lr_coupling is not None:
+        for coupling in couplings:
+            require_coupling(policy, coupling)
+    for coupling, optimizer in zip(couplings, optimizers, strict=True):
+        if coupling == "adam":
+            require_adam(optimizer)
+    return couplings
+
+
+def require_coupling(policy: Policy, lr_coupling: Coupling) -> None:
+    """Raise if there is no such coupling, or the policy is made for another one."""
+    require_known(lr_coupling)
+    fits: tuple[Any, ...] = BY_SIZE if policy.lr_coupling is None else (policy.lr_coupling,)
+    is_free = policy.lr_coupling is None and not (policy.needs_lr_coupling and isinstance(lr_coupling, str))
+    if not is_free and lr_coupling not in fits:
+        raise ArgumentError(
+            f"{type(policy).__name__} moves the learning rate with the batch size: leave lr_coupling out, or pass "
+            f"lr_coupling={' or '.join(map(repr, fits))}, got lr_coupling={lr_coupling!r}"
+        )
+
+
+def scale_settings(optimizer: Optimizer, ratio: float) -> None:
+    """Change the Adam settings of an optimizer without a coupling once and for all.
+
+    Args:
+        optimizer: One that `require_adam` accepts.
+        ratio: The new batch size over the one that its present settings belong to.
+    """
+    require_adam(optimizer)
+    for group in optimizer.param_groups:
+        for name, rule in _rules_of(group):
+            group[name] = _put(group[name], rule, ratio)[1]
+    _count_steps_in(optimizer, ratio)
+
+
+def _count_steps_in(optimizer: Optimizer, ratio: float) -> None:
+    """Count the steps so far in steps of `ratio` times the samples.
+
+    Adam divides its means by 1 - beta^step, the sum of their weights, with the present beta. If beta was another one
+    for the steps so far, (beta^ratio)^(step / ratio) is what they really left.
+    """
+    for state in optimizer.state.values():
+        if isinstance(step := state.get("step"), Tensor):
+            step.div_(ratio)
+
+
+def _rules_of(group: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+    # An L2 penalty is a part of the loss, which the batch size must not change.
+    has_penalty = not group.get("decoupled_weight_decay")
+    rules = ((name, rule) for name, rule in ADAM_RULES.items() if name in group)
+    return [(name, rule) for name, rule in rules if not (name == "weight_decay" and has_penalty)]
+
+
+# One optimizer
+
+
+@dataclass(slots=True)
+class GainSum:
+    """The sum of AdaScale's gains over steps: the number of steps at the base batch that they were worth."""
+
+    gain: float
+    """The present gain."""
+    before: float = 0.0
+    """The sum over the first `steps` steps."""
+    steps: int = 0
+    handed_out: int = 0
+    """Steps that schedulers were told to make."""
+
+    def at(self, step: int) -> float:
+        """Return the sum after `step` steps."""
+        if step < self.steps:  # an epoch was broken off and began again: what was made of it does not count
+            return self.before * step / self.steps
+        return self.before + (step - self.steps) * self.gain
+
+    def change(self, gain: float, step: int) -> None:
+        """Use another gain from `step` on."""
+        self.before, self.steps, self.gain = self.at(step), step, gain
+
+    def due(self, step: int) -> int:
+        """Return the whole steps that have come together since the last call."""
+        # The sum of many gains may stay a rounding error below the whole number that it means.
+        due = max(0, math.floor(self.at(step) + 1e-9) - self.handed_out)
+        self.handed_out += due
+        return due
+
+
+class LrCoupling:
+    """The learning rates of one optimizer, and with "adam" its other settings: changed for the time of a step.
+
+    Args:
+        optimizer: The optimizer whose rates follow.
+        kind: A name of `COUPLINGS`, or a power of the batch size.
+        first_batch_size: The batch size of the first step.
+        base_batch_size: The size that the rates were chosen for; None: the first.
+        loss_reduction: How the loss is reduced over a batch. The gradient of a "sum" grows with the batch, so a rate
+            for gradients that are not normalized follows by one power less.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        kind: Coupling,
+        first_batch_size: int,
+        base_batch_size: int | None = None,
+        loss_reduction: str = "mean",
+    ) -> None:
+        require_known(kind)
+        self.optimizer, self.kind = optimizer, kind
+        self.base_batch_size = base_batch_size or first_batch_size
+        self._is_of_sum = loss_reduction == "sum" and kind != "none" and not isinstance(optimizer, _ADAM_LIKE)
+        self._noise_scale: float | None = None
+        """What was measured last, in samples."""
+        self._first_noise_scale: float | None = None
+        """What was measured first: the rates were chosen for the base batch at that noise."""
+        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """(group, name, own value, value put there) of all that is changed for the step that is being made."""
+        self._ratio = first_batch_size / self.base_batch_size
+        self.gains = GainSum(self._gain())
+        self._batch_factor, self._decided_factor = self._factor_at(self._ratio), 1.0
+        self._own: Any = None
+        """The object that held the own rate of the first group at the last look, and its value then."""
+        self._own_version, self._own_value, self._highest_own = 0, 0.0, 0.0
+        self.look()
+
+    @property
+    def factor(self) -> float:
+        """The number that multiplies the schedule's own rates at present."""
+        return self._batch_factor * self._decided_factor
+
+    @property
+    def lr(self) -> float:
+        """The first group's rate in the next step."""
+        return self.own * self.factor
+
+    @property
+    def own(self) -> float:
+        """The schedule's own rate of the first group."""
+        return float(self._undo[0][2] if self.factor != 1 and self._undo else self.optimizer.param_groups[0]["lr"])
+
+    def schedule_ratio(self) -> float:
+        """The schedule's own rate of the first group over its highest so far; NaN if that is zero."""
+        self.put_back()
+        self.look()
+        return self._own_value / self._highest_own if self._highest_own else math.nan
+
+    def look(self) -> bool:
+        """Take note of the own rate; return whether it is another one than at the last look."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        # Reading a tensor waits for its device, so only one that was written to is read.
+        if lr is self._own and (not isinstance(lr, Tensor) or lr._version == self._own_version):
+            return False
+        before, self._own_value = self._own_value, float(lr)
+        self._own, self._own_version = lr, getattr(lr, "_version", 0)
+        self._highest_own = max(self._highest_own, self._own_value)
+        return before != self._own_value
+
+    # A step
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the groups are changed at present."""
+        return bool(self._undo)
+
+    def put_in_force(self) -> None:
+        """Change the groups for the step that begins."""
+        if self._undo:  # a step that raised
+            self.put_back()
+        factor, ratio = self.factor, self._ratio
+        if factor != 1:
+            for group in self.optimizer.param_groups:
+                own = group["lr"]
+                if isinstance(own, Tensor):
+                    own, put = _put(own, mul, factor)
+                else:
+                    put = group["lr"] = own * factor
+                self._undo.append((group, "lr", own, put))
+        if ratio != 1 and self.kind == "adam":
+            for group in self.optimizer.param_groups:
+                for name, rule in _rules_of(group):
+                    own, group[name] = _put(group[name], rule, ratio)
+                    self._undo.append((group, name, own, group[name]))
+
+    def put_back(self) -> None:
+        """Put the own values back. A value that the step itself wrote stays."""
+        for group, name, own, put in self._undo:
+            if group[name] is put:
+                group[name] = _own_again(own, put)
+        self._undo.clear()
+        if isinstance(self._own, Tensor):
+            self._own_version = self._own._version
+
+    # A change of the batch size
+
+    def follow(
+        self, batch_size: int, *, lr_factor: float = 1.0, noise_scale: float | None = None, step: int = 0
+    ) -> None:
+        """Follow to `batch_size`; `lr_factor` stays in effect from now on.
+
+        `noise_scale`, in samples, is what was measured last, if anything was; `step` counts steps made so far.
+        """
+        if not 0 < lr_factor < math.inf:
+            raise ArgumentError(f"lr_factor must be positive and finite, got lr_factor={lr_factor!r}")
+        # An infinite one is an estimate that found no signal, and 1 / (1 + B / b) would end training on it.
+        if noise_scale is not None and (noise_scale < math.inf or self.kind in BY_GAIN):
+            self._noise_scale = max(0.0, noise_scale)
+            if self._first_noise_scale is None:
+                self._first_noise_scale = self._noise_scale
+        ratio = batch_size / self.base_batch_size
+        if self.kind == "adam" and ratio != self._ratio:
+            _count_steps_in(self.optimizer, ratio / self._ratio)
+        self._ratio = ratio
+        self.gains.change(self._gain(), step)
+        self._batch_factor = self._factor_at(ratio)
+        self._decided_factor *= lr_factor
+
+    def factor_at(self, batch_size: int) -> float:
+        """Return the factor of `batch_size` alone, without those of decisions."""
+        return self._factor_at(batch_size / self.base_batch_size)
+
+    def _factor_at(self, ratio: float) -> float:
+        # Over what it is for the base batch at the noise first measured, which is 1 for all but 1 / (1 + B / b).
+        noise, first_noise = self._per_base(self._noise_scale), self._per_base(self._first_noise_scale)
+        factor = factor_of(self.kind, ratio, noise) / factor_of(self.kind, 1.0, first_noise)
+        return factor / ratio if self._is_of_sum else factor
+
+    def _gain(self) -> float:
+        return gain(self._ratio, self._per_base(self._noise_scale)) if self.kind in BY_GAIN else 1.0
+
+    def _per_base(self, noise_scale: float | None) -> float | None:
+        return None if noise_scale is None else noise_scale / self.base_batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the factors and what they follow from. The own values are in the optimizer's state."""
+        return {
+            "base_batch_size": self.base_batch_size,
+            "ratio": self._ratio,
+            "batch_factor": self._batch_factor,
+            "decided_factor": self._decided_factor,
+            "highest_own": self._highest_own,
+            "noise_scale": self._noise_scale,
+            "first_noise_scale": self._first_noise_scale,
+            "gains": asdict(self.gains),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state. Optimizer and scheduler may be loaded before or after."""
+        self.put_back()
+        self.base_batch_size, self._ratio = state["base_batch_size"], state["ratio"]
+        self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
+        self._highest_own = state["highest_own"]
+        self._noise_scale, self._first_noise_scale = state["noise_scale"], state["first_noise_scale"]
+        self.gains = GainSum(**state["gains"])
+
+
+def _put(held: Any, rule: Rule, k: float) -> tuple[Any, Any]:
+    """Return a setting's own value, and the changed one that its group must hold.
+
+    Tensors are written to in place, since captured and compiled steps read them: their own value is a copy.
+    """
+    if isinstance(held, Tensor):
+        own = held.clone()
+        return own, held.copy_(rule(own, k))
+    if isinstance(held, tuple | list):  # two betas
+        both = [_put(each, rule, k) for each in held]
+        return type(held)(own for own, _ in both), type(held)(put for _, put in both)
+    return held, rule(held, k)
+
+
+def _own_again(own: Any, put: Any) -> Any:
+    """Return the own value, in the tensors that held it."""
+    if isinstance(put, Tensor):
+        return put.copy_(own)
+    if isinstance(put, tuple | list):
+        return type(put)(_own_again(mine, there) for mine, there in zip(own, put, strict=True))
+    return own
+
+
+# Schedulers
+
+Unit = Literal["epoch", "step", "call"]
+SURE = 3
+"""Steps that must agree before an error says that a loop does something else than its arguments."""
+
+
+def position_of(scheduler: Any) -> int:
+    """Return how many steps a scheduler has made, as it counts itself; -1: it does not."""
+    while not isinstance(position := getattr(scheduler, "last_epoch", None), int):
+        parts = getattr(scheduler, "_schedulers", ())  # ChainedScheduler leaves the count to its parts
+        if not parts:
+            return -1
+        scheduler = parts[0]
+    return position
+
+
+class Schedule:
+    """A scheduler of the user's, checked to be stepped as was said, and kept by samples if it counts steps.
+
+    A scheduler with the unit "step" is left alone while the batch size is the first one. From the first other size on
+    it stands where the loop at the first size would stand after as many samples: it is stepped as often as it is
+    behind. While batches are smaller than the first ones, a step of the loop's that comes too early is taken back.
+
+    Args:
+        scheduler: The scheduler, of torch or of any other kind that counts its steps in `last_epoch`.
+        unit: The meaning of a call of its `step`: an "epoch", a "step" at the first batch size, or just a "call".
+        loader: Delivers the batches.
+        optimizer: The optimizer that it drives.
+        first_size: The loader's first batch size.
+        accumulate: The loader's batches of an optimizer step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        unit: Unit,
+        loader: AdaptiveLoader,
+        optimizer: Optimizer,
+        *,
+        first_size: int,
+        accumulate: int,
+    ) -> None:
+        self.scheduler, self.unit, self._loader = scheduler, unit, loader
+        self.name, self.optimizer = type(scheduler).__name__, optimizer
+        self._first_size = first_size
+        self._first_delivery = loader.delivery_size or first_size
+        """Samples of a delivered batch at the first size."""
+        self._gap = math.ceil(self._first_size / self._first_delivery) if loader.delivery_size else accumulate
+        """Batches of a step at the first size."""
+        self._rest = "own step" if loader.delivery_size else "left out"
+        """What becomes of an epoch's last batches if they fill no step."""
+        self._first_epoch = loader.epoch
+        self._lead: int | None = None
+        """Its steps so far minus those that the samples say, fixed when the size first changes."""
+        self._at_begin = position_of(scheduler)
+        """Its position at the first step of the epoch."""
+        self._is_sure = unit == "call"
+        self._kept: tuple[int, Any, list[dict[str, Any]]] | None = None
+        """Its position before its last step, its state there, and the groups."""
+
+    def before_step(self, number: int, before: int, after: int) -> None:
+        """Check and catch up before an optimizer step.
+
+        Args:
+            number: Steps that the epoch had before.
+            before: Samples that the epoch had delivered at the step before.
+            after: Those that it has delivered now.
+        """
+        if number == 0:
+            self._at_begin, self._kept = position_of(self.scheduler), None
+        elif not self._is_sure and self.unit == "epoch" and position_of(self.scheduler) > self._at_begin + 1:
+            raise self._wrong_unit()
+        self.catch_up(before, after)
+
+    def catch_up(self, samples: int | None, after: int | None = None) -> None:
+        """Make the steps that it is behind after `samples` of the epoch; None: between epochs."""
+        if self._lead is None or self.unit != "step":
+            return
+        place = self._place(samples) + self._lead
+        for position in range(position_of(self.scheduler), place):
+            if after is not None and position == place - 1 and self._place(after) + self._lead <= place:
+                self._keep(position)  # the loop's next step will be one too many
+            self.scheduler.step()
+
+    def _wrong_unit(self) -> UsageError:
+        return UsageError(
+            f"{self.name}.step() is called within the epoch, and scheduler_unit is 'epoch': pass Controller(..., "
+            f"scheduler_unit='step') if it counts steps, which samples then count (the first batch size makes one), or "
+            f"scheduler_unit='call' if each call is one step of it whatever the batch size"
+        )
+
+    def after_step(self, samples: int, batch_size: int) -> None:
+        """Take the loop's coming step back in advance if the samples of the epoch say that none is due.
+
+        The state before the last step is kept for that if the next step, of `batch_size` samples, may not be due.
+        """
+        if self._lead is None or self.unit != "step":
+            return
+        position, place = position_of(self.scheduler), self._place(samples) + self._lead
+        if place > position:
+            size = self._loader.dataset_size
+            following = samples + batch_size if size is None else min(samples + batch_size, size)
+            if self._place(following) + self._lead <= max(place, position + 1):
+                self._keep(position)
+        elif self._kept is None or self._kept[0] != position - 1:
+            self._keep(position)
+        elif self.optimizer.param_groups[0]["lr"] == self.scheduler.get_last_lr()[0]:
+            # A rate that somebody else has written since is not undone.
+            self.scheduler.load_state_dict(copy.deepcopy(self._kept[1]))
+            for group, kept in zip(self.optimizer.param_groups, self._kept[2], strict=True):
+                group.update({name: _own_again(_own_of(value), group[name]) for name, value in kept.items()})
+
+    def _keep(self, position: int) -> None:
+        groups = self.optimizer.param_groups
+        own = [{name: _own_of(value) for name, value in group.items() if name != "params"} for group in groups]
+        self._kept = position, copy.deepcopy(self.scheduler.state_dict()), own
+
+    def resize(self) -> None:
+        """Let samples count from here on: the batch size is about to be another than the first."""
+        if self._lead is None and self.unit == "step":
+            current = self._loader.current
+            self._lead = position_of(self.scheduler) - self._place(None if current is None else current.samples)
+
+    def end_epoch(self, steps: int, batches: int, is_first_size: bool) -> None:
+        """Check what the epoch has shown, and make the steps that are left of it.
+
+        Args:
+            steps: Optimizer steps of the epoch.
+            batches: Batches of the loader.
+            is_first_size: Whether all of its batches had the first size.
+        """
+        moved = position_of(self.scheduler) - self._at_begin
+        if self.unit == "epoch" and moved > 1 and steps > 1 and not self._is_sure:
+            raise self._wrong_unit()
+        if self.unit == "step" and self._lead is None and not self._is_sure and steps >= SURE:
+            if moved <= 1:
+                raise UsageError(
+                    f"{self.name}.step() was called {'once' if moved else 'not once'} in an epoch of {steps} optimizer "
+                    f"steps, and scheduler_unit is 'step': pass scheduler_unit='epoch' (the default) for a scheduler "
+                    f"stepped after each epoch"
+                )
+            if moved > steps + 1:
+                raise UsageError(
+                    f"{self.name}.step() was called {moved} times in an epoch of {steps} optimizer steps, and "
+                    f"scheduler_unit is 'step': call it once after each optimizer step, or pass scheduler_unit='call'"
+                )
+        self._is_sure = self._is_sure or steps >= SURE
+        if is_first_size and self._rest == "left out" and batches % self._gap and steps > batches // self._gap:
+            self._rest = "own step"
+        self.catch_up(None)
+
+    def carry_over(self) -> None:
+        """Count batches that filled no step into the next epoch's first one, as the loop does."""
+        self._rest = "carried over"
+
+    def _place(self, samples: int | None) -> int:
+        """Return the steps of the loop at the first size after `samples` of the present epoch; None: none is begun."""
+        size, epochs = self._loader.dataset_size, self._loader.epoch - self._first_epoch
+        batches = 0 if size is None else num_batches(size, self._first_delivery, drop_last=self._loader.drop_last)
+        before, after = (self._whole_epochs(batches, each) for each in (epochs, epochs + 1))
+        if samples is None:
+            return before
+        done = math.ceil(samples / self._first_delivery)
+        if self._rest == "carried over":
+            done += epochs * batches % self._gap
+        place = before + math.ceil(done / self._gap)
+        return place if size is None else min(place, after)
+
+    def _whole_epochs(self, batches: int, epochs: int) -> int:
+        if self._rest == "carried over":
+            return epochs * batches // self._gap
+        return epochs * (math.ceil(batches / self._gap) if self._rest == "own step" else batches // self._gap)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands beside its samples."""
+        return {name: getattr(self, f"_{name}") for name in _SCHEDULE_STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state. The scheduler may be loaded before or after."""
+        for name in _SCHEDULE_STATE:
+            setattr(self, f"_{name}", state[name])
+        self._kept = None
+
+
+_SCHEDULE_STATE = ("first_size", "first_delivery", "first_epoch", "rest", "lead", "at_begin", "is_sure")
+
+
+def _own_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def schedules_of(
+    schedulers: Sequence[Any],
+    unit: Unit | Sequence[Unit],
+    optimizers: Sequence[Optimizer],
+    loader: AdaptiveLoader,
+    *,
+    first_size: int,
+    accumulate: int,
+) -> list[Schedule]:
+    """Return the schedulers with their units; raise for what is no scheduler of these optimizers."""
+    units: list[Any] = [unit] * len(schedulers) if isinstance(unit, str) else list(unit)
+    for each in [unit] if isinstance(unit, str) else units:
+        require_choice("scheduler_unit", each, ("epoch", "step", "call"))
+    if len(units) != len(schedulers):
+        raise ArgumentError(
+            f"scheduler_unit must be one word, or one for each of the {len(schedulers)} schedulers, got {units}"
+        )
+    inner = {id(part) for each in schedulers for part in getattr(each, "_schedulers", ())}
+    found = []
+    for scheduler, its_unit in zip(schedulers, units, strict=True):
+        name, driven = type(scheduler).__name__, getattr(scheduler, "optimizer", None)
+        if not callable(getattr(scheduler, "step", None)):
+            raise ArgumentError(f"scheduler must be an object with a method step(), or a list of such, got {name}")
+        is_one_of_them = any(driven is optimizer for optimizer in optimizers)
+        if not is_one_of_them and (driven is not None or isinstance(scheduler, LRScheduler)):
+            raise ArgumentError(f"scheduler {name} does not drive the optimizer that was passed")
+        if its_unit == "step" and (isinstance(scheduler, ReduceLROnPlateau) or position_of(scheduler) < 0):
+            raise ArgumentError(
+                f"{name} cannot be stepped by samples: call it after each epoch (scheduler_unit='epoch'), or leave "
+                f"it as it is with scheduler_unit='call'"
+            )
+        if id(scheduler) not in inner:  # one inside another is stepped by that
+            driven = optimizers[0] if driven is None else driven
+            found.append(Schedule(scheduler, its_unit, loader, driven, first_size=first_size, accumulate=accumulate))
+    return found
+
+
+# All optimizers
+
+
+class Rates:
+    """The learning rates of all optimizers: each follows the batch size by its own coupling.
+
+    Args:
+        optimizers: Those whose rates follow.
+        kinds: The coupling of each.
+        schedulers: Those that the user has passed.
+        scheduler_unit: The meaning of a call of their `step`, for all or for each.
+        loader: Delivers the samples.
+        first_batch_size: The samples of an optimizer step at the beginning.
+        base_batch_size: Those that the rates were chosen for; None: the first.
+        accumulate: The loader's batches of an optimizer step.
+        loss_reduction: How the loss is reduced over a batch.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        kinds: Sequence[Coupling],
+        loader: AdaptiveLoader,
+        first_batch_size: int,
+        schedulers: Sequence[Any] = (),
+        scheduler_unit: Unit | Sequence[Unit] = "epoch",
+        base_batch_size: int | None = None,
+        accumulate: int = 1,
+        loss_reduction: str = "mean",
+    ) -> None:
+        self.schedules = schedules_of(
+            schedulers,
+            scheduler_unit,
+            optimizers,
+            loader,
+            first_size=first_batch_size // (1 if loader.delivery_size else accumulate),
+            accumulate=accumulate,
+        )
+        self.couplings = {
+            optimizer: LrCoupling(
+                optimizer,
+                kind=kind,
+                first_batch_size=first_batch_size,
+                base_batch_size=base_batch_size,
+                loss_reduction=loss_reduction,
+            )
+            for optimizer, kind in zip(optimizers, kinds, strict=True)
+        }
+        self._first = self.couplings[optimizers[0]]
+        self.first_batch_size = self.batch_size = first_batch_size
+        self._is_left_alone = scheduler_unit == "call" or any(each.unit != "epoch" for each in self.schedules)
+        self._moves, self._has_warned = 0, False
+        self._epoch_lr, self._is_used = self.lr, False
+
+    @property
+    def lr(self) -> float:
+        """The rate of the first optimizer's first parameter group in its next step."""
+        return self._first.lr
+
+    @property
+    def epoch_lr(self) -> float:
+        """The rate of the first step since `mark`; before that step the one that it would have."""
+        return self._epoch_lr
+
+    @property
+    def kind(self) -> Coupling:
+        """How the first optimizer's rate follows the batch size."""
+        return self._first.kind
+
+    @property
+    def gains(self) -> GainSum:
+        """The sum of AdaScale's gains, of the first optimizer that has one."""
+        return next((each for each in self.couplings.values() if each.kind in BY_GAIN), self._first).gains
+
+    def mark(self) -> None:
+        """An epoch begins, or another batch size is in force."""
+        self._epoch_lr, self._is_used = self.lr, False
+
+    def schedule_ratio(self) -> float:
+        """The own rate of the first optimizer's first group over its highest; NaN if that is zero."""
+        return self._first.schedule_ratio()
+
+    @property
+    def growth(self) -> float:
+        """The first optimizer's rate in a step over the schedule's own, relative to the first batch."""
+        return self._first.factor / self._first.factor_at(self.first_batch_size)
+
+    def before_step(self, coupling: LrCoupling, number: int, before: int, after: int) -> None:
+        """Bring schedulers and rates to where the step that begins wants them.
+
+        Args:
+            coupling: That of the optimizer that steps.
+            number: Steps that the epoch had before; -1: no epoch is under way.
+            before: Samples that the epoch had delivered at the step before.
+            after: Those that it has delivered now.
+        """
+        if number >= 0:
+            for schedule in self.schedules:
+                if schedule.optimizer is coupling.optimizer:
+                    schedule.before_step(number, before, after)
+        has_moved = coupling.look()
+        coupling.put_in_force()
+        if coupling is self._first:
+            self._moves = self._moves + 1 if has_moved and number > 0 else 0
+            if self._moves >= SURE and not self._is_left_alone and self.batch_size > self.first_batch_size:
+                self._warn_of_a_course_by_steps()
+            if not self._is_used:
+                self._epoch_lr, self._is_used = float(coupling.optimizer.param_groups[0]["lr"]), True
+
+    def after_step(self, coupling: LrCoupling, samples: int) -> None:
+        """Put the own rates back; `samples` of the epoch have been delivered."""
+        if coupling.is_in_force:
+            coupling.put_back()
+        for schedule in self.schedules:
+            if schedule.optimizer is coupling.optimizer:
+                schedule.after_step(samples, self.batch_size)
+
+    def _warn_of_a_course_by_steps(self) -> None:
+        last: list[Any] = [getattr(each.scheduler, "get_last_lr", list)() for each in self.schedules]
+        if self._has_warned or any(rates and float(rates[0]) == self._first.own for rates in last):
+            return  # a scheduler that was passed does it, told a part of an epoch
+        self._has_warned = True
+        warn_user(
+            f"the learning rate changes within the epoch, and batches have grown from {self.first_batch_size} to "
+            f"{self.batch_size} samples: a schedule that counts steps will not reach its end. Pass a scheduler that is "
+            f"stepped with every batch as Controller(..., scheduler=scheduler, scheduler_unit='step'). Let a rate that "
+            f"your loop writes count samples: lr_at(loader.samples_delivered // {self.first_batch_size}); if it does, "
+            f"or if steps are what it shall count, pass scheduler_unit='call'"
+        )
+
+    # Following
+
+    def follow(
+        self, batch_size: int, *, lr_factor: float = 1.0, noise_scale: float | None = None, step: int = 0
+    ) -> None:
+        """Put all rates where `batch_size` wants them; `lr_factor` stays in effect from now on.
+
+        `noise_scale`, in samples, is what was measured last, if anything was; `step` counts steps made so far.
+        """
+        if batch_size != self.batch_size:
+            for schedule in self.schedules:
+                schedule.resize()
+        for coupling in self.couplings.values():
+            coupling.put_back()
+            coupling.follow(batch_size, lr_factor=lr_factor, noise_scale=noise_scale, step=step)
+        self.batch_size = batch_size
+
+    def follow_decision(self, decision: Decision, seen: Measurement) -> None:
+        """Put all rates where the decision, and for some couplings the noise, wants them."""
+        noise_scale = math.nan if seen.diversity is None else seen.diversity.noise_scale
+        needs_noise = any(each.kind in BY_NOISE for each in self.couplings.values())
+        known = noise_scale if needs_noise and not math.isnan(noise_scale) else None
+        self.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
+
+    def take_scheduler_steps(self, step: int) -> int:
+        """Return how many steps the gains make due after `step`; the caller steps the schedulers, one step a call."""
+        self._is_left_alone = True
+        for schedule in self.schedules:
+            schedule.unit = "call"
+        return self.gains.due(step)
+
+    def end_epoch(self, steps: int, batches: int, *, is_first_size: bool) -> None:
+        """Check schedulers, and bring them to the epoch's end."""
+        for schedule in self.schedules:
+            schedule.end_epoch(steps, batches, is_first_size)
+
+    # State
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the saved one."""
+        return {
+            "lr_coupling": [each.kind for each in self.couplings.values()],
+            "parameter_groups": [len(optimizer.param_groups) for optimizer in self.couplings],
+            "schedulers": [each.name for each in self.schedules],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the factors, and where the schedulers stand beside the samples."""
+        return {
+            "couplings": [coupling.state_dict() for coupling in self.couplings.values()],
+            "schedules": [schedule.state_dict() for schedule in self.schedules],
+            "first_batch_size": self.first_batch_size,
+            "batch_size": self.batch_size,
+            "epoch_lr": self._epoch_lr,
+            "is_used": self._is_used,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state. Optimizers and schedulers may be loaded before or after."""
+        for coupling, saved in zip(self.couplings.values(), state["couplings"], strict=True):
+            coupling.load_state_dict(saved)
+        for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
+        self.first_batch_size, self.batch_size = state["first_batch_size"], state["batch_size"]
+        self._epoch_lr, self._is_used = state["epoch_lr"], state["is_used"]
