@@ -459,13 +459,11 @@ class DiversityMeter:
 
         Compiled passes have their samples on the device: but for the first pass, only their sum is checked, at the end.
         """
-        assert self._delivered is not None
+        self._seen += num_samples
+        waiting = self._require_delivered(self._seen) - self._seen + num_samples
         rank_shard = self.norms._loss_scale.rank_shard
-        waiting = self._delivered() - self._before - self._seen
         shard = waiting if rank_shard is None else rank_shard().mine
         of_weight = None if weight is None else weight.num_samples
-        self._seen += num_samples
-        self._require_delivered(self._seen)
         expected = shard if of_weight is None else of_weight
         if num_samples not in (expected, waiting - shard):  # the latter in a loop that fetches one batch ahead
             raise CoverageError(
@@ -477,10 +475,11 @@ class DiversityMeter:
                 "weight).backward() for each part of micro_batches(...)",
             )
 
-    def _require_delivered(self, seen: int) -> None:
-        """Raise if this many samples of measured passes cannot have come from the loader."""
-        if self._delivered is None or seen <= (delivered := self._delivered() - self._before):
-            return  # fewer are right: loops skip batches, and some fetch the next one early
+    def _require_delivered(self, seen: int) -> int:
+        """Return the samples delivered; raise if this many samples of measured passes cannot have come from them."""
+        delivered = seen if self._delivered is None else self._delivered() - self._before
+        if seen <= delivered:
+            return delivered
         raise CoverageError(
             f"{seen} samples went through measured backward passes, but the loader delivered {delivered}: a batch "
             f"had a second backward pass (one for each of several losses, an attack, a generator's loss through "
