@@ -108,7 +108,8 @@ class AnnealToBatch(Capped):
     in steps of 1, 1.5, 2, 3, 4, 6, ... first batches. The rate follows as suits the optimizer (linear for SGD, the root
     for Adam-like optimizers), but never above the schedule's highest.
 
-    With a constant rate there is no decay to trade, and nothing grows: see `HorizonRamp`.
+    With a constant rate there is no decay to trade, and nothing grows: see `HorizonRamp`. If parameter groups have
+    schedules of their own, the first group's counts.
 
     >>> seen = Measurement(epoch=1, batch_size=64, dataset_size=50_000, samples=50_000, lr_schedule_ratio=0.5)
     >>> AnnealToBatch(4096).next(seen).batch_size
