@@ -3,7 +3,9 @@
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,16 @@ from torch.nn.functional import linear
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
-from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, NormMeter, gradient_diversity, micro_batches
+from divebatch import (
+    AdaptiveLoader,
+    Controller,
+    DiveBatch,
+    Diversity,
+    NormMeter,
+    gradient_diversity,
+    micro_batches,
+    norms,
+)
 from divebatch.errors import ArgumentError, CoverageError, UndefinedDiversityError, UsageError
 from divebatch.estimators import Trajectory
 from divebatch.norms import DiversityMeter
@@ -605,3 +616,21 @@ def test_a_model_may_be_saved_within_an_epoch(how: str):
             optimizer.step()
         assert control.step().samples == 12
     backward(other)
+
+
+def test_a_measured_pass_makes_few_calls():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    calls, root = [], str(Path(norms.__file__).parent)
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls.append(frame.f_code.co_qualname)
+
+    with DiversityMeter(model, skip_nonfinite=True):
+        for profile in (None, note):  # the first pass is checked
+            sys.setprofile(profile)
+            try:
+                mean_loss(model(INPUTS), TARGETS).backward()
+            finally:
+                sys.setprofile(None)
+    assert len(calls) <= 70, calls
