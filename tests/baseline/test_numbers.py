@@ -14,7 +14,7 @@ KEPT = json.loads(Path(__file__).with_name("numbers.json").read_text())
 @pytest.mark.parametrize("experiment", CASES)
 def test_the_same_seed_gives_the_kept_numbers(experiment: str, tmp_path: Path) -> None:
     found, kept = numbers(experiment, tmp_path), KEPT["numbers"][experiment]
-    assert found.keys() == kept.keys()
+    assert found.keys() >= kept.keys()  # methods may be added
     # Another processor rounds otherwise, and training enlarges that: there the first epoch must be near.
     alike = processor() == KEPT["processor"]
     epochs, tolerance = (None, 1e-9) if alike else (1, 1e-2)

@@ -212,6 +212,7 @@ def test_a_pipe_or_a_link_in_a_file_s_place_is_refused_at_once(tmp_path, suffix,
     assert "a pipe or a device" in answer.output
 
 
+@pytest.mark.slow
 def test_a_report_does_not_wait_for_a_pipe(tmp_path):
     run = Run(small(), "divebatch", 0, tmp_path)
     execute(run)
@@ -258,6 +259,7 @@ def test_a_schedule_that_ended_is_not_continued(tmp_path):
 # Nobody listens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("output", "mode"), [("closed", []), ("full", ["--json"])])
 def test_output_that_cannot_be_written_does_not_end_training(tmp_path, output, mode):
     (tmp_path / "it.toml").write_text(to_toml(small()))

@@ -145,7 +145,8 @@ def test_killed_at_random_instants_it_resumes_to_the_same_bits(born, whole):
     assert_same_end(last.run, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_polite_signal_ends_a_run_that_resumes(born, whole, number):
     life = born(nap=0.005)
     life.wait_for_saves(2)

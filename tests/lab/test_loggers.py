@@ -96,6 +96,8 @@ def test_unknown_loggers_are_an_error_that_lists_the_known():
 def test_only_what_was_measured_is_shown():
     assert scalars(record()) == {"batch/size": 16, "lr": 0.1, "progress/steps": 5, "progress/samples": 80}
     assert scalars(record(val_accuracy=0.0, diversity=0.5))["val/accuracy"] == 0.0
+    language = scalars(record(bits_per_byte=2.5, noise_scale=80.0))
+    assert (language["val/bits_per_byte"], language["batch/noise_scale"]) == (2.5, 80.0)
 
 
 # TensorBoard

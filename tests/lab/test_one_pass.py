@@ -237,6 +237,7 @@ execute(run, stop=Kill(20))
 """
 
 
+@pytest.mark.slow
 def test_killed_inside_of_a_pass_it_resumes_to_the_same_bits(tmp_path, data):
     whole = Run(language_model().scaled(4), "auto-8", 0, tmp_path / "whole", data_dir=data)
     execute(whole)

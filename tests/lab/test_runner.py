@@ -1,4 +1,5 @@
 import json
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import torch
 
 import divebatch.lab.runs as run_module
 from divebatch.errors import CheckpointError, RecordError
-from divebatch.lab import Run, execute, execute_all, get_experiment, make_trainer
+from divebatch.lab import Run, default_jobs, execute, execute_all, get_experiment, make_trainer
 from divebatch.lab.checkpoint import previous
 from divebatch.lab.schema import Experiment, Part
 from divebatch.records import read_run
@@ -149,11 +150,11 @@ def test_other_records_in_the_folder_are_never_touched(tmp_path):
     assert run.records_path.read_text() == before
 
 
-def test_records_cut_behind_the_checkpoint_are_refused(tmp_path):
+@pytest.mark.parametrize("end", [1, 100, 1500])
+def test_records_cut_behind_the_checkpoint_are_refused(tmp_path, end):
     run = Run(small(), "divebatch", 0, tmp_path)
     interrupted(run, 3)
-    lines = run.records_path.read_text().splitlines(keepends=True)
-    run.records_path.write_text("".join(lines[:2]))
+    run.records_path.write_bytes(run.records_path.read_bytes()[:-end])  # the line end alone, too
     with pytest.raises(CheckpointError, match="was changed after its checkpoint"):
         execute(run, resume=True)
 
@@ -173,6 +174,17 @@ def test_parallel_processes_give_what_one_gives(tmp_path):
         first, second = without_times(one.records_path), without_times(two.records_path)
         assert [line["batch_size"] for line in first] == [line["batch_size"] for line in second]
         assert [line["val_loss"] for line in first] == pytest.approx([line["val_loss"] for line in second], rel=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity of processes")
+def test_jobs_count_the_cores_that_this_process_may_use():
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert (default_jobs("cpu", 5), default_jobs("cuda", 5)) == (1, 1)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert default_jobs("cpu", 10**6) == len(before)
 
 
 def test_a_failing_run_does_not_stop_the_others(tmp_path):

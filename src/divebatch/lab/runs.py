@@ -349,7 +349,7 @@ def _require_own(run: Run, path: Path, state: Mapping[str, Any]) -> None:
 
 def _records_hash(run: Run, num_epochs: int) -> str:
     """Return a hash of the first line, without the configuration, and of so many epochs."""
-    first, *others = run.records_path.read_bytes().split(b"\n")
+    first, *others = run.records_path.read_bytes().split(b"\n")[:-1]  # complete lines
     header = {**json.loads(first), "config": None}
     lines = [json.dumps(header).encode(), *others[:num_epochs]]
     return hashlib.sha256(b"\n".join(lines)).hexdigest()
