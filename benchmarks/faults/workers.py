@@ -89,7 +89,10 @@ def workers(command: Command) -> list[int]:
     """The children that execute runs; multiprocessing has another one, which tidies up."""
     pid = command.process.pid
     with suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        # A child belongs to the thread that started it.
+        children = [
+            child for each in Path(f"/proc/{pid}/task").glob("*/children") for child in each.read_text().split()
+        ]
         return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
     return []
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,6 +34,13 @@ def command_line(words: list[str], log: Path, nap: float) -> None:
     os.dup2(output, 2)
     rest_after_steps(nap)
     workers._work = partial(work, workers._work, log)  # type: ignore[assignment]
+    start, one_at_a_time = workers._Worker._start_process, threading.Lock()
+
+    def alone(worker: Any) -> Any:
+        with one_at_a_time:  # forked together, each would keep open what tells the other of the parent's end
+            return start(worker)
+
+    workers._Worker._start_process = alone  # type: ignore[method-assign]
     forks = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _: forks  # type: ignore[assignment, misc] # spawned workers import torch anew
     app(words)
