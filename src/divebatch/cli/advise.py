@@ -11,7 +11,7 @@ from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import DataDir, Device, chosen_device, whole_numbers
 from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
-from divebatch.report.drawing import require_matplotlib
+from divebatch.report.drawing import finish, require_matplotlib, settings
 
 
 def advise(
@@ -41,31 +41,48 @@ def advise(
 ) -> None:
     """Say which batch size and learning rate to start with here, where growth stops paying, and why."""
     # Here and not above: torch takes seconds, and help must not.
-    from divebatch.cli.work import advise as work
+    from divebatch.advice.plot import CAPTION
+    from divebatch.advice.text import step_in_words
+    from divebatch.lab import DeviceOptions, get_experiment
+    from divebatch.lab.advise import advise_as_trained, parts_of_experiment, parts_of_own
 
-    settings: dict[str, Any] = {"seed": seed, "steps": steps, "estimator": estimator}
-    settings |= {"timing_seconds": timing_seconds, "on_time": work.say_time}
+    def say_time(size: int, seconds: float) -> None:
+        typer.echo(step_in_words(size, seconds), err=True)  # progress, not the answer
+
     with errors_exit_with(WRONG_USE):
-        settings["device"] = device = chosen_device(device)
+        device, clip_norm = chosen_device(device), None
         require_matplotlib()
         if lr is not None and not 0 < lr < math.inf:
             raise ArgumentError(f"--lr must be positive and finite, got {lr}")
-        settings["batch_sizes"] = None if batch_sizes is None else whole_numbers("--batch-sizes", batch_sizes)
+        sizes = None if batch_sizes is None else whole_numbers("--batch-sizes", batch_sizes)
         make_folder(out)
-        if work.is_import_path(target):
+        if ":" in target and not target.endswith(".toml"):
             if lr is not None:
                 raise ArgumentError("--lr is for experiments; of your own the optimizer's learning rate counts")
-            run, parts = None, {**work.own_parts(target), "batch_size": batch_size}
+            parts = {**parts_of_own(target), "batch_size": batch_size}
         else:
-            run = work.run_of(target, method, model, batch_size, lr, seed, device, data_dir, out)
-            parts = work.parts_of(run)
-        clip_norm = None if run is None else run.experiment.clip_norm
-        advice = work.as_trained(parts, settings, precision=precision, compile=compile, clip_norm=clip_norm)
+            experiment = get_experiment(target)
+            experiment = experiment.with_model(model) if model is not None else experiment
+            chosen: dict[str, Any] = {"batch_size": batch_size, "lr": lr, "seed": seed}
+            parts = parts_of_experiment(experiment, method, device=device, data_dir=data_dir, **chosen)
+            clip_norm = experiment.clip_norm
+        advice = advise_as_trained(
+            parts,
+            DeviceOptions(precision=precision, compile=compile),
+            device=device,
+            clip_norm=clip_norm,
+            batch_sizes=sizes,
+            seed=seed,
+            steps=steps,
+            estimator=estimator,
+            timing_seconds=timing_seconds,
+            on_time=say_time,
+        )
     name = re.sub(r"[^\w.-]+", "-", Path(target).stem if target.endswith(".toml") else target)
     values = {"target": target, **advice.to_dict()}
     # Before the files: minutes of measuring must not be lost to a full disk.
     typer.echo(to_json(values) if json else str(advice))
-    with errors_exit_with(FAILED):
-        paths = write_results(out, name, values, work.drawing_of(name, advice))
+    with errors_exit_with(FAILED), settings():
+        paths = write_results(out, name, values, finish(name, f"Advice for {name}", advice.draw(), (CAPTION,)))
     if not json:
         typer.echo("\n".join(map(str, paths)))
