@@ -144,7 +144,7 @@ def advise(
 
 @contextmanager
 def _surroundings(seed: int, device: torch.device, *, compile: bool) -> Iterator[None]:
-    """Inside, random numbers follow from the seed, and the compiler may make code for every size."""
+    """Let random numbers follow from the seed, and the compiler make code for every size."""
     devices = [device] if device.type == "cuda" else []
     variants: Any = nullcontext()
     if compile:

@@ -1,4 +1,4 @@
-"""An advice as one picture. Needs matplotlib, and imports it only when something is drawn."""
+"""An advice as one picture. Matplotlib is imported only when something is drawn."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -88,7 +88,7 @@ def _draw_progress(axes: "Axes", advice: Advice) -> None:
 
 
 def _annotate(axes: "Axes", text: str, size: int, height: float, offset: int, **look: Any) -> None:
-    """Write beside a batch size, `offset` points to its right, at a part `height` of the axes."""
+    """Write beside a batch size, `offset` points to its right, at a fraction `height` of the axes."""
     place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     axes.annotate(text, (size, height), xytext=(offset, 0), **place, **look)
 
@@ -105,7 +105,7 @@ def _size_axis(axes: "Axes", advice: Advice) -> None:
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Show digits, also where a log axis spans less than a power of ten."""
+    """Show digits, also if a log axis spans less than a power of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=9))

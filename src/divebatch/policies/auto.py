@@ -17,19 +17,21 @@ POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5}
 class Auto(Capped):
     """sqrt(b0 * B): the geometric mean of the batch you start with and the noise scale B. Nothing to set but the cap.
 
-    Your first batch b0 is taken as what a step is worth to you, in samples: at such a cost the batch that wastes least
-    is sqrt(b0 * B) (McCandlish et al. 2018). Early in training B is about as large as a good fixed batch, so the size
-    grows soon; later B grows by orders of magnitude, and the size only with its root.
+    The first batch b0 is taken as the price of a step, in samples: at this price, sqrt(b0 * B) wastes least (McCandlish
+    et al. 2018). Early in training B is about as large as a good fixed batch, so the size grows soon. Later B grows by
+    orders of magnitude, and the size only with its root.
 
-    It moves by doublings, so that a compiler sees few shapes; never down; and only where the whole 95 % interval of the
-    estimate lies above the present size. It takes the estimator "moments" unless the controller is given one. Without
-    momentum that tells an upper bound alone, and "per-sample" stands in where it can: not under BatchNorm, nor where a
-    layer has no norm rule, where a warning says so and nothing grows. "split" is better where batches go through in two
-    or more parts, and for decisions within epochs: in the first steps of a training "moments" is several times too
-    large. Not for "trajectory", whose B is far too large. At the cap nothing is measured any more.
+    It moves by doublings, so that a compiler sees few shapes, and never down. It moves only if the whole 95 % interval
+    of the estimate lies above the present size. At the cap nothing is measured any more.
 
-    After each growth the learning rate gets to its new value over one further decision. The named couplings
-    are made to leave the noise of training as it was, so at the cap nothing is left that had to go into the rate.
+    Its estimator is "moments" unless the controller is given one. Without momentum, "moments" gives only an upper
+    bound, and "per-sample" replaces it if the model has no BatchNorm and a norm rule for each layer; otherwise a
+    warning says so, and nothing grows. Use "split" if batches go through in two or more parts, and for decisions within
+    epochs: in the first steps of a training "moments" is several times too large. Do not use "trajectory", whose B is
+    far too large.
+
+    After each growth the learning rate reaches its new value over one further decision. The named couplings keep the
+    noise of training as it was, so at the cap nothing is left for the learning rate to make up.
 
     >>> Auto(4096)
     Auto(max_batch_size=4096, step_cost=None, lr_coupling=None)
@@ -62,7 +64,7 @@ class Auto(Capped):
             require_coupling_power("lr_coupling", self.lr_coupling)
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """Until the cap is reached: from there on nothing is left to decide."""
+        """Return True until the cap is reached: from there on nothing is left to decide."""
         return batch_size < self.max_batch_size
 
     def next(self, seen: Measurement) -> Decision:

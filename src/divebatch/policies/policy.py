@@ -68,7 +68,7 @@ class Policy(ABC):
         """Return the batch size to use from now on."""
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """Whether `epoch` (from 1), run at `batch_size`, must be measured. Unmeasured epochs cost nothing."""
+        """Return whether `epoch` (from 1), run at `batch_size`, must be measured. Unmeasured epochs cost nothing."""
         return True
 
     def check_start(self, batch_size: int) -> None:
@@ -158,7 +158,7 @@ class Periodic(Capped):
         """Return the wanted batch size, None for the present one, and the reason."""
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """Every `every_epochs`-th epoch, but not at a cap that it never leaves."""
+        """Return True every `every_epochs`-th epoch, but not at a cap that it never leaves."""
         return epoch % self.every_epochs == 0 and not (self.monotone and batch_size >= self.max_batch_size)
 
     def next(self, seen: Measurement) -> Decision:

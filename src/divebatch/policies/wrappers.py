@@ -170,8 +170,8 @@ class SpillOver(Around):
             )
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """At the cap too, where some policies stop: the spill depends on it."""
-        # Asked as if below the cap, where a monotone policy still measures.
+        """Measure at the cap too: the spill depends on it."""
+        # Some policies stop at the cap; they are asked as if below it.
         return self.policy.measures(epoch, 1) or self.policy.measures(epoch, batch_size)
 
     def next(self, seen: Measurement) -> Decision:
