@@ -113,4 +113,14 @@ def test_a_run_that_cannot_begin_beside_one_that_can_is_a_failure(tmp_path, data
 def test_an_experiment_of_epochs_has_no_such_end():
     answer = CliRunner().invoke(app, ["run", "synthetic-convex", "--set", "samples=100"])
     assert answer.exit_code == 2
-    assert "ends by epochs, not by" in " ".join(answer.output.split())
+    assert "ends by epochs, not by samples=100" in " ".join(answer.output.split())
+
+
+def test_no_command_names_an_option_that_it_lacks(tmp_path, data):
+    file = tmp_path / "long.toml"
+    file.write_text("samples = 1000000\n" + (FOLDER / "lm-tiny.toml").read_text())
+    words = ["--over", "lr=0.1", "--data-dir", str(data), "--out", str(tmp_path / "out")]
+    text = " ".join(CliRunner().invoke(app, ["search", str(file), *words]).output.split())
+    assert "samples=1000000" in text
+    assert "--samples" not in text
+    assert "--repeat" not in text

@@ -143,7 +143,7 @@ def test_other_records_in_the_folder_are_never_touched(tmp_path):
     run = Run(small(), "divebatch", 0, tmp_path)
     execute(run)
     before = run.records_path.read_text()
-    with pytest.raises(RecordError, match=r"already holds a run\. Continue it with resume=True"):
+    with pytest.raises(RecordError, match=r"already holds a run\. Continue it with --resume"):
         execute(run)
     with pytest.raises(CheckpointError, match="another configuration: epochs is 4 there and 3 now"):
         execute(Run(small(epochs=3), "divebatch", 0, tmp_path), resume=True)

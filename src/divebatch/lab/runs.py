@@ -67,7 +67,9 @@ class Run:
         require_choice("sharding", self.sharding, SHARDINGS)
         for epoch in self.keep_epochs:
             if not 1 <= epoch <= self.experiment.epochs:
-                raise ArgumentError(f"keep_epochs={epoch}: the run has epochs 1 to {self.experiment.epochs}")
+                raise ArgumentError(
+                    f"epoch {epoch}, whose checkpoint is to stay: the run has 1 to {self.experiment.epochs}"
+                )
         if self.log_exact and self.sharding == "fsdp":
             raise ArgumentError("the exact diversity needs whole gradients, which fsdp has nowhere: use sharding ddp")
         if self.experiment.training.compile and self.sharding == "fsdp":
@@ -242,7 +244,7 @@ def check_can_write(run: Run, *, resume: bool) -> None:
             )
     if run.records_path.exists() and not resume:
         raise RecordError(
-            f"'{run.records_path}' already holds a run. Continue it with resume=True, or choose another folder."
+            f"'{run.records_path}' already holds a run. Continue it with --resume, or choose another folder."
         )
     if not _is_begun(run):
         if found := [path for path in saved if path.exists()]:

@@ -210,7 +210,7 @@ class Search:
         require_choice("sampler", self.sampler, SAMPLERS)
         if self.is_grid and not self.space.is_grid:
             ranges = [str(each) for each in self.space.dimensions if each.bounds is not None]
-            raise ArgumentError(f"a grid needs values, not a range: {ranges[0]}. List them, or use sampler='tpe'.")
+            raise ArgumentError(f"a grid needs values, not a range: {ranges[0]}. List them, or use the sampler tpe.")
         if self.is_grid == (self.num_trials is not None):
             raise ArgumentError("a grid has as many trials as points; other samplers need a number of trials")
         require_fraction("held_out", self.held_out)
@@ -279,7 +279,7 @@ class Search:
             if wanted.get(key) != found.get(key):
                 raise ArgumentError(
                     f"study '{self.name}' in '{self.folder}' has begun with another {key}: {found.get(key)!r}, not "
-                    f"{wanted.get(key)!r}. Choose another study_name, or give what it began with."
+                    f"{wanted.get(key)!r}. Choose another name for the study, or give what it began with."
                 )
 
     def points(self) -> list[Point]:

@@ -181,7 +181,7 @@ class _Worker(threading.Thread):
 def _cause_of_death(code: int) -> str:
     how = f"exited with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
     memory = ", which a system also does where memory runs out" if code == -signal.SIGKILL else ""
-    return f"its process {how}{memory}; resume=True continues the run from its last checkpoint"
+    return f"its process {how}{memory}; --resume continues the run from its last checkpoint"
 
 
 # In the process

@@ -204,7 +204,7 @@ def test_wrong_use_exits_with_2_and_says_what_is_wrong(place, tmp_path, words, m
 def test_a_checkpoint_that_is_not_there_or_not_the_experiments(place, tmp_path):
     out = ["--out", str(tmp_path)]
     assert "no checkpoint (seed-K.ckpt) at" in call(place, *out, checkpoint=tmp_path).output
-    assert "several runs fit; choose with --method and --seed" in call(place, *out, method=None).output
+    assert "several runs fit; choose by method and seed" in call(place, *out, method=None).output
     answer = CliRunner().invoke(app, ["probe", "cifar10", "--checkpoint", str(place / "runs"), *out])
     assert answer.exit_code == 2
     assert "holds no checkpoint of experiment 'cifar10', but of: tiny" in answer.output
