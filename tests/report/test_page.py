@@ -123,7 +123,8 @@ def test_a_terminal_gets_at_most_20_lines_an_experiment(tmp_path: Path) -> None:
     assert lines[0] == "synthetic-nonconvex, 3 epochs, 2 seeds"
     assert lines[1].split() == ["method", "batch", "steps", "accuracy", "seconds"]
     assert [line.split()[0] for line in lines[2:6]] == ["sgd-small", "sgd-large", "divebatch", "oracle"]
-    assert lines[6].strip() == few.verdict
+    assert " ".join(line.strip() for line in lines[6:]) == few.verdict
+    assert max(map(len, lines)) <= 80
     assert len(many.text()) <= 20
     assert "method-29" in "".join(many.text())
     assert any("16 more" in line for line in many.text())

@@ -23,7 +23,7 @@ FEW_SEEDS = 5
 EFFECTS = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"), (math.inf, "large"))
 """Cohen's words for an effect below each bound."""
 BEST, CUSTOMARY = "best fixed batch", "customary batch"
-STEPS, SECONDS = "steps", "seconds"
+SECONDS = "seconds"
 
 Pairs = Sequence[tuple[RecordedRun, RecordedRun]]
 
@@ -244,21 +244,30 @@ def _cost_of(analysis: Analysis) -> Callable[[MethodResult], float]:
 # In words
 
 
+def _span(change: Difference, metric: Metric | None, sign: str = "") -> str:
+    """Return for instance ` (0.11 to 0.67)`; nothing without an interval, or if it is too narrow for its digits."""
+    ends = [_number(end, metric, sign) for end in change.interval or ()]
+    return f" ({' to '.join(ends)})" if len(set(ends)) == 2 else ""
+
+
+def _number(value: float, metric: Metric | None, sign: str = "") -> str:
+    """Return points of accuracy and ratios with two decimals."""
+    return f"{value:{sign}{'.4g' if metric is not None and not metric.is_accuracy else '.2f'}}"
+
+
 def metric_in_words(change: Difference, metric: Metric) -> str:
     """Return for instance `0.39 points better (0.11 to 0.67)`, or that no difference is shown."""
-    form, unit = (".2f", " points") if metric.is_accuracy else (".4g", "")
+    unit = " points" if metric.is_accuracy else ""
     if change.is_shown is False:
-        span = [f"{end:+{form}}" for end in change.interval or ()]
-        return f"no difference shown: {change.value:+{form}}{unit}" + (f" ({' to '.join(span)})" if span else "")
-    span = [f"{abs(end):{form}}" for end in sorted(change.interval or (), key=abs)]
-    text = f"{abs(change.value):{form}}{unit} {'better' if change.value >= 0 else 'worse'}"
-    return text + (f" ({' to '.join(span)})" if span else "")
+        return f"no difference shown: {_number(change.value, metric, '+')}{unit}{_span(change, metric, '+')}"
+    size = change if change.value >= 0 else Difference(tuple(-value for value in change.values))
+    return f"{_number(size.value, metric)}{unit} {'better' if size is change else 'worse'}{_span(size, metric)}"
 
 
 def ratio_in_words(change: Difference) -> str:
     """Return for instance `0.71 times (0.70 to 0.72)`, or that no difference is shown."""
-    span = f" ({change.interval[0]:.2f} to {change.interval[1]:.2f})" if change.interval else ""
-    return ("no difference shown: " if change.is_shown is False else "") + f"{change.value:.2f} times{span}"
+    unsure = "no difference shown: " if change.is_shown is False else ""
+    return f"{unsure}{_number(change.value, None)} times{_span(change, None)}"
 
 
 def verdict(analysis: Analysis, gains: Sequence[Gain]) -> str:
@@ -288,23 +297,19 @@ def _parts(gain: Gain, metric: Metric) -> Iterator[str]:
     elif metric.word not in alike:
         yield f"{metric.word} {metric_in_words(gain.metric, metric)}"
     if alike:
-        yield f"no difference shown in {' or '.join(_with_span(*each, metric) for each in alike.items())}"
+        spans = [_unsure(*each, metric) for each in alike.items()]
+        yield f"no difference shown in {' or '.join(spans)}"
     if gain.steps is not None:
-        yield f"{gain.steps.value:.2f} times the steps"
+        yield f"{_number(gain.steps.value, None)} times the steps"
     if gain.seconds is not None and SECONDS not in alike:
-        words, _, span = ratio_in_words(gain.seconds).partition(" times")
-        yield f"{words} times the seconds{span}"
+        yield f"{_number(gain.seconds.value, None)} times the seconds{_span(gain.seconds, None)}"
 
 
-def _with_span(name: str, change: Difference, metric: Metric) -> str:
+def _unsure(name: str, change: Difference, metric: Metric) -> str:
     """Return the measure with its interval, without which a difference not shown says little."""
-    if change.interval is None:
-        return name
-    low, high = change.interval
     if change.is_ratio:
-        return f"{name} ({low:.2f} to {high:.2f})"
-    form, unit = (".2f", " points") if metric.is_accuracy else (".4g", "")
-    return f"{name} ({low:+{form}} to {high:+{form}}{unit})"
+        return name + _span(change, None)
+    return name + _span(change, metric, "+").replace(")", " points)" if metric.is_accuracy else ")")
 
 
 def _best_in_words(analysis: Analysis) -> str:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ AT_ONCE = 3
 """Charts that the page shows unfolded."""
 MOST_ROWS = 14
 """Methods that a terminal shows of an experiment."""
+WIDTH = 80
+"""Characters of a verdict's lines."""
 DIGITS = 5
 """Significant ones of the numbers that the page's script draws: more than a screen shows."""
 FEW_SEEDS_NOTE = "Fewer than three seeds show little, and have no intervals: run five or so."
@@ -102,7 +105,8 @@ class Section:
         more = len(self.summary.rows) - len(rows)
         table = replace(self.summary, rows=rows).to_text()
         rest = [f"and {more} more on the page"] if more else []
-        return [self.heading, *(f"  {line}" for line in (*table, *rest, self.verdict))]
+        verdict = textwrap.wrap(self.verdict, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+        return [self.heading, *(f"  {line}" for line in (*table, *rest, *verdict))]
 
 
 @dataclass(frozen=True, slots=True)
