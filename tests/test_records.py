@@ -205,7 +205,6 @@ WRONG_HEADERS = {
     "better must be one of higher, lower": {"metric": {"name": "val_loss", "better": "more"}},
     "name must be str": {"metric": {"name": 3}},
     "metric must be dict": {"metric": "val_loss"},
-    "race_in must be one of seconds, epochs": {"report": {"race_in": "steps"}},
     "order and figures must be lists of method names": {"report": {"order": [1]}},
     "must be lists of method names, got 'all'": {"report": {"figures": {"figure1": "all"}}},
     "label must be str": {"label": None},

@@ -29,7 +29,6 @@ class ReportSettings:
     Args:
         baselines: Methods that the others are compared with. The first one that has finished gives the common target.
         order: Methods in the order of tables and figures; those that are not named follow by name.
-        race_in: What the headline compares: "seconds" of training, or "epochs" where times mean little.
         chance: The metric's value of a model that has learned nothing; None where it is not known.
         figures: The paper's figures that the experiment has, each with the methods it shows; all where none is named.
         customary: The method with the batch size that one would take without thinking; None where there is none.
@@ -37,14 +36,11 @@ class ReportSettings:
 
     baselines: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
-    race_in: Literal["seconds", "epochs"] = "seconds"
     chance: float | None = None
     figures: dict[str, list[str]] = field(default_factory=dict)
     customary: str | None = None
 
     def __post_init__(self) -> None:
-        if self.race_in not in ("seconds", "epochs"):
-            raise ArgumentError(f"race_in must be one of seconds, epochs, got {self.race_in!r}")
         for names in (self.baselines, self.order, *self.figures.values()):
             if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
                 raise ArgumentError(

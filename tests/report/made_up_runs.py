@@ -27,7 +27,6 @@ PLAIN = ReportSettings(baselines=["sgd-small", "sgd-tuned"], order=list(LABELS))
 SYNTHETIC = replace(
     PLAIN,
     baselines=["sgd-small"],
-    race_in="epochs",
     chance=0.5,
     figures={"figure1": ["sgd-small", "sgd-large", "divebatch"], "figure2": ["divebatch", "oracle"]},
 )
