@@ -2,6 +2,7 @@
 
 import gc
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from divebatch import (
     AdaBatch,
     AdaptiveLoader,
+    Auto,
     Controller,
     Decision,
     DiveBatch,
@@ -456,3 +458,52 @@ def test_step_after_close_gets_an_error():
     with pytest.raises(UsageError, match="close"):
         run.control.step()
     assert run.loader.batch_size == 4
+
+
+# A pass over the loader between the end of an epoch and step()
+
+
+class Looked:
+    """A loop of ten batches an epoch, with a controller."""
+
+    def __init__(self, policy: Policy):
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(160, 4), torch.randn(160, 1))
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.loader = AdaptiveLoader(data, 16, seed=0)
+        self.control = Controller(self.model, self.optimizer, self.loader, policy)
+
+    def train(self) -> None:
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            (self.model(x) - y).square().mean().backward()
+            self.optimizer.step()
+
+
+@pytest.mark.parametrize("policy", [Auto(64), DiveBatch(0.1, 64), Fixed()], ids=lambda policy: type(policy).__name__)
+def test_a_look_at_one_batch_before_the_step_changes_nothing(policy: Policy):
+    def record(looks: int) -> EpochRecord:
+        loop = Looked(policy)
+        loop.train()
+        for _ in range(looks):
+            next(iter(loop.loader))
+        return loop.control.step()
+
+    assert record(looks=2) == record(looks=0)
+
+
+@pytest.mark.parametrize("mistake", ["a forgotten step", "an evaluation"])
+def test_a_second_pass_before_the_step_is_questioned_at_its_second_batch(mistake: str):
+    loop = Looked(Fixed())
+    loop.train()
+    if mistake == "an evaluation":
+        loop.control.step()
+        list(loop.loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = [len(caught) for _ in loop.loader]
+    assert seen == [0, *[1] * 9]
+    assert re.search(r"control\.step\(\).*full_pass\(\)", str(caught[0].message))
+    with pytest.raises(UsageError, match=r"2 epochs have ended.*full_pass\(\)"):
+        loop.control.step()

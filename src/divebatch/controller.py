@@ -208,7 +208,7 @@ class Controller:
         """
         if self._is_closed:
             raise UsageError("this controller was closed: step() comes before close()")
-        finished = self.loader.finished_pass(since=self.epoch)
+        finished = self.loader.finished_epoch(since=self.epoch)
         self._check_steps(finished)
         is_first_size = finished.batch_size * self._unit == self._rates.first_batch_size and not self._changes
         self._rates.end_epoch(self.steps - self._steps_before, finished.batches, is_first_size=is_first_size)
@@ -340,11 +340,11 @@ class Controller:
         if size != self._rates.batch_size:  # it was set by hand
             self._rates.follow(size, step=self.steps)
             self._note_change(size)
-        if current.batches == 0 or not self._is_under_way:
-            if self.loader.has_finished_pass(since=self.epoch):
+        if self.loader.has_finished_epoch(since=self.epoch):
+            if current.batches:  # one batch alone is a look: next(iter(loader))
                 self._warn_if_step_is_missing()
-            else:
-                self._begin_epoch()
+        elif current.batches == 0 or not self._is_under_way:
+            self._begin_epoch()
         elif self._every_steps is None:
             warn_if_endless(current)
         elif self.steps > self._steps_asked:
@@ -485,7 +485,7 @@ class Controller:
         self.steps += max(1, finished.batches // said)  # a GradScaler may have skipped all
 
     def _warn_if_step_is_missing(self) -> None:
-        if not self._has_warned_of_step and self.loader.has_finished_pass(since=self.epoch):
+        if not self._has_warned_of_step and self.loader.has_finished_epoch(since=self.epoch):
             self._has_warned_of_step = True
             warn_user(
                 f"epoch {self.epoch + 1} has ended without a call of control.step(), so nothing was decided: call it "
@@ -625,7 +625,7 @@ class Controller:
         The same on all ranks, who must all call it, and fit for another number of ranks; only sums and gradients that
         FSDP2 sharded stay in shards (DTensors).
         """
-        if self.loader.has_finished_pass(since=self.epoch):
+        if self.loader.has_finished_epoch(since=self.epoch):
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
         return {
             "version": STATE_VERSION,

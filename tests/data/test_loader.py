@@ -260,7 +260,7 @@ def test_a_loop_that_counts_the_batches_finishes_the_epoch(workers):
     for epoch in range(3):
         batches = counted(loader)
         assert flat(batches) == Shuffled(23, 0).draw(epoch).tolist()
-    assert loader.finished_pass(since=2).epoch == 2
+    assert loader.finished_epoch(since=2).epoch == 2
     assert (loader.epoch, loader.samples_delivered) == (3, 69)
 
 
@@ -278,24 +278,24 @@ def test_the_loader_tells_of_the_pass_that_ended_last():
     loader = AdaptiveLoader(range(23), 5, seed=0)
     for _ in loader:
         loader.batch_size = 7
-    finished = loader.finished_pass(since=0)
+    finished = loader.finished_epoch(since=0)
     assert (finished.epoch, finished.batch_size, finished.batches, finished.samples) == (0, 5, 5, 23)
-    assert loader.has_finished_pass(since=0)
-    assert not loader.has_finished_pass(since=1)
+    assert loader.has_finished_epoch(since=0)
+    assert not loader.has_finished_epoch(since=1)
 
 
 def test_a_pass_that_has_not_ended_is_an_error_that_says_how_far_it_came():
     loader = AdaptiveLoader(range(23), 5, seed=0)
     with pytest.raises(UsageError, match="no epoch has ended"):
-        loader.finished_pass(since=0)
+        loader.finished_epoch(since=0)
     batches = iter(loader)
     next(batches)
     with pytest.raises(UsageError, match="1 of 5 batches"):
-        loader.finished_pass(since=0)
+        loader.finished_epoch(since=0)
     list(batches)
-    loader.finished_pass(since=0)
+    loader.finished_epoch(since=0)
     with pytest.raises(UsageError, match="no epoch has ended since the last"):
-        loader.finished_pass(since=1)
+        loader.finished_epoch(since=1)
 
 
 def test_an_observer_hears_each_pass_from_its_first_batch_on():
@@ -315,18 +315,18 @@ def test_an_epoch_left_early_names_both_ways_out():
     loader = AdaptiveLoader(range(40), 1, seed=0)
     next(iter(loader))
     with pytest.raises(UsageError, match=r"1 of 40 batches.*skip step\(\).*epoch_samples=") as error:
-        loader.finished_pass(since=0)
+        loader.finished_epoch(since=0)
     assert "epoch 1 has not ended" in str(error.value)
     short = AdaptiveLoader(range(40), 1, seed=0, epoch_samples=2)
     assert len(list(short)) == 2
-    assert short.finished_pass(since=0).samples == 2
+    assert short.finished_epoch(since=0).samples == 2
 
 
 def test_a_second_pass_before_the_step_is_named():
     loader = AdaptiveLoader(range(6), 2, seed=0)
     list(loader), list(loader)
     with pytest.raises(UsageError, match=r"2 epochs have ended.*full_pass\(\)"):
-        loader.finished_pass(since=0)
+        loader.finished_epoch(since=0)
 
 
 def test_a_look_after_the_end_of_an_epoch_counts_nothing():
@@ -334,7 +334,7 @@ def test_a_look_after_the_end_of_an_epoch_counts_nothing():
     list(loader)
     state = loader.state_dict()
     next(iter(loader))
-    assert loader.finished_pass(since=0).samples == 6
+    assert loader.finished_epoch(since=0).samples == 6
     assert (loader.epoch, loader.batches_delivered, loader.samples_delivered) == (1, 3, 6)
     assert loader.state_dict() == state
 
@@ -521,7 +521,7 @@ def test_batches_may_be_delivered_in_smaller_ones(data):
         loader.batch_size = batch_size
         assert len(loader) == 5
         assert [len(batch) for batch in numbers(loader)] == [5, 5, 5, 5, 3]
-        assert loader.finished_pass(since=loader.epoch - 1).batch_size == batch_size
+        assert loader.finished_epoch(since=loader.epoch - 1).batch_size == batch_size
     assert flat(loader.full_pass()) == list(range(23))
 
 

@@ -113,7 +113,7 @@ def test_a_state_saved_in_the_body_of_the_last_batch_leaves_nothing_of_that_epoc
         state = loader.state_dict()
     copy = resumed(make, state)
     assert numbers(copy) == []
-    assert copy.finished_pass(since=0).batches == loader.finished_pass(since=0).batches
+    assert copy.finished_epoch(since=0).batches == loader.finished_epoch(since=0).batches
     assert copy.epoch == loader.epoch == 1
     assert numbers(copy) == numbers(loader)
 

@@ -62,9 +62,9 @@ def test_a_sized_stream_has_a_length_at_once():
 def test_a_loop_that_counts_the_batches_of_a_sized_stream_finishes_the_epoch():
     loader = AdaptiveLoader(SizedStream(), 5, seed=0)
     assert flat(counted(loader)) == list(range(23))
-    assert loader.finished_pass(since=0).samples == 23
+    assert loader.finished_epoch(since=0).samples == 23
     assert flat(counted(loader)) == list(range(23))
-    assert loader.finished_pass(since=1).epoch == 1
+    assert loader.finished_epoch(since=1).epoch == 1
 
 
 @with_workers
@@ -74,9 +74,9 @@ def test_an_epoch_left_early_starts_again_and_does_not_count(workers):
         break
     next(iter(loader))
     with pytest.raises(UsageError, match="1 of"):
-        loader.finished_pass(since=0)
+        loader.finished_epoch(since=0)
     assert sorted(flat(loader)) == list(range(23))
-    assert (loader.finished_pass(since=0).samples, loader.samples_delivered) == (23, 23)
+    assert (loader.finished_epoch(since=0).samples, loader.samples_delivered) == (23, 23)
 
 
 @with_workers
@@ -234,7 +234,7 @@ def test_an_endless_stream_that_is_left_says_what_to_pass():
         if loader.batches_delivered == 5:
             break
     with pytest.raises(UsageError, match=r"5 of \? batches were delivered.*epoch_samples=N"):
-        loader.finished_pass(since=0)
+        loader.finished_epoch(since=0)
 
 
 # Sizes that change within a stream
@@ -282,4 +282,4 @@ def test_the_length_of_a_sized_stream_is_not_trusted_after_a_change():
         if len(taken) == 2:
             loader.resize_now(6)
     assert taken == [4, 4, *[6] * 7]
-    assert loader.finished_pass(since=0).samples == 50
+    assert loader.finished_epoch(since=0).samples == 50

@@ -235,9 +235,9 @@ def test_the_record_has_the_interval_of_an_estimate():
 def cuts_of_an_epoch(training: Training) -> list[int]:
     """Before each batch the least number of micro-batches."""
     cuts: list[int] = []
-    forget = training.control.loader._listen(lambda _: cuts.append(training.control.plan().min_micro_batches))
+    training.control.then = lambda _: cuts.append(training.control.plan().min_micro_batches)
     training.epoch()
-    forget()
+    training.control.then = None
     return cuts
 
 

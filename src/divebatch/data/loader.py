@@ -232,7 +232,6 @@ class AdaptiveLoader:
         self._stream_size: int | None = None
         """Samples of an epoch of a stream, once an epoch or a state has shown them."""
         self._observer: Callable[[EpochProgress], None] | None = None
-        self._others: tuple[Callable[[EpochProgress], None], ...] = ()
         self._ranks: Ranks | None = None
         self.batch_size = batch_size
         if process_group is not None:
@@ -394,8 +393,6 @@ class AdaptiveLoader:
                 # hears of it.
                 if self._observer is not None and current is self.current and not current.is_used_up:
                     self._observer(current)
-                for listener in self._others if current is self.current and not current.is_used_up else ():
-                    listener(current)
                 if not size or (current.batch_size != size and current.order is not None):
                     size, batches = current.batch_size, iter(())  # old workers end before new ones start
                     batches = self._rest(current, ranks)
@@ -479,14 +476,6 @@ class AdaptiveLoader:
 
         return stop
 
-    def _listen(self, listener: Callable[[EpochProgress], None]) -> Callable[[], None]:
-        self._others = (*self._others, listener)
-
-        def stop() -> None:
-            self._others = tuple(each for each in self._others if each != listener)
-
-        return stop
-
     def require_no_controller(self) -> None:
         """Raise if a controller observes this loader."""
         if self._observer is not None:
@@ -502,11 +491,11 @@ class AdaptiveLoader:
         self._at_last_step = now
         return now[0] - batches, now[1] - samples, now[2] - local
 
-    def has_finished_pass(self, *, since: int) -> bool:
+    def has_finished_epoch(self, *, since: int) -> bool:
         """Whether an epoch has ended whose number is `since` (from 0) or later."""
         return self._finished is not None and self._finished.epoch >= since
 
-    def finished_pass(self, *, since: int) -> EpochProgress:
+    def finished_epoch(self, *, since: int) -> EpochProgress:
         """Return epoch number `since` (from 0), which must be the one that ended last."""
         current = self.current
         if current is not None and current.is_used_up:
