@@ -70,7 +70,7 @@ class AtRest(Oracle):
         model = self._scene.model
         kept = [buffer.clone() for buffer in model.buffers()]
         pairs, num_samples = [], 0
-        for inputs, targets in self._scene.delivery.full_pass():
+        for inputs, targets in self._scene.loader.full_pass():
             pairs.append(self._pair(model, inputs, targets))
             num_samples += len(targets)
         for buffer, before in zip(model.buffers(), kept, strict=True):

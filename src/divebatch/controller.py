@@ -760,8 +760,7 @@ def estimator_of(policy: Policy, scene: Scene | None = None, *, shadows: Mapping
     name = policy.estimator or DEFAULT_ESTIMATOR
     if scene is None or "diversity" not in policy.needs:
         return name
-    loader: Any = scene.delivery
-    stand_in = make_estimator(name).stand_in(scene, loader.delivery_size or loader.batch_size)
+    stand_in = make_estimator(name).stand_in(scene, scene.loader.delivery_size or scene.loader.batch_size)
     needing = any("inner_variance" in each.needs for each in (policy, *(shadows or {}).values()))
     return name if not stand_in or (needing and not ESTIMATORS[stand_in].has_inner_variance) else stand_in
 

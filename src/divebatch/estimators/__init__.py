@@ -7,7 +7,7 @@ from torch import nn
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
-from divebatch.estimators.estimator import Delivery, Estimator, Scene
+from divebatch.estimators.estimator import Estimator, Scene
 from divebatch.estimators.moments import Moments
 from divebatch.estimators.oracle import Oracle
 from divebatch.estimators.per_sample import PerSample
@@ -18,7 +18,6 @@ from divebatch.norms.sharded import is_sharded
 __all__ = [
     "ESTIMATORS",
     "AcrossRanks",
-    "Delivery",
     "Estimator",
     "Moments",
     "Oracle",

@@ -372,7 +372,7 @@ class AveragedEstimator(Estimator):
     def _ranks(self) -> Ranks:
         """Return the ranks whose estimates must be averaged, since each sees samples of its own."""
         # Gradients that DDP has averaged are alike on all ranks: adding them up would count them several times.
-        return Ranks.alone() if self.sees_all_ranks else self._bound().delivery.ranks
+        return Ranks.alone() if self.sees_all_ranks else self._bound().loader.ranks
 
     def _at_work(self) -> PairAverage:
         self._bound()

@@ -2,50 +2,17 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Diversity, StepEvent
 from divebatch.norms.loss_scale import LossReduction, LossWeight
-from divebatch.ranks import Ranks, RankShard
-
-
-class Delivery(Protocol):
-    """The part of an `AdaptiveLoader` that estimators look at."""
-
-    @property
-    def batches_delivered(self) -> int:
-        """Batches that were handed to the loop so far."""
-        ...
-
-    @property
-    def samples_delivered(self) -> int:
-        """Samples that were handed to the loop so far, those of all ranks."""
-        ...
-
-    @property
-    def local_samples_delivered(self) -> int:
-        """Samples that came to this rank so far."""
-        ...
-
-    @property
-    def rank_shard(self) -> RankShard:
-        """This rank's samples of the batch delivered last."""
-        ...
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train together."""
-        ...
-
-    def full_pass(self) -> Iterable[Any]:
-        """Return every sample once, as batches, without moving the training's own position."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +21,7 @@ class Scene:
 
     Args:
         model: The model that is trained, without DistributedDataParallel around it.
-        delivery: The loader that delivers the samples.
+        loader: The loader that delivers the samples.
         optimizer: The optimizer that steps; estimators that look at single steps need it. Of several, the one that
             holds most of the model's parameters.
         other_optimizers: Those that hold the rest of them.
@@ -62,7 +29,7 @@ class Scene:
     """
 
     model: nn.Module
-    delivery: Delivery
+    loader: AdaptiveLoader
     optimizer: Optimizer | None = None
     _: KW_ONLY
     other_optimizers: tuple[Optimizer, ...] = ()

@@ -398,7 +398,7 @@ class Moments(AveragedEstimator):
             sketch=self._sketch,
             sketch_size=self._sketch_size,
             # The samples so far are the same on all ranks, so their signs are, and other ones in each epoch.
-            seed=scene.delivery.samples_delivered,
+            seed=scene.loader.samples_delivered,
         )
         self._is_first = True
 
@@ -419,14 +419,14 @@ class Moments(AveragedEstimator):
                 average.skipped_samples = average.skipped_samples + event.samples - size
         self._is_first = False
         # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
-        scale = 1.0 if scene.loss_reduction == "mean" else scene.delivery.ranks.size / size
+        scale = 1.0 if scene.loss_reduction == "mean" else scene.loader.ranks.size / size
         self._history.add(optimizer, size, scale=scale)
         if scene.other_optimizers:
             self._unchanged.first(optimizer)
 
     def _used(self, event: StepEvent) -> int:
         """Count the samples of a step's gradient: a GradScaler or the loop made no step on the batches before."""
-        last = self._bound().delivery.rank_shard.num_samples
+        last = self._bound().loader.rank_shard.num_samples
         earlier = (event.samples - last) / (event.batches - 1)
         return last + round(earlier * ((event.batches - 1) % event.accumulate))
 

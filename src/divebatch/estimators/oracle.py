@@ -46,9 +46,9 @@ class Oracle(Estimator):
         return gradient_diversity(
             scene.model,
             self._loss_fn,
-            scene.delivery.full_pass(),
+            scene.loader.full_pass(),
             loss_reduction=scene.loss_reduction,
             fallback=self._fallback,
-            ranks=scene.delivery.ranks,
+            ranks=scene.loader.ranks,
             skip_nonfinite=True,
         )

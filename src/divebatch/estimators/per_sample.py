@@ -85,11 +85,11 @@ class PerSample(AveragedEstimator):
         }
 
     def _prepare(self, scene: Scene) -> None:
-        self.min_batch_size = scene.delivery.ranks.size + 1  # one rank must have two samples, which it compares
+        self.min_batch_size = scene.loader.ranks.size + 1  # one rank must have two samples, which it compares
         self._meter = DiversityMeter(
             scene.model,
-            rank_shard=lambda: scene.delivery.rank_shard,
-            delivered=lambda: scene.delivery.local_samples_delivered,
+            rank_shard=lambda: scene.loader.rank_shard,
+            delivered=lambda: scene.loader.local_samples_delivered,
             on_pass=self._take,
             loss_reduction=scene.loss_reduction,
             skip_nonfinite=True,
@@ -122,7 +122,7 @@ class PerSample(AveragedEstimator):
 def suits_per_sample(scene: Scene, batch_size: int) -> bool:
     """Say whether each sample has gradients of its own, every layer a rule, and each pass more than one sample."""
     model = scene.model
-    if batch_size <= scene.delivery.ranks.size or is_compiled(model) or any(map(is_sharded, model.parameters())):
+    if batch_size <= scene.loader.ranks.size or is_compiled(model) or any(map(is_sharded, model.parameters())):
         return False
     if any(isinstance(each, _BatchNorm) for each in model.modules()):
         return False

@@ -120,7 +120,7 @@ class _Chunked(AveragedEstimator):
         self._take(gradients, weight, applied=float(weight))
 
     def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
-        shard = self._bound().delivery.rank_shard
+        shard = self._bound().loader.rank_shard
         rank_weight = shard.weight_for("mean")
         if not rank_weight or not weight:  # of a dummy
             return
@@ -144,7 +144,7 @@ class _Chunked(AveragedEstimator):
 
     def _require_whole_batches(self, num_chunks: int) -> None:
         # Half a batch's chunks are of one rank alone, and a state must be that of all ranks.
-        if num_chunks and not self._bound().delivery.ranks.is_alone:
+        if num_chunks and not self._bound().loader.ranks.is_alone:
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
 
 
@@ -292,7 +292,7 @@ class Split(_Chunked):
         super()._prepare(scene)
         if self._preconditioned:
             require_second_moment(scene.require_one_optimizer("preconditioned=True", self.name))
-        self.min_batch_size = scene.delivery.ranks.size + 1  # one rank must have two samples, which it compares
+        self.min_batch_size = scene.loader.ranks.size + 1  # one rank must have two samples, which it compares
 
     def _attach(self, scene: Scene, average: PairAverage) -> None:
         super()._attach(scene, average)
@@ -380,14 +380,14 @@ class AcrossRanks(_Chunked):
 
     def _prepare(self, scene: Scene) -> None:
         super()._prepare(scene)
-        self._ranks_here = scene.delivery.ranks
+        self._ranks_here = scene.loader.ranks
         self.min_micro_batches = 2 if self._ranks_here.is_alone else 1
         self.min_batch_size = max(2, self._ranks_here.size)  # one sample for each of two or more chunks
         self._unchanged = UnchangedGradients(self._optimizers)
 
     def _attach(self, scene: Scene, average: PairAverage) -> None:
         super()._attach(scene, average)
-        average.shards = scene.delivery.ranks
+        average.shards = scene.loader.ranks
         self._begin_batch()
 
     def _begin_batch(self) -> None:

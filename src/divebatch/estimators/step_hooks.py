@@ -110,10 +110,10 @@ def tell_steps(estimator: Estimator, scene: Scene, *, accumulate: Callable[[], i
     Returns:
         A function that ends it.
     """
-    delivery, optimizers = scene.delivery, [scene.require_optimizer("an estimator"), *scene.other_optimizers]
+    loader, optimizers = scene.loader, [scene.require_optimizer("an estimator"), *scene.other_optimizers]
 
     def delivered() -> tuple[int, int, int]:
-        return delivery.batches_delivered, delivery.samples_delivered, delivery.local_samples_delivered
+        return loader.batches_delivered, loader.samples_delivered, loader.local_samples_delivered
 
     step, before = 0, delivered()
 
@@ -121,7 +121,7 @@ def tell_steps(estimator: Estimator, scene: Scene, *, accumulate: Callable[[], i
         nonlocal step, before
         now = delivered()
         batches, samples, local_samples = (new - old for new, old in zip(now, before, strict=True))
-        size = delivery.rank_shard.num_samples * accumulate()
+        size = loader.rank_shard.num_samples * accumulate()
         estimator.on_step(StepEvent(step, batches, samples, local_samples, size, accumulate()), optimizer)
         step, before = step + 1, now
 

@@ -61,9 +61,9 @@ class Trajectory(Estimator):
         self._scene = scene
         self._meter = DiversityMeter(
             scene.model,
-            ranks=scene.delivery.ranks,
-            rank_shard=lambda: scene.delivery.rank_shard,
-            delivered=lambda: scene.delivery.local_samples_delivered,
+            ranks=scene.loader.ranks,
+            rank_shard=lambda: scene.loader.rank_shard,
+            delivered=lambda: scene.loader.local_samples_delivered,
             loss_reduction=scene.loss_reduction,
             skip_nonfinite=True,
             **self._settings,
