@@ -12,7 +12,7 @@ from divebatch.checks import require_count, warn_user
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.moments import SuccessiveGradients, extrapolation, require_settings
-from divebatch.estimators.step_hooks import before_step
+from divebatch.estimators.step_hooks import before_step, is_recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,8 @@ class NoiseMeter:
     def _on_step(self) -> None:
         if list(map(id, self._trained().values())) != list(map(id, self._parameters.values())):
             self._begin()  # parameters were added, frozen or unfrozen
+        if is_recorded(next(iter(self._parameters.values()))):
+            return
         # Steps count as one sample each, so the noise scale comes out in batches.
         self._steps += self._gradients.add(self._optimizer, 1)
 

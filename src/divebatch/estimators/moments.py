@@ -18,7 +18,7 @@ from divebatch.estimators.estimator import Scene
 from divebatch.estimators.per_sample import PerSample, suits_per_sample
 from divebatch.estimators.second_moment import Preconditioner, StepGradients, require_second_moment
 from divebatch.estimators.sketch import LEAST_SIZE, KernelSketch, SignSketch, applies, fitting_size
-from divebatch.estimators.step_hooks import UnchangedGradients, is_recorded, scale_of_gradients
+from divebatch.estimators.step_hooks import UnchangedGradients, scale_of_gradients
 from divebatch.measurement import StepEvent
 from divebatch.norms.accumulators import trainable
 from divebatch.norms.sharded import Shards
@@ -161,7 +161,7 @@ class SuccessiveGradients:
             average.num_samples = average.num_samples + num_samples
             return True
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        if not gradients or is_recorded(next(iter(gradients.values()))):
+        if not gradients:
             return False
         grad_scale = scale_of_gradients(optimizer)
         if math.isinf(grad_scale):  # a GradScaler's overflow: the optimizer will skip this step
@@ -213,9 +213,10 @@ class SuccessiveGradients:
         gradients = step.gradients if step.moments is None else dict(step)
         if len(gradients) < len(views):
             vector.zero_()
-        dense = [g.to_dense() if g.is_sparse else g for g in gradients.values()]
+        # In the order of the parameters, as the views are.
+        places = list(views.values()) if len(gradients) == len(views) else [views[name] for name in gradients]
         with torch.no_grad():
-            torch._foreach_copy_([views[name] for name in gradients], dense)
+            torch._foreach_copy_(places, [g.to_dense() if g.is_sparse else g for g in gradients.values()])
         if step.scale != 1.0:
             vector.mul_(step.scale)
         return _dot(vector, vector)
