@@ -70,6 +70,7 @@ class LayerCall:
         for p in module.parameters() if watch.layer.entry.reruns else module._parameters.values():
             if p is not None and not p.requires_grad:
                 self.frozen = watch.layer.frozen()
+                break
         self.error: str | None = None
         """The fault that the rule's `input_check` found."""
         watch.tied.open_calls.add(self)
