@@ -195,7 +195,7 @@ WORKLOADS = {
     ),
     "linear-adam": Workload(
         "frontier-linear-adam",
-        (32, 64, 128, 192, 256, 384, 512),
+        (64, 128, 256, 512, 768, 1024, 1536),
         (32, 0.032),
         0.5,
         (*SHORT, "lead-halves-adam"),
