@@ -1,7 +1,9 @@
 """The controller's course against one computed by hand, and what happens around it."""
 
 import gc
+import os
 import re
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+import divebatch
 from divebatch import (
     AdaBatch,
     AdaptiveLoader,
@@ -28,7 +31,8 @@ from divebatch import (
     micro_batches,
 )
 from divebatch.errors import ArgumentError, CoverageError, UsageError
-from divebatch.policies import NoiseScale, Policy
+from divebatch.estimators import PerSample
+from divebatch.policies import CABS, NoiseScale, Policy
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
@@ -389,6 +393,66 @@ def test_wrong_settings_get_an_error_and_leave_nothing_attached(settings: dict[s
 def test_a_first_batch_above_the_cap_is_refused():
     with pytest.raises(ArgumentError, match="max_batch_size=2 is below the first batch size 4"):
         Training(DiveBatch(0.1, 2))
+
+
+def test_a_controller_that_could_not_be_made_leaves_everything_as_it_was():
+    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=3), PerSample()
+    optimizer = SGD(model.parameters(), 0.01)
+    for wrong in ({"scheduler": 3}, {"scheduler_unit": "steps"}, {"every_steps": 0}, {"lr_coupling": "cubic"}):
+        with pytest.raises(ArgumentError):
+            Controller(model, optimizer, loader, DiveBatch(0.3, 16), estimator=estimator, **wrong)
+    assert (
+        num_hooks(model) == len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 0
+    )
+    control = Controller(model, optimizer, loader, DiveBatch(0.3, 16), estimator=estimator)  # which belongs to nobody
+    for x, y in loader:
+        optimizer.zero_grad()
+        mean_loss(model(x), y).backward()
+        optimizer.step()
+    assert control.step().epoch == 1
+
+
+def test_another_models_grad_scaler_changes_nothing():
+    def size() -> int:
+        run = Training(CABS(64), estimator="split", loss=lambda out, y: mean_loss(out, y))
+        for x, y in run.loader:
+            run.optimizer.zero_grad()
+            for (px, py), weight in micro_batches((x, y), 2):
+                (mean_loss(run.model(px), py) * weight).backward()
+            run.optimizer.step()
+        return run.control.step(loss=1.0).next_batch_size
+
+    alone = size()
+    other = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    other.scale(torch.ones(1, requires_grad=True).sum()).backward()  # of another training
+    assert size() == alone
+    assert other.is_enabled()
+
+
+# What a step costs
+
+
+@pytest.mark.parametrize(
+    ("policy", "estimator", "most"),
+    [(Fixed(), None, 16), (Auto(128), "moments", 40), (DiveBatch(1e-9, 128), "trajectory", 105)],
+)
+def test_a_step_makes_few_calls_of_ours(policy: Policy, estimator: str | None, most: int):
+    """Calls and not seconds, which depend on the machine: of one batch, from its fetch to its step."""
+    run, seen = Training(policy, data=dataset(256), estimator=estimator), []
+    ours = os.path.dirname(divebatch.__file__)
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            seen.append(frame.f_code.co_name)
+
+    run.epochs(1)
+    batches = run.batches()
+    for _ in range(4):
+        next(batches)
+    sys.setprofile(note)
+    next(batches)
+    sys.setprofile(None)
+    assert 5 < len(seen) <= most, seen
 
 
 # Closing

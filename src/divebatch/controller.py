@@ -128,6 +128,8 @@ class Controller:
                 f"accumulate={accumulate} out, or delivery_size"
             )
         self._accumulate = accumulate
+        self._unit = 1 if loader.delivery_size is not None else accumulate
+        """Batches of the loader's `batch_size` that a step holds."""
         first = min(loader.batch_size, loader.dataset_size or sys.maxsize)  # what a batch really holds
         policy.check_start(first * self._unit)
         self._asking = [each for each in self._policies if "diversity" in each.needs]
@@ -346,7 +348,8 @@ class Controller:
         elif current.batches == 0 or not self._is_under_way:
             self._begin_epoch()
         elif self._every_steps is None:
-            warn_if_endless(current)
+            if current.num_batches is None:
+                warn_if_endless(current)
         elif self.steps > self._steps_asked:
             # Between two steps, and not among the batches of one. A resumed epoch comes here first: its state was
             # saved before the decision that was due.
@@ -392,11 +395,15 @@ class Controller:
             batches, samples, local_samples = self.loader.since_last_step()
             number, before = self.steps - self._steps_before, self._samples
             size = self._rates.batch_size
-            event = StepEvent(self.steps, batches, samples, local_samples, size, self._batches_per_step(size))
+            said = self._accumulate if self.loader.delivery_size is None else self._batches_per_step(size)
+            event = StepEvent(self.steps, batches, samples, local_samples, size, said)
             self._samples += samples
             if samples or optimizer is self._leader:  # else another optimizer's step on the same samples
                 self._leader = optimizer
-                self._check_batches(batches, event.accumulate, number)
+                if batches == said:
+                    self._agreeing += 1
+                else:
+                    self._check_batches(batches, said, number)
                 self.steps += 1
         self._rates.before_step(coupling, number, before, self._samples)
         return event
@@ -417,18 +424,13 @@ class Controller:
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
         """An optimizer has made its step: the only hook after it."""
         coupling = self._rates.couplings.get(optimizer)
-        if coupling is not None:
+        if coupling is not None and (coupling.undo or self._rates.schedules):
             self._rates.after_step(coupling, self._samples)
 
     # A compiled optimizer step runs the hooks as they are: they look at objects, which are nothing for a graph.
     _on_step._torchdynamo_disable = _after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     # Checks of what was said
-
-    @property
-    def _unit(self) -> int:
-        """Batches of the loader's `batch_size` that a step holds."""
-        return 1 if self.loader.delivery_size is not None else self._accumulate
 
     def _batches_per_step(self, batch_size: int) -> int:
         delivered = self.loader.delivery_size
@@ -437,7 +439,7 @@ class Controller:
     def _check_batches(self, taken: int, said: int, number: int) -> None:
         """Compare the batches of a step with what was said; step `number` of the epoch, from 0."""
         current = self.loader.current
-        if taken == said or (taken, said) == (0, 1):  # the same batch again is one batch
+        if (taken, said) == (0, 1):  # the same batch again is one batch
             self._agreeing += 1
             return
         if number == 0 and taken < said and self._has_decided:  # with batches that the last epoch had left

@@ -262,20 +262,17 @@ class LrCoupling:
         """What was measured last, in samples."""
         self._first_noise_scale: float | None = None
         """What was measured first: the rates were chosen for the base batch at that noise."""
-        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self.undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         """(group, name, own value, value put there) of all that is changed for the step that is being made."""
         self._ratio = first_batch_size / self.base_batch_size
         self.gains = GainSum(self._gain())
-        self._batch_factor, self._decided_factor = self._factor_at(self._ratio), 1.0
+        self.factor = self._factor_at(self._ratio)
+        """The number that multiplies the schedule's own rates at present: the batch size's, and those of decisions."""
+        self._decided_factor = 1.0
         self._own: Any = None
         """The object that held the own rate of the first group at the last look, and its value then."""
         self._own_version, self._own_value, self._highest_own = 0, 0.0, 0.0
         self.look()
-
-    @property
-    def factor(self) -> float:
-        """The number that multiplies the schedule's own rates at present."""
-        return self._batch_factor * self._decided_factor
 
     @property
     def lr(self) -> float:
@@ -285,7 +282,7 @@ class LrCoupling:
     @property
     def own(self) -> float:
         """The schedule's own rate of the first group."""
-        return float(self._undo[0][2] if self.factor != 1 and self._undo else self.optimizer.param_groups[0]["lr"])
+        return float(self.undo[0][2] if self.factor != 1 and self.undo else self.optimizer.param_groups[0]["lr"])
 
     def schedule_ratio(self) -> float:
         """The schedule's own rate of the first group over its highest so far; NaN if that is zero."""
@@ -306,14 +303,9 @@ class LrCoupling:
 
     # A step
 
-    @property
-    def is_in_force(self) -> bool:
-        """Whether the groups are changed at present."""
-        return bool(self._undo)
-
     def put_in_force(self) -> None:
         """Change the groups for the step that begins."""
-        if self._undo:  # a step that raised
+        if self.undo:  # a step that raised
             self.put_back()
         factor, ratio = self.factor, self._ratio
         if factor != 1:
@@ -323,19 +315,19 @@ class LrCoupling:
                     own, put = _put(own, mul, factor)
                 else:
                     put = group["lr"] = own * factor
-                self._undo.append((group, "lr", own, put))
+                self.undo.append((group, "lr", own, put))
         if ratio != 1 and self.kind == "adam":
             for group in self.optimizer.param_groups:
                 for name, rule in _rules_of(group):
                     own, group[name] = _put(group[name], rule, ratio)
-                    self._undo.append((group, name, own, group[name]))
+                    self.undo.append((group, name, own, group[name]))
 
     def put_back(self) -> None:
         """Put the own values back. A value that the step itself wrote stays."""
-        for group, name, own, put in self._undo:
+        for group, name, own, put in self.undo:
             if group[name] is put:
                 group[name] = _own_again(own, put)
-        self._undo.clear()
+        self.undo.clear()
         if isinstance(self._own, Tensor):
             self._own_version = self._own._version
 
@@ -360,8 +352,8 @@ class LrCoupling:
             _count_steps_in(self.optimizer, ratio / self._ratio)
         self._ratio = ratio
         self.gains.change(self._gain(), step)
-        self._batch_factor = self._factor_at(ratio)
         self._decided_factor *= lr_factor
+        self.factor = self._factor_at(ratio) * self._decided_factor
 
     def factor_at(self, batch_size: int) -> float:
         """Return the factor of `batch_size` alone, without those of decisions."""
@@ -384,7 +376,7 @@ class LrCoupling:
         return {
             "base_batch_size": self.base_batch_size,
             "ratio": self._ratio,
-            "batch_factor": self._batch_factor,
+            "factor": self.factor,
             "decided_factor": self._decided_factor,
             "highest_own": self._highest_own,
             "noise_scale": self._noise_scale,
@@ -396,7 +388,7 @@ class LrCoupling:
         """Restore a saved state. Optimizer and scheduler may be loaded before or after."""
         self.put_back()
         self.base_batch_size, self._ratio = state["base_batch_size"], state["ratio"]
-        self._batch_factor, self._decided_factor = state["batch_factor"], state["decided_factor"]
+        self.factor, self._decided_factor = state["factor"], state["decided_factor"]
         self._highest_own = state["highest_own"]
         self._noise_scale, self._first_noise_scale = state["noise_scale"], state["first_noise_scale"]
         self.gains = GainSum(**state["gains"])
@@ -766,7 +758,7 @@ class Rates:
 
     def after_step(self, coupling: LrCoupling, samples: int) -> None:
         """Put the own rates back; `samples` of the epoch have been delivered."""
-        if coupling.is_in_force:
+        if coupling.undo:
             coupling.put_back()
         for schedule in self.schedules:
             if schedule.optimizer is coupling.optimizer:

@@ -540,7 +540,7 @@ def test_measured_policies_take_it(policy: Any) -> None:
             optimizer.step()
         assert control.step().measured
         expected = PerSample if isinstance(policy, Auto) else Trajectory
-        assert type(control._measuring.estimator) is expected
+        assert type(control._estimator) is expected
 
 
 def test_the_diversity_is_that_of_a_loop_over_samples() -> None:
