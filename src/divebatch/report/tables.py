@@ -494,8 +494,11 @@ def settings_json(experiment: RecordedExperiment) -> str:
             blocks["all runs"][key] = values[0]
         else:
             for method, value in by_method.items():
-                blocks[method][key] = value
-    return json.dumps(blocks, indent=2, ensure_ascii=False)
+                blocks[method] |= {} if value is None else {key: value}
+    # What all share line by line, then a line for each method.
+    shared = json.dumps(blocks.pop("all runs"), indent=4, ensure_ascii=False)
+    lines = [f"{json.dumps(name)}: {json.dumps(block, ensure_ascii=False)}" for name, block in blocks.items()]
+    return "{\n" + ",\n".join([f'"all runs": {shared}', *lines]) + "\n}"
 
 
 def _settings_of(run: RecordedRun) -> dict[str, Any]:
