@@ -99,7 +99,7 @@ def test_another_search_under_the_same_name_is_refused(experiment, tmp_path):
     assert call(*words, "--epochs", "1").exit_code == 0
     answer = call(*words, "--epochs", "2")
     assert answer.exit_code == 2
-    assert "Choose another --study name" in answer.output
+    assert "Choose another name for the study" in answer.output
 
 
 def test_by_default_the_first_baseline_is_searched(tmp_path):

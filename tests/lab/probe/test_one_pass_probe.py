@@ -15,7 +15,7 @@ from divebatch.lab.probe import Branch, BranchTrainer, RestOfPass, find_start, r
 from divebatch.lab.schema import FOLDER
 from lab.data.text_files import write_corpus
 
-SMALL = ["--model", "gpt-tiny", "--precision", "fp32", "--epochs", "8", "--jobs", "1", "--quiet"]
+SMALL = ["--model", "gpt-tiny", "--set", "training.precision=fp32", "--epochs", "8", "--jobs", "1", "--quiet"]
 BOTH = ["adamw"]
 
 
