@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 from divebatch import NormMeter, micro_batches
-from divebatch.estimators import Estimator, Moments, PerSample, Scene, Split
+from divebatch.estimators import Estimator, Moments, PerSample, Split, TrainingContext
 from divebatch.estimators.step_hooks import tell_steps
 from divebatch.ranks import Ranks, RankShard
 
@@ -54,9 +54,9 @@ class Course:
         model = nn.Linear(DIMENSION, 1, bias=False).double()
         nn.init.constant_(model.weight, self.start / math.sqrt(DIMENSION))
         optimizer = SGD(model.parameters(), self.lr, momentum=self.momentum)
-        scene = Scene(model, self, optimizer)
-        estimator.bind(scene)
-        tell_steps(estimator, scene)
+        context = TrainingContext(model, self, optimizer)
+        estimator.bind(context)
+        tell_steps(estimator, context)
         estimator.start()
         trace, sq_norm = 0.0, 0.0
         for _ in range(self.steps):

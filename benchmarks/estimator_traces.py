@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from divebatch import Controller, Decision, Diversity, Measurement, Policy
-from divebatch.estimators import Estimator, Moments, Oracle, Scene, Split, Trajectory
+from divebatch.estimators import Estimator, Moments, Oracle, Split, TrainingContext, Trajectory
 from divebatch.lab import Run, Trainer, get_experiment, make_trainer
 from divebatch.measurement import StepEvent
 
@@ -40,9 +40,9 @@ class Together(Estimator):
         self.estimators = estimators
         self.told: dict[str, Diversity] = {}
 
-    def bind(self, scene: Scene) -> None:
+    def bind(self, context: TrainingContext) -> None:
         for estimator in self.estimators.values():
-            estimator.bind(scene)
+            estimator.bind(context)
 
     def start(self) -> None:
         for estimator in self.estimators.values():
@@ -66,11 +66,11 @@ class AtRest(Oracle):
     """Halves of all batches against each other at the weights an epoch ends with; plain loops, nothing attached."""
 
     def finish(self) -> Diversity:
-        assert self._scene is not None
-        model = self._scene.model
+        assert self._context is not None
+        model = self._context.model
         kept = [buffer.clone() for buffer in model.buffers()]
         pairs, num_samples = [], 0
-        for inputs, targets in self._scene.loader.full_pass():
+        for inputs, targets in self._context.loader.full_pass():
             pairs.append(self._pair(model, inputs, targets))
             num_samples += len(targets)
         for buffer, before in zip(model.buffers(), kept, strict=True):

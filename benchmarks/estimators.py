@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from divebatch import Diversity, micro_batches
-from divebatch.estimators import AcrossRanks, Estimator, Moments, Oracle, PerSample, Scene, Split, Trajectory
+from divebatch.estimators import AcrossRanks, Estimator, Moments, Oracle, PerSample, Split, TrainingContext, Trajectory
 from divebatch.estimators.step_hooks import tell_steps
 from divebatch.ranks import Ranks, RankShard
 from models import PROBLEMS, Problem
@@ -50,9 +50,9 @@ class Loop:
         self.parts = 2 if name in ("split", "ranks", "cut in two") else 1
         self.estimator = BUILDS[name](loss) if name in BUILDS else None
         if self.estimator is not None:
-            scene = Scene(model, self, self.optimizer)
-            self.estimator.bind(scene)
-            tell_steps(self.estimator, scene)
+            context = TrainingContext(model, self, self.optimizer)
+            self.estimator.bind(context)
+            tell_steps(self.estimator, context)
 
     @property
     def local_samples_delivered(self) -> int:

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
 from divebatch import Diversity
-from divebatch.estimators import Moments, Scene
+from divebatch.estimators import Moments, TrainingContext
 from divebatch.estimators.average import PairAverage, read
 from divebatch.estimators.moments import KEPT, StepProducts, SuccessiveGradients, extrapolation
 from divebatch.estimators.second_moment import Preconditioner, StepGradients
@@ -122,10 +122,10 @@ def cost(training: Training, steps: int) -> None:
     for name, settings in (("copies", {"sketch": False}), ("sketches", {"sketch": True})):
         for preconditioned in (False, True):
             estimator = Moments(preconditioned=preconditioned, **settings)
-            scene = Scene(training.model, training, training.optimizer)
-            estimator.bind(scene)
+            context = TrainingContext(training.model, training, training.optimizer)
+            estimator.bind(context)
             estimator.start()
-            stop = tell_steps(estimator, scene)
+            stop = tell_steps(estimator, context)
             measured = min([seconds() for _ in range(KEPT + steps)][KEPT:])
             stop()
             estimator.close()

@@ -469,7 +469,7 @@ class Grows(Estimator):
     def __init__(self) -> None:
         self.answers = [16.0, 4.0]
 
-    def bind(self, scene: Any) -> None: ...
+    def bind(self, context: Any) -> None: ...
 
     def finish(self) -> Diversity:
         return Diversity.from_noise(self.answers.pop(0), 1.0, 40)

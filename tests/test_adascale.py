@@ -27,7 +27,7 @@ class Says(Estimator):
     def __init__(self, *answers: tuple[float, float]) -> None:
         self.answers = list(answers)
 
-    def bind(self, scene: Any) -> None: ...
+    def bind(self, context: Any) -> None: ...
 
     def finish(self) -> Diversity:
         return Diversity.from_noise(*self.answers.pop(0), 40)

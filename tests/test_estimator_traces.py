@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from divebatch.estimators import Oracle, Scene
+from divebatch.estimators import Oracle, TrainingContext
 from divebatch.measurement import Diversity
 from reference.delivery import Delivered
 from reference.per_sample import dataset, diversity, gradients, mean_loss, mlp, pair_of
@@ -35,7 +35,7 @@ def batches():
 def test_halves_at_rest_are_compared_batch_by_batch_and_told_beside_the_oracle(script):
     model = mlp()
     together = script.Together({"split at rest": script.AtRest(mean_loss), "oracle": Oracle(mean_loss)})
-    together.bind(Scene(model, Delivered(lambda: 12, batches), SGD(model.parameters(), 0.1)))
+    together.bind(TrainingContext(model, Delivered(lambda: 12, batches), SGD(model.parameters(), 0.1)))
     together.start()
     first = together.finish()
     together.close()

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 from divebatch import NoiseMeter
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators import Moments, Scene
+from divebatch.estimators import Moments, TrainingContext
 from divebatch.noise_meter import NoiseScale
 from reference.delivery import Delivered, attach
 from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
@@ -44,7 +44,7 @@ def by_moments(make: Made, *, skipped: int = 0, **settings: Any) -> NoiseScale:
     """What `moments` says of the same steps, of which the first are not looked at."""
     model, delivered, estimator = linear(), [0], Moments(**settings)
     optimizer = make(model.parameters())
-    attach(estimator, Scene(model, Delivered(lambda: delivered[0]), optimizer))
+    attach(estimator, TrainingContext(model, Delivered(lambda: delivered[0]), optimizer))
     for number, batch in enumerate(batches()):
         if number == skipped:
             estimator.start()

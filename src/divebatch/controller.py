@@ -19,7 +19,7 @@ from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import EpochProgress
 from divebatch.data.source import rank_shard_of
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator, names_where, require_fit
+from divebatch.estimators import ESTIMATORS, Estimator, TrainingContext, make_estimator, names_where, require_fit
 from divebatch.lr import BY_NOISE, SURE, Coupling, LrCoupling, Rates, Unit, couplings_of, position_of
 from divebatch.measurement import Decision, Diversity, History, Measurement, StepEvent
 from divebatch.norms.loss_scale import LossReduction
@@ -105,9 +105,9 @@ class Controller:
         if base_batch_size is not None:
             require_count("base_batch_size", base_batch_size)
         couplings = couplings_of(policy, lr_coupling, optimizers)
-        scene = scene_of(model, optimizers, loader, "sum" if loss_reduction == "sum" else "mean")
-        chosen = resolve_estimator(policy, estimator, scene, shadows=self._shadows, grad_scaler=grad_scaler)
-        self.policy, self.loader, self.ranks, self._scene = policy, loader, loader.ranks, scene
+        context = training_context(model, optimizers, loader, "sum" if loss_reduction == "sum" else "mean")
+        chosen = resolve_estimator(policy, estimator, context, shadows=self._shadows, grad_scaler=grad_scaler)
+        self.policy, self.loader, self.ranks, self._context = policy, loader, loader.ranks, context
         require_same_setup(
             optimizers,
             loader,
@@ -151,9 +151,9 @@ class Controller:
         )
         self._has_warned_of_caveat = self._has_warned_of_step = False
         if self._estimator is not None:
-            require_fit(self._estimator, scene.model)
+            require_fit(self._estimator, context.model)
             self._warn_of_caveat()
-            self._estimator.bind(scene)
+            self._estimator.bind(context)
 
         self.epoch, self.steps = loader.epoch, loader.batches_delivered // accumulate
         """Epochs that were decided on, and optimizer steps so far."""
@@ -173,21 +173,21 @@ class Controller:
         """The samples of a batch that memory allows."""
         self._history, self._changes = History(), list[Change]()
         self._is_under_way = self._is_closed = self._has_begun = self._has_decided = False
-        self._weight = min((p for p in scene.model.parameters() if p.requires_grad), key=lambda p: p.numel())
+        self._weight = min((p for p in context.model.parameters() if p.requires_grad), key=lambda p: p.numel())
         self._weight_before = self._weight.detach().clone()
         """A small parameter and its value as the epoch began: another optimizer's steps show in it."""
-        self._may_capture = any(p.is_cuda for p in scene.model.parameters())
+        self._may_capture = any(p.is_cuda for p in context.model.parameters())
         self.then: Callable[[EpochProgress], None] | None = None
         """Called with the current epoch before each batch is fetched, after the controller itself: for adapters."""
 
         loader.batch_size = first
-        self._training = {scene.require_optimizer("a controller"), *scene.other_optimizers}
+        self._training = {context.require_optimizer("a controller"), *context.other_optimizers}
         self._undo = [loader.observe(self._on_batch)]
         for each in self._rates.couplings:
             self._undo.append(each.register_step_pre_hook(self._on_step).remove)
             self._undo.append(each.register_step_post_hook(self._after_step).remove)
         if loss_reduction != "weighted" and not loader.ranks.is_alone:
-            reduction = scene.loss_reduction
+            reduction = context.loss_reduction
             self._undo.append(weigh_gradients(model, lambda: loader.rank_shard.weight_for(reduction)))
 
     # What a user reads and calls
@@ -549,7 +549,7 @@ class Controller:
         couplings = self._rates.couplings.values()
         for coupling in couplings:
             coupling.put_in_force()  # it looks at the momentum that steps have
-        caveat = self._estimator.caveat(self._scene)
+        caveat = self._estimator.caveat(self._context)
         for coupling in couplings:
             coupling.put_back()
         if caveat:
@@ -646,7 +646,7 @@ class Controller:
 
     def _settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the saved one."""
-        parameters = self._scene.model.named_parameters()
+        parameters = self._context.model.named_parameters()
         return {
             "policy": settings_of(self.policy),
             "estimator": type(self._estimator).__name__,
@@ -733,9 +733,9 @@ def as_list(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Sequence) else [] if given is None else [given]
 
 
-def scene_of(
+def training_context(
     model: nn.Module, optimizers: Sequence[Optimizer], loader: AdaptiveLoader, loss_reduction: LossReduction = "mean"
-) -> Scene:
+) -> TrainingContext:
     """Return what an estimator may look at. The first optimizer is the one that holds most of the model."""
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
 
@@ -750,19 +750,23 @@ def scene_of(
             f"with this very model's parameters, and make it after the model was moved, sharded or copied"
         )
     first, *others = holding
-    return Scene(inside_ddp(model), loader, first, other_optimizers=tuple(others), loss_reduction=loss_reduction)
+    return TrainingContext(
+        inside_ddp(model), loader, first, other_optimizers=tuple(others), loss_reduction=loss_reduction
+    )
 
 
-def estimator_of(policy: Policy, scene: Scene | None = None, *, shadows: Mapping[str, Policy] | None = None) -> str:
+def estimator_of(
+    policy: Policy, context: TrainingContext | None = None, *, shadows: Mapping[str, Policy] | None = None
+) -> str:
     """Return the name of the estimator that measures for `policy` if none is given.
 
     That is the policy's own, or its stand-in if policies would not act on what it measures there.
     """
     # Controller, adapters and experiment files all ask here, so a default means the same everywhere.
     name = policy.estimator or DEFAULT_ESTIMATOR
-    if scene is None or "diversity" not in policy.needs:
+    if context is None or "diversity" not in policy.needs:
         return name
-    stand_in = make_estimator(name).stand_in(scene, scene.loader.delivery_size or scene.loader.batch_size)
+    stand_in = make_estimator(name).stand_in(context, context.loader.delivery_size or context.loader.batch_size)
     needing = any("inner_variance" in each.needs for each in (policy, *(shadows or {}).values()))
     return name if not stand_in or (needing and not ESTIMATORS[stand_in].has_inner_variance) else stand_in
 
@@ -770,7 +774,7 @@ def estimator_of(policy: Policy, scene: Scene | None = None, *, shadows: Mapping
 def resolve_estimator(
     policy: Policy,
     estimator: str | Estimator | None,
-    scene: Scene | None = None,
+    context: TrainingContext | None = None,
     *,
     shadows: Mapping[str, Policy] | None = None,
     grad_scaler: Any = None,
@@ -780,14 +784,14 @@ def resolve_estimator(
     Args:
         policy: The policy that decides.
         estimator: A name, an object, or None for the policy's own.
-        scene: What would be measured, for the choice of one if none is given.
+        context: What would be measured, for the choice of one if none is given.
         shadows: Policies that only watch; they take what measures for `policy`.
         grad_scaler: The GradScaler that multiplies the losses, if there is one; an object must know it already.
     """
     if isinstance(estimator, Estimator):
         made = estimator
     else:
-        name = estimator or estimator_of(policy, scene, shadows=shadows)
+        name = estimator or estimator_of(policy, context, shadows=shadows)
         made = make_estimator(name)
         if grad_scaler is not None and made.takes("grad_scaler"):
             made = make_estimator(name, grad_scaler=grad_scaler)

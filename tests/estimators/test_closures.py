@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
-from divebatch.estimators import AcrossRanks, Estimator, Moments, Scene, Split
+from divebatch.estimators import AcrossRanks, Estimator, Moments, Split, TrainingContext
 from divebatch.policies import NoiseScale
 from reference.delivery import Delivered, attach
 from reference.per_sample import dataset, mean_loss, mlp
@@ -31,7 +31,7 @@ def measured(
 ) -> Diversity:
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     stepping = optimizer(model.parameters(), lr=0.0)
-    attach(estimator, Scene(model, loader, stepping))
+    attach(estimator, TrainingContext(model, loader, stepping))
     estimator.start()
     for batch in loader:
 
@@ -78,7 +78,7 @@ def test_a_batch_left_out_before_its_backward_pass_is_in_no_chunk_of_split():
     by_hand = Split()
     twin, delivered = mlp(), [0]
     twin_optimizer = SGD(twin.parameters(), lr=0.0)
-    attach(by_hand, Scene(twin, Delivered(lambda: delivered[0]), twin_optimizer))
+    attach(by_hand, TrainingContext(twin, Delivered(lambda: delivered[0]), twin_optimizer))
     by_hand.start()
     for index, batch in enumerate(loader):
         if index in (0, 3):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from divebatch.estimators import Moments, Scene
+from divebatch.estimators import Moments, TrainingContext
 from divebatch.estimators.average import PairAverage, unbiased
 from divebatch.measurement import Diversity, Measurement
 from divebatch.policies import CABS, NoiseScale
@@ -89,7 +89,7 @@ def test_pairs_without_momentum_are_an_upper_bound_alone():
 def of_moments(*, momentum: float) -> Diversity:
     model, delivered = nn.Linear(DIMENSION, 1, bias=False).double(), [0]
     optimizer, estimator = SGD(model.parameters(), 0.0, momentum=momentum), Moments()
-    attach(estimator, Scene(model, Delivered(lambda: delivered[0]), optimizer))
+    attach(estimator, TrainingContext(model, Delivered(lambda: delivered[0]), optimizer))
     estimator.start()
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.estimators import Moments, Scene
+from divebatch.estimators import Moments, TrainingContext
 from divebatch.estimators.average import PairAverage, read
 from divebatch.estimators.moments import KEPT, SuccessiveGradients
 from divebatch.estimators.second_moment import Preconditioner, StepGradients
@@ -223,7 +223,7 @@ def test_a_sketch_without_collisions_is_as_good_as_copies(momentum: float):
     for extra in ({"sketch": False}, {"sketch_size": 9}):
         delivered, optimizer = [seed], SGD(model.parameters(), 0.0, momentum=momentum)
         estimator = Moments(**extra)
-        attach(estimator, Scene(model, Delivered(lambda count=delivered: count[0]), optimizer))
+        attach(estimator, TrainingContext(model, Delivered(lambda count=delivered: count[0]), optimizer))
         estimator.start()
         generator = torch.Generator().manual_seed(2)
         for size in (3, 4, 5, 2, 3, 3, 1):
@@ -294,7 +294,7 @@ def test_gradients_of_another_model_are_refused():
     for x, y in cut(12, 4):
         loop.step((x, y))
     model = nn.Linear(3, 2)
-    other.bind(Scene(model, Delivered(lambda: 0), SGD(model.parameters(), 0.1, momentum=0.9)))
+    other.bind(TrainingContext(model, Delivered(lambda: 0), SGD(model.parameters(), 0.1, momentum=0.9)))
     other.start()
     with pytest.raises(CheckpointError, match=r"are another model's: .*'0.weight'.* there where .*'weight', 6"):
         other.load_state_dict(loop.estimator.state_dict())

@@ -17,8 +17,8 @@ from divebatch.estimators import (
     Estimator,
     Moments,
     PerSample,
-    Scene,
     Split,
+    TrainingContext,
     make_estimator,
 )
 from reference import per_sample
@@ -39,9 +39,9 @@ BY_RULES = ["trajectory", "oracle", "per-sample"]
 DATA = dataset(13)
 
 
-def scene(model: nn.Module, loader: AdaptiveLoader, optimizer: Optimizer | None = None) -> Scene:
+def context(model: nn.Module, loader: AdaptiveLoader, optimizer: Optimizer | None = None) -> TrainingContext:
     optimizer = optimizer or sgd(model)
-    return Scene(model, loader, optimizer)
+    return TrainingContext(model, loader, optimizer)
 
 
 def train(model: nn.Module, optimizer: Optimizer, batches, *, parts_of: int = 100) -> None:
@@ -72,7 +72,7 @@ def test_every_estimator_of_the_catalog_is_in_the_case_table():
 @pytest.mark.parametrize("case", OF_ALL_SAMPLES)
 def test_at_weights_that_stand_still_the_sums_are_exact(case: str):
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
-    attach(estimator, scene(model, loader))
+    attach(estimator, context(model, loader))
     estimator.start()
     train(model, sgd(model, lr=0.0), loader)
     assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [DATA.tensors]))
@@ -87,7 +87,7 @@ def num_attached(model: nn.Module, optimizer: Optimizer) -> int:
 def test_nothing_is_attached_outside_a_measured_epoch(case: str):
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
-    attach(estimator, scene(model, loader, optimizer))  # one hook, which tells of steps
+    attach(estimator, context(model, loader, optimizer))  # one hook, which tells of steps
     attached, within = [num_attached(model, optimizer)], []
     for end in (estimator.finish, estimator.close):
         estimator.start()
@@ -103,7 +103,7 @@ def test_nothing_is_attached_outside_a_measured_epoch(case: str):
 def test_training_is_the_same_with_and_without(case: str):
     model, plain, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
-    attach(estimator, scene(model, loader, optimizer))
+    attach(estimator, context(model, loader, optimizer))
     estimator.start()
     train(model, optimizer, loader, parts_of=2)
     estimator.finish()
@@ -131,7 +131,7 @@ class Traffic(TorchDispatchMode):
 def test_steps_neither_read_from_the_device_nor_send_to_it(case: str):
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
-    attach(estimator, scene(model, loader, optimizer))
+    attach(estimator, context(model, loader, optimizer))
     estimator.start()
     traffic = Traffic()
     for batch in loader:
@@ -147,7 +147,7 @@ def test_a_state_from_within_an_epoch_carries_on(case: str):
     for interrupted in (False, True):
         model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
         optimizer = sgd(model)
-        attach(estimator, scene(model, loader, optimizer))
+        attach(estimator, context(model, loader, optimizer))
         estimator.start()
         for index, batch in enumerate(loader):
             train(model, optimizer, [batch], parts_of=2)
@@ -155,7 +155,7 @@ def test_a_state_from_within_an_epoch_carries_on(case: str):
                 state = estimator.state_dict()
                 estimator.close()
                 estimator = CASES[case]()
-                attach(estimator, scene(model, loader, optimizer))
+                attach(estimator, context(model, loader, optimizer))
                 estimator.start()
                 estimator.load_state_dict(state)
         results.append(estimator.finish())
@@ -166,7 +166,7 @@ def test_a_state_from_within_an_epoch_carries_on(case: str):
 def test_the_state_between_epochs_is_empty(case: str):
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
-    attach(estimator, scene(model, loader, optimizer))
+    attach(estimator, context(model, loader, optimizer))
     assert estimator.state_dict() == {}
     estimator.start()
     train(model, optimizer, loader, parts_of=2)
@@ -178,15 +178,15 @@ def test_the_state_between_epochs_is_empty(case: str):
 def test_a_model_that_cannot_be_measured_gets_the_error_at_once(case: str):
     model = nn.Sequential(mlp(), nn.PReLU())
     with pytest.raises(CoverageError, match=r"'1\.weight' of PReLU"):
-        CASES[case]().bind(scene(model, AdaptiveLoader(DATA, 4, seed=0)))
+        CASES[case]().bind(context(model, AdaptiveLoader(DATA, 4, seed=0)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "oracle"])
 def test_an_estimator_serves_one_controller(case: str):
     estimator = CASES[case]()
-    attach(estimator, scene(mlp(), AdaptiveLoader(DATA, 4, seed=0)))
+    attach(estimator, context(mlp(), AdaptiveLoader(DATA, 4, seed=0)))
     with pytest.raises(UsageError, match="make one for each"):
-        attach(estimator, scene(mlp(), AdaptiveLoader(DATA, 4, seed=0)))
+        attach(estimator, context(mlp(), AdaptiveLoader(DATA, 4, seed=0)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -207,7 +207,7 @@ def test_an_unknown_name_gets_an_error_that_lists_the_known_ones():
 def test_trajectory_equals_the_sums_of_all_kept_gradients_epoch_by_epoch():
     model, twin, loader, estimator = mlp(), mlp(), AdaptiveLoader(DATA, 4, seed=0), Trajectory()
     optimizer, twin_optimizer, twin_loader = sgd(model), sgd(twin), AdaptiveLoader(DATA, 4, seed=0)
-    attach(estimator, scene(model, loader))
+    attach(estimator, context(model, loader))
     for _ in range(3):
         estimator.start()
         train(model, optimizer, loader)
@@ -216,7 +216,7 @@ def test_trajectory_equals_the_sums_of_all_kept_gradients_epoch_by_epoch():
 
 def test_trajectory_is_not_the_diversity_at_fixed_weights():
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Trajectory()
-    attach(estimator, scene(model, loader))
+    attach(estimator, context(model, loader))
     estimator.start()
     train(model, sgd(model), loader)
     measured = estimator.finish().value
@@ -226,7 +226,7 @@ def test_trajectory_is_not_the_diversity_at_fixed_weights():
 
 def test_trajectory_forgets_a_pass_that_starts_again():
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Trajectory()
-    attach(estimator, scene(model, loader))
+    attach(estimator, context(model, loader))
     estimator.start()
     train(model, sgd(model, lr=0.0), list(loader)[:2])
     estimator.close()
@@ -240,7 +240,7 @@ def test_trajectory_forgets_a_pass_that_starts_again():
 
 def test_oracle_is_exact_at_the_weights_the_epoch_ended_with():
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Oracle(mean_loss)
-    attach(estimator, scene(model, loader))
+    attach(estimator, context(model, loader))
     estimator.start()
     train(model, sgd(model), loader)
     exact = per_sample.diversity(model, mean_loss, [DATA.tensors])
@@ -250,7 +250,7 @@ def test_oracle_is_exact_at_the_weights_the_epoch_ended_with():
 
 def test_oracle_does_not_move_the_loader():
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Oracle(mean_loss)
-    attach(estimator, scene(model, loader))
+    attach(estimator, context(model, loader))
     train(model, sgd(model), loader)
     before = loader.state_dict()
     estimator.finish()
@@ -261,7 +261,7 @@ def test_oracle_measures_the_samples_that_an_own_sampler_draws():
     chosen = [1, 4, 5, 9, 11]
     wrapped = DataLoader(DATA, batch_size=2, sampler=SubsetRandomSampler(chosen))
     model, loader, estimator = mlp(), AdaptiveLoader.wrap(wrapped, seed=0), Oracle(mean_loss)
-    attach(estimator, scene(model, loader))
+    attach(estimator, context(model, loader))
     train(model, sgd(model, lr=0.0), loader)
     subset = [tensor[chosen] for tensor in DATA.tensors]
     assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [subset]))
@@ -293,7 +293,7 @@ def test_oracle_measures_the_samples_of_a_resumed_epoch():
     next(iter(loader))
     model, resumed, estimator = mlp(), wrapped_halves(DATA), Oracle(mean_loss)
     resumed.load_state_dict(loader.state_dict())
-    attach(estimator, scene(model, resumed))
+    attach(estimator, context(model, resumed))
     train(model, sgd(model, lr=0.0), resumed)
     second_half = [tensor[6:12] for tensor in DATA.tensors]
     assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [second_half]))
@@ -310,7 +310,7 @@ def seen_by(estimator: Split, batches: list, *, cut_all: bool) -> Diversity:
     """Of a moving model; batches that need not be cut go through whole, unless `cut_all`."""
     model, delivered = mlp(), 0
     optimizer = sgd(model)
-    attach(estimator, Scene(model, Delivered(lambda: delivered), optimizer))
+    attach(estimator, TrainingContext(model, Delivered(lambda: delivered), optimizer))
     estimator.start()
     for batch in batches:
         delivered += len(batch[0])
@@ -348,7 +348,7 @@ def test_a_resumed_epoch_looks_at_the_batches_it_would_have_looked_at():
         model, loader = mlp(), AdaptiveLoader(dataset(28), 4, seed=0)
         optimizer, estimator, resumed = sgd(model), Split(every_steps=3), Split(every_steps=3)
         for each in (estimator, resumed):
-            attach(each, scene(model, loader, optimizer))
+            attach(each, context(model, loader, optimizer))
         estimator.start()
         for _, batch in zip(range(stop), loader, strict=False):
             train(model, optimizer, [batch], parts_of=2)
@@ -362,7 +362,7 @@ def test_a_batch_that_showed_nothing_leaves_its_turn_to_the_next():
     """Adam has nothing to divide by before its first step."""
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Split(every_steps=8, preconditioned=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    attach(estimator, scene(model, loader, optimizer))
+    attach(estimator, context(model, loader, optimizer))
     estimator.start()
     train(model, optimizer, loader, parts_of=2)
     assert estimator.finish().num_samples == 9  # the first four are in no estimate at all
@@ -371,7 +371,7 @@ def test_a_batch_that_showed_nothing_leaves_its_turn_to_the_next():
 def test_sums_that_were_loaded_are_the_only_ones():
     model, loader, estimator = mlp(), AdaptiveLoader(dataset(28), 4, seed=0), Split()
     optimizer = sgd(model)
-    attach(estimator, scene(model, loader, optimizer))
+    attach(estimator, context(model, loader, optimizer))
     estimator.start()
     for number, batch in enumerate(loader):
         train(model, optimizer, [batch], parts_of=2)

@@ -7,7 +7,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Decision, Measurement, Policy, micro_batches
-from divebatch.estimators import ESTIMATORS, Scene, make_estimator
+from divebatch.estimators import ESTIMATORS, TrainingContext, make_estimator
 from divebatch.ranks import Ranks
 from reference.delivery import Delivered
 
@@ -57,5 +57,5 @@ def test_ranks_share_a_batch(name: str, least: int):
     delivered.ranks = Ranks.alone()
     delivered.ranks.size = 4
     model, estimator = nn.Linear(3, 1), made(name)
-    estimator.bind(Scene(model, delivered, SGD(model.parameters(), lr=0.1)))
+    estimator.bind(TrainingContext(model, delivered, SGD(model.parameters(), lr=0.1)))
     assert estimator.min_batch_size == least

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
-from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
+from divebatch.estimators import ESTIMATORS, Estimator, TrainingContext, make_estimator
 from divebatch.policies import NoiseScale
 from reference.delivery import Delivered, attach
 from reference.per_sample import mean_loss, mlp, samples
@@ -51,7 +51,7 @@ def measured(
     optimizer = kind(model.parameters(), lr=0.0, **settings)
     estimator = made(name, scaler)
     delivery = Delivered(lambda: delivered)
-    attach(estimator, Scene(model, delivery, optimizer))
+    attach(estimator, TrainingContext(model, delivery, optimizer))
     estimator.start()
     scaler = scaler if scaler is not None and is_used else GradScaler("cpu", enabled=False)
     for number, (x, y) in enumerate(batches()):

@@ -288,7 +288,7 @@ def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
             if interrupted and number == 4:
                 state, loop.estimator = loop.estimator.state_dict(), Moments()
                 group["momentum"] = 0.9 - momentum
-                loop.estimator.bind(loop.scene)
+                loop.estimator.bind(loop.context)
                 loop.estimator.start()
                 loop.estimator.load_state_dict(state)
                 group["momentum"] = momentum

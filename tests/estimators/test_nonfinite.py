@@ -16,8 +16,8 @@ from divebatch.estimators import (
     Moments,
     Oracle,
     PerSample,
-    Scene,
     Split,
+    TrainingContext,
     Trajectory,
 )
 from divebatch.measurement import Measurement
@@ -47,7 +47,7 @@ class Loop:
         self.optimizer = SGD(self.model.parameters(), lr=0.0, momentum=0.9)
         self.estimator = estimator
         self.delivery = Delivered(lambda: self.delivered)
-        attach(self.estimator, Scene(self.model, self.delivery, self.optimizer))
+        attach(self.estimator, TrainingContext(self.model, self.delivery, self.optimizer))
         self.estimator.start()
 
     def run(self, indices, bad: dict[int, float] | None = None) -> Diversity:
@@ -164,7 +164,7 @@ def test_the_oracle_leaves_bad_data_out_and_an_exact_diversity_does_not():
     x[10] = math.nan
     batches = list(zip(x.split(8), y.split(8), strict=True))
     oracle = Oracle(mean_loss)
-    attach(oracle, Scene(model, Delivered(lambda: 24, lambda: batches)))
+    attach(oracle, TrainingContext(model, Delivered(lambda: 24, lambda: batches)))
     found = oracle.finish()
     assert_same(found, per_sample.diversity(model, mean_loss, [batches[0], batches[2]]))
     assert (found.num_samples, found.skipped_samples) == (16, 8)
@@ -177,7 +177,7 @@ def test_gradients_that_overflow_where_norms_do_not_are_in_neither_sum():
     handle = model.weight.register_hook(lambda gradient: gradient * math.inf)
     delivered = [0]
     estimator = Trajectory()
-    attach(estimator, Scene(model, Delivered(lambda: delivered[0])))
+    attach(estimator, TrainingContext(model, Delivered(lambda: delivered[0])))
     estimator.start()
     x = torch.randn(8, 4, dtype=torch.float64)
     delivered[0] = 8

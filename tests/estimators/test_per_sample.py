@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD
 
 from divebatch import Diversity
-from divebatch.estimators import PerSample, Scene
+from divebatch.estimators import PerSample, TrainingContext
 from reference.delivery import Delivered, attach
 from reference.per_sample import mean_loss, mlp, samples
 
@@ -25,7 +25,7 @@ def measured(scaler: Scaler | None = None, **settings: Any) -> Diversity:
     model, delivered = mlp(), 0
     optimizer = SGD(model.parameters(), 0.01)
     estimator = PerSample(**settings, **({"grad_scaler": scaler} if scaler else {}))
-    attach(estimator, Scene(model, Delivered(lambda: delivered), optimizer))
+    attach(estimator, TrainingContext(model, Delivered(lambda: delivered), optimizer))
     estimator.start()
     for number, (x, y) in enumerate(zip(*(part.split(SIZES) for part in samples(sum(SIZES))), strict=True)):
         delivered += len(x)

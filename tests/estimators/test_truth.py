@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from divebatch import AdaptiveLoader, Diversity, gradient_diversity
 from divebatch.errors import ArgumentError, CoverageError, UsageError
-from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Scene, Split
+from divebatch.estimators import AcrossRanks, Estimator, Moments, PerSample, Split, TrainingContext
 from divebatch.norms.loss_scale import LossWeight
 from reference import delivery, per_sample
 from reference.delivery import cut
@@ -301,7 +301,7 @@ def test_chunks_need_a_mean_and_an_optimizer():
             Loop(estimator, loss_fn=per_sample.sum_loss, reduction="sum")
     for estimator in (Split(), Moments(), AcrossRanks()):
         with pytest.raises(ArgumentError, match="must know when the optimizer steps"):
-            estimator.bind(Scene(mlp(), AdaptiveLoader(dataset(4), 2, seed=0)))
+            estimator.bind(TrainingContext(mlp(), AdaptiveLoader(dataset(4), 2, seed=0)))
 
 
 def test_a_look_at_gradients_in_between_is_no_chunk():

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from divebatch import Diversity
 from divebatch.data.micro_batches import BatchPlan
-from divebatch.estimators import Scene, Split
+from divebatch.estimators import Split, TrainingContext
 from divebatch.lab import Clock, DeviceOptions, TrainStep
 from divebatch.lab.ranks import Parallel
 from divebatch.norms import DiversityMeter
@@ -117,7 +117,7 @@ def watched_in_parts(*, cuda_graphs: bool, every: int) -> tuple[dict[str, torch.
     model = step.parallel.model
     estimator, delivered = Split(every_steps=every), itertools.accumulate(SIZES)
     now = [0]
-    attach(estimator, Scene(model, Delivered(lambda: now[0]), step.optimizer))
+    attach(estimator, TrainingContext(model, Delivered(lambda: now[0]), step.optimizer))
     estimator.start()
 
     def plan(batch_size: int) -> BatchPlan:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from divebatch import Diversity, micro_batches
-from divebatch.estimators import Estimator, Scene
+from divebatch.estimators import Estimator, TrainingContext
 from divebatch.estimators.step_hooks import tell_steps
 from divebatch.measurement import StepEvent
 from divebatch.ranks import Ranks, RankShard
@@ -56,7 +56,7 @@ class _WhileAtWork(Estimator):
     def __init__(self, current: Callable[[], Estimator]) -> None:
         self._current = current
 
-    def bind(self, scene: Scene) -> None:
+    def bind(self, context: TrainingContext) -> None:
         raise NotImplementedError
 
     def finish(self) -> Any:
@@ -68,16 +68,18 @@ class _WhileAtWork(Estimator):
             estimator.on_step(event, optimizer)
 
 
-def tell(current: Callable[[], Estimator], scene: Scene, *, accumulate: Callable[[], int] = lambda: 1) -> None:
+def tell(
+    current: Callable[[], Estimator], context: TrainingContext, *, accumulate: Callable[[], int] = lambda: 1
+) -> None:
     """Tell whichever estimator is the current one of each step, while it is at work."""
-    tell_steps(_WhileAtWork(current), scene, accumulate=accumulate)
+    tell_steps(_WhileAtWork(current), context, accumulate=accumulate)
 
 
-def attach(estimator: Estimator, scene: Scene) -> None:
+def attach(estimator: Estimator, context: TrainingContext) -> None:
     """Bind an estimator and tell it of steps from then on."""
-    estimator.bind(scene)
-    if scene.optimizer is not None:
-        tell(lambda: estimator, scene)
+    estimator.bind(context)
+    if context.optimizer is not None:
+        tell(lambda: estimator, context)
 
 
 class Loop:
@@ -99,12 +101,12 @@ class Loop:
         self.model, self.loss_fn, self.accumulate, self.delivered = model or mlp(), loss_fn, accumulate, delivered
         self.optimizer = optimizer(self.model.parameters())
         self.delivery = Delivered(lambda: self.delivered)
-        self.scene = Scene(self.model, self.delivery, self.optimizer, loss_reduction=reduction)
+        self.context = TrainingContext(self.model, self.delivery, self.optimizer, loss_reduction=reduction)
         self.gradients: list[Tensor] = []
         self.sizes: list[int] = []
         self.estimator = estimator
-        estimator.bind(self.scene)
-        tell(lambda: self.estimator, self.scene, accumulate=lambda: self.accumulate)
+        estimator.bind(self.context)
+        tell(lambda: self.estimator, self.context, accumulate=lambda: self.accumulate)
         estimator.start()
 
     def deliver(self, num_samples: int) -> None:
@@ -135,7 +137,7 @@ class Loop:
         state = self.estimator.state_dict()
         self.estimator.close()
         self.estimator = estimator
-        estimator.bind(self.scene)
+        estimator.bind(self.context)
         estimator.start()
         estimator.load_state_dict(state)
 

@@ -19,7 +19,7 @@ from divebatch.checks import require_choice, require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.data.micro_batches import batch_length, micro_batches
 from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
-from divebatch.estimators import ESTIMATORS, Estimator, Scene, make_estimator
+from divebatch.estimators import ESTIMATORS, Estimator, TrainingContext, make_estimator
 from divebatch.estimators.moments import extrapolation
 from divebatch.estimators.step_hooks import tell_steps
 from divebatch.lr import coupling_for
@@ -115,9 +115,9 @@ def advise(
         twin, driver = _copied(model, optimizer, place)
         settings = {"compiled": compile} if ESTIMATORS[estimator].takes("compiled") else {}
         watcher = make_estimator(estimator, **settings)
-        scene = Scene(twin, loader, driver)
-        watcher.bind(scene)
-        tell_steps(watcher, scene)
+        context = TrainingContext(twin, loader, driver)
+        watcher.bind(context)
+        tell_steps(watcher, context)
         step = make_step(twin, driver, reference, watcher)
         noise = measure_noise(step, _endless(loader, place), watcher, steps=steps)
         sizes = _sizes(batch_sizes, reference, loader.dataset_size)

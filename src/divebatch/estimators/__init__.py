@@ -7,7 +7,7 @@ from torch import nn
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
-from divebatch.estimators.estimator import Estimator, Scene
+from divebatch.estimators.estimator import Estimator, TrainingContext
 from divebatch.estimators.moments import Moments
 from divebatch.estimators.oracle import Oracle
 from divebatch.estimators.per_sample import PerSample
@@ -22,7 +22,7 @@ __all__ = [
     "Moments",
     "Oracle",
     "PerSample",
-    "Scene",
+    "TrainingContext",
     "Split",
     "Trajectory",
     "make_estimator",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from divebatch.checks import require_count
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.estimator import Estimator, Scene
+from divebatch.estimators.estimator import Estimator, TrainingContext
 from divebatch.measurement import Diversity, Spread
 from divebatch.ranks import Ranks
 
@@ -305,27 +305,27 @@ class AveragedEstimator(Estimator):
         self.min_steps_between_decisions = 2 * every_steps if every_steps > 1 and decay == 1 else 1
         self._average: PairAverage | None = None
         """The estimates so far, while an epoch is measured."""
-        self._scene: Scene | None = None
+        self._context: TrainingContext | None = None
         self._was_read = False
 
-    def bind(self, scene: Scene) -> None:
-        if self._scene is not None:
+    def bind(self, context: TrainingContext) -> None:
+        if self._context is not None:
             raise UsageError("this estimator belongs to another controller already: make one for each")
-        self._prepare(scene)
-        self._scene = scene
+        self._prepare(context)
+        self._context = context
 
     def start(self) -> None:
-        scene = self._bound()
+        context = self._bound()
         self._was_read = False
         self._average = PairAverage(decay=self._decay, trusts_negative=self.trusts_negative)
-        self._attach(scene, self._average)
+        self._attach(context, self._average)
 
     @abstractmethod
-    def _prepare(self, scene: Scene) -> None:
-        """Raise if the scene lacks something that this estimator needs."""
+    def _prepare(self, context: TrainingContext) -> None:
+        """Raise if the context lacks something that this estimator needs."""
 
     @abstractmethod
-    def _attach(self, scene: Scene, average: PairAverage) -> None:
+    def _attach(self, context: TrainingContext, average: PairAverage) -> None:
         """Begin to watch, and fill `average` from then on."""
 
     @abstractmethod
@@ -380,7 +380,7 @@ class AveragedEstimator(Estimator):
             raise UsageError("this estimator measures nothing now: start() comes first")
         return self._average
 
-    def _bound(self) -> Scene:
-        if self._scene is None:
+    def _bound(self) -> TrainingContext:
+        if self._context is None:
             raise UsageError("this estimator belongs to no controller yet: bind() comes first")
-        return self._scene
+        return self._context

@@ -16,7 +16,7 @@ from divebatch.norms.loss_scale import LossReduction, LossWeight
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class TrainingContext:
     """The model, loader and optimizers that an estimator may look at.
 
     Args:
@@ -38,7 +38,7 @@ class Scene:
     def require_optimizer(self, name: str) -> Optimizer:
         """Return the optimizer, for an estimator that looks at its steps."""
         if self.optimizer is None:
-            raise ArgumentError(f"{name} must know when the optimizer steps: Scene(..., optimizer=...) has none")
+            raise ArgumentError(f"{name} must know when the optimizer steps: the TrainingContext has no optimizer")
         return self.optimizer
 
     def require_one_optimizer(self, setting: str, name: str) -> Optimizer:
@@ -82,7 +82,7 @@ class Estimator(ABC):
         return setting in inspect.signature(cls).parameters
 
     @abstractmethod
-    def bind(self, scene: Scene) -> None:
+    def bind(self, context: TrainingContext) -> None:
         """Look the model over; raise here if it cannot be measured."""
 
     def start(self) -> None:  # noqa: B027 (some only look afterwards)
@@ -102,11 +102,11 @@ class Estimator(ABC):
     def close(self) -> None:  # noqa: B027 (some attach nothing)
         """Detach, in any state."""
 
-    def caveat(self, scene: Scene) -> str:
+    def caveat(self, context: TrainingContext) -> str:
         """Say why policies will not act on what this measures there, and the way out; empty if they will."""
         return ""
 
-    def stand_in(self, scene: Scene, batch_size: int) -> str:
+    def stand_in(self, context: TrainingContext, batch_size: int) -> str:
         """Name the estimator to take instead, if nobody asked for this one and policies would not act on it there."""
         return ""
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from divebatch.checks import require_choice, require_count
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators.average import AveragedEstimator, Norms, PairAverage, inner_variance, read
-from divebatch.estimators.estimator import Scene
+from divebatch.estimators.estimator import TrainingContext
 from divebatch.estimators.per_sample import PerSample, suits_per_sample
 from divebatch.estimators.second_moment import Preconditioner, StepGradients, require_second_moment
 from divebatch.estimators.sketch import LEAST_SIZE, KernelSketch, SignSketch, applies, fitting_size
@@ -366,14 +366,14 @@ class Moments(AveragedEstimator):
         require_settings(preconditioned, sketch, sketch_size)
         self._preconditioned, self._sketch, self._sketch_size = preconditioned, sketch, sketch_size
 
-    def _prepare(self, scene: Scene) -> None:
-        optimizer = scene.require_optimizer(self.name)
+    def _prepare(self, context: TrainingContext) -> None:
+        optimizer = context.require_optimizer(self.name)
         if self._preconditioned:
-            require_second_moment(scene.require_one_optimizer("preconditioned=True", self.name))
-        self._unchanged = UnchangedGradients([optimizer, *scene.other_optimizers])
+            require_second_moment(context.require_one_optimizer("preconditioned=True", self.name))
+        self._unchanged = UnchangedGradients([optimizer, *context.other_optimizers])
 
-    def caveat(self, scene: Scene) -> str:
-        if extrapolation(scene.require_optimizer(self.name)):
+    def caveat(self, context: TrainingContext) -> str:
+        if extrapolation(context.require_optimizer(self.name)):
             return ""
         return (
             f"{self.name!r} can only say how large it is at most where the optimizer has a momentum below 0.4, "
@@ -382,24 +382,24 @@ class Moments(AveragedEstimator):
             "'split' (batches as two micro_batches)"
         )
 
-    def stand_in(self, scene: Scene, batch_size: int) -> str:
-        return PerSample.name if self.caveat(scene) and suits_per_sample(scene, batch_size) else ""
+    def stand_in(self, context: TrainingContext, batch_size: int) -> str:
+        return PerSample.name if self.caveat(context) and suits_per_sample(context, batch_size) else ""
 
     @property
     def replay_token(self) -> object:
         return True  # no pass has to be seen
 
-    def _attach(self, scene: Scene, average: PairAverage) -> None:
+    def _attach(self, context: TrainingContext, average: PairAverage) -> None:
         self._history = SuccessiveGradients(
-            trainable(scene.model),
-            scene.require_optimizer(self.name),
+            trainable(context.model),
+            context.require_optimizer(self.name),
             average,
             preconditioned=self._preconditioned,
             every_steps=self._every_steps,
             sketch=self._sketch,
             sketch_size=self._sketch_size,
             # The samples so far are the same on all ranks, so their signs are, and other ones in each epoch.
-            seed=scene.loader.samples_delivered,
+            seed=context.loader.samples_delivered,
         )
         self._is_first = True
 
@@ -410,8 +410,8 @@ class Moments(AveragedEstimator):
         if not event.samples:
             self._unchanged.later(optimizer)
             return
-        scene, size = self._scene, event.samples
-        assert scene is not None
+        context, size = self._context, event.samples
+        assert context is not None
         if event.batches > event.accumulate:
             size = self._used(event)
             # A loader that fetches ahead has delivered one batch more at the first step; nothing was left out there.
@@ -420,9 +420,9 @@ class Moments(AveragedEstimator):
                 average.skipped_samples = average.skipped_samples + event.samples - size
         self._is_first = False
         # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
-        scale = 1.0 if scene.loss_reduction == "mean" else scene.loader.ranks.size / size
+        scale = 1.0 if context.loss_reduction == "mean" else context.loader.ranks.size / size
         self._history.add(optimizer, size, scale=scale)
-        if scene.other_optimizers:
+        if context.other_optimizers:
             self._unchanged.first(optimizer)
 
     def _used(self, event: StepEvent) -> int:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators.estimator import Estimator, Scene
+from divebatch.estimators.estimator import Estimator, TrainingContext
 from divebatch.measurement import Diversity
 from divebatch.norms import NormMeter, gradient_diversity
 from divebatch.norms.compiled import uncompiled
@@ -29,26 +29,26 @@ class Oracle(Estimator):
         if not callable(loss_fn):
             raise ArgumentError(f"loss_fn must be a function of outputs and targets, got loss_fn={loss_fn!r}")
         self._loss_fn, self._fallback = loss_fn, fallback
-        self._scene: Scene | None = None
+        self._context: TrainingContext | None = None
 
-    def bind(self, scene: Scene) -> None:
-        NormMeter(uncompiled(scene.model), fallback=self._fallback)  # never attached: its making checks the coverage
-        self._scene = scene
+    def bind(self, context: TrainingContext) -> None:
+        NormMeter(uncompiled(context.model), fallback=self._fallback)  # never attached: its making checks the coverage
+        self._context = context
 
     def window(self) -> Diversity:
         """Measure at the current weights, like `finish`: nothing is attached."""
         return self.finish()
 
     def finish(self) -> Diversity:
-        if self._scene is None:
+        if self._context is None:
             raise UsageError("this estimator belongs to no controller yet: bind() comes first")
-        scene = self._scene
+        context = self._context
         return gradient_diversity(
-            scene.model,
+            context.model,
             self._loss_fn,
-            scene.loader.full_pass(),
-            loss_reduction=scene.loss_reduction,
+            context.loader.full_pass(),
+            loss_reduction=context.loss_reduction,
             fallback=self._fallback,
-            ranks=scene.loader.ranks,
+            ranks=context.loader.ranks,
             skip_nonfinite=True,
         )

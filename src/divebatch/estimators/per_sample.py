@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CoverageError
 from divebatch.estimators.average import AveragedEstimator, Norms, PairAverage, unbiased
-from divebatch.estimators.estimator import Scene
+from divebatch.estimators.estimator import TrainingContext
 from divebatch.norms import DiversityMeter
 from divebatch.norms.compiled import is_compiled
 from divebatch.norms.meter import MODES, PassSums
@@ -84,20 +84,20 @@ class PerSample(AveragedEstimator):
             "grad_scaler": grad_scaler,
         }
 
-    def _prepare(self, scene: Scene) -> None:
-        self.min_batch_size = scene.loader.ranks.size + 1  # one rank must have two samples, which it compares
+    def _prepare(self, context: TrainingContext) -> None:
+        self.min_batch_size = context.loader.ranks.size + 1  # one rank must have two samples, which it compares
         self._meter = DiversityMeter(
-            scene.model,
-            rank_shard=lambda: scene.loader.rank_shard,
-            delivered=lambda: scene.loader.local_samples_delivered,
+            context.model,
+            rank_shard=lambda: context.loader.rank_shard,
+            delivered=lambda: context.loader.local_samples_delivered,
             on_pass=self._take,
-            loss_reduction=scene.loss_reduction,
+            loss_reduction=context.loss_reduction,
             skip_nonfinite=True,
             **self._settings,
         )
-        self._batch_norms = {name: m for name, m in scene.model.named_modules() if isinstance(m, _BatchNorm)}
+        self._batch_norms = {name: m for name, m in context.model.named_modules() if isinstance(m, _BatchNorm)}
 
-    def _attach(self, scene: Scene, average: PairAverage) -> None:
+    def _attach(self, context: TrainingContext, average: PairAverage) -> None:
         self._meter.attach()
 
     def _detach(self) -> None:
@@ -119,10 +119,10 @@ class PerSample(AveragedEstimator):
                 )
 
 
-def suits_per_sample(scene: Scene, batch_size: int) -> bool:
+def suits_per_sample(context: TrainingContext, batch_size: int) -> bool:
     """Say whether each sample has gradients of its own, every layer a rule, and each pass more than one sample."""
-    model = scene.model
-    if batch_size <= scene.loader.ranks.size or is_compiled(model) or any(map(is_sharded, model.parameters())):
+    model = context.model
+    if batch_size <= context.loader.ranks.size or is_compiled(model) or any(map(is_sharded, model.parameters())):
         return False
     if any(isinstance(each, _BatchNorm) for each in model.modules()):
         return False

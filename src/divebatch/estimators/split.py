@@ -22,7 +22,7 @@ from divebatch.estimators.average import (
     read,
     unbiased,
 )
-from divebatch.estimators.estimator import Scene
+from divebatch.estimators.estimator import TrainingContext
 from divebatch.estimators.second_moment import Preconditioner, require_second_moment, rescaled
 from divebatch.estimators.step_hooks import UnchangedGradients, is_recorded, scale_of_gradients
 from divebatch.measurement import StepEvent
@@ -86,16 +86,16 @@ class _Chunked(AveragedEstimator):
         super().__init__(decay=decay, every_steps=every_steps)
         self._grad_scaler = grad_scaler
 
-    def _prepare(self, scene: Scene) -> None:
-        if scene.loss_reduction != "mean":
+    def _prepare(self, context: TrainingContext) -> None:
+        if context.loss_reduction != "mean":
             raise ArgumentError(
-                f"{self.name} needs a loss that is a mean over samples, got loss_reduction={scene.loss_reduction!r}; "
+                f"{self.name} needs a loss that is a mean over samples, got loss_reduction={context.loss_reduction!r}; "
                 f"'moments' and 'per-sample' take sums"
             )
-        self._optimizers = [scene.require_optimizer(self.name), *scene.other_optimizers]
+        self._optimizers = [context.require_optimizer(self.name), *context.other_optimizers]
 
-    def _attach(self, scene: Scene, average: PairAverage) -> None:
-        self._parameters = trainable(scene.model)
+    def _attach(self, context: TrainingContext, average: PairAverage) -> None:
+        self._parameters = trainable(context.model)
         self._delivered = self._chunked = 0
         """Samples that came to this rank up to the last step, and those of chunks, since measuring began."""
         self._passes = PassWatch(self._parameters, self._end_of_pass, is_wanted=self._is_looking)
@@ -288,15 +288,15 @@ class Split(_Chunked):
         self._preconditioned = preconditioned
         self._num_batches = 0
 
-    def _prepare(self, scene: Scene) -> None:
-        super()._prepare(scene)
+    def _prepare(self, context: TrainingContext) -> None:
+        super()._prepare(context)
         if self._preconditioned:
-            require_second_moment(scene.require_one_optimizer("preconditioned=True", self.name))
-        self.min_batch_size = scene.loader.ranks.size + 1  # one rank must have two samples, which it compares
+            require_second_moment(context.require_one_optimizer("preconditioned=True", self.name))
+        self.min_batch_size = context.loader.ranks.size + 1  # one rank must have two samples, which it compares
 
-    def _attach(self, scene: Scene, average: PairAverage) -> None:
-        super()._attach(scene, average)
-        self._sums = GradientSums(self._parameters, optimizer=scene.optimizer if self._preconditioned else None)
+    def _attach(self, context: TrainingContext, average: PairAverage) -> None:
+        super()._attach(context, average)
+        self._sums = GradientSums(self._parameters, optimizer=context.optimizer if self._preconditioned else None)
         self._count_batches(0)
 
     def _detach(self) -> None:
@@ -378,16 +378,16 @@ class AcrossRanks(_Chunked):
     def __init__(self, *, decay: float = 1.0, grad_scaler: Any = None) -> None:
         super().__init__(decay=decay, grad_scaler=grad_scaler)
 
-    def _prepare(self, scene: Scene) -> None:
-        super()._prepare(scene)
-        self._ranks_here = scene.loader.ranks
+    def _prepare(self, context: TrainingContext) -> None:
+        super()._prepare(context)
+        self._ranks_here = context.loader.ranks
         self.min_micro_batches = 2 if self._ranks_here.is_alone else 1
         self.min_batch_size = max(2, self._ranks_here.size)  # one sample for each of two or more chunks
         self._unchanged = UnchangedGradients(self._optimizers)
 
-    def _attach(self, scene: Scene, average: PairAverage) -> None:
-        super()._attach(scene, average)
-        average.shards = scene.loader.ranks
+    def _attach(self, context: TrainingContext, average: PairAverage) -> None:
+        super()._attach(context, average)
+        average.shards = context.loader.ranks
         self._begin_batch()
 
     def _begin_batch(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from divebatch.checks import warn_user
-from divebatch.estimators.estimator import Estimator, Scene
+from divebatch.estimators.estimator import Estimator, TrainingContext
 from divebatch.measurement import StepEvent
 from divebatch.norms.sharded import local
 
@@ -99,18 +99,20 @@ def _a_norm(optimizer: Optimizer) -> float:
     return math.nan if (found := next(gradients, None)) is None else float(local(found).to_dense().norm())
 
 
-def tell_steps(estimator: Estimator, scene: Scene, *, accumulate: Callable[[], int] = lambda: 1) -> Callable[[], None]:
-    """Call the estimator's `on_step` before each step of the scene's optimizers, for a loop without a controller.
+def tell_steps(
+    estimator: Estimator, context: TrainingContext, *, accumulate: Callable[[], int] = lambda: 1
+) -> Callable[[], None]:
+    """Call the estimator's `on_step` before each step of the context's optimizers, for a loop without a controller.
 
     Args:
-        estimator: An estimator that is bound to the scene.
-        scene: The model, loader and optimizers of the loop.
+        estimator: An estimator that is bound to the context.
+        context: The model, loader and optimizers of the loop.
         accumulate: Gives the loader's batches in one optimizer step.
 
     Returns:
         A function that ends it.
     """
-    loader, optimizers = scene.loader, [scene.require_optimizer("an estimator"), *scene.other_optimizers]
+    loader, optimizers = context.loader, [context.require_optimizer("an estimator"), *context.other_optimizers]
 
     def delivered() -> tuple[int, int, int]:
         return loader.batches_delivered, loader.samples_delivered, loader.local_samples_delivered

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from divebatch.checks import require_choice
 from divebatch.errors import UsageError
-from divebatch.estimators.estimator import Estimator, Scene
+from divebatch.estimators.estimator import Estimator, TrainingContext
 from divebatch.measurement import Diversity
 from divebatch.norms import DiversityMeter
 from divebatch.norms.accumulators import are_finite
@@ -53,18 +53,18 @@ class Trajectory(Estimator):
             "grad_scaler": grad_scaler,
         }
         self._meter: DiversityMeter | None = None
-        self._scene: Scene | None = None
+        self._context: TrainingContext | None = None
 
-    def bind(self, scene: Scene) -> None:
+    def bind(self, context: TrainingContext) -> None:
         if self._meter is not None:
             raise UsageError("this estimator belongs to another controller already: make one for each")
-        self._scene = scene
+        self._context = context
         self._meter = DiversityMeter(
-            scene.model,
-            ranks=scene.loader.ranks,
-            rank_shard=lambda: scene.loader.rank_shard,
-            delivered=lambda: scene.loader.local_samples_delivered,
-            loss_reduction=scene.loss_reduction,
+            context.model,
+            ranks=context.loader.ranks,
+            rank_shard=lambda: context.loader.rank_shard,
+            delivered=lambda: context.loader.local_samples_delivered,
+            loss_reduction=context.loss_reduction,
             skip_nonfinite=True,
             **self._settings,
         )
@@ -86,9 +86,9 @@ class Trajectory(Estimator):
         return diversity if self._has_finite_weights() else replace(diversity, sq_norm_of_sum=math.nan)
 
     def _has_finite_weights(self) -> bool:
-        assert self._scene is not None
+        assert self._context is not None
         # Sharded ones need no look: FSDP2's gradients are all in the sums, and those of such weights are not finite.
-        whole = [p.detach() for p in self._scene.model.parameters() if not is_sharded(p)]
+        whole = [p.detach() for p in self._context.model.parameters() if not is_sharded(p)]
         return not whole or bool(are_finite(whole))
 
     def close(self) -> None:

@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.checks import require_choice
-from divebatch.controller import Controller, estimator_of, scene_of
+from divebatch.controller import Controller, estimator_of, training_context
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Estimator, Scene
+from divebatch.estimators import Estimator, TrainingContext
 from divebatch.lab.clock import Clock
 from divebatch.lab.data import DATASETS, DataPlace, DataSplit
 from divebatch.lab.length import PartSampler, RunLength
@@ -153,7 +153,7 @@ def _make_controller(
         optimizer,
         length.loader,
         _policy(method, length.samples),
-        estimator=_estimator(run, loss_fn, scene_of(module, [optimizer], length.loader), shadows),
+        estimator=_estimator(run, loss_fn, training_context(module, [optimizer], length.loader), shadows),
         lr_coupling=method.lr_coupling,
         base_batch_size=method.base_batch_size,
         every_steps=method.every_steps,
@@ -220,8 +220,8 @@ def _policy(method: Method, total_samples: int) -> Policy:
     return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
 
 
-def _estimator(run: "Run", loss_fn: LossFn, scene: Scene, shadows: dict[str, Policy]) -> Estimator:
-    chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH), scene, shadows=shadows)
+def _estimator(run: "Run", loss_fn: LossFn, context: TrainingContext, shadows: dict[str, Policy]) -> Estimator:
+    chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH), context, shadows=shadows)
     part = Part(kind=chosen) if isinstance(chosen, str) else chosen
     return build_estimator(part, run.experiment.training, loss_fn)
 
