@@ -12,13 +12,23 @@ from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, chosen_device, whole_numbers
 from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
-from divebatch.report.drawing import Drawing, add_heading, finish, require_matplotlib, settings
+from divebatch.report.drawing import (
+    LIMIT,
+    MAIN,
+    SECOND,
+    THIRD,
+    Drawing,
+    add_heading,
+    finish,
+    require_matplotlib,
+    settings,
+    size_axis,
+)
 
 if TYPE_CHECKING:
     from divebatch.lab.probe import Noise, Probe
 
 Checkpoint = Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that `divebatch run` wrote.")]
-COLOR, LIMIT = "#0072B2", "#D55E00"
 MOST_BEHIND = 100.0
 """Percent at which the axis ends: a branch that diverged must not flatten the others."""
 
@@ -178,26 +188,22 @@ def _draw(name: str, heading: str, probe: "Probe", noises: Sequence["Noise"], wo
     """Draw the gap of each branch, with the critical batch size and the noise scales."""
     with settings():
         from matplotlib.figure import Figure
-        from matplotlib.ticker import NullLocator
 
         figure = Figure(figsize=(6.8, 4.2), layout="constrained")
         axes, gaps, critical = figure.subplots(), probe.gaps, probe.critical
         sizes, middle = [gap.batch_size for gap in gaps], [_percent(gap.mean) for gap in gaps]
         below = [max(0.0, value - _percent(gap.low)) for value, gap in zip(middle, gaps, strict=True)]
         above = [max(0.0, _percent(gap.high) - value) for value, gap in zip(middle, gaps, strict=True)]
-        axes.errorbar(sizes, middle, yerr=[below, above], color=COLOR, marker="o", capsize=3)
+        axes.errorbar(sizes, middle, yerr=[below, above], color=MAIN, marker="o", capsize=3)
         axes.axvspan(critical.low, critical.high or 2 * sizes[-1], color=LIMIT, alpha=0.12, linewidth=0)
         axes.axvline(critical.size, color=LIMIT, linewidth=1.2)
         axes.axhline(100 * probe.tolerance, color=LIMIT, linewidth=1.2, linestyle=(0, (3, 2)))
-        axes.set_xscale("log", base=2)
-        for noise, color in zip(noises, ("#009E73", "#882255"), strict=True) if noises else ():
+        for noise, color in zip(noises, (SECOND, THIRD), strict=True) if noises else ():
             if noise.noise_scale is not None and math.isfinite(noise.noise_scale):
                 label = f"noise scale, {noise.norm}"
                 place = min(max(noise.noise_scale, sizes[0]), 2 * sizes[-1])
                 axes.axvline(place, color=color, linestyle=(0, (1, 1)), label=label)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set(xlabel="Batch size (samples)")
+        size_axis(axes, sizes)
         axes.set_title(f"{word.capitalize()} above the present batch size's (%)", loc="left")
         if axes.get_legend_handles_labels()[0]:
             axes.legend()

@@ -45,8 +45,8 @@ NUM_HUES = 8
 """The first colours of the palette, which names choose from; black and grey are for when these are taken."""
 SALT = 16846
 """A number with which methods that are often held against each other get different colours by their names alone."""
-MAIN, CHOSEN, LIMIT, REFERENCE = "#0072B2", "#009E73", "#D55E00", "#999999"
-"""Colours of pictures without methods: what was measured, what it leads to, what bounds it, what it is held against."""
+MAIN, SECOND, THIRD, LIMIT = "#0072B2", "#009E73", "#882255", "#D55E00"
+"""Colours of pictures without methods: of what was measured, and of what bounds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,15 +322,6 @@ def size_axis(axes: "Axes", sizes: Sequence[int]) -> None:
     axes.set_xticks(shown, [str(size) for size in shown])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("Batch size (samples)")
-
-
-def plain_log_ticks(axis: Any) -> None:
-    """Show digits on a log axis, also if it spans less than a power of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=9))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 # Panels side by side: mean lines with a band of their spread, on axes that fit the numbers
