@@ -1,7 +1,9 @@
 """AdaptiveLoader over map-style data: coverage, size changes, order, counting, and what it refuses."""
 
 import sys
+import weakref
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -528,3 +530,20 @@ def test_batches_may_be_delivered_in_smaller_ones(data):
 def test_a_wrong_delivery_size_is_refused():
     with pytest.raises(ArgumentError, match="delivery_size=0"):
         AdaptiveLoader(range(23), 4, delivery_size=0)
+
+
+def test_no_batch_is_held_beside_the_loops_own_and_the_next(monkeypatch):
+    alive: list[weakref.ref[Any]] = []
+    select, most = torch.Tensor.index_select, 0
+
+    def noted(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal most
+        batch = select(tensor, *args)
+        alive.append(weakref.ref(batch))
+        most = max(most, sum(each() is not None for each in alive))
+        return batch
+
+    monkeypatch.setattr(torch.Tensor, "index_select", noted)
+    for (_x,) in AdaptiveLoader(TensorDataset(torch.randn(64, 4)), 8, seed=0):
+        pass
+    assert most == 2

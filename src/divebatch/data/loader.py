@@ -405,6 +405,7 @@ class AdaptiveLoader:
                         "loader.full_pass() or a loader of its own"
                     )
                 num_samples, batch = counted
+                counted = None  # zip keeps a pair that is still held: the first batch, for the whole epoch
                 if num_samples != self.rank_shard.num_samples:
                     self.rank_shard = rank_shard_of(num_samples, ranks)
                 mine = self.rank_shard.mine
