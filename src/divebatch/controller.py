@@ -98,7 +98,7 @@ class Controller:
     ) -> None:
         # Nothing is attached before the last check: a constructor that raises leaves all parts as they were.
         optimizers, self._shadows = as_list(optimizer), dict(shadows or {})
-        require_parts(model, optimizers, loader, policy, estimator, self._shadows)
+        require_parts(model, optimizers, as_list(scheduler), loader, policy, estimator, self._shadows)
         loader.require_no_controller()
         require_choice("loss_reduction", loss_reduction, ("mean", "sum", "weighted"))
         require_count("accumulate", accumulate)
@@ -807,12 +807,20 @@ def resolve_estimator(
 def require_parts(
     model: nn.Module,
     optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
     loader: object,
     policy: Policy,
     estimator: object,
     shadows: Mapping[str, Any],
 ) -> None:
     """Raise for what is no optimizer, loader, policy or estimator, and if there is nothing to train."""
+    for prepared in (*optimizers, *schedulers):
+        if type(prepared).__module__.startswith("accelerate."):
+            raise ArgumentError(
+                f"{type(prepared).__name__} was made by accelerator.prepare, and Controller takes torch's own: use "
+                f"divebatch.integrations.accelerate.make_controller(accelerator, model, optimizer, loader, policy), "
+                f"which takes what was prepared"
+            )
     for optimizer in optimizers or [None]:
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from divebatch import (
     AdaptiveLoader,
     Auto,
+    Controller,
     DiveBatch,
     Fixed,
     Policy,
@@ -132,6 +133,16 @@ def test_what_would_go_wrong_is_refused():
         adapter.make_controller(*parts, run.accelerator.prepare(DataLoader(Numbered())), Fixed())
     with pytest.raises(ArgumentError, match="belongs to an accelerator already"):
         adapter.make_controller(*parts, run.loader, Fixed(), scheduler=run.scheduler)
+
+
+@pytest.mark.parametrize("prepared", ["optimizer", "scheduler"])
+def test_a_plain_controller_of_prepared_parts_names_the_way_out(prepared: str):
+    model = mlp(dtype=torch.float32)
+    parts: dict[str, Any] = {"optimizer": SGD(model.parameters(), lr=0.03)}
+    parts["scheduler"] = schedule(parts["optimizer"])
+    parts[prepared] = accelerate.Accelerator(cpu=True).prepare(parts[prepared])
+    with pytest.raises(ArgumentError, match=r"made by accelerator\.prepare.*make_controller\(accelerator"):
+        Controller(model, loader=AdaptiveLoader(Numbered(), 6), policy=Fixed(), **parts)
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
