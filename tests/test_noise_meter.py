@@ -253,6 +253,44 @@ def test_the_optimizer_inside_of_a_frameworks_is_watched():
     assert_same(meter.read(BATCH), by_moments(momentum))
 
 
+@pytest.mark.parametrize(("own_momentum", "settings"), [(0.9, {}), (0.0, {}), (0.9, {"sketch": True})])
+@pytest.mark.filterwarnings("ignore:NoiseMeter can only say")
+def test_an_update_of_ones_own_is_measured_as_an_optimizers(own_momentum: float, settings: dict[str, Any]):
+    model = linear()
+    moved = [torch.zeros_like(p) for p in model.parameters()]
+    meter = NoiseMeter(momentum=own_momentum, **settings)
+    for x, y in batches():
+        model.zero_grad()
+        half_squares(model(x), y).backward()
+        meter.observe(model.parameters())
+        with torch.no_grad():
+            for p, velocity in zip(model.parameters(), moved, strict=True):
+                velocity.mul_(own_momentum).add_(p.grad)
+                p.sub_(0.01 * velocity)
+    assert_same(meter.read(BATCH), by_moments(lambda p: SGD(p, 0.01, momentum=own_momentum), **settings))
+
+
+def test_wrong_uses_of_observe_name_the_way_out():
+    model = linear()
+    with pytest.warns(UserWarning, match=r"your own update has a momentum.*NoiseMeter\(momentum="):
+        meter = NoiseMeter()
+    once = model.parameters()
+    meter.observe(once)  # without gradients: no step
+    with pytest.raises(UsageError, match=r"no gradient was seen.*meter\.observe\(parameters\) before"):
+        meter.read(BATCH)
+    with pytest.raises(ArgumentError, match=r"no parameter that is trained.*only once"):
+        meter.observe(once)
+    meter.close()
+    with pytest.raises(UsageError, match="this meter is closed"):
+        meter.observe(model.parameters())
+    with pytest.raises(UsageError, match=r"leave observe\(\) out"):
+        NoiseMeter(momentum(model.parameters())).observe(model.parameters())
+    with pytest.raises(ArgumentError, match="pass the torch optimizer"):
+        NoiseMeter(preconditioned=True)
+    with pytest.raises(ArgumentError, match=r"leave momentum=0\.9 out"):
+        NoiseMeter(momentum(model.parameters()), momentum=0.9)
+
+
 def test_too_few_steps_say_nothing():
     model = linear()
     optimizer = momentum(model.parameters())

@@ -1,12 +1,13 @@
-"""The gradient noise scale in any training loop: all it needs is the optimizer."""
+"""The gradient noise scale in any training loop: all it needs is the optimizer, or the gradients of each step."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from divebatch.checks import require_count, warn_user
 from divebatch.errors import ArgumentError, UsageError
@@ -64,18 +65,35 @@ class NoiseMeter:
 
     With too little momentum (below 0.4; Nesterov's below 0.87) only an upper bound can be told: `low` is then 0.
 
+    Without a torch optimizer, `NoiseMeter(momentum=0.9).observe(parameters)` before each update does the same.
+
     Args:
-        optimizer: The optimizer whose steps are watched, and whose parameters' gradients are measured.
+        optimizer: The optimizer whose steps are watched, and whose parameters' gradients are measured. None: `observe`
+            is told of each step.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them: divided by the root of its
             second moment.
         every_steps: Compares gradients once in so many steps, or in as few as it takes; the others cost nothing.
         sketch: Whether gradients are kept as sketches or whole; None for sketches where the model is large.
+        momentum: That of your own update (of an Adam-like one: beta1), if there is no torch optimizer to ask.
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, preconditioned: bool = False, every_steps: int = 1, sketch: bool | None = None
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        preconditioned: bool = False,
+        every_steps: int = 1,
+        sketch: bool | None = None,
+        momentum: float = 0.0,
     ) -> None:
-        self._optimizer = _unwrapped(optimizer)
+        if optimizer is None and preconditioned:
+            raise ArgumentError("preconditioned=True divides by an optimizer's second moment: pass the torch optimizer")
+        if optimizer is not None and momentum:
+            raise ArgumentError(f"the optimizer's own momentum counts: leave momentum={momentum} out")
+        self._is_told, self._is_closed = optimizer is None, False
+        # Without an optimizer, one that never steps holds the momentum and, from `observe` on, the parameters.
+        self._momentum = momentum
+        self._optimizer = _unwrapped(optimizer) if optimizer is not None else self._stand_in([nn.Parameter()])
         require_settings(preconditioned, sketch, None)
         require_count("every_steps", every_steps)
         self._settings: dict[str, Any] = {
@@ -88,12 +106,36 @@ class NoiseMeter:
         self._steps = 0
         self._begin()
         if not self._average.bounds_below:
-            warn_user(
-                f"NoiseMeter can only say how large the noise scale is at most: {type(self._optimizer).__name__} has a "
-                f"momentum below 0.4 (Nesterov's below 0.87), and the interval goes down to zero. Give the optimizer "
-                f"momentum, or use a Controller with estimator='split' or 'per-sample'"
+            whose, way = (
+                ("your own update", "If it has momentum, pass it: NoiseMeter(momentum=0.9)")
+                if self._is_told
+                else (type(self._optimizer).__name__, "Give the optimizer momentum")
             )
-        self._handle: Any = before_step(self._optimizer, self._on_step)
+            warn_user(
+                f"NoiseMeter can only say how large the noise scale is at most: {whose} has a momentum below 0.4 "
+                f"(Nesterov's below 0.87), and the interval goes down to zero. {way}, or use a Controller with "
+                f"estimator='split' or 'per-sample'"
+            )
+        self._handle = None if self._is_told else before_step(self._optimizer, self._on_step)
+
+    def observe(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take in the gradients of a step that no torch optimizer makes: call it right before your own update.
+
+        Args:
+            parameters: The parameters that the update changes, the same at each step, with their gradients.
+        """
+        self._require_open()
+        if not self._is_told:
+            raise UsageError("this meter watches an optimizer and sees its steps: leave observe() out")
+        trained = [p for p in parameters if p.requires_grad]
+        if not trained:
+            raise ArgumentError(
+                "observe() got no parameter that is trained: pass model.parameters() itself at each step, or a list; "
+                "an iterator yields them only once"
+            )
+        if list(map(id, trained)) != list(map(id, self._parameters.values())):
+            self._optimizer = self._stand_in(trained)
+        self._on_step()
 
     def read(self, batch_size: int) -> NoiseScale:
         """Return the noise scale over the steps since the last reading, or since the meter was made.
@@ -105,8 +147,12 @@ class NoiseMeter:
             batch_size: Samples of an optimizer step, those of all processes and accumulated passes together.
         """
         require_count("batch_size", batch_size)
-        if self._handle is None:
-            raise UsageError("this meter is closed: make a new one")
+        self._require_open()
+        if not self._steps and self._is_told:
+            raise UsageError(
+                "no gradient was seen since the last reading: call meter.observe(parameters) before each update, while "
+                "the gradients are there"
+            )
         if not self._steps:
             raise UsageError(
                 f"no step of this {type(self._optimizer).__name__} was seen since the last reading: read after steps, "
@@ -120,10 +166,12 @@ class NoiseMeter:
 
     def close(self) -> None:
         """Stop watching and free the memory. Nothing can be read any more."""
+        if self._is_closed:
+            return
         if self._handle is not None:
             self._handle.remove()
-            del self._gradients
-        self._handle = None
+        del self._gradients
+        self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +180,13 @@ class NoiseMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("this meter is closed: make a new one")
+
+    def _stand_in(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=0.0, momentum=self._momentum)
 
     def _reading(self, batch_size: int) -> NoiseScale:
         average = self._average
