@@ -176,6 +176,21 @@ def test_few_lines_come(name):
     assert sum(line.startswith("+") for line in DIFFS[name].splitlines()) == LINES.get(name, 4)
 
 
+def test_the_page_resumes_exactly(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = (each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "# new" in each)
+    names: dict[str, Any] = {}
+    exec(compile(block, str(PAGE), "exec"), names)
+    torch.manual_seed(0)
+    whole = names["train"](6)
+    torch.manual_seed(0)
+    torch.save(names["train"](3), "half.pt")
+    torch.manual_seed(1)  # nothing may hang on what the new process draws
+    resumed = names["train"](6, torch.load("half.pt"))
+    assert torch.equal(resumed["model"]["weight"], whole["model"]["weight"])
+    assert resumed["control"]["loader"] == whole["control"]["loader"]
+
+
 def test_two_ranks_train_what_was_meant(tmp_path):
     before, after = run_ranks("+", tmp_path / "before"), run_ranks("-", tmp_path / "after")
     assert_as_meant(before, after, lag=LAG["doubling"])
