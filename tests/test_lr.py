@@ -8,6 +8,7 @@ import copy
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,36 @@ def test_a_summed_loss_trains_as_its_mean_with_the_rate_of_the_first_batch():
 
     for summed, mean in zip(weights("sum", 0.01), weights("mean", 0.04), strict=True):
         assert torch.allclose(summed, mean, rtol=1e-10)
+
+
+@pytest.mark.parametrize("estimator", ["per-sample", "moments"])
+@pytest.mark.parametrize(
+    ("is_sum", "settings", "optimizer", "is_asked"),
+    [
+        (True, {}, SGD, True),
+        (False, {}, SGD, False),
+        (True, {"loss_reduction": "sum"}, SGD, False),
+        (True, {"lr_coupling": "none"}, SGD, False),
+        (True, {"lr_coupling": "sqrt"}, AdamW, False),
+    ],
+    ids=["a sum", "a mean", "declared", "fixed rate", "Adam-like"],
+)
+@pytest.mark.filterwarnings("ignore:.*how large it is at most")
+def test_a_summed_loss_that_nobody_declared_is_asked_about(is_sum, settings, optimizer, is_asked, estimator):
+    model = mlp()
+    used = optimizer(model.parameters(), 1e-5, **({"momentum": 0.9} if optimizer is SGD else {}))
+    loader = AdaptiveLoader(dataset(128), 4, seed=0)
+    settings = {"lr_coupling": "linear", "measure_always": True, "estimator": estimator, **settings}
+    control = Controller(model, used, loader, Doubling(), **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for x, y in loader:
+                used.zero_grad()
+                (mean_loss(model(x), y) * (len(x) if is_sum else 1)).backward()
+                used.step()
+            control.step()
+    assert ["pass loss_reduction='sum'" in str(each.message) for each in told] == [True] * is_asked
 
 
 def test_the_schedules_own_ratio_leaves_the_factors_out():

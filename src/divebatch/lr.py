@@ -700,6 +700,11 @@ class Rates:
         self._is_left_alone = scheduler_unit == "call" or any(each.unit != "epoch" for each in self.schedules)
         self._moves, self._has_warned = 0, False
         self._epoch_lr, self._is_used = self.lr, False
+        self._may_be_sum = loss_reduction == "mean" and any(
+            each.kind != "none" and not isinstance(optimizer, _ADAM_LIKE) for optimizer, each in self.couplings.items()
+        )
+        self._first_seen: tuple[int, float] | None = None
+        """The batch size of the first measurement, and the mean square of its per-sample gradients."""
 
     @property
     def lr(self) -> float:
@@ -800,6 +805,24 @@ class Rates:
         needs_noise = any(each.kind in BY_NOISE for each in self.couplings.values())
         known = noise_scale if needs_noise and not math.isnan(noise_scale) else None
         self.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
+        if self._may_be_sum and seen.diversity is not None and seen.diversity.num_samples:
+            self._ask_if_sum(seen.batch_size, seen.diversity.sum_of_sq_norms / seen.diversity.num_samples)
+
+    def _ask_if_sum(self, size: int, sq_norm: float) -> None:
+        """Warn, once, of per-sample gradients that grew as the batch did: taken for those of a mean, a sum's do."""
+        if not 0 < sq_norm < math.inf:
+            return
+        first_size, first_sq_norm = self._first_seen = self._first_seen or (size, sq_norm)
+        expected = (size / first_size) ** 2
+        if expected < 16:  # too little to tell from what training does to gradients
+            return
+        self._may_be_sum = False
+        if expected / 2 < sq_norm / first_sq_norm < 2 * expected:
+            warn_user(
+                f"the gradients have grown by about as much as the batch, {first_size} -> {size} samples, and the "
+                f"learning rate grows with it: is the loss a sum over the batch? Then pass loss_reduction='sum', or "
+                f"take its mean"
+            )
 
     def take_scheduler_steps(self, step: int) -> int:
         """Return how many steps the gains make due after `step`; the caller steps the schedulers, one step a call."""
