@@ -109,12 +109,14 @@ class NoiseMeter:
             whose, way = (
                 ("your own update", "If it has momentum, pass it: NoiseMeter(momentum=0.9)")
                 if self._is_told
-                else (type(self._optimizer).__name__, "Give the optimizer momentum")
+                else (
+                    type(self._optimizer).__name__,
+                    "Give the optimizer momentum, or use a Controller with estimator='split' or 'per-sample'",
+                )
             )
             warn_user(
                 f"NoiseMeter can only say how large the noise scale is at most: {whose} has a momentum below 0.4 "
-                f"(Nesterov's below 0.87), and the interval goes down to zero. {way}, or use a Controller with "
-                f"estimator='split' or 'per-sample'"
+                f"(Nesterov's below 0.87), and the interval goes down to zero. {way}"
             )
         self._handle = None if self._is_told else before_step(self._optimizer, self._on_step)
 
