@@ -30,7 +30,7 @@ test: install  ## Run the tests but the slow ones
 	$(BIN)/pytest -n 2 -m 'not slow'
 
 test-all: install  ## Run all tests: also those that kill processes, start ranks, browsers or compilers
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3 --dist worksteal
 
 check: install  ## Lint and type-check
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ from divebatch.lab.schema import Method, Part
 from divebatch.policies import POLICIES
 from divebatch.records import read_run
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 from frontier_candidates import CANDIDATES
 
 RATE_STEP = 2**0.5

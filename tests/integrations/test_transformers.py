@@ -82,7 +82,8 @@ def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
         for pair in zip(each.model.net.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-4)
     steps = [float(state["step"]) for state in run.optimizer.state.values()]
-    run.train()
+    with pytest.warns(UserWarning, match="begins anew"):
+        run.train()
     assert settings_of(run.optimizer) == expected
     # A step more of the first size for each that it made there: both trainings saw as many samples.
     assert [float(state["step"]) for state in run.optimizer.state.values()] == pytest.approx([2 * k for k in steps])

@@ -19,7 +19,7 @@ from divebatch.records import read_run
 from lab.data.image_files import write_cifar10, write_cifar100
 from lab.data.text_files import write_corpus
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import frontier_runs
 
 CPU = DataPlace(torch.device("cpu"))
