@@ -322,13 +322,14 @@ class Search:
         """Tell the sampler of results that it does not know, also of those whose process died before it could."""
         if self.is_grid:
             return
-        for trial in self._study.get_trials(deepcopy=False):
-            point = self._point_of(trial)
-            tried = self.result(point) if point and not trial.state.is_finished() else None
-            if tried is not None:
-                state = _optuna().trial.TrialState
-                outcome = {"state": state.FAIL} if tried.value is None else {"values": tried.value}
-                self._study.tell(trial.number, **outcome, skip_if_finished=True)
+        state = _optuna().trial.TrialState
+        with _locked(self._lock, wait=True):  # Optuna raises if another process tells the same result meanwhile
+            for trial in self._study.get_trials(deepcopy=False):
+                point = self._point_of(trial)
+                tried = self.result(point) if point and not trial.state.is_finished() else None
+                if tried is not None:
+                    outcome = {"state": state.FAIL} if tried.value is None else {"values": tried.value}
+                    self._study.tell(trial.number, **outcome, skip_if_finished=True)
 
     def held(self, point: Point) -> Any:
         """Return a context that says whether this process has the point to itself."""

@@ -6,7 +6,7 @@ its cap). Epochs are interleaved and timed: their steps alone, the same in CPU s
 neither waits nor shares its core in that count), and with `control.step()`. Ratios are medians over repeats, taken in
 each repeat on its own. Collectives are those the profiler saw in one epoch on rank 0.
 
-    python benchmarks/distributed.py [--repeats 31] [--check] [--json FILE]
+    python benchmarks/many_ranks.py [--repeats 31] [--check] [--json FILE]
 """
 
 import argparse
