@@ -163,7 +163,7 @@ def test_behind_the_last_batch_the_loss_of_the_process_before_counts(pool: RankP
 def sums_of_shards(ranks: Ranks, problem: Problem) -> tuple[Any, Any, Any]:
     """The sums in the middle of an epoch; the same loaded into a new meter from shards, and from whole tensors."""
     run = Run(ranks, problem)
-    for batch in [*run.loader][:CUT]:
+    for _, batch in zip(range(CUT), run.loader, strict=False):
         run.step(batch)
     state = run.control._estimator.state_dict()
     taken = []
