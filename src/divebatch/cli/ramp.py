@@ -13,7 +13,7 @@ from divebatch.ramp import SCHEDULES, Ramp
 
 
 class Form(StrEnum):
-    """How the timetable is printed."""
+    """A form in which the timetable is printed."""
 
     text = "text"
     json = "json"

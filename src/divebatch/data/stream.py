@@ -13,7 +13,7 @@ Taken = list[list[int]]
 
 
 class Requests:
-    """What a stream's DataLoader is asked for: one list for each batch, as long as the batch shall be.
+    """The requests to a stream's DataLoader: one list for each batch, as long as the batch shall be.
 
     The length counts when the list is sent. So a change of `size` reaches the next batch without workers, and the one
     after `prefetch_factor * num_workers` others with workers.
@@ -96,7 +96,7 @@ class StreamSource:
         object.__setattr__(self.dataloader, "batch_sampler", self._asked)
         self._taken: Taken = []
         self._round = 0
-        """How often a stream whose epochs are parts of it has come to its end."""
+        """The number of times that a stream whose epochs are parts of it has ended."""
         self._is_resumed = False
 
     def rest(self, current: EpochProgress, seed: int) -> Iterator[tuple[int, Any]]:

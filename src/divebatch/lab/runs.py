@@ -59,7 +59,7 @@ class Run:
     keep_epochs: tuple[int, ...] = ()
     """Epochs whose checkpoints stay, each in a file of its own, where others are replaced by later ones."""
     sharding: str = "ddp"
-    """How several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
+    """The ways in which several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
     loggers: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
     """Kinds, as `divebatch.lab.loggers` knows them: where epochs are shown beside the records."""
 

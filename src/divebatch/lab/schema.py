@@ -1,4 +1,4 @@
-"""What an experiment file says, typed. Errors name the file, the path of the key and what it may be."""
+"""The contents of an experiment file, typed. Errors name the file, the path of the key and what it may be."""
 
 import re
 import reprlib

@@ -1,4 +1,4 @@
-"""What a model is trained for: its loss, and how held-out data judges it. A new one is a class and a row of `TASKS`."""
+"""Tasks: the loss a model is trained on, and its score on held-out data. A new one is a class and a row of `TASKS`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from divebatch.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a model is worth on held-out data.
+    """The score of a model on held-out data.
 
     Args:
         loss: The mean loss.
@@ -33,7 +33,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much held-out data was judged.
+    """The amount of held-out data that was judged.
 
     Args:
         samples: Entries of the batch dimension.
