@@ -61,7 +61,19 @@ def test_an_experiment_gets_words_a_file_and_a_picture(tmp_path):
 
 
 def test_batch_size_and_rate_can_be_ones_own(tmp_path):
-    words = ("--steps", 24, "--batch-sizes", "8,16", "--batch-size", 8, "--lr", 0.25, "--json", "--out", tmp_path)
+    words = (
+        "--steps",
+        24,
+        "--batch-sizes",
+        "8,16",
+        "--batch-size",
+        8,
+        "--set",
+        "methods.sgd-small.lr=0.25",
+        "--json",
+        "--out",
+        tmp_path,
+    )
     found = json.loads(call(tiny_experiment(tmp_path), *words).stdout)
     assert (found["reference_batch_size"], found["reference_lr"]) == (8, 0.25)
 
@@ -82,7 +94,7 @@ def test_one_pass_of_a_language_model_whose_end_is_beyond_its_data(tmp_path):
         (FOLDER / "lm-bytes.toml").read_text().replace("one_pass = true", "one_pass = true\nsamples = 1_000_000")
     )
     data = write_corpus(tmp_path / "data", train=60)
-    words = ("--model", "gpt-tiny", "--data-dir", data, "--steps", 24, "--batch-sizes", "8,16")
+    words = ("--set", "model.kind=gpt-tiny", "--data-dir", data, "--steps", 24, "--batch-sizes", "8,16")
     answer = call(file, *words, "--json", "--out", tmp_path)
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout)
@@ -112,9 +124,8 @@ def test_out_of_memory_names_options_that_the_command_has(own, monkeypatch):
         (["my_training_code:parts", "--batch-size", "600"], "batch_size=600 is more than the 512 samples there are"),
         (["my_training_code:COUNT"], "must be a function that returns (model, loss_fn, dataset)"),
         (["my_training_code:turned"], "model must be a torch.nn.Module, got TensorDataset"),
-        (["synthetic-convex", "--lr", "0"], "--lr must be positive and finite, got 0.0"),
-        (["synthetic-convex", "--lr", "-1"], "--lr must be positive and finite, got -1.0"),
-        (["my_training_code:parts", "--lr", "1"], "--lr is for experiments"),
+        (["synthetic-convex", "--set", "methods.sgd-small.lr=0.0"], "lr must be positive and finite, got lr=0.0"),
+        (["my_training_code:parts", "--set", "lr=1"], "--set lr: no experiment file is used here, so only training"),
         (["cifar-11"], "unknown experiment 'cifar-11'"),
         (["synthetic-convex", "--method", "sgd-tiny"], "has no method 'sgd-tiny'"),
         (["synthetic-convex", "--batch-sizes", "8,x"], "--batch-sizes must be whole numbers"),

@@ -118,7 +118,7 @@ def test_the_limit_survives_a_resume(run, tmp_path):
 def test_a_first_batch_that_does_not_fit_is_an_error_with_advice(run):
     method = replace(run.experiment.methods["it"], batch_size=32)
     broken = replace(run, experiment=replace(run.experiment, methods={"it": method}))
-    with pytest.raises(BatchTooLargeError, match="Micro-batches of 16 fit: use micro_batch_size=16"):
+    with pytest.raises(BatchTooLargeError, match=r"in micro-batches of 32\. Try micro_batch_size=16"):
         execute(broken)
 
 

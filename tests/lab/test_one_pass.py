@@ -253,7 +253,7 @@ def test_killed_inside_of_a_pass_it_resumes_to_the_same_bits(tmp_path, data):
 def test_branches_of_a_probe_go_through_the_text_in_orders_of_their_own(tmp_path, data):
     run = Run(language_model().scaled(4), "fixed-8", 0, tmp_path, data_dir=data)
     execute(run)
-    start = find_start(tmp_path, "lm-bytes", method=None, seed=None, epoch=None)
+    start = find_start(run.checkpoint_path, "lm-bytes")
     branches = BranchTrainer(run_of(start, run.experiment, data_dir=data), start)
     loader, seen = branches.loader, []
     fetch = loader.transform

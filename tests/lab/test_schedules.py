@@ -20,18 +20,11 @@ def test_a_warm_up_leads_to_the_rate_and_a_cosine_to_the_floor():
     assert SCHEDULES["warmup-cosine"](warmup=0.0).course(0.0) == 1.0
 
 
-def test_warm_up_level_and_decay():
-    course = SCHEDULES["wsd"](warmup=0.1, decay=0.2, floor=0.05).course
-    assert [course(x) for x in (0.05, 0.1, 0.5, 0.8, 0.9, 1.0)] == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.525, 0.05])
-    assert SCHEDULES["wsd"](decay=0.0).course(1.0) == 1.0
-
-
-@pytest.mark.parametrize("kind", ["warmup-cosine", "wsd"])
 @pytest.mark.parametrize("batch_size", [3, 7, 32])
-def test_an_experiment_of_epochs_ends_at_the_floor_whatever_the_size(tmp_path, kind, batch_size):
+def test_an_experiment_of_epochs_ends_at_the_floor_whatever_the_size(tmp_path, batch_size):
     experiment = small()
     method = replace(experiment.method("sgd-small"), batch_size=batch_size, lr=0.5)
-    schedule = Part(kind=kind, settings={"warmup": 0.1, "floor": 0.25})
+    schedule = Part(kind="warmup-cosine", settings={"warmup": 0.1, "floor": 0.25})
     planned = replace(experiment, schedule=schedule, methods={"it": method})
     trainer = make_trainer(Run(planned, "it", 0, tmp_path))
     rates, places = [], []
@@ -40,7 +33,7 @@ def test_an_experiment_of_epochs_ends_at_the_floor_whatever_the_size(tmp_path, k
     trainer.optimizer.register_step_pre_hook(lambda *_: places.append(loader.samples_delivered))
     for _ in range(planned.epochs):
         trainer.run_epoch()
-    course, total = SCHEDULES[kind](warmup=0.1, floor=0.25).course, planned.epochs * len(loader.dataset)
+    course, total = SCHEDULES["warmup-cosine"](warmup=0.1, floor=0.25).course, planned.epochs * len(loader.dataset)
     assert rates[-1] == pytest.approx(0.25 * 0.5)
     # A step that is shorter than the batch size, at an epoch's end, has the rate of a whole one.
     whole = [(r, p) for r, p, before in zip(rates, places, [0, *places], strict=False) if p - before == batch_size]
@@ -62,16 +55,15 @@ def test_a_step_twice_at_one_place_changes_nothing_and_the_state_is_plain():
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "message"),
+    ("settings", "message"),
     [
-        ("warmup-cosine", {"warmup": 1.0}, "warmup must be at least 0 and below 1, got warmup=1.0"),
-        ("wsd", {"floor": -0.1}, "floor must be at least 0 and below 1"),
-        ("wsd", {"warmup": 0.5, "decay": 0.6}, "warmup=0.5 and decay=0.6 are more than the whole run"),
+        ({"warmup": 1.0}, "warmup must be at least 0 and below 1, got warmup=1.0"),
+        ({"floor": -0.1}, "floor must be at least 0 and below 1"),
     ],
 )
-def test_wrong_settings_are_an_error(kind, settings, message):
+def test_wrong_settings_are_an_error(settings, message):
     with pytest.raises(ArgumentError, match=message):
-        SCHEDULES[kind](**settings)
+        SCHEDULES["warmup-cosine"](**settings)
 
 
 def test_warm_ups_by_epochs_are_not_for_a_single_pass():

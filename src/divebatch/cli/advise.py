@@ -1,6 +1,5 @@
 """`divebatch advise EXPERIMENT` or `divebatch advise module:function`."""
 
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
-from divebatch.cli.options import DataDir, Device, chosen_device, whole_numbers
+from divebatch.cli.options import DataDir, Device, Settings, chosen_device, whole_numbers
 from divebatch.cli.results_files import make_folder, to_json, write_results
-from divebatch.errors import ArgumentError
-from divebatch.report.drawing import finish, require_matplotlib, settings
+from divebatch.report.drawing import finish, require_matplotlib, styled
 
 
 def advise(
@@ -22,9 +20,7 @@ def advise(
     method: Annotated[
         str | None, typer.Option(help="Method whose batch size and rate an experiment uses; its baseline by default.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Another network for an experiment, such as resnet20.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=2, help="Batch size that the learning rate belongs to.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of an experiment, instead of the method's.")] = None,
     batch_sizes: Annotated[str | None, typer.Option(help="Sizes to time: 32,64,128; powers of two by default.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of the short run that shows the noise.")] = 300,
     timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing; warming up is not counted.")] = 60.0,
@@ -33,8 +29,7 @@ def advise(
     ] = "split",
     data_dir: DataDir = Path("data"),
     device: Device = "cpu",
-    precision: Annotated[str, typer.Option(help="Number format: fp32, tf32 or bf16.")] = "fp32",
-    compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile: seconds for each size.")] = False,
+    settings: Settings = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of data, model and order.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/advice"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")] = False,
@@ -43,8 +38,9 @@ def advise(
     # Here and not above: torch takes seconds, and help must not.
     from divebatch.advice.plot import CAPTION
     from divebatch.advice.text import step_in_words
-    from divebatch.lab import DeviceOptions, get_experiment
+    from divebatch.lab import get_experiment
     from divebatch.lab.advise import advise_as_trained, parts_of_experiment, parts_of_own
+    from divebatch.lab.schema import parse_options
 
     def say_time(size: int, seconds: float) -> None:
         typer.echo(step_in_words(size, seconds), err=True)  # progress, not the answer
@@ -52,23 +48,19 @@ def advise(
     with errors_exit_with(WRONG_USE):
         device, clip_norm = chosen_device(device), None
         require_matplotlib()
-        if lr is not None and not 0 < lr < math.inf:
-            raise ArgumentError(f"--lr must be positive and finite, got {lr}")
         sizes = None if batch_sizes is None else whole_numbers("--batch-sizes", batch_sizes)
         make_folder(out)
         if ":" in target and not target.endswith(".toml"):
-            if lr is not None:
-                raise ArgumentError("--lr is for experiments; of your own the optimizer's learning rate counts")
+            options = parse_options(settings or ())
             parts = {**parts_of_own(target), "batch_size": batch_size}
         else:
-            experiment = get_experiment(target)
-            experiment = experiment.with_model(model) if model is not None else experiment
-            chosen: dict[str, Any] = {"batch_size": batch_size, "lr": lr, "seed": seed}
-            parts = parts_of_experiment(experiment, method, device=device, data_dir=data_dir, **chosen)
-            clip_norm = experiment.clip_norm
+            experiment = get_experiment(target, settings or ())
+            chosen: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "device": device, "data_dir": data_dir}
+            parts = parts_of_experiment(experiment, method, **chosen)
+            options, clip_norm = experiment.training, experiment.clip_norm
         advice = advise_as_trained(
             parts,
-            DeviceOptions(precision=precision, compile=compile),
+            options,
             device=device,
             clip_norm=clip_norm,
             batch_sizes=sizes,
@@ -82,7 +74,7 @@ def advise(
     values = {"target": target, **advice.to_dict()}
     # Before the files: minutes of measuring must not be lost to a full disk.
     typer.echo(to_json(values) if json else str(advice))
-    with errors_exit_with(FAILED), settings():
+    with errors_exit_with(FAILED), styled():
         paths = write_results(out, name, values, finish(name, f"Advice for {name}", advice.draw(), (CAPTION,)))
     if not json:
         typer.echo("\n".join(map(str, paths)))

@@ -13,8 +13,10 @@ DataDir = Annotated[
     Path, typer.Option(envvar="DIVEBATCH_DATA", help="Folder that holds cifar-10-batches-py and its like.")
 ]
 Device = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, mps, or auto: a GPU if there is one.")]
-Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")]
-MicroBatch = Annotated[int | None, typer.Option(min=1, help="Samples of one backward pass at most.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change the file: training.precision=bf16, model.kind=resnet20; may be repeated."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 
 

@@ -1,4 +1,4 @@
-"""`divebatch probe EXPERIMENT --checkpoint PLACE`."""
+"""`divebatch probe EXPERIMENT CHECKPOINT`."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
-from divebatch.cli.options import Compile, DataDir, Device, ExperimentName, MicroBatch, chosen_device, whole_numbers
+from divebatch.cli.options import DataDir, Device, ExperimentName, Settings, chosen_device, whole_numbers
 from divebatch.cli.results_files import make_folder, to_json, write_results
 from divebatch.errors import ArgumentError
 from divebatch.report.drawing import (
@@ -21,27 +21,20 @@ from divebatch.report.drawing import (
     add_heading,
     finish,
     require_matplotlib,
-    settings,
     size_axis,
+    styled,
 )
 
 if TYPE_CHECKING:
     from divebatch.lab.probe import Noise, Probe
 
-Checkpoint = Annotated[Path, typer.Option(help="A seed-K.ckpt, or a folder that `divebatch run` wrote.")]
 MOST_BEHIND = 100.0
 """Percent at which the axis ends: a branch that diverged must not flatten the others."""
 
 
 def probe(
     experiment: ExperimentName,
-    checkpoint: Checkpoint = Path("runs"),
-    method: Annotated[str | None, typer.Option(help="Method of the run, if the folder holds several.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run, if the folder holds several.")] = None,
-    epoch: Annotated[
-        int | None,
-        typer.Option(min=0, help="Epochs, or parts of a pass, before the checkpoint; the last by default."),
-    ] = None,
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run: OUT/EXPERIMENT/METHOD/seed-K.ckpt.")],
     factors: Annotated[
         str | None, typer.Option(help="Factors of the batch size: 1,2,4,8; by default up to a quarter of the window.")
     ] = None,
@@ -59,11 +52,7 @@ def probe(
     noise: Annotated[bool, typer.Option("--noise/--no-noise", help="Also measure noise scales.")] = True,
     data_dir: DataDir = Path("data"),
     device: Device = "cpu",
-    precision: Annotated[
-        str | None, typer.Option(help="Number format: fp32, tf32 or bf16; the run's by default.")
-    ] = None,
-    compile: Compile = None,
-    micro_batch: MicroBatch = None,
+    settings: Settings = None,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/probe"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -77,10 +66,9 @@ def probe(
         require_matplotlib()
         follows = _coupling_of(coupling)
         lab.require_settings(follows, repeats, tolerance, lab.SMOOTHING)
-        planned = get_experiment(experiment)
-        start = lab.find_start(checkpoint, planned.name, method=method, seed=seed, epoch=epoch)
-        training = {"precision": precision, "compile": compile, "micro_batch_size": micro_batch}
-        run = lab.run_of(start, planned, device=device, data_dir=data_dir, training=training)
+        planned = get_experiment(experiment, settings or ())
+        start = lab.find_start(checkpoint, planned.name)
+        run = lab.run_of(start, planned, settings=settings or (), device=device, data_dir=data_dir)
         make_folder(out)
         branches = lab.BranchTrainer(run, start, judge)
         branches.require_coupling(follows)
@@ -186,7 +174,7 @@ def _show(heading: str, found: "Probe", noises: Sequence["Noise"], word: str) ->
 
 def _draw(name: str, heading: str, probe: "Probe", noises: Sequence["Noise"], word: str) -> Drawing:
     """Draw the gap of each branch, with the critical batch size and the noise scales."""
-    with settings():
+    with styled():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6.8, 4.2), layout="constrained")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, leave
-from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet, chosen_device, comma_separated
+from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet, Settings, chosen_device, comma_separated
 from divebatch.cli.results_files import make_folder
 from divebatch.errors import StoppedError
 
@@ -38,6 +38,7 @@ def search(
     held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
     apply_to: Annotated[str | None, typer.Option(help="Other methods that get the best settings too: a,b.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,
+    settings: Settings = None,
     data_dir: DataDir = Path("data"),
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for records and results.")] = Path("runs/search"),
@@ -58,7 +59,7 @@ def search(
             typer.echo(text)
 
     with errors_exit_with(WRONG_USE):
-        tuned = get_experiment(experiment)
+        tuned = get_experiment(experiment, settings or ())
         name = method or next(iter([*tuned.report.baselines, *tuned.methods]))
         space = parse_space(over) if over else default_space(tuned, tuned.method(name))
         plan = Search(

@@ -31,11 +31,10 @@ def parts_of_experiment(
     method: str | None,
     *,
     batch_size: int | None = None,
-    lr: float | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of `advise` for a method, by default the first baseline, with another size or rate if given.
+    """Return the arguments of `advise` for a method, by default the first baseline, perhaps with another size.
 
     `settings` are those of `Run` that change no result.
     """
@@ -43,7 +42,7 @@ def parts_of_experiment(
     check_parts(experiment)
     name = method or next(iter([*experiment.report.baselines, *experiment.methods]))
     chosen = experiment.method(name)
-    chosen = replace(chosen, batch_size=batch_size or chosen.batch_size, lr=lr or chosen.lr)
+    chosen = replace(chosen, batch_size=batch_size or chosen.batch_size)
     experiment = replace(experiment, methods={**experiment.methods, name: chosen})
     trainer = make_trainer(Run(experiment, name, seed, Path(), **settings))
     trainer.control.close()

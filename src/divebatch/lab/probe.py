@@ -8,7 +8,7 @@ import copy
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -27,7 +27,7 @@ from divebatch.errors import ArgumentError, BatchTooLargeError, CheckpointError,
 from divebatch.lab import Experiment, Run, Tally, Trainer, evaluate, load_checkpoint, make_trainer, train_epoch
 from divebatch.lab.data.dataset import InParts
 from divebatch.lab.length import order_of_pass
-from divebatch.lab.schema import Part, build_estimator
+from divebatch.lab.schema import Part, build_estimator, parse_options
 from divebatch.lab.step import device_settings
 from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, LrCoupling, factor_of, require_adam, scale_settings
 from divebatch.policies import Fixed
@@ -43,6 +43,8 @@ LEAST_STEPS = 4
 SMOOTHING = 0.2
 """The part of the window that a branch's loss is averaged over."""
 JUDGES = ("train", "validation")
+MOST_NAMES = 10
+"""Checkpoints that an error lists."""
 PART_OF_A_RUN = 0.1
 """The part of a run over one pass that each branch sees by default."""
 REPEAT, DROPOUT = (0, 7), (0, 6)
@@ -395,62 +397,36 @@ class Start:
         return f"part {self.epoch} of {config['epochs']}" if config["one_pass"] else f"epoch {self.epoch}"
 
 
-def find_start(place: Path, experiment: str, *, method: str | None, seed: int | None, epoch: int | None) -> Start:
-    """Return the one checkpoint that `place`, a file or a folder of runs, and the wishes leave.
-
-    Of several epochs of one run it is the last, unless `epoch` names one; several runs are an error.
-    """
-    paths = [place] if place.is_file() else sorted(each for each in place.rglob("seed-*.ckpt*") if each.is_file())
-    headers = {path: _header_of(path) for path in paths if path.name.endswith((".ckpt", ".ckpt.previous"))}
-    if not headers:
-        raise ArgumentError(f"no checkpoint (seed-K.ckpt) at '{place}'; a run leaves one beside its records")
-    of_it = {path: header for path, header in headers.items() if header.experiment == experiment}
-    if not of_it:
-        others = ", ".join(sorted({header.experiment for header in headers.values()}))
-        raise ArgumentError(f"'{place}' holds no checkpoint of experiment {experiment!r}, but of: {others}")
-    fitting = {
-        path: header
-        for path, header in of_it.items()
-        if method in (None, header.method) and seed in (None, header.seed)
-    }
-    names = sorted({f"{header.method} seed {header.seed}" for header in fitting.values()})
-    if len(names) != 1:
-        known = ", ".join(names or sorted({f"{header.method} seed {header.seed}" for header in headers.values()}))
-        what = "several runs fit; choose by method and seed" if names else "no such run"
-        raise ArgumentError(f"'{place}': {what}. There are: {known}")
-    chosen: Start | None = None
-    there = set()
-    for start in (Start.of(path, header) for path, header in fitting.items()):  # one at a time: they may be large
-        there.add(start.epoch)
-        if epoch in (None, start.epoch) and (chosen is None or start.epoch > chosen.epoch):
-            chosen = start
-    if chosen is None:
-        epochs = ", ".join(map(str, sorted(there)))
-        raise ArgumentError(f"'{place}': no checkpoint of {names[0]} after epoch {epoch}; there are: {epochs}")
-    return chosen
-
-
-def _header_of(path: Path) -> RunHeader:
-    # Those that a run keeps have the epoch in their name too.
+def find_start(path: Path, experiment: str) -> Start:
+    """Read the checkpoint of a run of `experiment`, which lies beside the run's records."""
+    if not path.is_file():
+        found = sorted(str(each) for each in path.rglob("seed-*.ckpt")) if path.is_dir() else []
+        there = f"; name one of: {', '.join(found[:MOST_NAMES])}" if found else ""
+        raise ArgumentError(f"'{path}' is no checkpoint, a file like seed-0.ckpt that a run leaves{there}")
+    # The checkpoints that a run keeps have the epoch in their names too.
     records = path.with_name(re.sub(r"(\.epoch-\d+)?\.ckpt(\.previous)?$", "", path.name) + ".jsonl")
     if not records.exists():
         raise ArgumentError(f"'{path}' lacks the records of its run: '{records.name}' must lie beside it")
-    return read_run(records)[0]
+    header = read_run(records)[0]
+    if header.experiment != experiment:
+        raise ArgumentError(f"'{path}' is a checkpoint of experiment {header.experiment!r}, not of {experiment!r}")
+    return Start.of(path, header)
 
 
-def run_of(start: Start, experiment: Experiment, *, training: Mapping[str, Any] | None = None, **settings: Any) -> Run:
-    """Return the run as it was, but for `training` settings that are not None and `settings` of `Run`."""
+def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = (), **of_run: Any) -> Run:
+    """Return the run as it was, but for `of_run`, settings of `Run`, and `settings` like `training.precision=bf16`."""
     config = start.header.config
-    scaled = experiment.scaled(int(config["epochs"]))
-    changed = {name: value for name, value in (training or {}).items() if value is not None}
-    planned = replace(scaled, model=Part(**config["model"])).with_training(**{**config["training"], **changed})
-    run = Run(planned, start.header.method, start.header.seed, start.path.parent, **settings)
+    options = parse_options([each for each in settings if each.startswith("training.")], config["training"])
+    planned = replace(experiment.scaled(int(config["epochs"])), model=Part(**config["model"]))
+    run = Run(
+        planned.with_training(**asdict(options)), start.header.method, start.header.seed, start.path.parent, **of_run
+    )
     for key in PROBLEM:
         here, there = run.config[key], config.get(key)
         if here != there:
             raise CheckpointError(
                 f"'{start.path}' belongs to another experiment called {experiment.name!r}: its {key} is {there!r}, "
-                f"here it is {here!r}. Name the TOML file that the run was started with"
+                f"here it is {here!r}. Name the TOML file and give the --set that the run was started with"
             )
     return run
 
@@ -549,14 +525,14 @@ class BranchTrainer:
         if self.lr == 0:
             raise ArgumentError(
                 f"'{start.path}' stands at learning rate 0, the end of its schedule: no branch would learn. "
-                f"Choose an earlier checkpoint with --epoch"
+                f"Choose an earlier checkpoint"
             )
         default = self.dataset_size
         if self.rest is not None:
             if start.samples >= len(self.rest) and not config["repeat"]:
                 raise ArgumentError(
                     f"'{start.path}' stands at the end of its pass: no sample is left that the run has not seen. "
-                    f"Choose an earlier checkpoint with --epoch; `divebatch run --keep-checkpoints` keeps them"
+                    f"Choose an earlier checkpoint; `divebatch run --keep-checkpoints` keeps them"
                 )
             left = self.rest.num_left
             # Which holds for runs that ended by the clock too.
@@ -565,7 +541,7 @@ class BranchTrainer:
         if window > left:
             raise ArgumentError(
                 f"--window-samples {window}, and only {left} of its pass are left at '{start.path}': make it shorter, "
-                f"or choose an earlier checkpoint with --epoch"
+                f"or choose an earlier checkpoint"
             )
         if window < start.batch_size:
             raise ArgumentError(f"--window-samples {window}, shorter than one step of {start.batch_size}")

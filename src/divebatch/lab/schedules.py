@@ -113,61 +113,30 @@ class FractionLR(LRScheduler):
         return {name: value for name, value in super().state_dict().items() if name not in ("_course", "_fraction")}
 
 
-class BySamples(ScheduleSettings):
-    """A schedule that is a function of how much of the run is over."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupCosine(ScheduleSettings):
+    """Up in a straight line over the first `warmup` of the run, then half a cosine down to `floor` of the rate."""
 
     is_by_samples = True
     has_end = True
-
-    @abstractmethod
-    def course(self, fraction: float) -> float:
-        """Return the rate relative to its highest."""
-
-    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
-        return FractionLR(optimizer, self.course, fraction)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupCosine(BySamples):
-    """Up in a straight line over the first `warmup` of the run, then half a cosine down to `floor` of the rate."""
 
     warmup: float = 0.02
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        _require_fractions(warmup=self.warmup, floor=self.floor)
+        for name in ("warmup", "floor"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ArgumentError(f"{name} must be at least 0 and below 1, got {name}={getattr(self, name)}")
 
     def course(self, fraction: float) -> float:
+        """Return the rate relative to its highest."""
         if fraction < self.warmup:
             return fraction / self.warmup
         down = (fraction - self.warmup) / (1 - self.warmup)
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * down)) / 2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupStableDecay(BySamples):
-    """Up in a straight line over the first `warmup` of the run, level, and over its last `decay` down to `floor`."""
-
-    warmup: float = 0.02
-    decay: float = 0.2
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require_fractions(warmup=self.warmup, decay=self.decay, floor=self.floor)
-        if self.warmup + self.decay > 1:
-            raise ArgumentError(f"warmup={self.warmup} and decay={self.decay} are more than the whole run")
-
-    def course(self, fraction: float) -> float:
-        if fraction < self.warmup:
-            return fraction / self.warmup
-        left = (1 - fraction) / self.decay if self.decay else 1.0
-        return self.floor + (1 - self.floor) * min(1.0, left)
-
-
-def _require_fractions(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ArgumentError(f"{name} must be at least 0 and below 1, got {name}={value}")
+    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
+        return FractionLR(optimizer, self.course, fraction)
 
 
 SCHEDULES: dict[str, type[ScheduleSettings]] = {
@@ -176,7 +145,6 @@ SCHEDULES: dict[str, type[ScheduleSettings]] = {
     "cosine": Cosine,
     "milestones": Milestones,
     "warmup-cosine": WarmupCosine,
-    "wsd": WarmupStableDecay,
 }
 
 

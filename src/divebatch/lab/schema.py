@@ -311,18 +311,18 @@ def get_experiment(name: str, settings: Sequence[str] = ()) -> Experiment:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, too deep
         raise ArgumentError(f"cannot read experiment '{path}': {error}") from error
-    return parse_experiment(_changed(table, settings), str(path))
+    return parse_experiment(changed(table, settings), str(path))
 
 
-def _changed(table: Mapping[str, Any], settings: Sequence[str]) -> Mapping[str, Any]:
+def changed(table: Mapping[str, Any], settings: Sequence[str]) -> Mapping[str, Any]:
     """Return the tables of a file with some keys set; a part of another kind loses the settings of the one before."""
-    changed = deepcopy(dict(table))
+    found = deepcopy(dict(table))
     for setting in settings:
         key, sign, text = setting.partition("=")
         *path, last = key.strip().split(".")
         if not sign or not last:
             raise ArgumentError(f"a setting must be KEY=VALUE such as training.precision=bf16, got {setting!r}")
-        here: Any = changed
+        here: Any = found
         for number, word in enumerate(path):
             if path[0] == "methods" and number == 1:
                 require_choice("method", word, tuple(here))
@@ -333,7 +333,15 @@ def _changed(table: Mapping[str, Any], settings: Sequence[str]) -> Mapping[str, 
         if last == "kind" and here.get("kind") != value:
             here.clear()
         here[last] = value
-    return changed
+    return found
+
+
+def parse_options(settings: Sequence[str], options: Mapping[str, Any] | None = None) -> DeviceOptions:
+    """Return the table `training`, by default an empty one, with settings like `training.precision=bf16`."""
+    table = changed({"training": options or {}}, settings)
+    if unknown := [key for key in table if key != "training"]:
+        raise ArgumentError(f"--set {unknown[0]}: no experiment file is used here, so only training.KEY can be set")
+    return build_table(DeviceOptions, table["training"], "training")
 
 
 def _toml_value(text: str) -> Any:

@@ -40,6 +40,8 @@ AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Factors of a method's own learning rate that are tried with optimizers that are not the paper's."""
 OF_METHOD = ("lr", "batch_size", "warmup_epochs")
 """Settings that a method itself has; all others belong to its policy."""
+OF_NO_POINT = ("name", "summary", "paper", "trials", "methods", "report")
+"""Entries of an experiment that its points do not depend on."""
 SAMPLERS = ("grid", "random", "tpe")
 POLL_SECONDS = 0.5
 
@@ -257,16 +259,12 @@ class Search:
     def begin(self) -> None:
         """Note what is searched, or raise if the folder holds another search of this name."""
         experiment = self.searched()
-        parts = {name: asdict(getattr(experiment, name)) for name in ("data", "model", "optimizer", "schedule")}
+        shared = {key: value for key, value in asdict(experiment).items() if key not in OF_NO_POINT}
         wanted = {
+            **shared,
             "space": [str(dimension) for dimension in self.space.dimensions],
             "sampler": self.sampler,
             "seeds": [self.seed, self.num_seeds],
-            "epochs": experiment.epochs,
-            "held_out": self.held_out,
-            **parts,
-            "metric": asdict(experiment.metric),
-            "training": asdict(experiment.training),
             "method": asdict(experiment.method(self.method_name)),
         }
         wanted = json.loads(json.dumps(wanted))

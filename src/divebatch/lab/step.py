@@ -236,7 +236,7 @@ class TrainStep:
         if self.on_outgrown is not None and 0 < self.fitted < num_samples and self.fitted_micro < size:
             self.on_outgrown(num_samples, self.fitted)
             return self._again(batch, num_samples)
-        raise BatchTooLargeError(self._advice(batch, num_samples, size))
+        raise self._too_large(num_samples, size)
 
     def _again(self, batch: Any, num_samples: int) -> Tensor:
         """The same step in passes that fitted before: no sample is lost, and it is still one step."""
@@ -247,7 +247,7 @@ class TrainStep:
             return self._accumulate(batch, math.ceil(num_samples / size), size, plan)
         except torch.OutOfMemoryError:
             pass
-        raise BatchTooLargeError(self._advice(batch, num_samples, size))
+        raise self._too_large(num_samples, size)
 
     def _accumulate(self, batch: Any, count: int, size: int, plan: BatchPlan) -> Tensor:
         """All micro-batches of a batch, `count` of at most `size` samples: the sum of their weighted losses."""
@@ -311,26 +311,13 @@ class TrainStep:
         if part.is_full:
             forget_peak_memory(self.clock.device)
 
-    def _advice(self, batch: Any, num_samples: int, tried: int) -> str:
-        problem = f"out of memory: batch of {num_samples} samples in micro-batches of {tried}"
-        if not self.parallel.ranks.is_alone:  # to try on one rank alone would wait for the others for ever
-            return f"{problem} on rank {self.parallel.ranks.rank}. Try micro_batch_size={max(1, tried // 2)}"
-        fitting = self._fitting(batch, tried)
-        if fitting is None:
-            return f"{problem}; not even one sample fits"
-        return f"{problem}. Micro-batches of {fitting} fit: use micro_batch_size={fitting}"
-
-    def _fitting(self, batch: Any, tried: int) -> int | None:
-        """The largest half, quarter, ... of what was tried that runs."""
-        while tried > 1:
-            tried //= 2
-            self.optimizer.zero_grad()
-            try:
-                self._accumulate(cut(batch, 0, tried), 1, tried, BatchPlan())
-            except torch.OutOfMemoryError:
-                continue
-            return tried
-        return None
+    def _too_large(self, num_samples: int, tried: int) -> BatchTooLargeError:
+        ranks = self.parallel.ranks
+        where = "" if ranks.is_alone else f" on rank {ranks.rank}"
+        way_out = f"Try micro_batch_size={tried // 2}" if tried > 1 else "Not even one sample fits"
+        return BatchTooLargeError(
+            f"out of memory{where}: batch of {num_samples} samples in micro-batches of {tried}. {way_out}"
+        )
 
 
 @dataclass(slots=True)

@@ -275,8 +275,8 @@ def require_matplotlib() -> None:
 
 
 @contextmanager
-def settings() -> Iterator[None]:
-    """Set our style over matplotlib's defaults, whatever the user's own is; put it back afterwards."""
+def styled() -> Iterator[None]:
+    """Draw in our style, over matplotlib's defaults, whatever the user's own is; put it back afterwards."""
     import matplotlib
     from matplotlib import style
 
@@ -285,7 +285,7 @@ def settings() -> Iterator[None]:
 
 
 def finish(name: str, title: str, figure: "Figure", caption: Sequence[str]) -> Drawing:
-    """Return the figure in both formats; call it within `settings`."""
+    """Return the figure in both formats; call it within `styled`."""
     svg = _bytes(figure, "svg")
     figure.set_layout_engine("none")  # all has its place now; the second search for it would find the same
     return Drawing(name, title, " ".join(caption), svg, _bytes(figure, "png"))
@@ -348,7 +348,7 @@ def draw_panels(
     """
     from matplotlib.figure import Figure
 
-    with settings():
+    with styled():
         figure = Figure(figsize=(panel_size[0] * len(panels), panel_size[1]), layout="constrained")
         for place, panel in enumerate(panels, 1):
             _draw_panel(figure.add_subplot(1, len(panels), place), panel)
@@ -452,7 +452,7 @@ def draw_bars(bars: TargetBars, heading: str, caption: str) -> Drawing:
     """
     from matplotlib.figure import Figure
 
-    with settings():
+    with styled():
         figure = Figure(figsize=(CHART_SIZE[0], 1.2 + BAR_HEIGHT * len(bars.arrivals)), layout="constrained")
         axes = figure.add_subplot()
         for place, (method, arrival) in enumerate(bars.arrivals.items()):

@@ -35,13 +35,17 @@ def place(tmp_path_factory) -> Path:
     return made(tmp_path_factory.mktemp("adamw"), "adamw")
 
 
-def call(place: Path, *words: str):
-    where = ["--checkpoint", str(place / "lm"), "--data-dir", str(place / "data"), "--out", str(place / "probe")]
+def checkpoint_of(place: Path, part: int = 8) -> Path:
+    return place / "lm" / "fixed-8" / ("seed-0.ckpt" if part == 8 else f"seed-0.epoch-{part}.ckpt")
+
+
+def call(place: Path, *words: str, part: int = 8):
+    where = [str(checkpoint_of(place, part)), "--data-dir", str(place / "data"), "--out", str(place / "probe")]
     return CliRunner().invoke(app, ["probe", str(place / "lm.toml"), *where, *words])
 
 
-def branches_of(place: Path, epoch: int | None) -> BranchTrainer:
-    start = find_start(place / "lm", "lm", method=None, seed=None, epoch=epoch)
+def branches_of(place: Path, part: int) -> BranchTrainer:
+    start = find_start(checkpoint_of(place, part), "lm")
     return BranchTrainer(run_of(start, get_experiment(str(place / "lm.toml")), data_dir=place / "data"), start)
 
 
@@ -59,7 +63,7 @@ def test_checkpoints_that_a_run_keeps_lie_beside_the_last(place):
 @pytest.mark.parametrize("optimizer", BOTH)
 def test_a_probe_within_the_pass_speaks_in_bits_per_byte(place, tmp_path, optimizer):
     place = place if optimizer == "adamw" else made(tmp_path, optimizer)
-    answer = call(place, "--epoch", "5", "--repeats", "2", "--factors", "1,2", "--window-samples", "32")
+    answer = call(place, "--repeats", "2", "--factors", "1,2", "--window-samples", "32", part=5)
     assert answer.exit_code == 0, answer.output
     assert "lm, fixed-8, after part 5 of 8: branches of 32 samples" in answer.output
     assert "bits per byte" in answer.output
@@ -111,25 +115,23 @@ def test_each_repeat_of_the_rest_has_every_sample_once():
 
 
 WRONG = {
-    "past the end": (["--epoch", "5", "--window-samples", "9999"], "--window-samples 9999, and only 76 of its pass"),
-    "nothing left": ([], "stands at the end of its pass: no sample is left"),
-    "too short": (["--epoch", "2", "--window-samples", "3"], "--window-samples 3, shorter than one step of 8"),
-    "no such judge": (["--judge", "taste"], "unknown judge 'taste'; known: train, validation"),
-    "no such part": (["--epoch", "3"], "there are: 2, 5, 7, 8"),
+    "past the end": (5, ["--window-samples", "9999"], "--window-samples 9999, and only 76 of its pass"),
+    "nothing left": (8, [], "stands at the end of its pass: no sample is left"),
+    "too short": (2, ["--window-samples", "3"], "--window-samples 3, shorter than one step of 8"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_use_exits_with_2(place, name):
-    words, message = WRONG[name]
-    answer = call(place, *words)
+    part, words, message = WRONG[name]
+    answer = call(place, *words, part=part)
     assert answer.exit_code == 2, answer.output
     assert message in " ".join(answer.output.split())
 
 
 def test_other_data_than_the_runs_are_refused(place, tmp_path):
     other = write_corpus(tmp_path, train=60, seed=5)
-    answer = call(place, "--epoch", "2", "--data-dir", str(other))
+    answer = call(place, "--data-dir", str(other), part=2)
     assert answer.exit_code == 2
     assert "was trained on other data than those in the data folder" in answer.output
 

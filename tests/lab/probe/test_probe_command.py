@@ -21,14 +21,18 @@ def place(tmp_path_factory):
     return folder
 
 
-def call(place, *words, method="sgd-small", checkpoint=None):
-    where = ["--checkpoint", str(checkpoint or place / "runs"), *(["--method", method] if method else [])]
-    return CliRunner().invoke(app, ["probe", str(place / "tiny.toml"), *where, *map(str, words)])
+def checkpoint_of(place):
+    return place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+
+
+def call(place, *words, checkpoint=None):
+    where = str(checkpoint or checkpoint_of(place))
+    return CliRunner().invoke(app, ["probe", str(place / "tiny.toml"), where, *map(str, words)])
 
 
 def branches_of(place):
     experiment = get_experiment(str(place / "tiny.toml"))
-    start = find_start(place / "runs", NAME, method="sgd-small", seed=None, epoch=None)
+    start = find_start(checkpoint_of(place), NAME)
     return BranchTrainer(run_of(start, experiment), start)
 
 
@@ -171,7 +175,7 @@ def test_every_estimator_begins_at_the_checkpoint(place, monkeypatch):
 
 
 def test_a_branch_begins_with_the_checkpoints_weights_and_rate(place):
-    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+    path = checkpoint_of(place)
     state, branches = load_checkpoint(path, device=torch.device("cpu")), branches_of(place)
     assert torch.equal(branches.trainer.model.weight, state["model"]["weight"])
     assert branches.lr == state["optimizer"]["param_groups"][0]["lr"]
@@ -189,8 +193,7 @@ def test_a_branch_begins_with_the_checkpoints_weights_and_rate(place):
         (["--coupling", "nan"], "above 0 and at most 1, got coupling=nan"),
         (["--tolerance", "0"], "tolerance must be positive and finite, got tolerance=0.0"),
         (["--factors", "1,two"], "--factors must be whole numbers"),
-        (["--epoch", "1"], "no checkpoint of sgd-small seed 0 after epoch 1; there are: 3, 4"),
-        (["--seed", "5"], "no such run. There are: divebatch seed 0, sgd-small seed 0"),
+        (["--set", "training.precision=fp8"], "unknown precision 'fp8'; known: fp32, tf32, bf16"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--judge", "me"], "unknown judge 'me'; known: train, validation"),
     ],
@@ -203,21 +206,22 @@ def test_wrong_use_exits_with_2_and_says_what_is_wrong(place, tmp_path, words, m
 
 def test_a_checkpoint_that_is_not_there_or_not_the_experiments(place, tmp_path):
     out = ["--out", str(tmp_path)]
-    assert "no checkpoint (seed-K.ckpt) at" in call(place, *out, checkpoint=tmp_path).output
-    assert "several runs fit; choose by method and seed" in call(place, *out, method=None).output
-    answer = CliRunner().invoke(app, ["probe", "cifar10", "--checkpoint", str(place / "runs"), *out])
+    answer = call(place, *out, checkpoint=place / "runs")
     assert answer.exit_code == 2
-    assert "holds no checkpoint of experiment 'cifar10', but of: tiny" in answer.output
+    assert f"is no checkpoint, a file like seed-0.ckpt that a run leaves; name one of: {place}" in answer.output
+    assert str(checkpoint_of(place)) in answer.output
+    assert "is no checkpoint" in call(place, *out, checkpoint=tmp_path / "seed-0.ckpt").output
+    answer = CliRunner().invoke(app, ["probe", "cifar10", str(checkpoint_of(place)), *out])
+    assert answer.exit_code == 2
+    assert "is a checkpoint of experiment 'tiny', not of 'cifar10'" in answer.output
     lonely = tmp_path / "seed-0.ckpt"
-    lonely.write_bytes((place / "runs" / NAME / "sgd-small" / "seed-0.ckpt").read_bytes())
+    lonely.write_bytes(checkpoint_of(place).read_bytes())
     assert "lacks the records of its run: 'seed-0.jsonl'" in call(place, *out, checkpoint=lonely).output
 
 
 def test_a_namesake_with_other_data_is_refused(place, tmp_path):
     other = tiny_experiment(tmp_path, num_samples=2000)
-    answer = CliRunner().invoke(
-        app, ["probe", str(other), "--checkpoint", str(place / "runs"), "--method", "sgd-small", "--out", str(tmp_path)]
-    )
+    answer = CliRunner().invoke(app, ["probe", str(other), str(checkpoint_of(place)), "--out", str(tmp_path)])
     assert answer.exit_code == 2
     assert "belongs to another experiment called 'tiny': its data is" in answer.output
 
@@ -236,7 +240,7 @@ def test_a_checkpoint_at_learning_rate_zero_is_refused(place, tmp_path, monkeypa
 
 
 def test_the_batch_size_is_the_one_in_force_also_where_it_changed_since_the_last_record(place, tmp_path):
-    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt"
+    path = checkpoint_of(place)
     state = load_checkpoint(path, device=torch.device("cpu"))
     state["control"]["loader"]["batch_size"] = 32  # as a decision within the epoch leaves it
     save_checkpoint(tmp_path / path.name, state)
@@ -246,10 +250,12 @@ def test_the_batch_size_is_the_one_in_force_also_where_it_changed_since_the_last
     assert [gap["batch_size"] for gap in found["gaps"]] == [32, 64]
 
 
-def test_the_previous_checkpoint_can_be_probed_by_file_or_epoch(place, tmp_path):
+def test_the_previous_checkpoint_can_be_probed_in_another_precision(place, tmp_path):
     words = ("--no-noise", "--repeats", 1, "--factors", "2", "--json", "--out", tmp_path)
-    by_epoch = call(place, *words, "--epoch", 3)
-    path = place / "runs" / NAME / "sgd-small" / "seed-0.ckpt.previous"
-    assert by_epoch.exit_code == 0, by_epoch.output
-    assert json.loads(by_epoch.stdout)["epoch"] == 3
-    assert call(place, *words, checkpoint=path).output == by_epoch.output
+    path = checkpoint_of(place).with_name("seed-0.ckpt.previous")
+    answer = call(place, *words, checkpoint=path)
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert found["epoch"] == 3
+    rounded = json.loads(call(place, *words, "--set", "training.precision=bf16", checkpoint=path).stdout)
+    assert rounded["gaps"] != found["gaps"]
