@@ -21,6 +21,12 @@
     return size === 0 || size >= 1e-4 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
   }
 
+  // For an axis, which has little room.
+  function tick(value) {
+    const size = Math.abs(value);
+    return size >= 1e5 && size < 1e6 ? `${Number((value / 1e3).toPrecision(4))}k` : shown(value);
+  }
+
   // A mean to the second digit of its error: 93.83 ± 0.34.
   function shownWithError(mean, error) {
     if (!error) return shown(mean);
@@ -133,7 +139,7 @@
         stroke: color("--quiet"), font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
         grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 },
       };
-      const numbers = (_, splits) => splits.map(value => (value === null ? null : shown(value)));
+      const numbers = (_, splits) => splits.map(value => (value === null ? null : tick(value)));
       return {
         ...this.size(), legend: { show: false }, padding: [10, 12, 0, 0],
         scales: {
