@@ -120,7 +120,7 @@ def test_a_resume_does_not_print_what_was_printed(experiment, tmp_path):
 def test_tables_in_a_pipe_are_neither_cut_nor_wrapped(experiment, tmp_path):
     words = ["--epochs", "2", "--trials", "1", "--jobs", "1", "--quiet"]
     assert call("run", experiment, *words, "--out", tmp_path).exit_code == 0
-    for command in (["report", tmp_path], ["watch", tmp_path], ["list", experiment]):
+    for command in (["watch", tmp_path], ["list", experiment]):
         program = [sys.executable, "-m", "divebatch", *map(str, command)]
         shown = subprocess.run(program, capture_output=True, text=True, check=True).stdout
         assert "…" not in shown

@@ -150,6 +150,7 @@ def test_the_command_again_can_be_pasted(monkeypatch):
     assert command_again("--resume") == "divebatch run e --resume"
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_run_and_shows_the_command_that_resumes_it(experiment, tmp_path):
     words = ["run", experiment, "--epochs", "100000", "--trials", "1", "--jobs", "1", "--methods", "sgd-small"]
     words += ["--out", str(tmp_path)]

@@ -131,34 +131,6 @@ def test_images_with_dropout_and_sketches_resume_to_the_same_bits(tmp_path, imag
     assert_same_end(broken, whole)
 
 
-@pytest.mark.usefixtures("counting")
-@pytest.mark.parametrize(
-    "method",
-    [
-        eager(get_experiment("synthetic-nonconvex").method("oracle")),
-        Method(
-            label="AdaBatch",
-            batch_size=48,
-            lr=0.5,
-            lr_coupling="linear",
-            warmup_epochs=2,
-            policy=Part(kind="adabatch", settings={"max_batch_size": 192, "every_epochs": 1, "lr_decay": 0.75}),
-        ),
-    ],
-    ids=["oracle", "adabatch"],
-)
-def test_a_life_of_one_step_each_still_ends_in_the_same_bits(tmp_path, method):
-    experiment = replace(small(), methods={"it": method})
-    whole, broken = Run(experiment, "it", 0, tmp_path / "a"), Run(experiment, "it", 0, tmp_path / "b")
-    execute(whole)
-    assert len({line["batch_size"] for line in records(whole)}) > 1
-    lives = 1
-    while stopped(broken, 1, resume=lives > 1):
-        lives += 1
-    assert lives >= records(whole)[-1]["steps"]
-    assert_same_end(broken, whole)
-
-
 def test_what_ran_before_in_a_process_does_not_matter(tmp_path, images):
     """Signs of sketches come from a source that all runs of a process share."""
     experiment, data = images

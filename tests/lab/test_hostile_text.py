@@ -5,7 +5,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,35 @@ from divebatch.cli import app
 from divebatch.errors import ArgumentError, DivebatchError, MissingExtraError, RecordError
 from divebatch.lab import Run, check_parts, execute, execute_all, get_experiment
 from divebatch.lab.schema import FOLDER
-from divebatch.records import EpochRecord, RunHeader, read_run
+from divebatch.records import read_run
 from lab.small_experiment import small
 
 # Records
 
 HEADER = {"kind": "run", "experiment": "a", "method": "b", "seed": 0}
 EPOCH = {"kind": "epoch", "epoch": 1, "batch_size": 8, "lr": 0.1, "steps": 3, "samples": 20}
-WRONG: list[Any] = [[], {}, "<script>alert(1)</script>", True, [[1]], {"a": 1}]
-
-
-def wrong_for(cls: type[Any], good: dict[str, Any]) -> list[Any]:
-    """(key, value) of every field with values of every kind that it cannot have."""
-    fitting = {"str": str, "Mapping": dict, "bool": bool, "list": list, "Metric": dict, "ReportSettings": dict}
-    pairs = []
-    for entry in fields(cls):
-        kinds = tuple(kind for word, kind in fitting.items() if word in str(entry.type))
-        values = [*WRONG, 7, 7.5] if "int" not in str(entry.type) and "float" not in str(entry.type) else WRONG
-        pairs += [
-            pytest.param(entry.name, value, id=f"{entry.name} {value!r}")
-            for value in values
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
-        ]
-    return pairs
+WRONG_HEADERS = {
+    "experiment": [1],
+    "method": True,
+    "seed": "x",
+    "config": None,
+    "metric": "loss",
+    "report": [1],
+    "versions": 7,
+    "hardware": "cpu",
+}
+WRONG_EPOCHS = {
+    "epoch": 1.5,
+    "batch_size": None,
+    "lr": "<script>",
+    "steps": True,
+    "samples": [[1]],
+    "val_loss": {"a": 1},
+    "measured": 7,
+    "reason": 7.5,
+    "shadows": [],
+    "changes": [[1, 2, 0.1], None],
+}
 
 
 def refuse(path: Path, *lines: str) -> None:
@@ -52,17 +58,12 @@ def records_path(tmp_path) -> Path:
     return tmp_path / "seed-0.jsonl"
 
 
-@pytest.mark.parametrize(("key", "value"), wrong_for(RunHeader, HEADER))
+@pytest.mark.parametrize(("key", "value"), WRONG_HEADERS.items())
 def test_a_first_line_with_a_value_of_the_wrong_kind_is_refused(records_path, key, value):
     refuse(records_path, json.dumps({**HEADER, key: value}))
 
 
-@pytest.mark.parametrize("changes", [[1], [[1]], [[1, 2, 0.1], None], [[1, "2", 0.1]], [[1, 2, True]], [{}], ["123"]])
-def test_changes_that_are_none_are_refused(records_path, changes):
-    refuse(records_path, json.dumps(HEADER), json.dumps({**EPOCH, "changes": changes}))
-
-
-@pytest.mark.parametrize(("key", "value"), wrong_for(EpochRecord, EPOCH))
+@pytest.mark.parametrize(("key", "value"), WRONG_EPOCHS.items())
 def test_an_epoch_with_a_value_of_the_wrong_kind_is_refused(records_path, key, value):
     refuse(records_path, json.dumps(HEADER), json.dumps({**EPOCH, key: value}))
 
@@ -74,8 +75,6 @@ LINES = {
     "not a number": json.dumps({**EPOCH, "train_loss": float("nan")}),
     "infinity": json.dumps({**EPOCH, "lr": float("inf")}),
     "no epoch": json.dumps({"kind": "epoch"}),
-    "a null where a number must be": json.dumps({**EPOCH, "batch_size": None}),
-    "a list": "[1, 2]",
     "a word": '"epoch"',
     "a page": "<html><script>alert(1)</script></html>",
     "a NUL": "\0",
@@ -85,9 +84,9 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
-@pytest.mark.parametrize("comes_first", [True, False])
-def test_a_hostile_line_is_refused(records_path, line, comes_first):
-    refuse(records_path, *([line] if comes_first else [json.dumps(HEADER), line]), json.dumps(EPOCH))
+def test_a_hostile_line_is_refused(records_path, line):
+    refuse(records_path, json.dumps(HEADER), line, json.dumps(EPOCH))
+    refuse(records_path, line, json.dumps(EPOCH))
 
 
 def test_the_lines_around_the_hostile_ones_are_good(records_path):
@@ -223,16 +222,15 @@ def test_unknown_words_exit_with_2_before_anything_is_written(tmp_path, words, m
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("jobs", ["1"])
 @pytest.mark.parametrize("kind", ["no folder", "an empty one", "a file", "the dataset itself", "an empty dataset"])
-def test_a_wrong_data_folder_fails_with_a_message(tmp_path, kind, jobs):
+def test_a_wrong_data_folder_fails_with_a_message(tmp_path, kind):
     folder = tmp_path / "data"
     if kind == "a file":
         folder.write_text("")
     elif kind != "no folder":
         (folder / "cifar-10-batches-py").mkdir(parents=True)
     data = {"the dataset itself": folder / "cifar-10-batches-py", "an empty one": tmp_path}.get(kind, folder)
-    words = ["run", "cifar10", "--methods", "sgd-small", "--trials", "1", "--jobs", jobs, "--data-dir", str(data)]
+    words = ["run", "cifar10", "--methods", "sgd-small", "--trials", "1", "--jobs", "1", "--data-dir", str(data)]
     answer = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")])
     assert answer.exit_code == 2
     assert "cifar10 sgd-small seed 0: " in answer.output

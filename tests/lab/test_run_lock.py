@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -106,16 +105,3 @@ def test_a_second_command_is_refused(run, tmp_path):
         first.kill()
     assert second.exit_code == 1
     assert "another process is working on" in second.output
-
-
-def test_a_disk_that_is_full_at_the_first_write_is_named_and_blocks_nothing_later(run):
-    """The system itself refuses every byte; the file can still be made."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(RecordError, match="File too large"):
-            execute(run)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    execute(run, resume=True)
-    assert_same_end(run, run)

@@ -99,16 +99,6 @@ def test_exact_diversity_is_the_loop_over_samples_at_the_epochs_last_weights(tmp
     assert record.exact_diversity == pytest.approx(slow.value, rel=1e-4)
 
 
-@pytest.mark.parametrize("method", ["divebatch", "oracle", "sgd-small"])
-@pytest.mark.parametrize("after", [1, 2, 3])
-def test_an_interrupted_run_resumes_to_the_same_records(tmp_path, method, after):
-    whole, broken = Run(small(), method, 0, tmp_path / "a"), Run(small(), method, 0, tmp_path / "b")
-    execute(whole)
-    interrupted(broken, after)
-    execute(broken, resume=True)
-    assert without_times(broken.records_path) == without_times(whole.records_path)
-
-
 def test_a_kill_between_record_and_checkpoint_takes_the_record_back(tmp_path):
     whole, broken = Run(small(), "divebatch", 0, tmp_path / "a"), Run(small(), "divebatch", 0, tmp_path / "b")
     execute(whole)

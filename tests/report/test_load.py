@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from made_up_runs import LOSS, write_accuracies, write_run
+from made_up_runs import LOSS, write_run
 
 from divebatch.errors import RecordError
 from divebatch.records import ReportSettings
@@ -18,25 +18,12 @@ EPOCH = {"kind": "epoch", "epoch": 1, "batch_size": 1, "lr": 1.0, "steps": 1, "s
 BROKEN = {
     "empty": b"",
     "half a header": b'{"kind": "run", "exp',
-    "no JSON": b"hello\n",
-    "no object": b"[1, 2]\n",
     "no header": json.dumps(EPOCH).encode() + b"\n",
-    "a header without its keys": b'{"kind": "run"}\n',
-    "a header of wrong types": b'{"kind": "run", "experiment": 1, "method": [], "seed": 0}\n',
     "a name that a terminal would obey": b'{"kind": "run", "experiment": "\\u001b[2J", "method": "m", "seed": 0}\n',
     "a label that a terminal would obey": HEADER[:-2].encode() + b', "label": "\\u001b[2J"}\n',
     "a shadow that a terminal would obey": f"{HEADER}{json.dumps({**EPOCH, 'shadows': {chr(27): 1}})}\n".encode(),
-    "a seed in words": b'{"kind": "run", "experiment": "e", "method": "m", "seed": "x"}\n',
-    "a config that is no object": HEADER[:-2].encode() + b', "config": null}\n',
     "not UTF-8": b"\xff\xfe\n",
-    "an epoch without its keys": HEADER.encode() + b'{"kind": "epoch", "epoch": 1}\n',
-    "a loss in words": HEADER.encode() + json.dumps({**EPOCH, "val_loss": "low"}).encode() + b"\n",
-    "a peak memory in words": HEADER.encode() + json.dumps({**EPOCH, "peak_memory_bytes": "much"}).encode() + b"\n",
-    "a batch size of null": HEADER.encode() + json.dumps({**EPOCH, "batch_size": None}).encode() + b"\n",
     "a number without end": HEADER.encode() + json.dumps({**EPOCH, "steps": 10**400}).encode() + b"\n",
-    "a number of too many digits": HEADER.encode() + b'{"kind": "epoch", "steps": ' + b"9" * 5000 + b"}\n",
-    "changes that are none": HEADER.encode() + json.dumps({**EPOCH, "changes": [[1, 2]]}).encode() + b"\n",
-    "a change in words": HEADER.encode() + json.dumps({**EPOCH, "changes": [[1, "more", 0.1]]}).encode() + b"\n",
     "the same epoch twice": HEADER.encode() + 2 * (json.dumps(EPOCH).encode() + b"\n"),
 }
 
@@ -126,15 +113,6 @@ def test_several_folders_are_read_as_one_and_each_file_once(tmp_path: Path) -> N
     assert not runs.problems
 
 
-def test_the_same_run_in_a_second_folder_is_named_and_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "e", "m", 0, [{}])
-    other = write_run(tmp_path / "b", "e", "m", 0, [{}, {}])
-    runs = load_runs(tmp_path / "a", tmp_path / "b")
-    assert len(runs.experiments[0].runs[0].epochs) == 1
-    assert len(runs.problems) == 1
-    assert str(other) in runs.problems[0]
-
-
 @pytest.mark.parametrize("content", [None, b"broken\n"])
 def test_no_run_at_all_is_an_error_that_names_the_folder(tmp_path: Path, content: bytes | None) -> None:
     if content:
@@ -161,13 +139,6 @@ def test_finished_means_the_configured_length_or_else_the_longest(tmp_path: Path
     assert finished == [True, False, False, True, False]  # open, then planned
 
 
-def test_a_run_that_has_just_begun_counts_as_a_run(tmp_path: Path) -> None:
-    write_run(tmp_path, "e", "m", 0, [], config={"epochs": 3})
-    write_accuracies(tmp_path, "e", "n", [[0.5]])
-    (experiment,) = load_runs(tmp_path).experiments
-    assert len(experiment.methods["m"]) == 1
-
-
 def test_the_length_is_the_highest_asked_for_or_else_the_longest_run(tmp_path: Path) -> None:
     write_run(tmp_path, "e1", "m", 0, [{}] * 2, config={"epochs": 5})
     write_run(tmp_path, "e1", "m", 1, [{}] * 3, config={"epochs": 3})
@@ -184,8 +155,16 @@ def test_kinds_come_from_the_configuration_and_odd_ones_are_none(tmp_path: Path)
     assert found == ["cifar", None, None, None]
 
 
-@pytest.mark.parametrize("value", ["1e999", "1e308", "-1e308", "1" + "0" * 400, str(2**63)])
-@pytest.mark.parametrize("key", ["val_loss", "epoch", "total_seconds", "samples"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("val_loss", "1e999"),
+        ("val_loss", "-1e308"),
+        ("epoch", str(2**63)),
+        ("total_seconds", "1e308"),
+        ("samples", "1" + "0" * 400),
+    ],
+)
 def test_numbers_that_no_arithmetic_survives_end_in_no_traceback(tmp_path, key, value):
     for seed in (0, 1):
         path = write_run(tmp_path, "e", "m", seed, [{"val_loss": 0.5, "total_seconds": 1.0}] * 3, config={"epochs": 3})

@@ -67,6 +67,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @NEEDS_COMPILER
+@pytest.mark.slow
 def test_generated_code_prepares_what_the_operators_do():
     compare("crop")
 
