@@ -158,55 +158,30 @@ METHODS = {
     "auto-old-from-quarter": Start("auto", every_steps=32, under=4),
     "larger-of-both": Start("larger-of-both", {"power": 1.0, "offset": 0.5}, every_steps=32),
 }
-SHORT = ("limited-1-0.5", "lead-halves", "auto-old", "late-switch", "lead-doublings", "halves-1.25-0.25")
-DECAYING = (*SHORT, "halves-1-0.25", "limited-1.25-0.5", "adabatch", "divebatch")
-CONSTANT = (
-    *("horizon-0.5", "horizon-1", "horizon-1-halves", "horizon-1.5"),
-    *("auto-old", "late-switch", "adabatch", "divebatch"),
-)
+RIVALS = ("seesaw-doublings", "late-switch", "adabatch", "divebatch", "auto-old")
+CANDIDATES_SGD = ("lead-halves", "halves-1-0.25", "halves-1.25-0.25")
+SGD = (*CANDIDATES_SGD, *RIVALS)
+ADAM = ("lead-halves", "lead-halves-adam", *RIVALS)
+LINEAR = ("lead-doublings", "limited-1-0.5", "seesaw-floor", "halves-1.5-0.25", "eighths-1.25")
+CONSTANT = ("horizon-0.5", "horizon-1", "horizon-1-halves", "horizon-1.5", *RIVALS[1:])
+QUARTER = "lead-halves-from-quarter"
 
 WORKLOADS = {
-    "linear": Workload(
-        "frontier-linear",
-        (8, 16, 32, 48, 64, 96, 128),
-        (32, 0.25),
-        1.0,
-        (*DECAYING, "seesaw-floor", "seesaw-doublings", "halves-1.5-0.25", "eighths-1.25", "lead-halves-from-quarter"),
-        tolerance=0.03,
-        seeds=8,
-    ),
     "mlp": Workload(
         "frontier-mlp", (16, 32, 64, 96, 128, 192, 256), (64, 0.02), 1.0, CONSTANT, tolerance=0.03, seeds=5
     ),
-    "gpt": Workload(
-        "frontier-gpt",
-        (32, 64, 96, 128, 192),
-        (64, 0.016),
-        0.25,
-        (
-            "lead-halves",
-            "limited-1-0.5",
-            "auto-old",
-            "late-switch",
-            "lead-doublings",
-            "halves-1.25-0.25",
-            "lead-halves-adam",
-        ),
+    "linear": Workload(
+        "frontier-linear", (8, 16, 32, 48, 64, 96, 128), (32, 0.25), 1.0, (*SGD, *LINEAR, QUARTER), tolerance=0.03
     ),
+    "gpt": Workload("frontier-gpt", (32, 64, 96, 128, 192), (64, 0.016), 0.25, (*ADAM, QUARTER)),
     "linear-adam": Workload(
-        "frontier-linear-adam",
-        (64, 128, 256, 512, 768, 1024, 1536),
-        (32, 0.032),
-        0.5,
-        (*SHORT, "lead-halves-adam"),
-        tolerance=0.03,
-        seeds=8,
+        "frontier-linear-adam", (64, 128, 256, 512, 768, 1024, 1536), (32, 0.032), 0.5, ADAM, tolerance=0.03
     ),
-    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, SHORT),
-    "cnn10": Workload("frontier-cnn10", (32, 64, 128, 192, 256), (64, 0.1), 1.0, (*SHORT, "adabatch", "divebatch")),
-    "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, SHORT, samples=393_216),
-    "linear-long": Workload("frontier-linear-long", (16, 32, 64, 96, 128, 192), (64, 0.5), 1.0, SHORT, tolerance=0.03),
-    "cnn100": Workload("frontier-cnn100", (32, 64, 128, 192, 256), (64, 0.1), 1.0, (*SHORT, "adabatch", "divebatch")),
+    "cnn10": Workload("frontier-cnn10", (32, 64, 128, 192, 256), (64, 0.1), 1.0, (*SGD, QUARTER)),
+    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, ADAM),
+    "linear-long": Workload("frontier-linear-long", (16, 32, 64, 96, 128, 192), (64, 0.5), 1.0, SGD, tolerance=0.03),
+    "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, ADAM, samples=393_216),
+    "cnn100": Workload("frontier-cnn100", (32, 64, 128, 192, 256), (64, 0.1), 1.0, SGD),
 }
 
 
@@ -312,7 +287,7 @@ def prepare() -> None:
     POLICIES.update(CANDIDATES)
 
 
-def train(point: Point, data_dir: Path) -> Line:
+def train(point: Point, data_dir: Path, device: str) -> Line:
     """Train one run and return its line."""
     workload = WORKLOADS[point.workload]
     start = METHODS.get(point.method, Start("fixed", cap=None, every_steps=None))
@@ -321,7 +296,13 @@ def train(point: Point, data_dir: Path) -> Line:
     experiment = experiment.ending(samples=workload.samples)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(
-            experiment, point.method, point.seed, Path(folder), data_dir=data_dir, checkpoint_every=experiment.epochs
+            experiment,
+            point.method,
+            point.seed,
+            Path(folder),
+            data_dir=data_dir,
+            device=device,
+            checkpoint_every=experiment.epochs,
         )
         try:
             execute(run)
@@ -336,6 +317,8 @@ def train(point: Point, data_dir: Path) -> Line:
         [each.steps, each.samples, round(loss, 6) if loss is not None else None]
         for each, loss in zip(epochs, losses, strict=True)
     ]
+    if device != "cpu":
+        line["device"] = device
     if epochs and epochs[-1].val_accuracy is not None:
         line["accuracy"] = epochs[-1].val_accuracy
     if point.method != "fixed":
@@ -377,7 +360,7 @@ def run_all(options: argparse.Namespace, names: Sequence[str]) -> None:
                 if len(under_way) >= options.jobs:
                     break
                 if point not in under_way.values():
-                    under_way[pool.submit(train, point, options.data_dir)] = point
+                    under_way[pool.submit(train, point, options.data_dir, options.device)] = point
             if not under_way:
                 return
             for done in wait(under_way, return_when=FIRST_COMPLETED).done:
@@ -401,6 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/frontier"))
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="in the order of their priority")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="one and the same for all runs of a workload")
     parser.add_argument("--plan", action="store_true", help="say what is left")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
