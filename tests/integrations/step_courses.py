@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Decision, EpochRecord, Measurement, Policy
-from divebatch.integrations.accumulation_policies import InMultiples
+from divebatch.integrations.accumulation import InMultiples
 
 NUM_TEXTS = 95
 """Neither passes nor two processes can share them evenly."""

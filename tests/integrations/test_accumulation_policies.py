@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from divebatch import Auto, Diversity, Measurement, Policy
-from divebatch.integrations.accumulation_policies import InMultiples
+from divebatch.integrations.accumulation import InMultiples
 from divebatch.measurement import History
 from divebatch.policies import NoiseScale, SpillOver, WarmUp
 

@@ -63,6 +63,7 @@ def assert_course_of_one_process(first: dict[str, Any], second: dict[str, Any], 
     assert first["weight"] == second["weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers")
 def test_two_processes_of_lightning_share_each_batch(tmp_path: Path):
     pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -111,6 +112,7 @@ def test_two_processes_of_accelerate_share_each_batch(tmp_path: Path):
     assert first["steps_of_a_prepared_scheduler"] == 2  # without us, after one step
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_two_processes_of_the_hugging_face_trainer_share_each_batch(tmp_path):
     """The course of one process with passes as large as theirs together, by samples and by tokens."""

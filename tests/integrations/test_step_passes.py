@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
 from divebatch import AdaptiveLoader
-from divebatch.integrations.step_budget import StepBudget
-from divebatch.integrations.step_passes import StepPasses, deliver_in_passes
+from divebatch.integrations.accumulation import StepBudget, StepPasses, deliver_in_passes
 
 
 class Stream(IterableDataset[Any]):

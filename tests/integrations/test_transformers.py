@@ -234,10 +234,10 @@ def test_arguments_that_do_not_work_are_refused(settings, message, tmp_path):
     ids=lambda value: list(value)[-1] if isinstance(value, dict) else "",
 )
 def test_ways_to_train_that_do_not_work_are_refused(settings, message, monkeypatch):
-    monkeypatch.setattr(adapter.refusals, "LabelSmoother", OldSmoother)
-    adapter.refusals.refuse_settings(made_of())
+    monkeypatch.setattr(adapter, "LabelSmoother", OldSmoother)
+    adapter._refuse_settings(made_of())
     with pytest.raises(ArgumentError, match=message):
-        adapter.refusals.refuse_settings(made_of(**settings))
+        adapter._refuse_settings(made_of(**settings))
 
 
 def made_of(**settings: Any) -> Any:

@@ -96,7 +96,7 @@ def test_a_size_that_stays_is_the_plain_trainers_course(tmp_path):
 )
 def test_steps_that_are_left_are_those_of_a_loop(sizes, first, steps, epoch, unit):
     """A loop that takes the passes of one step after the other, whose size changes, ends when it should."""
-    length_of = adapter.trainer.RunLength
+    length_of = adapter.RunLength
     length = length_of.of(first_steps=steps, first_batch_size=first * unit, epoch_samples=epoch, pass_samples=unit)
     assert taken_by_hand(length, [first] * steps)[0] == length.samples
     seen = 0
@@ -206,7 +206,7 @@ def test_the_last_complete_checkpoint_is_taken_where_saving_was_cut_off(tmp_path
     whole = trainer(folder=tmp_path / "whole", **settings)
     whole.train()
     killed = trainer(folder=tmp_path, **settings)
-    monkeypatch.setattr(adapter.trainer.checkpoints.torch, "save", Dies(torch.save, after=2))
+    monkeypatch.setattr(adapter.torch, "save", Dies(torch.save, after=2))
     with pytest.raises(KeyboardInterrupt):
         killed.train()
     monkeypatch.undo()

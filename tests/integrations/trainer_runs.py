@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from torch.optim import SGD
 
 from divebatch import AdaptiveLoader, Controller, EpochRecord, Policy
-from divebatch.integrations.accumulation_policies import InMultiples
+from divebatch.integrations.accumulation import InMultiples
 from integrations.plain_loop import Numbered
 from reference.per_sample import mean_loss, mlp
 

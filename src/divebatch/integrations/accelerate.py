@@ -11,8 +11,7 @@ from divebatch.controller import Controller, as_list, require_step_cadence
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
-from divebatch.integrations.accumulation_policies import InMultiples
-from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, load_state, state_of
+from divebatch.integrations.accumulation import InMultiples, StepPasses, deliver_in_passes, load_state, state_of
 from divebatch.integrations.versions import Requirement
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy

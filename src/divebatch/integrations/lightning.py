@@ -1,35 +1,51 @@
 """Lightning: callbacks that let a policy set the training's batch size, and that log the noise scale."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from divebatch.checks import warn_user
+from divebatch.checks import require_count, warn_user
 from divebatch.controller import Controller, require_step_cadence
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.order import EpochProgress
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
-from divebatch.integrations.accumulation_policies import InMultiples, refuse_loss
-from divebatch.integrations.lightning_checks import (
-    check_accumulation,
-    check_epochs,
-    check_optimizer,
-    check_unchanged,
+from divebatch.integrations.accumulation import (
+    InMultiples,
+    PassCount,
+    StepBudget,
+    StepPasses,
+    deliver_in_passes,
+    load_state,
+    refuse_loss,
+    state_of,
 )
-from divebatch.integrations.lightning_noise import NoiseScaleCallback
-from divebatch.integrations.lightning_package import LightningCallback
-from divebatch.integrations.pass_count import PassCount
-from divebatch.integrations.step_budget import StepBudget
-from divebatch.integrations.step_passes import StepPasses, deliver_in_passes, load_state, state_of
+from divebatch.integrations.versions import Requirement
 from divebatch.lr import Coupling, Unit
+from divebatch.noise_meter import NoiseMeter, NoiseScale
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
+
+REQUIREMENT = Requirement(
+    ["lightning", "pytorch-lightning"],
+    extra="lightning",
+    oldest="2.6.6",
+    too_new="2.7",
+    excluded=["2.6.2", "2.6.3"],  # these two carried malware
+)
+_MODULES = {"lightning": "lightning.pytorch", "pytorch-lightning": "pytorch_lightning"}
+_CALLBACKS = tuple(import_module(_MODULES[package]).Callback for package in REQUIREMENT.installed())
+LightningCallback: Any = type("LightningCallback", _CALLBACKS, {})
+"""A callback for the trainers of all packages that are here."""
+
 
 __all__ = ["BatchSizeCallback", "NoiseScaleCallback"]
 
@@ -309,3 +325,178 @@ def _unit_of(config: Any) -> Unit:
 
 def _set_max_steps(trainer: Any, steps: int) -> None:
     trainer.fit_loop.epoch_loop.max_steps = steps
+
+
+def check_epochs(trainer: Any, *, in_passes: bool) -> None:
+    """Refuse what would end an epoch before all samples were seen, or break it later.
+
+    Args:
+        trainer: The trainer.
+        in_passes: Whether the loader's batches keep their size, as passes of a step.
+    """
+    if trainer.reload_dataloaders_every_n_epochs != 1 and not in_passes:
+        raise ArgumentError(
+            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) never learns "
+            f"of a new batch size, or drops samples: pass reload_dataloaders_every_n_epochs=1"
+        )
+    if not trainer.fast_dev_run and (trainer.limit_train_batches != 1.0 or trainer.overfit_batches):
+        raise ArgumentError(
+            f"limit_train_batches={trainer.limit_train_batches} and overfit_batches={trainer.overfit_batches} end "
+            f"an epoch before all samples were seen: train on a Subset instead"
+        )
+    counts_batches = isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None
+    if counts_batches and not in_passes:
+        raise ArgumentError(
+            f"val_check_interval={trainer.val_check_interval} counts batches, and an epoch may come to have fewer: "
+            f"use a part of an epoch, such as 0.5"
+        )
+
+
+def check_accumulation(trainer: Any, module: Any) -> None:
+    """Refuse what else sets how many passes make a step."""
+    if not module.automatic_optimization:
+        raise ArgumentError(
+            f"{type(module).__name__} has automatic_optimization=False, and only Lightning's own optimization can make "
+            f"a step of several passes: leave out every_steps and the loader's delivery_size, and accumulate in "
+            f"training_step"
+        )
+    if trainer.strategy.handles_gradient_accumulation:
+        raise ArgumentError(
+            f"{type(trainer.strategy).__name__} accumulates gradients by itself, a fixed number of passes: leave out "
+            f"accumulate_grad_batches, every_steps and the loader's delivery_size"
+        )
+
+
+def check_optimizer(trainer: Any) -> None:
+    """Refuse several optimizers, and schedules that are stepped once in so many batches."""
+    if len(trainer.optimizers) != 1:
+        raise ArgumentError(f"one optimizer can be followed, the module has {len(trainer.optimizers)}")
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and config.frequency != 1:
+            raise ArgumentError(
+                f"{type(config.scheduler).__name__} has interval='step' and frequency={config.frequency}, which "
+                f"Lightning counts in batches, and their number changes: use frequency=1 and a schedule that is as "
+                f"much slower"
+            )
+
+
+def check_unchanged(trainer: Any, loader: Any, passes: int) -> None:
+    """Refuse another loader, and an accumulation that somebody else has set."""
+    if trainer.train_dataloader is not loader:
+        raise ArgumentError(
+            f"the trainer's loader is a {type(trainer.train_dataloader).__name__} and not the callback's: pass the "
+            f"callback's loader to fit, or return that very object from train_dataloader() each time"
+        )
+    if trainer.accumulate_grad_batches is not passes:
+        raise ArgumentError(
+            f"accumulate_grad_batches went from {passes} to {trainer.accumulate_grad_batches}: take out what sets it, "
+            f"such as a GradientAccumulationScheduler, and leave the size of a step to the policy"
+        )
+
+
+class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
+    """Logs the gradient noise scale of a training that is otherwise left alone: any loader, any loop of Lightning's.
+
+        trainer = Trainer(callbacks=[NoiseScaleCallback()])
+
+    Every `every_steps` optimizer steps the loggers get `noise_scale`, and the ends of its 95 % interval,
+    `noise_scale_low` and `noise_scale_high`, all in samples. `noise_scale` is left out where it is not known, and
+    `noise_scale_high` where nothing bounds it (`NoiseMeter` tells what the meter can see). `readings` has them all.
+
+    Without `batch_size` the samples of a step are counted in the batches: the first dimension of a batch's first
+    tensor, summed over the passes of a step, times the number of processes, which are taken to have as many each. A
+    reading goes by the size that most of its steps had, so that an epoch's short last step does not matter. Where the
+    size changes for good, as beside a `BatchSizeCallback`, the steps before are dropped and a new reading begins.
+
+    Args:
+        every_steps: Optimizer steps between two readings.
+        batch_size: Samples of an optimizer step, of all passes and processes together; None to count them.
+        preconditioned: Whether to measure gradients as an Adam-like optimizer sees them.
+    """
+
+    def __init__(self, *, every_steps: int = 100, batch_size: int | None = None, preconditioned: bool = False) -> None:
+        require_count("every_steps", every_steps)
+        if batch_size is not None:
+            require_count("batch_size", batch_size)
+        self.every_steps, self.batch_size, self.preconditioned = every_steps, batch_size, preconditioned
+        self.readings: list[NoiseScale] = []
+        self._meter: NoiseMeter | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The optimizer exists now."""
+        if len(trainer.optimizers) != 1:
+            raise ArgumentError(f"one optimizer can be watched, the module has {len(trainer.optimizers)}")
+        self._meter = NoiseMeter(trainer.optimizers[0], preconditioned=self.preconditioned)
+        self._sizes: Counter[int] = Counter()
+        """How many steps since the last reading had so many samples."""
+        self._samples = 0
+        """Samples of this process since the last step."""
+        self._last_size = self._usual_size = 0
+        """Samples of the last step, and of the last two that had equally many; 0 before there are any."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """A checkpoint has been loaded, and the steps of before with it."""
+        self._at_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A pass was made, and perhaps a step."""
+        if self.batch_size is None:
+            self._samples += _num_samples(batch)
+        if trainer.global_step == self._at_step:
+            return
+        self._count_step(self.batch_size or self._samples * trainer.world_size)
+        self._at_step, self._samples = trainer.global_step, 0
+        if self._sizes.total() >= self.every_steps:
+            self._read(trainer)
+
+    def _count_step(self, size: int) -> None:
+        assert self._meter is not None
+        has_changed = size == self._last_size != self._usual_size  # twice in a row: not an epoch's short last step
+        is_first, self._last_size = self._usual_size == 0, size
+        if has_changed:
+            self._usual_size = size
+        if has_changed and not is_first:
+            self._meter.read(size)
+            self._sizes.clear()
+        else:
+            self._sizes[size] += 1
+
+    def _read(self, trainer: Any) -> None:
+        assert self._meter is not None
+        reading = self._meter.read(self._sizes.most_common(1)[0][0])
+        self._sizes.clear()
+        self.readings.append(reading)
+        metrics = {f"noise_scale{end}": value for end, value in _known(reading).items()}
+        trainer.callback_metrics.update({name: Tensor([value])[0] for name, value in metrics.items()})
+        # To the loggers themselves: `log` would drop what does not fall on a multiple of log_every_n_steps.
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Lightning calls this and not `teardown` when something fails."""
+        self._leave()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Fit is over."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = None
+
+
+def _known(reading: NoiseScale) -> dict[str, float]:
+    values = {"": reading.value, "_low": reading.low, "_high": reading.high}
+    return {end: value for end, value in values.items() if abs(value) < float("inf")}  # NaN is not
+
+
+def _num_samples(batch: Any) -> int:
+    """The first dimension of its first tensor."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
+    if (first := next(tensors, None)) is None:
+        raise ArgumentError(
+            f"a batch of type {type(batch).__name__} shows no tensor whose samples could be counted: pass "
+            f"NoiseScaleCallback(batch_size=...), the samples of an optimizer step"
+        )
+    return len(first)

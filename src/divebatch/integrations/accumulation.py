@@ -1,17 +1,106 @@
-"""The backward passes of an optimizer step, for frameworks that accumulate the gradients of several."""
+"""Optimizer steps of several backward passes, for frameworks that accumulate their gradients."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from divebatch.controller import Controller
+from divebatch.controller import Controller, in_multiples
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.data.order import EpochProgress
+from divebatch.data.order import EpochProgress, num_batches
 from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.measurement import Decision, Measurement
 from divebatch.norms.loss_scale import LossReduction, LossWeight
+from divebatch.policies import Policy
+from divebatch.policies.policy import require_policy
+from divebatch.policies.wrappers import Around
+
+
+def refuse_loss(policy: Policy) -> None:
+    """Raise for what is no policy, and for one that needs the epoch's loss, which adapters do not pass on."""
+    require_policy(policy)
+    if "loss" in policy.needs:
+        raise ArgumentError(
+            f"{type(policy).__name__} needs the epoch's mean training loss, which this adapter does not pass on: "
+            f"use another policy, or a loop of your own with control.step(loss=...)"
+        )
+
+
+@dataclass(frozen=True)
+class InMultiples(Around):
+    """`policy`, with every size it chooses rounded down to a multiple of `unit`, the samples of one backward pass."""
+
+    unit: int
+
+    def next(self, seen: Measurement) -> Decision:
+        return in_multiples(self.policy, seen, self.unit)
+
+
+class PassCount(int):
+    """How many backward passes an optimizer step has, for a framework that finds the ends of steps by a remainder.
+
+    Lightning and the Hugging Face Trainer count the passes of an epoch and end a step where `count % passes` is 0,
+    which is right only if all steps of the epoch have equally many. The remainder of this number counts from the first
+    pass of the present step, so that it is 0 where that step begins and ends. In everything else, and in checkpoints,
+    it is a plain number.
+
+    >>> passes = PassCount(4, before=3)  # three passes came before this step, which has four
+    >>> [count % passes == 0 for count in (3, 4, 5, 6, 7)]
+    [True, False, False, False, True]
+
+    Args:
+        number: The passes of a full step.
+        before: Passes of the epoch before this step.
+        made: The passes that this step has: fewer than `number` where an epoch or the training ends; None for `number`.
+    """
+
+    before: int
+    made: int
+
+    def __new__(cls, number: int, *, before: int, made: int | None = None) -> Self:
+        passes = super().__new__(cls, number)
+        passes.before, passes.made = before, number if made is None else made
+        return passes
+
+    def __rmod__(self, count: Any) -> Any:
+        return (count - self.before) % self.made
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return int, (int(self),)
+
+
+class StepBudget:
+    """How many samples are left of a training whose length is a number of steps.
+
+    Args:
+        steps: So many steps of the first batch size.
+        first_batch_size: Tells that size, which a resume may bring.
+        loader: Delivers the samples.
+    """
+
+    def __init__(self, steps: int, first_batch_size: Callable[[], int], loader: AdaptiveLoader) -> None:
+        self.steps, self._first, self._loader = steps, first_batch_size, loader
+
+    def samples_left(self) -> float:
+        """Samples left in the epoch under way, or in the next one where none is; infinite before the last epoch."""
+        epochs, steps = self._length()
+        current = self._loader.current
+        is_over = current is not None and current.is_used_up
+        epoch, samples = self._loader.epoch + is_over, 0 if current is None or is_over else current.samples
+        if epoch != epochs:
+            return math.inf if epoch < epochs else 0
+        return max(0, steps * self._first() - samples)
+
+    def _length(self) -> tuple[int, int]:
+        """Whole epochs, and steps of one more."""
+        size, first = self._loader.dataset_size, self._first()
+        if size is None:
+            return self._loader.epoch, self.steps  # of a stream in its first pass
+        passes = num_batches(size, self._loader.delivery_size or first, drop_last=self._loader.drop_last)
+        return divmod(self.steps, math.ceil(passes / math.ceil(first / (self._loader.delivery_size or first))))
 
 
 class StepPasses:

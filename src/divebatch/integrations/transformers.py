@@ -1,0 +1,703 @@
+"""Hugging Face Transformers: a Trainer whose gradient accumulation follows a policy, and a callback that only measures.
+
+The Trainer fixes its loader and its schedule before the first step, so neither may move. What moves is
+`gradient_accumulation_steps`: a backward pass always takes `per_device_train_batch_size` samples.
+"""
+
+import gc
+import inspect
+import json
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+
+from divebatch.checks import require_count, warn_user
+from divebatch.controller import Controller, require_step_cadence
+from divebatch.data.loader import AdaptiveLoader
+from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.estimators import Estimator
+from divebatch.integrations.accumulation import InMultiples, PassCount, refuse_loss
+from divebatch.integrations.versions import Requirement
+from divebatch.lr import Coupling
+from divebatch.noise_meter import NoiseMeter
+from divebatch.norms import rule_for
+from divebatch.norms.forms import Explicit, Form, Outer, positions
+from divebatch.norms.loss_scale import LossWeight
+from divebatch.policies import Fixed, Policy
+from divebatch.ranks import RankShard
+from divebatch.records import EpochRecord
+
+# Before 5.5.4 the Trainer and Accelerate both divide some losses by the number of passes.
+REQUIREMENT = Requirement(["transformers"], extra="transformers", oldest="5.5.4", too_new="5.24")
+REQUIREMENT.installed()
+
+Trainer: Any = import_module("transformers").Trainer
+TrainerCallback: Any = import_module("transformers").TrainerCallback
+LabelSmoother: Any = import_module("transformers.trainer_pt_utils").LabelSmoother
+Conv1D: Any = import_module("transformers.pytorch_utils").Conv1D
+# Below "transformers", whose verbosity decides what is shown.
+logger: Any = import_module("transformers.utils.logging").get_logger("transformers.divebatch")
+
+
+_TAKEN_OVER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn")
+
+
+class TrainerLoader(AdaptiveLoader):
+    """An `AdaptiveLoader` that stays where it is when the Trainer tells the epoch, also in the middle of one."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the number on to a dataset that shuffles by it; the loader has counted by itself."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+class BatchSizeTrainer(Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` with the batch size that `policy` asks for.
+
+        trainer = BatchSizeTrainer(model=model, args=args, train_dataset=dataset, policy=Auto(max_batch_size=1024))
+
+    The batch size is that of an optimizer step on all processes, first `per_device_train_batch_size *
+    gradient_accumulation_steps * processes`; every other one is a multiple of one backward pass on all processes.
+    Samples are sequences: with a loss that is a mean over tokens, each sequence has the weight that its tokens have in
+    the loss of its optimizer step. Samples come in the order of an `AdaptiveLoader` with the seed `data_seed` or
+    `seed`, whatever the number of processes.
+
+    The length of training is counted in samples: `max_steps=N` and `num_train_epochs` stand for the samples that the
+    plain Trainer would see with the first batch size. Training ends when they have been seen, after fewer steps if the
+    batches have grown, and the schedule, driven by samples too, is then at its end.
+
+    Each epoch's record is in `records`; logs show `batch_size` and the learning rate in force. Checkpoints are saved at
+    any step, and training resumes exactly. For a subclass of Trainer: `class Mine(BatchSizeTrainer, Theirs)`.
+
+    Args:
+        positional: What `transformers.Trainer` takes.
+        policy: The rule that sets the batch size.
+        estimator: What measures the gradients, a name or an object; None for the policy's own.
+        lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
+        every_steps: Decide also within epochs, after each so many optimizer steps of one; None for their ends alone.
+        step_schedule: Whether a scheduler of your own (`optimizers=`) is taken: only if it does not rely on the
+            number of steps, which changes.
+        settings: What `transformers.Trainer` takes.
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        policy: Policy,
+        estimator: str | Estimator | None = None,
+        lr_coupling: Coupling | None = None,
+        every_steps: int | None = None,
+        step_schedule: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*positional, **settings)
+        _refuse_settings(self)
+        refuse_loss(policy)
+        if every_steps is not None:
+            require_step_cadence(every_steps, policy, None)
+        if self.lr_scheduler is not None and not step_schedule:
+            raise ArgumentError(
+                f"{type(self.lr_scheduler).__name__} is stepped once an optimizer step, and their number changes: set "
+                f"lr_scheduler_type instead, or pass step_schedule=True if it does not depend on it"
+            )
+        self.policy, self.lr_coupling, self.every_steps, self._estimator = policy, lr_coupling, every_steps, estimator
+        self.batch_control: Controller | None = None
+        self.records: list[EpochRecord] = []
+        self._first_passes = self.args.gradient_accumulation_steps
+        self._passes_before, self._rows_in_pass, self._samples_in_step = 0, 0, 0
+        self._shards: deque[RankShard] = deque()
+        self._resume_from: dict[str, Any] | None = None
+        self._follow = Follow(self)
+        # First, so that all others find the epoch's number and end right.
+        self.callback_handler.callbacks.insert(0, self._follow)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **named: Any) -> Any:
+        """As always; afterwards, and after an error, no hook is left on the model and `args` are as they were.
+
+        A second call trains anew from the first batch size, with the optimizer as it is, and `records` are its own.
+
+        Args:
+            resume_from_checkpoint: A checkpoint's folder, or True for the last complete one in `args.output_dir`.
+            positional: What `transformers.Trainer.train` takes.
+            named: What `transformers.Trainer.train` takes.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_complete(self.args.output_dir) or True
+        elif resume_from_checkpoint:
+            _require_complete(Path(resume_from_checkpoint))
+        self._forget_last_training()
+        try:
+            return super().train(resume_from_checkpoint, *positional, **named)
+        finally:
+            self._follow.leave()
+            self.args.gradient_accumulation_steps = self._first_passes
+
+    def _forget_last_training(self) -> None:
+        """Let go of the scheduler before: the Trainer makes another, and two would drive one optimizer."""
+        if self.batch_control is None:
+            return
+        self.batch_control._rates.follow(self.batch_control.first_batch_size)  # Adam counts its steps in such ones
+        self.batch_control, self.records = None, []
+        if self._created_lr_scheduler:
+            self.lr_scheduler = self.callback_handler.lr_scheduler = None
+        gc.collect()  # a scheduler is part of a cycle
+
+    # What the Trainer asks for before it starts
+
+    @property
+    def _pass_samples(self) -> int:
+        """Samples of one backward pass on all processes."""
+        return int(self._train_batch_size * self.args.world_size)
+
+    def get_train_dataloader(self) -> TrainerLoader:
+        """Every sample once an epoch, in passes of `per_device_train_batch_size` on each process."""
+        theirs = super().get_train_dataloader()
+        self.args.gradient_accumulation_steps = self._first_passes
+        self.train_loader = TrainerLoader(
+            theirs.dataset,
+            self._pass_samples * self._first_passes,
+            shuffle=_is_shuffled(theirs),
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            drop_last=self.args.dataloader_drop_last,
+            delivery_size=self._pass_samples,
+            **{name: getattr(theirs, name) for name in _TAKEN_OVER},
+        )
+        return self.train_loader
+
+    def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> Any:
+        """The length of training at the first batch size; an epoch has at most as many steps as passes."""
+        if not isinstance(dataloader, TrainerLoader):
+            raise ArgumentError(
+                f"get_train_dataloader of {type(self).__name__} returns a {type(dataloader).__name__}, whose batches "
+                f"have a fixed size: leave it out, and pass train_dataset and data_collator"
+            )
+        epochs, _, examples, samples, batch_size, passes, steps = super().set_initial_training_values(args, dataloader)
+        is_stream = isinstance(dataloader.dataset, IterableDataset)
+        of_epoch = dataloader.dataset_size
+        if of_epoch is not None and dataloader.drop_last:
+            of_epoch -= of_epoch % self._pass_samples
+        self._length = RunLength.of(
+            first_steps=steps,
+            first_batch_size=self._pass_samples * self._first_passes,
+            epoch_samples=of_epoch,
+            pass_samples=self._pass_samples,
+        )
+        self._tell_length()
+        # Each worker of a stream ends with a shorter pass, so their number is not known; each has a sample at least.
+        most = self._length.samples if is_stream else passes
+        return epochs, most, examples, samples, batch_size, most, steps
+
+    def _tell_length(self) -> None:
+        """What would surprise."""
+        length, steps = self._length, self.args.max_steps
+        if steps > 0 and self.is_world_process_zero():
+            logger.warning(
+                f"max_steps={steps} counts steps of the first batch size: training ends after {length.samples} "
+                f"samples, in fewer steps where batches grow"
+            )
+        ends_early = length.epoch_samples is None or length.samples < length.epoch_samples
+        if ends_early and self.every_steps is None and not isinstance(self.policy, Fixed):
+            warn_user(
+                f"the batch size is decided at the ends of epochs, and this training of {length.samples} samples may "
+                f"end before the first: pass BatchSizeTrainer(..., every_steps=N) to decide after each N steps"
+            )
+
+    def _init_training_state(self, *positional: Any) -> tuple[int, int]:
+        """The epochs that are done: the Trainer would divide its steps by a number that has changed since."""
+        epochs_trained, skipped = super()._init_training_state(*positional)
+        checkpoint = positional[3]
+        if checkpoint is None:
+            return epochs_trained, skipped
+        saved = _load_state(
+            Path(checkpoint),
+            pass_samples=self._pass_samples,
+            first_batch_size=self._pass_samples * self._first_passes,
+        )
+        self._resume_from = saved["control"]
+        return saved["control"]["epoch"], 0  # the loader itself goes on after what it has delivered of an epoch
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule of the first batch size, at the point that the samples seen have reached."""
+        if self.lr_scheduler is not None:
+            return self.lr_scheduler
+        raw = getattr(self.optimizer, "optimizer", self.optimizer)
+        scheduler = super().create_scheduler(num_training_steps, raw)
+        if type(scheduler) is not LambdaLR:
+            raise ArgumentError(
+                f"lr_scheduler_type={self.args.lr_scheduler_type.value!r} makes a {type(scheduler).__name__}, which "
+                f"cannot be driven by samples, and the number of steps changes: use 'linear', 'cosine' or another of "
+                f"its LambdaLRs"
+            )
+        scheduler.lr_lambdas = [self._by_samples(schedule) for schedule in scheduler.lr_lambdas]
+        return scheduler
+
+    def _by_samples(self, schedule: Callable[[Any], float]) -> Callable[[int], float]:
+        # By samples: the number of optimizer steps changes with the batch size.
+        return lambda _: schedule(self._length.schedule_place(self.train_loader.samples_delivered))
+
+    # One optimizer step
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """The passes of an optimizer step, however many the Trainer expects."""
+        loader, length = self.train_loader, self._length
+        before = loader.samples_delivered
+        passes, num_items = super().get_batch_samples(self._passes_of_step(epoch_iterator), sys.maxsize, device)
+        if not passes:  # the epoch or the training has ended; steps that the Trainer may still expect are none
+            self.control.should_epoch_stop = True
+            return passes, num_items
+        self._samples_in_step = loader.samples_delivered - before
+        size = self._size_in_force
+        self.args.gradient_accumulation_steps = PassCount(
+            length.passes(size), before=self._passes_before, made=len(passes)
+        )
+        self._passes_before += len(passes)
+        self.state.max_steps = self.state.global_step + length.steps_left(before, size)
+        return passes, num_items
+
+    def _passes_of_step(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """How many they are is known when the first one has come: what is due is decided then."""
+        loader, length = self.train_loader, self._length
+        left = length.passes_left(loader.samples_delivered)
+        self._shards.clear()
+        while left > 0 and (batch := next(batches, None)) is not None:
+            self._shards.append(loader.rank_shard)
+            yield batch
+            # Nothing is asked for after an epoch's last pass: that would end it before its last step is made.
+            if loader.is_at_end or len(self._shards) >= min(left, length.passes(self._size_in_force)):
+                return
+
+    @property
+    def _size_in_force(self) -> int:
+        """That of the pass under way: the loader's `batch_size`, if set by hand, is for the next one."""
+        current = self.train_loader.current
+        return self.train_loader.batch_size if current is None else current.batch_size
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Tokens of the step; a stand-in for a process without a sample has none."""
+        if any(shard.is_stand_in for shard in self._shards):
+            pairs = zip(batch_samples, self._shards, strict=True)
+            batch_samples = [_without_labels(batch) if shard.is_stand_in else batch for batch, shard in pairs]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """One pass, with norms told how much of the optimizer step's loss it is."""
+        self._rows_in_pass = _num_rows(inputs)
+        # The passes of a step were all delivered before the first one runs.
+        self.train_loader.rank_shard = self._shards.popleft()
+        self._pass_weight, self._shard_weight = self._weights(self.train_loader.rank_shard, num_items_in_batch)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _weights(self, shard: RankShard, num_items: Any) -> tuple[LossWeight, float]:
+        """How much of its step's loss the loss of a pass is, and the factor that it still lacks on this process."""
+        is_whole_steps = getattr(self, "loss_is_scaled_for_ga", None)  # what the user has said, from 5.20 on
+        if is_whole_steps is None:
+            by_items = self.model_accepts_loss_kwargs and num_items is not None
+            is_whole_steps = by_items or self.compute_loss_func is not None
+        # The loss of a whole step is divided by what the step holds on all processes, not by what the pass does.
+        weight = (
+            shard.num_samples / self._samples_in_step
+            if is_whole_steps
+            else 1 / self.current_gradient_accumulation_steps
+        )
+        is_summed = is_whole_steps and num_items is not None
+        return LossWeight(weight), shard.weight_for("sum" if is_summed else "mean")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Losses pass through the accelerator on their way backwards, also those of a subclass's `compute_loss`."""
+        super().create_accelerator_and_postprocess()
+        backward = self.accelerator.backward
+
+        def weighted(loss: Tensor, **settings: Any) -> None:
+            self._pass_weight.mark(loss)
+            backward(loss if self._shard_weight == 1.0 else loss * self._shard_weight, **settings)
+
+        # Here and not in compute_loss, which a subclass may replace.
+        self.accelerator.backward = weighted
+
+    # What logs and checkpoints hold
+
+    def _get_learning_rate(self) -> float:
+        """Return the rate in force; scheduler and groups hold the schedule's own."""
+        assert self.batch_control is not None
+        return self.batch_control.lr
+
+    def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
+        """Every log of training says with which batch size."""
+        if self.batch_control is not None and "loss" in logs:
+            logs["batch_size"] = self.args.gradient_accumulation_steps * self._pass_samples
+        super().log(logs, *positional, **named)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Add the controller's state once all processes are through; the Trainer's own state, written next, is last."""
+        super()._save_rng_state(output_dir)
+        assert self.batch_control is not None
+        state = {
+            "control": self.batch_control.state_dict(),
+            "pass_samples": self._pass_samples,
+            "first_batch_size": self._pass_samples * self._first_passes,
+        }
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            _save_state(Path(output_dir), state)
+
+
+def _num_rows(inputs: Any) -> int:
+    return len(next(value for value in inputs.values() if isinstance(value, Tensor)))
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with labels that no loss counts."""
+    names = {"labels", "shift_labels"} & set(batch)
+    return {**batch, **{name: torch.full_like(batch[name], -100) for name in names}}
+
+
+class Follow(TrainerCallback):  # type: ignore[misc]
+    """Makes the controller when training begins, and tells it of the ends of epochs.
+
+    Args:
+        trainer: The `BatchSizeTrainer`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._hooks: list[Any] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Model, optimizer and scheduler are as they will be, and a checkpoint is loaded into them."""
+        trainer = self.trainer
+        self._hooks = [
+            module.register_forward_pre_hook(self._expand_positions)
+            for module in trainer.model.modules()
+            if isinstance(module, nn.Embedding)
+        ]
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        trainer.batch_control = Controller(
+            trainer.model,
+            optimizer,
+            trainer.train_loader,
+            InMultiples(trainer.policy, trainer.train_loader.delivery_size),
+            estimator=trainer._estimator,
+            grad_scaler=trainer.accelerator.scaler,
+            lr_coupling=trainer.lr_coupling,
+            scheduler=trainer.lr_scheduler,
+            scheduler_unit="call",  # it counts samples by itself
+            every_steps=trainer.every_steps,
+            loss_reduction="weighted",  # a loss that does not have the weights already is multiplied by the trainer
+        )
+        if trainer._resume_from is not None:
+            trainer.batch_control.load_state_dict(trainer._resume_from)
+            trainer._resume_from = None
+
+    def _expand_positions(self, _: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        """Positions that all samples share are given to each, so that each one's gradient is its own."""
+        ids, count = inputs[0], self.trainer._rows_in_pass
+        is_shared = ids.ndim == 2 and len(ids) == 1 and count > 1 and torch.is_grad_enabled()
+        return (ids.expand(count, -1), *inputs[1:]) if is_shared else None
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The Trainer counts passes from here on, also in an epoch that is resumed in the middle."""
+        self.trainer._passes_before = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """With its last step an epoch ends, before that step is logged and saved."""
+        trainer = self.trainer
+        state.epoch = trainer._length.epochs(trainer.train_loader.samples_delivered)
+        if trainer.train_loader.is_at_end:
+            self._end_epoch(state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A stream is known to have ended only when it is asked for more."""
+        trainer = self.trainer
+        if trainer.train_loader.epoch == trainer.batch_control.epoch:
+            return
+        self._end_epoch(state)
+        if trainer._passes_before == 0:  # resumed at the stream's end, where the Trainer finds nothing and gives up
+            control.should_training_stop = False
+
+    def _end_epoch(self, state: Any) -> None:
+        trainer = self.trainer
+        record = replace(
+            trainer.batch_control.step(), steps=state.global_step, micro_batch_size=trainer.train_loader.delivery_size
+        )
+        trainer.records.append(record)
+        state.log_history.append(
+            {"epoch": state.epoch, "step": state.global_step, "batch_size": record.batch_size}
+            | ({} if record.diversity is None else {"diversity": record.diversity})
+        )
+
+    def leave(self) -> None:
+        """Take every hook off the model again."""
+        if self.trainer.batch_control is not None:
+            self.trainer.batch_control.close()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _is_shuffled(theirs: Any) -> bool:
+    """Whether the Trainer's loader shuffles; raises for a sampler that does anything but that or go in order."""
+    if isinstance(theirs.dataset, IterableDataset):
+        return False
+    cutting = getattr(theirs.batch_sampler, "batch_sampler", theirs.batch_sampler)  # inside each process's share
+    sampler = getattr(cutting, "sampler", cutting)
+    if isinstance(sampler, SequentialSampler):
+        return False
+    if isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(theirs.dataset):
+        return True
+    raise ArgumentError(
+        f"the training loader has a {type(sampler).__name__}, which a BatchSizeTrainer would not ask: it takes every "
+        f"sample once an epoch, shuffled or in order. Take out what sets the sampler (_get_train_sampler or "
+        f"get_train_dataloader), and let the dataset itself repeat or leave out samples"
+    )
+
+
+def _refuse_settings(trainer: Any) -> None:
+    """Raise an error that names all of them."""
+    wrong = {**_of_data(trainer), **_of_processes(trainer)}
+    found = [what for what, is_wrong in wrong.items() if is_wrong]
+    if found:
+        raise ArgumentError(f"with a batch size that changes these settings do not work: {'; '.join(found)}")
+
+
+def _of_data(trainer: Any) -> dict[str, bool]:
+    args = trainer.args
+    smoother_knows_step = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+    return {
+        f"auto_find_batch_size={args.auto_find_batch_size}": args.auto_find_batch_size,
+        f"train_sampling_strategy={args.train_sampling_strategy!r} (use 'random' or 'sequential')": (
+            args.train_sampling_strategy not in ("random", "sequential")
+        ),
+        f"label_smoothing_factor={args.label_smoothing_factor} (this version of transformers makes the gradient as "
+        f"many times too large as there are accumulated passes: use 5.15 or later)": (
+            args.label_smoothing_factor > 0 and trainer.model_accepts_loss_kwargs and not smoother_knows_step
+        ),
+    }
+
+
+def _of_processes(trainer: Any) -> dict[str, bool]:
+    args, accelerator = trainer.args, trainer.accelerator
+    together = args.world_size > 1
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
+    return {
+        f"n_gpu={args.n_gpu} (DataParallel: start it with torchrun, or set CUDA_VISIBLE_DEVICES to one)": (
+            args.n_gpu > 1
+        ),
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "parallelism_config": getattr(accelerator, "parallelism_config", None) is not None,
+        f"an IterableDataset on {args.world_size} processes (use a map-style dataset)": together and is_stream,
+        "average_tokens_across_devices=False on several processes (each would weigh its tokens by its own number)": (
+            together and not args.average_tokens_across_devices
+        ),
+        "accelerator_config.split_batches=True (per_device_train_batch_size is that of one process)": (
+            together and bool(args.accelerator_config.split_batches)
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a training that the Trainer counts in steps of the first batch size.
+
+    Args:
+        first_steps: Optimizer steps at the first batch size.
+        samples: The samples that those steps hold.
+        epoch_samples: Samples of an epoch; None for a stream that does not tell.
+        pass_samples: Samples of one backward pass on all processes.
+
+    >>> RunLength.of(first_steps=5, first_batch_size=6, epoch_samples=20, pass_samples=2).samples  # 6, 6, 6, 2 and 6
+    26
+    """
+
+    first_steps: int
+    samples: int
+    epoch_samples: int | None
+    pass_samples: int
+
+    @classmethod
+    def of(cls, *, first_steps: int, first_batch_size: int, epoch_samples: int | None, pass_samples: int) -> Self:
+        """The length that so many steps at the first batch size have; each epoch ends with what is left of it."""
+        samples = first_steps * first_batch_size
+        if epoch_samples is not None:
+            epochs, steps = divmod(first_steps, math.ceil(epoch_samples / first_batch_size))
+            samples = epochs * epoch_samples + steps * first_batch_size
+        return cls(first_steps, samples, epoch_samples, pass_samples)
+
+    def schedule_place(self, samples: int) -> float:
+        """Where a schedule over `first_steps` stands after so many samples: at its end after all of them."""
+        return self.first_steps * samples / self.samples
+
+    def epochs(self, samples: int) -> float:
+        """How many epochs so many samples are; of a stream that does not tell, how much of the whole training."""
+        return samples / (self.epoch_samples or self.samples)
+
+    def passes(self, batch_size: int) -> int:
+        """Backward passes of an optimizer step on so many samples."""
+        return math.ceil(batch_size / self.pass_samples)
+
+    def passes_left(self, samples: int) -> int:
+        """Backward passes until the end of training after so many samples, in this epoch."""
+        return math.ceil((self.samples - samples) / self.pass_samples)
+
+    def steps_left(self, samples: int, batch_size: int) -> int:
+        """Optimizer steps until the end of training after so many samples, were the batch size to stay."""
+        size = self.passes(batch_size) * self.pass_samples
+        left = self.samples - samples
+        if self.epoch_samples is None:
+            return math.ceil(left / size)
+        now = min(left, self.epoch_samples - samples % self.epoch_samples)
+        epochs, part = divmod(left - now, self.epoch_samples)
+        return math.ceil(now / size) + epochs * math.ceil(self.epoch_samples / size) + math.ceil(part / size)
+
+
+STATE_FILE = "divebatch.pt"
+_TRAINER_STATE = "trainer_state.json"
+
+
+def _save_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the file in one go: a process that is killed meanwhile leaves none."""
+    unfinished = folder / f"{STATE_FILE}.part"
+    torch.save(state, unfinished)
+    os.replace(unfinished, folder / STATE_FILE)
+
+
+def _require_complete(folder: Path) -> None:
+    """Raise where nothing can be resumed exactly."""
+    if not _is_complete(folder):
+        raise CheckpointError(
+            f"'{folder}' has no {STATE_FILE} or no whole {_TRAINER_STATE}: it was not saved by a BatchSizeTrainer, or "
+            f"with save_only_model=True, or its process was killed meanwhile. train(resume_from_checkpoint=True) takes "
+            f"the last complete checkpoint"
+        )
+
+
+def _load_state(folder: Path, *, pass_samples: int, first_batch_size: int) -> dict[str, Any]:
+    """Read the file, for a training with passes and a first batch of these sizes."""
+    # A checkpoint may come from elsewhere, and a pickle can run anything.
+    state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True)
+    there, here = (state["pass_samples"], state["first_batch_size"]), (pass_samples, first_batch_size)
+    if there != here:
+        raise CheckpointError(
+            f"'{folder}' is of a training with {there[0]} samples a pass and {there[1]} in the first batch, and here "
+            f"they are {here[0]} and {here[1]}: set per_device_train_batch_size to {there[0]} over the number of "
+            f"processes, and gradient_accumulation_steps={there[1] // there[0]}"
+        )
+    return state
+
+
+def _last_complete(output_dir: str) -> str | None:
+    """The last checkpoint that was saved to its end; None where there is none, complete or not."""
+    numbered = {int(path.name.partition("-")[2]): path for path in Path(output_dir).glob("checkpoint-[0-9]*")}
+    for number in sorted(numbered, reverse=True):
+        if _is_complete(numbered[number]):
+            return str(numbered[number])
+        logger.warning(f"'{numbered[number]}' is not complete and is left out: was its process killed meanwhile?")
+    if numbered:
+        raise CheckpointError(f"no checkpoint in '{output_dir}' is complete: train without resume_from_checkpoint")
+    return None
+
+
+def _is_complete(folder: Path) -> bool:
+    """The Trainer's own state is written last."""
+    try:
+        json.loads((folder / _TRAINER_STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return (folder / STATE_FILE).is_file()
+
+
+class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
+    """Logs the gradient noise scale of a plain `transformers.Trainer`, which it leaves as it is.
+
+        trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[NoiseScaleCallback()])
+
+    Each log of the training loss also has `noise_scale` and the ends of its 95 % interval, `noise_scale_low` and
+    `noise_scale_high`, all in sequences, over the steps since the last reading. A number that is not known or infinite
+    is left out. `NoiseMeter` measures: what it can and cannot see holds here.
+
+    The Trainer calls its own reporters (W&B, TensorBoard) before `callbacks=[...]`; for them put this callback first:
+    `NoiseScaleCallback().add_to(trainer)`.
+
+    Args:
+        every_steps: Read, and let the Trainer log, after each so many optimizer steps; None for whenever it logs.
+        preconditioned: Whether to measure gradients as an Adam-like optimizer sees them.
+        sketch: Whether gradients are kept as sketches or whole; None for sketches where the model is large.
+    """
+
+    def __init__(
+        self, *, every_steps: int | None = None, preconditioned: bool = False, sketch: bool | None = None
+    ) -> None:
+        if every_steps is not None:
+            require_count("every_steps", every_steps)
+        self._every_steps = every_steps
+        self._settings: dict[str, Any] = {"preconditioned": preconditioned, "sketch": sketch}
+        self._meter: NoiseMeter | None = None
+        self._batch_size = 0
+
+    def add_to(self, trainer: Any) -> None:
+        """Join `trainer` before its reporters, so that they are given the noise scale too.
+
+        Args:
+            trainer: The `transformers.Trainer`.
+        """
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """The optimizer exists now."""
+        self.on_train_end(args, state, control)  # where the training before ended with an error
+        self._meter = NoiseMeter(parts["optimizer"], **self._settings)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A reading has one batch size for all its steps: after a change it begins anew."""
+        size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        if size != self._batch_size and self._has_seen_steps:
+            self._read()
+        self._batch_size = size
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let the Trainer log where a reading is due."""
+        control.should_log |= self._every_steps is not None and self._is_due(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
+        """Add the reading to what is logged of the training loss."""
+        if "loss" not in logs or not self._has_seen_steps or not self._is_due(state):
+            return
+        reading = self._read()
+        logs.update(reading)
+        state.log_history[-1].update(reading)  # a copy that was made before
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the hook off the optimizer."""
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = None
+
+    def _is_due(self, state: Any) -> bool:
+        return self._every_steps is None or state.global_step % self._every_steps == 0
+
+    @property
+    def _has_seen_steps(self) -> bool:
+        """Not where a GradScaler has skipped all steps since the last reading."""
+        return self._meter is not None and self._meter._steps > 0
+
+    def _read(self) -> dict[str, float]:
+        assert self._meter is not None
+        found = self._meter.read(self._batch_size)
+        named = {"noise_scale": found.value, "noise_scale_low": found.low, "noise_scale_high": found.high}
+        return {name: value for name, value in named.items() if math.isfinite(value)}
+
+
+@rule_for(Conv1D)
+def _conv1d(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Form]:
+    """GPT-2's linear layer: its weight is stored the other way round."""
+    return {"weight": Outer(x, dy), "bias": Explicit(positions(dy).sum(1))}
