@@ -8,14 +8,15 @@ from torch import Tensor
 from distributed.rank_pool import RankPool
 from divebatch.lab.data import DataPlace
 from divebatch.lab.data.augment import CropFlip, Whole
-from divebatch.lab.data.images import Colours, HostImages, image_split
+from divebatch.lab.data.dataset import LabelledSamples
+from divebatch.lab.data.images import Colours, image_split
 from divebatch.ranks import Ranks
 
 
-def numbered_images(count: int) -> HostImages:
+def numbered_images(count: int) -> LabelledSamples:
     generator = torch.Generator().manual_seed(count)
     images = torch.randint(0, 256, (count, 32, 32, 3), generator=generator, dtype=torch.uint8)
-    return HostImages(images, torch.arange(count))
+    return LabelledSamples(images, torch.arange(count))
 
 
 def batches(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:

@@ -14,6 +14,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator, TrainingContext
 from divebatch.lab.clock import Clock
 from divebatch.lab.data import DATASETS, DataPlace, DataSplit
+from divebatch.lab.data.dataset import drawing
 from divebatch.lab.length import PartSampler, RunLength
 from divebatch.lab.models import MODELS, ModelSettings
 from divebatch.lab.optimizers import OPTIMIZERS
@@ -95,15 +96,16 @@ def _make_loader(run: "Run", split: DataSplit, clock: Clock) -> RunLength:
         loader = split.loader(size, seed=run.seed)
         total = experiment.epochs * len(loader.dataset)
         return RunLength(loader=loader, clock=clock, samples=total, parts=experiment.epochs)
-    if split.in_parts is None:
+    if not split.has_parts:
         raise ArgumentError(f"the data {experiment.data.kind!r} cannot be gone through in parts: set one_pass = false")
     if experiment.seconds is not None and not Ranks.here().is_alone:
         raise ArgumentError(
             f"seconds={experiment.seconds}: the clocks of several ranks differ, and so would their rates: end the run "
             f"by samples, or train on one rank"
         )
-    sampler = PartSampler(split.in_parts.size, run.seed)
-    loader = split.in_parts(size, seed=run.seed, sampler=sampler)
+    whole = split.loader(size, seed=run.seed)
+    sampler = PartSampler(len(whole.dataset), run.seed)
+    loader = drawing(whole, sampler)
     sampler.length = RunLength(
         loader=loader,
         clock=clock,

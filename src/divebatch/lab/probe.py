@@ -25,7 +25,7 @@ from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError, BatchTooLargeError, CheckpointError, CoverageError, DivergedError
 from divebatch.lab import Experiment, Run, Tally, Trainer, evaluate, load_checkpoint, make_trainer, train_epoch
-from divebatch.lab.data.dataset import InParts
+from divebatch.lab.data.dataset import drawing
 from divebatch.lab.length import order_of_pass
 from divebatch.lab.schema import Part, build_estimator, parse_options
 from divebatch.lab.step import device_settings
@@ -503,9 +503,9 @@ class BranchTrainer:
         self.loader: AdaptiveLoader = self.trainer.control.loader
         self.rest: RestOfPass | None = None
         if run.experiment.one_pass:
-            data = InParts(self.loader.dataset, self.loader.transform)
-            self.rest = RestOfPass(data.size, run.seed, start.samples)
-            self.loader = data(start.batch_size, seed=run.seed, sampler=self.rest)
+            self.rest = RestOfPass(len(self.loader.dataset), run.seed, start.samples)
+            self.loader.batch_size = start.batch_size
+            self.loader = drawing(self.loader, self.rest)
 
     @property
     def dataset_size(self) -> int:

@@ -2,8 +2,7 @@
 
 from divebatch.lab.data.cifar import Cifar10, Cifar100
 from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit
-from divebatch.lab.data.regression import LinearSpectrum, TeacherStudent
-from divebatch.lab.data.synthetic import Synthetic
+from divebatch.lab.data.synthetic import LinearSpectrum, Synthetic, TeacherStudent
 from divebatch.lab.data.text import Text
 from divebatch.lab.data.tiny_imagenet import TinyImageNet
 

@@ -12,8 +12,8 @@ import torch
 
 from divebatch.checks import require_count
 from divebatch.lab.data.augment import CropFlip, CropFlipRotate, Transform, Whole
-from divebatch.lab.data.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, Origin
-from divebatch.lab.data.images import Colours, HostImages, image_split
+from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, LabelledSamples, Origin, Parts
+from divebatch.lab.data.images import Colours, image_split
 
 URL = "https://www.cs.toronto.edu/~kriz"
 SIDE = 32
@@ -34,36 +34,40 @@ class _PlainUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-@dataclass(frozen=True, slots=True)
-class CifarFormat:
-    """One of the two sets: its files, classes, colours and augmentation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cifar(DatasetSettings):
+    """The official split, whatever the seed."""
 
-    origin: Origin
-    train_files: tuple[str, ...]
-    test_files: tuple[str, ...]
-    label_key: str
-    num_classes: int
-    colours: Colours
-    augmentation: Transform
+    origin: ClassVar[Origin]
+    train_files: ClassVar[tuple[str, ...]]
+    test_files: ClassVar[tuple[str, ...]]
+    label_key: ClassVar[str]
+    num_classes: ClassVar[int]
+    colours: ClassVar[Colours]
+    augmentation: ClassVar[Transform]
 
-    def parts(self, settings: "Cifar", place: DataPlace) -> DataParts[HostImages]:
-        """The official parts; the test files are read when they are asked for."""
-        require_count("eval_batch_size", settings.eval_batch_size)
+    augment: bool = True
+    eval_batch_size: int = 2000
+
+    def __post_init__(self) -> None:
+        require_count("eval_batch_size", self.eval_batch_size)
+
+    def parts(self, seed: int, place: DataPlace) -> Parts:
         folder = self.origin.find(place.folder)
-        augmentation = self.augmentation if settings.augment else Whole()
+        augmentation = self.augmentation if self.augment else Whole()
 
-        def split(train: HostImages, validation: HostImages) -> DataSplit:
+        def split(train: LabelledSamples, validation: LabelledSamples) -> DataSplit:
             sets = (train, augmentation), (validation, Whole())
-            return image_split(*sets, self.colours, self.num_classes, settings.eval_batch_size, place)
+            return image_split(*sets, self.colours, self.num_classes, self.eval_batch_size, place)
 
-        return DataParts(self.read(folder, self.train_files), lambda: self.read(folder, self.test_files), split)
+        return self.read(folder, self.train_files), lambda: self.read(folder, self.test_files), split
 
-    def read(self, folder: Path, names: Sequence[str]) -> HostImages:
+    def read(self, folder: Path, names: Sequence[str]) -> LabelledSamples:
         """All images of these files, in order."""
         parts = [self._read_file(self.origin.require_file(folder / name)) for name in names]
         planes = torch.from_numpy(np.concatenate([images for images, _ in parts])).view(-1, 3, SIDE, SIDE)
         labels = torch.tensor([label for _, labels in parts for label in labels])
-        return HostImages(planes.permute(0, 2, 3, 1).contiguous(), labels)
+        return LabelledSamples(planes.permute(0, 2, 3, 1).contiguous(), labels)
 
     def _read_file(self, path: Path) -> tuple[Any, Sequence[int]]:
         entries = self._unpickled(path)
@@ -103,46 +107,25 @@ def _described(value: Any) -> str:
     return f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 
-CIFAR10 = CifarFormat(
-    Origin("cifar-10-batches-py", f"{URL}/cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
-    train_files=tuple(f"data_batch_{number}" for number in range(1, 6)),
-    test_files=("test_batch",),
-    label_key="labels",
-    num_classes=10,
-    colours=Colours(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)),
-    augmentation=CropFlip(),
-)
-CIFAR100 = CifarFormat(
-    Origin("cifar-100-python", f"{URL}/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
-    train_files=("train",),
-    test_files=("test",),
-    label_key="fine_labels",
-    num_classes=100,
-    colours=Colours(mean=(0.50708, 0.48655, 0.44092), std=(0.26733, 0.25644, 0.27615)),
-    augmentation=CropFlipRotate(),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cifar(DatasetSettings):
-    """The official split, whatever the seed."""
-
-    format: ClassVar[CifarFormat]
-
-    augment: bool = True
-    eval_batch_size: int = 2000
-
-    def parts(self, seed: int, place: DataPlace) -> DataParts[HostImages]:
-        return self.format.parts(self, place)
-
-
 class Cifar10(Cifar):
     """Ten classes; trained on random crops out of a margin of 4 zero pixels and mirror images."""
 
-    format = CIFAR10
+    origin = Origin("cifar-10-batches-py", f"{URL}/cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a")
+    train_files = tuple(f"data_batch_{number}" for number in range(1, 6))
+    test_files = ("test_batch",)
+    label_key = "labels"
+    num_classes = 10
+    colours = Colours(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
+    augmentation = CropFlip()
 
 
 class Cifar100(Cifar):
     """A hundred classes; trained on what Cifar10 does, then rotations within 15 degrees."""
 
-    format = CIFAR100
+    origin = Origin("cifar-100-python", f"{URL}/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85")
+    train_files = ("train",)
+    test_files = ("test",)
+    label_key = "fine_labels"
+    num_classes = 100
+    colours = Colours(mean=(0.50708, 0.48655, 0.44092), std=(0.26733, 0.25644, 0.27615))
+    augmentation = CropFlipRotate()

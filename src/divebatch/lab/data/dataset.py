@@ -1,11 +1,11 @@
-"""What a dataset is: settings that read samples, and samples that become a split to train with."""
+"""Datasets: settings that read samples, and samples that become a split to train with."""
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -32,46 +32,16 @@ class DataPlace:
     """The longest sequence that the model takes; None for one that takes no sequences."""
 
 
-class MakeLoader(Protocol):
-    """Makes a new loader over the training data."""
-
-    def __call__(self, batch_size: int, *, seed: int) -> AdaptiveLoader:
-        """Order and augmentation follow from `seed`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class InParts:
-    """Training data that is gone through in parts: a loader's epochs are what a sampler draws.
-
-    Args:
-        dataset: The samples.
-        transform: Called with each batch; its result takes the batch's place.
-    """
-
-    dataset: Any
-    transform: Callable[[Any], Any] | None = None
-
-    @property
-    def size(self) -> int:
-        """The number of samples."""
-        return len(self.dataset)
-
-    def __call__(self, batch_size: int, *, seed: int, sampler: Sampler[int]) -> AdaptiveLoader:
-        """Return a new loader."""
-        drawn: DataLoader[Any] = DataLoader(self.dataset, batch_size=batch_size, sampler=sampler)
-        return AdaptiveLoader.wrap(drawn, seed=seed, transform=self.transform)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplit:
     """Training data to batch, and validation data in batches."""
 
-    loader: MakeLoader
+    loader: Callable[..., AdaptiveLoader]
+    """Called as `loader(batch_size, seed=seed)`: a new loader over the training data."""
     validation: Iterable[Any]
     """(inputs, targets) on the device, of several ranks each its own; can be iterated again and again."""
-    in_parts: InParts | None = None
-    """Where the data can be gone through once, in parts; None where a sample has its own augmentation each epoch."""
+    has_parts: bool = False
+    """Whether the data can be gone through once, in parts: no sample has its own augmentation each epoch."""
     num_features: int = 0
     """Length of a flat sample; 0 for images and sequences."""
     num_classes: int = 1
@@ -80,70 +50,56 @@ class DataSplit:
     """A hash of all samples: equal for equal data."""
 
 
+def drawing(loader: AdaptiveLoader, sampler: Sampler[int]) -> AdaptiveLoader:
+    """Return a loader of the same batches whose epochs are what a sampler draws."""
+    drawn: DataLoader[Any] = DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler)
+    return AdaptiveLoader.wrap(drawn, seed=loader.seed, transform=loader.transform)
+
+
 class Samples(Protocol):
     """Samples of which some can be taken."""
 
     def __len__(self) -> int: ...
 
     def select(self, numbers: Tensor) -> Self:
-        """Those with these numbers, in this order."""
+        """Return those with these numbers, in this order."""
         ...
 
     def content(self) -> Iterable[Tensor | bytes]:
-        """What they hold: what tells these samples from others."""
+        """Return what tells these samples from others."""
         ...
 
 
-T = TypeVar("T", bound=Samples)
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelledSamples:
+    """Samples in memory, feature vectors or images (uint8, NHWC), and their labels."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, numbers: Tensor) -> "LabelledSamples":
+        numbers = numbers.to(self.labels.device)
+        return LabelledSamples(self.inputs[numbers], self.labels[numbers])
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        return self.inputs, self.labels
 
 
-@dataclass(frozen=True, slots=True)
-class DataParts(Generic[T]):
-    """A dataset taken apart.
+Parts = tuple[Samples, Callable[[], Samples], Callable[[Any, Any], DataSplit]]
+"""Training samples without augmentation; a function that reads the test samples; one that makes a split of both.
 
-    Args:
-        train: The training samples, without augmentation.
-        read_test: Reads the test samples. Called only where they are used: a search must not even read them.
-        split: Puts training and validation samples together, each with the transform it needs.
-    """
-
-    train: T
-    read_test: Callable[[], T]
-    split: Callable[[T, T], DataSplit]
-
-    def official(self) -> DataSplit:
-        """Train on the training samples, validate on the test samples."""
-        return self._marked(self.train, self.read_test())
-
-    def holding_out(self, fraction: float, seed: int) -> DataSplit:
-        """Train and validate on training samples, of which `seed` chooses the `fraction` for validation."""
-        num_samples = len(self.train)
-        num_held = round(num_samples * fraction)
-        if not 0 < num_held < num_samples:
-            raise ArgumentError(f"holding out {fraction} of {num_samples} training samples leaves a part empty")
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
-        held, kept = (self.train.select(part.sort().values) for part in (order[:num_held], order[num_held:]))
-        return self._marked(kept, held)
-
-    def _marked(self, train: T, validation: T) -> DataSplit:
-        return replace(self.split(train, validation), fingerprint=fingerprint_of(train, validation))
-
-
-def fingerprint_of(*samples: Samples) -> str:
-    """A hash of all that some samples hold."""
-    digest = hashlib.blake2b(digest_size=16)
-    for each in samples:
-        digest.update(f"{len(each)} samples".encode())
-        for part in each.content():
-            digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part.cpu()).data)
-    return digest.hexdigest()
+Test samples are read only where they are used, which a search does not.
+"""
 
 
 class DatasetSettings(ABC):
     """Settings of a dataset: a dataclass that can read its samples."""
 
     @abstractmethod
-    def parts(self, seed: int, place: DataPlace) -> DataParts[Any]:
+    def parts(self, seed: int, place: DataPlace) -> Parts:
         """Read the data of the trial with this seed."""
 
     def load(self, seed: int, place: DataPlace, *, held_out: float = 0.0) -> DataSplit:
@@ -154,12 +110,29 @@ class DatasetSettings(ABC):
             place: Where to read from, and where batches must end up.
             held_out: Fraction of the training samples to validate on; 0 for the dataset's own test samples.
         """
-        parts = self.parts(seed, place)
-        return parts.holding_out(held_out, seed) if held_out else parts.official()
+        train, read_test, split = self.parts(seed, place)
+        if held_out:
+            num_held = round(len(train) * held_out)
+            if not 0 < num_held < len(train):
+                raise ArgumentError(f"holding out {held_out} of {len(train)} training samples leaves a part empty")
+            order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+            validation, train = (train.select(each.sort().values) for each in (order[:num_held], order[num_held:]))
+        else:
+            validation = read_test()
+        return replace(split(train, validation), fingerprint=_fingerprint(train, validation))
+
+
+def _fingerprint(*samples: Samples) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for each in samples:
+        digest.update(f"{len(each)} samples".encode())
+        for part in each.content():
+            digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part.cpu()).data)
+    return digest.hexdigest()
 
 
 def shard_for_rank(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the samples that this rank evaluates: all, where there is one rank."""
+    """Return the samples that this rank evaluates: all, where there is one rank."""
     ranks = Ranks.here()
     if len(targets) < ranks.size:
         raise ArgumentError(f"{len(targets)} samples for validation cannot be shared by {ranks.size} ranks")
@@ -182,9 +155,6 @@ class FixedOrder:
     def __iter__(self) -> Iterator[Any]:
         return self.loader.full_pass()
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
 
 # On disk, with errors that say where to get it
 
@@ -202,7 +172,7 @@ class Origin:
     md5: str
 
     def find(self, data_dir: Path | None) -> Path:
-        """The dataset's folder inside `data_dir`."""
+        """Return the dataset's folder inside `data_dir`."""
         if data_dir is None:
             raise DataError(f"no data folder was given: pass data_dir=FOLDER, the one that holds {self._wanted}")
         found = data_dir / self.folder
@@ -220,12 +190,12 @@ class Origin:
         return f"'{self.folder}' (unpacked from {self.url}, md5 {self.md5})"
 
     def require_file(self, path: Path) -> Path:
-        """`path` if it is a file."""
+        """Return `path` if it is a file."""
         if not path.is_file():
             what = "is not a file" if path.exists() else "is missing"
             raise DataError(f"'{path}' {what}: unpack the archive from {self.url} again")
         return path
 
     def damaged(self, path: Path, what: str) -> DataError:
-        """The error for a file that is there but wrong."""
+        """Return the error for a file that is there but wrong."""
         return DataError(f"'{path}': {what}. If the file is damaged, get it again from {self.url} (md5 {self.md5})")

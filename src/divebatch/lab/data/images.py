@@ -12,7 +12,7 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.lab.data.augment import Transform, with_margin
-from divebatch.lab.data.dataset import DataPlace, DataSplit, FixedOrder
+from divebatch.lab.data.dataset import DataPlace, DataSplit, FixedOrder, LabelledSamples
 from divebatch.lab.step import MOST_VARIANTS
 
 AUGMENTATION = 4
@@ -23,43 +23,14 @@ COMPILED_WITH = 256
 """Samples the compiler is shown: its code serves any number, but is laid out for the one it saw."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostImages:
-    """Images (uint8, NHWC) and labels (int64) in host memory."""
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def select(self, numbers: Tensor) -> "HostImages":
-        return HostImages(self.images[numbers], self.labels[numbers])
-
-    def content(self) -> tuple[Tensor, Tensor]:
-        return self.images, self.labels
-
-
 # From stored pixels to what a model sees: operator by operator, or compiled into few kernels
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stored:
-    """All images on the device, with their margin, and their labels: nothing is copied to it for a batch."""
-
-    images: Tensor
-    labels: Tensor
-
-    @classmethod
-    def of(cls, images: HostImages, transform: Transform, device: torch.device) -> "Stored":
-        return cls(with_margin(images.images.to(device), transform.padding), images.labels.to(device))
-
-
 def prepare(
-    index: Tensor, stored: Stored, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
+    index: Tensor, stored: LabelledSamples, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
 ) -> Batch:
     """Return images with these numbers, changed by their rows of `plan` and normalised, and their labels."""
-    pixels = transform.apply(stored.images, index, plan.index_select(0, index))
+    pixels = transform.apply(stored.inputs, index, plan.index_select(0, index))
     return normalise(pixels), stored.labels.index_select(0, index)
 
 
@@ -73,7 +44,7 @@ def _compiled() -> Callable[..., Batch]:
 
 
 def prepare_compiled(
-    index: Tensor, stored: Stored, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
+    index: Tensor, stored: LabelledSamples, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
 ) -> Batch:
     """Return what `prepare` does, to the last bit or so, in few kernels, which keep places and pixels out of memory.
 
@@ -124,7 +95,7 @@ class ImageLoader(AdaptiveLoader):
 
     def __init__(
         self,
-        stored: Stored,
+        stored: LabelledSamples,
         transform: Transform,
         normalise: Normaliser,
         batch_size: int,
@@ -155,17 +126,20 @@ class ImageLoader(AdaptiveLoader):
 
 
 def image_split(
-    train: tuple[HostImages, Transform],
-    validation: tuple[HostImages, Transform],
+    train: tuple[LabelledSamples, Transform],
+    validation: tuple[LabelledSamples, Transform],
     colours: Colours,
     num_classes: int,
     eval_batch_size: int,
     place: DataPlace,
 ) -> DataSplit:
-    """Put both sets on the device."""
+    """Put both sets on the device, with their margins: nothing is copied to it for a batch."""
     normalise = Normaliser(colours, place)
     make_loader = partial(ImageLoader, compile=place.compile)
-    stored, judged = (Stored.of(*each, place.device) for each in (train, validation))
+    stored, judged = (
+        LabelledSamples(with_margin(each.inputs.to(place.device), transform.padding), each.labels.to(place.device))
+        for each, transform in (train, validation)
+    )
     return DataSplit(
         loader=partial(make_loader, stored, train[1], normalise),
         validation=FixedOrder(make_loader(judged, validation[1], normalise, eval_batch_size)),

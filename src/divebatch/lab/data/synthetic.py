@@ -1,62 +1,71 @@
-"""The paper's synthetic classification data (its equation for y)."""
+"""Data that is drawn: the paper's classification problems, and regression problems whose answer is known."""
 
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from divebatch.checks import require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
 from divebatch.lab.data.dataset import (
-    DataParts,
     DataPlace,
     DatasetSettings,
     DataSplit,
-    InParts,
+    LabelledSamples,
+    Parts,
     require_fraction,
     shard_for_rank,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FlatSamples:
-    """Feature vectors and labels, on one device."""
-
-    features: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def select(self, numbers: Tensor) -> "FlatSamples":
-        numbers = numbers.to(self.labels.device)
-        return FlatSamples(self.features[numbers], self.labels[numbers])
-
-    def content(self) -> tuple[Tensor, Tensor]:
-        return self.features, self.labels
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Synthetic(DatasetSettings):
-    """y = 1 if w . x + noise > 0, else 0, with x uniform in [-1, 1]^d and w standard normal.
+class DrawnData(DatasetSettings):
+    """Feature vectors with a target each, in memory.
 
-    sigmoid(t) > 0.5 is t > 0, so the paper's sigmoid is left out. Each trial draws its own w, x and noise.
+    Args:
+        num_samples: Samples to draw.
+        num_features: Length of each.
+        noise_variance: Variance of the noise in what targets follow from.
     """
 
     num_samples: int
     num_features: int
     noise_variance: float
-    train_fraction: float
 
     def __post_init__(self) -> None:
         require_count("num_samples", self.num_samples)
         require_count("num_features", self.num_features)
-        require_fraction("train_fraction", self.train_fraction)
         if self.noise_variance != 0:
             require_positive("noise_variance", self.noise_variance)
+
+    @staticmethod
+    def split(train: LabelledSamples, validation: LabelledSamples) -> DataSplit:
+        """Return both as they are."""
+        return DataSplit(
+            loader=partial(AdaptiveLoader, TensorDataset(train.inputs, train.labels)),
+            has_parts=True,
+            validation=[shard_for_rank(validation.inputs, validation.labels)],
+            num_features=train.inputs.shape[1],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthetic(DrawnData):
+    """y = 1 if w . x + noise > 0, else 0, with x uniform in [-1, 1]^d and w standard normal.
+
+    sigmoid(t) > 0.5 is t > 0, so the paper's sigmoid is left out. Each trial draws its own w, x and noise.
+    """
+
+    train_fraction: float
+
+    def __post_init__(self) -> None:
+        DrawnData.__post_init__(self)
+        require_fraction("train_fraction", self.train_fraction)
         if not 0 < self._num_train < self.num_samples:
             raise ArgumentError(
                 f"num_samples={self.num_samples} with train_fraction={self.train_fraction} leaves a part empty"
@@ -66,24 +75,96 @@ class Synthetic(DatasetSettings):
     def _num_train(self) -> int:
         return round(self.num_samples * self.train_fraction)
 
-    def parts(self, seed: int, place: DataPlace) -> DataParts["FlatSamples"]:
-        """Drawn on the CPU, so that a seed means the same data on every device."""
-        features, labels = self._draw(torch.Generator().manual_seed(seed))
-        samples = FlatSamples(features.to(place.device), labels.to(place.device))
-        train, test = torch.arange(self.num_samples).split([self._num_train, self.num_samples - self._num_train])
-        return DataParts(samples.select(train), lambda: samples.select(test), self._split)
-
-    def _split(self, train: "FlatSamples", validation: "FlatSamples") -> DataSplit:
-        samples = TensorDataset(train.features, train.labels)
-        return DataSplit(
-            loader=partial(AdaptiveLoader, samples),
-            in_parts=InParts(samples),
-            validation=[shard_for_rank(validation.features, validation.labels)],
-            num_features=self.num_features,
-        )
-
-    def _draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def parts(self, seed: int, place: DataPlace) -> Parts:
+        """Draw on the CPU, so that a seed means the same data on every device."""
+        generator = torch.Generator().manual_seed(seed)
         weights = torch.randn(self.num_features, 1, generator=generator)
         features = torch.rand(self.num_samples, self.num_features, generator=generator) * 2 - 1
         noise = torch.randn(self.num_samples, 1, generator=generator) * self.noise_variance**0.5
-        return features, (features @ weights + noise > 0).to(torch.float32)
+        labels = (features @ weights + noise > 0).to(torch.float32)
+        samples = LabelledSamples(features.to(place.device), labels.to(place.device))
+        train, test = torch.arange(self.num_samples).split([self._num_train, self.num_samples - self._num_train])
+        return samples.select(train), lambda: samples.select(test), self.split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnRegression(DrawnData):
+    """Samples (features, target), each used once: the target is a hidden function of the features, plus noise.
+
+    Validation targets have no noise, so the validation loss is the excess over the best possible loss.
+    """
+
+    def parts(self, seed: int, place: DataPlace) -> Parts:
+        """Draw on the CPU, so that a seed means the same data on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        truth = self._truth(generator)
+        with torch.no_grad():
+            features = self._features(self.num_samples, generator)
+            noise = torch.randn(self.num_samples, generator=generator) * self.noise_variance**0.5
+            train = LabelledSamples(features.to(place.device), (truth(features) + noise).to(place.device))
+            judged = self._judged_features(generator)
+            validation = LabelledSamples(judged.to(place.device), truth(judged).to(place.device))
+        return train, lambda: validation, self.split
+
+    @abstractmethod
+    def _truth(self, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        """Draw the hidden function."""
+
+    @abstractmethod
+    def _features(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw features, of shape (count, num_features)."""
+
+    @abstractmethod
+    def _judged_features(self, generator: torch.Generator) -> Tensor:
+        """Return the features of the validation samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpectrum(DrawnRegression):
+    """y = w . x + noise with w standard normal; feature j of x is normal with variance 1 / j.
+
+    Optimization has slow and fast directions, as in networks, and its exact course is known.
+    """
+
+    def _truth(self, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        weights = torch.randn(self.num_features, generator=generator)
+        return lambda features: features @ weights
+
+    def _features(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(count, self.num_features, generator=generator).mul_(self._deviations())
+
+    def _judged_features(self, generator: torch.Generator) -> Tensor:
+        # One sample a direction, scaled so that the mean of squares is the exact expectation over all x.
+        return torch.diag(self._deviations() * self.num_features**0.5)
+
+    def _deviations(self) -> Tensor:
+        return torch.arange(1, self.num_features + 1).rsqrt()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherStudent(DrawnRegression):
+    """y = a drawn two-layer network's answer to standard normal features, plus noise.
+
+    Args:
+        teacher_width: Hidden units of that network, the teacher.
+        num_judged: Validation samples.
+    """
+
+    teacher_width: int
+    num_judged: int = 8192
+
+    def __post_init__(self) -> None:
+        DrawnRegression.__post_init__(self)
+        require_count("teacher_width", self.teacher_width)
+        require_count("num_judged", self.num_judged)
+
+    def _truth(self, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        hidden = torch.randn(self.num_features, self.teacher_width, generator=generator) / self.num_features**0.5
+        out = torch.randn(self.teacher_width, generator=generator) / self.teacher_width**0.5
+        return lambda features: nn.functional.relu(features @ hidden) @ out
+
+    def _features(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(count, self.num_features, generator=generator)
+
+    def _judged_features(self, generator: torch.Generator) -> Tensor:
+        return self._features(self.num_judged, generator)

@@ -1,11 +1,18 @@
-"""Text as sequences of bytes: documents shuffled, joined, cut, and kept on the device as bytes."""
+"""Text as sequences of bytes. Documents are read from `.xz` files: UTF-8, each ended by a zero byte.
 
+They are shuffled, joined, cut, and kept on the device as bytes.
+"""
+
+import hashlib
+import lzma
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from divebatch.checks import require_count
@@ -13,23 +20,7 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.errors import ArgumentError, DataError
-from divebatch.lab.data.dataset import (
-    DataParts,
-    DataPlace,
-    DatasetSettings,
-    DataSplit,
-    FixedOrder,
-    InParts,
-)
-from divebatch.lab.data.text_files import (
-    END,
-    Bytes,
-    Documents,
-    corpus_names,
-    find_folder,
-    read_documents,
-    require_apart,
-)
+from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, FixedOrder, Parts
 
 NUM_BYTES = 256
 """Values of a byte: the tokens."""
@@ -37,6 +28,130 @@ EVALUATED_AT_ONCE, ON_A_CPU = 2**15, 2**12
 """Bytes of a batch of validation data: a third of a CPU's time went to memory for the scores of the larger one."""
 ORDER = 1
 """The purpose of the order of documents, apart from what else follows from a trial's data seed."""
+FOLDER = "text"
+END = 0
+"""The byte that ends a document."""
+Bytes = NDArray[np.uint8]
+
+
+# Files
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """Some documents of one text.
+
+    Args:
+        text: All bytes of the text.
+        bounds: The first byte of each document and the one after its zero byte, of shape (documents, 2).
+    """
+
+    text: Bytes
+    bounds: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def select(self, numbers: Tensor) -> "Documents":
+        """Return those with these numbers, in this order."""
+        return Documents(self.text, self.bounds[numbers.numpy()])
+
+    def joined(self) -> Bytes:
+        """Return their bytes, one document after the other."""
+        return np.concatenate([self.text[start:end] for start, end in self.bounds])
+
+    def content(self) -> list[bytes]:
+        """Return a hash of each document: equal for equal ones."""
+        return [hashlib.blake2b(self.text[start:end].data, digest_size=16).digest() for start, end in self.bounds]
+
+    def opening(self, number: int) -> str:
+        """Return the first words of a document."""
+        start, end = self.bounds[number]
+        return bytes(self.text[start : min(end - 1, start + 60)]).decode(errors="ignore")
+
+
+def find_folder(data_dir: Path | None) -> Path:
+    """Return the folder `text` inside `data_dir`."""
+    wanted = f"give the folder that holds '{FOLDER}', with files NAME.train.xz and NAME.valid.xz in it"
+    if data_dir is None:
+        raise DataError(f"no data folder was given: {wanted}")
+    found = data_dir / FOLDER
+    if found.is_dir():
+        return found
+    if not data_dir.is_dir():
+        raise DataError(f"'{data_dir}' does not exist: {wanted}")
+    if any(data_dir.glob("*.train.xz")):
+        raise DataError(f"'{data_dir}' holds the text itself: name that folder '{FOLDER}' and give the one it is in")
+    raise DataError(f"there is no folder '{found}': {wanted}")
+
+
+def corpus_names(folder: Path) -> list[str]:
+    """Return every NAME of a NAME.train.xz, sorted."""
+    names = sorted(path.name.removesuffix(".train.xz") for path in folder.glob("*.train.xz"))
+    if not names:
+        raise DataError(f"'{folder}' holds no text: there must be files NAME.train.xz and NAME.valid.xz in it")
+    return names
+
+
+def read_documents(folder: Path, names: list[str], split: str) -> Documents:
+    """Return the documents of all NAME.SPLIT.xz, in the order of the names."""
+    parts = []
+    for name in names:
+        path = folder / f"{name}.{split}.xz"
+        if not path.is_file():
+            others = ", ".join(sorted(each.name for each in folder.glob("*.xz"))) or "none"
+            raise DataError(f"'{path}' is missing; of such files '{folder}' holds: {others}")
+        status = path.stat()
+        parts.append(_read(path, status.st_size, status.st_mtime_ns))
+    shifts = np.cumsum([0, *(len(part.text) for part in parts)])[:-1]
+    bounds = [part.bounds + shift for part, shift in zip(parts, shifts, strict=True)]
+    return Documents(np.concatenate([part.text for part in parts]), np.concatenate(bounds))
+
+
+def require_apart(train: Documents, valid: Documents) -> None:
+    """Raise if a held-out document is trained on: the loss on it would say nothing."""
+    known = set(train.content())
+    shared = [number for number, digest in enumerate(valid.content()) if digest in known]
+    if shared:
+        raise DataError(
+            f"{len(shared)} of the {len(valid)} validation documents are training documents too, the first one "
+            f"beginning {valid.opening(shared[0])!r}: take them out of one of the files"
+        )
+
+
+# Several runs of a process read the same files, and unpacking them takes seconds.
+@lru_cache(maxsize=8)
+def _read(path: Path, _size: int, _changed: int) -> Documents:
+    text = _unpacked(path)
+    if not text:
+        raise DataError(f"'{path}' holds no document: it is empty")
+    if text[-1] != END:
+        raise DataError(f"'{path}' is cut short, or not made of documents: its last one does not end with a zero byte")
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"'{path}' is not UTF-8 text: byte {error.start} cannot be read") from error
+    content = np.frombuffer(text, dtype=np.uint8)
+    ends = np.flatnonzero(content == END) + 1
+    starts = np.concatenate([[0], ends[:-1]])
+    if empty := np.flatnonzero(ends - starts == 1).tolist():
+        raise DataError(f"'{path}': document {empty[0] + 1} is empty (two zero bytes in a row, or one at the start)")
+    return Documents(content, np.stack([starts, ends], axis=1))
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        with lzma.open(path) as file:
+            return file.read()
+    except EOFError as error:
+        raise DataError(f"'{path}' is cut short: its compressed data ends too early. Get the file again") from error
+    except lzma.LZMAError as error:
+        raise DataError(f"'{path}' is not an .xz file, or is damaged ({error}). Get the file again") from error
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror or error}") from error
+
+
+# From documents to sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +174,7 @@ class Text(DatasetSettings):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name))
 
-    def parts(self, seed: int, place: DataPlace) -> DataParts[Documents]:
+    def parts(self, seed: int, place: DataPlace) -> Parts:
         """Read the files; `seed` decides on the order of the training documents, and so on where they are cut."""
         folder = find_folder(place.folder)
         names = self.corpora or corpus_names(folder)
@@ -70,7 +185,7 @@ class Text(DatasetSettings):
             require_apart(train, held_out)
             return held_out
 
-        return DataParts(train, read_test, partial(self._split, seed=seed, place=place))
+        return train, read_test, partial(self._split, seed=seed, place=place)
 
     def _split(self, train: Documents, validation: Documents, *, seed: int, place: DataPlace) -> DataSplit:
         length = self._length(place)
@@ -84,7 +199,7 @@ class Text(DatasetSettings):
         evaluated = held_out.loader(max(1, at_once // length), seed=0)
         return DataSplit(
             loader=training.loader,
-            in_parts=training.in_parts,
+            has_parts=True,
             validation=FixedOrder(evaluated),
             num_classes=NUM_BYTES,
         )
@@ -136,11 +251,6 @@ class Sequences:
     def loader(self, batch_size: int, *, seed: int) -> AdaptiveLoader:
         """Return a loader of (inputs, targets): at each position a byte and the one after it, as int64."""
         return AdaptiveLoader(self._numbers, batch_size, seed=seed, transform=self._fetched)
-
-    @property
-    def in_parts(self) -> InParts:
-        """The same batches from a loader whose epochs are what a sampler draws."""
-        return InParts(self._numbers, self._fetched)
 
     def _fetched(self, batch: Any) -> tuple[Tensor, Tensor]:
         (index,) = batch

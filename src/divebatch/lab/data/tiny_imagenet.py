@@ -18,8 +18,8 @@ from torch import Tensor
 from divebatch.checks import require_count, warn_user
 from divebatch.errors import ArgumentError, DataError, MissingExtraError
 from divebatch.lab.data.augment import RandomResizedCrop, ResizeCentreCrop, Transform
-from divebatch.lab.data.dataset import DataParts, DataPlace, DatasetSettings, DataSplit, Origin
-from divebatch.lab.data.images import Colours, HostImages, image_split
+from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, LabelledSamples, Origin, Parts
+from divebatch.lab.data.images import Colours, image_split
 
 ORIGIN = Origin(
     "tiny-imagenet-200",
@@ -43,9 +43,14 @@ class TinyImageNet(DatasetSettings):
     augment: bool = True
     eval_batch_size: int = 500
 
-    def parts(self, seed: int, place: DataPlace) -> DataParts["ImageFiles"]:
+    def __post_init__(self) -> None:
+        for name in ("image_size", "resize", "eval_batch_size"):
+            require_count(name, getattr(self, name))
+        if self.image_size > self.resize:
+            raise ArgumentError(f"image_size={self.image_size} cannot be cut out of resize={self.resize}")
+
+    def parts(self, seed: int, place: DataPlace) -> Parts:
         """The official parts, whatever the seed; the classes are the lines of wnids.txt."""
-        self._check()
         _pillow()  # before any work
         folder = ORIGIN.find(place.folder)
         classes = read_classes(folder)
@@ -56,13 +61,7 @@ class TinyImageNet(DatasetSettings):
             sets = (train.in_memory(), crops), (validation.in_memory(), middle)
             return image_split(*sets, COLOURS, len(classes), self.eval_batch_size, place)
 
-        return DataParts(train_files(folder, classes), lambda: validation_files(folder, classes), split)
-
-    def _check(self) -> None:
-        for name in ("image_size", "resize", "eval_batch_size"):
-            require_count(name, getattr(self, name))
-        if self.image_size > self.resize:
-            raise ArgumentError(f"image_size={self.image_size} cannot be cut out of resize={self.resize}")
+        return train_files(folder, classes), lambda: validation_files(folder, classes), split
 
 
 class ImageFiles:
@@ -98,12 +97,12 @@ class ImageFiles:
         yield self.labels
         yield "\n".join(f"{Path(path).name} {os.path.getsize(path)}" for path in self.paths).encode()
 
-    def in_memory(self) -> HostImages:
+    def in_memory(self) -> LabelledSamples:
         """All decoded; from the cache where there is one."""
         if self._part_of is not None:
             whole, numbers = self._part_of
             return whole.in_memory().select(numbers)
-        return HostImages(torch.from_numpy(self._decoded()), self.labels)
+        return LabelledSamples(torch.from_numpy(self._decoded()), self.labels)
 
     def _decoded(self) -> NDArray[np.uint8]:
         """Decoding a large set takes minutes, and reading it back seconds."""

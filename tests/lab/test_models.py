@@ -1,3 +1,5 @@
+"""Models: their sizes, their shapes, and what they must not see."""
+
 import math
 
 import pytest
@@ -10,6 +12,34 @@ from divebatch.lab import get_experiment
 from divebatch.lab.models import MODELS
 from divebatch.lab.tasks import TASKS
 from reference.per_sample import diversity as diversity_by_loop
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_classes", "count"),
+    [
+        ("logistic-regression", 1, 513),
+        ("mlp", 1, 515),
+        ("resnet18", 10, 11_173_962),
+        ("resnet18", 100, 11_220_132),
+        ("resnet18-imagenet", 1000, 11_689_512),
+        ("resnet18-imagenet", 200, 11_279_112),
+        ("resnet20", 10, 272_474),
+    ],
+)
+def test_parameter_counts(kind, num_classes, count):
+    model = MODELS[kind]().build(512, num_classes)
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+@pytest.mark.parametrize(("kind", "size"), [("resnet18", 32), ("resnet18-imagenet", 64), ("resnet20", 32)])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_networks_give_one_score_a_class(kind, size, norm):
+    assert MODELS[kind](norm=norm).build(0, 7)(torch.randn(2, 3, size, size)).shape == (2, 7)
+
+
+def test_unknown_norm():
+    with pytest.raises(ArgumentError, match="unknown norm 'layer'; known: batch, group"):
+        MODELS["resnet20"](norm="layer")
 
 
 def tiny(**settings):
