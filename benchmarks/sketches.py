@@ -21,8 +21,8 @@ from torch.optim import AdamW
 
 from divebatch import Diversity
 from divebatch.estimators import Moments, TrainingContext
-from divebatch.estimators.average import PairAverage, read
-from divebatch.estimators.moments import KEPT, StepProducts, SuccessiveGradients, extrapolation
+from divebatch.estimators.average import PairAverage, StepEstimate, read
+from divebatch.estimators.moments import KEPT, SuccessiveGradients, extrapolation
 from divebatch.estimators.second_moment import Preconditioner, StepGradients
 from divebatch.estimators.step_hooks import tell_steps
 from divebatch.lab.models.gpt import GptNetwork
@@ -74,7 +74,7 @@ class Training:
         self.optimizer.step()
 
 
-def sq_norms(rows: list[StepProducts]) -> Tensor:
+def sq_norms(rows: list[StepEstimate]) -> Tensor:
     return torch.tensor([row.numbers(read(row.parts))[2] for row in rows])
 
 
@@ -86,7 +86,7 @@ def errors(training: Training, steps: int, *, preconditioned: bool) -> None:
         )
         for size in (0, *SIZES)
     }
-    rows: dict[int, list[StepProducts]] = {size: [] for size in kinds}
+    rows: dict[int, list[StepEstimate]] = {size: [] for size in kinds}
     divides = Preconditioner(training.optimizer, parameters) if preconditioned else None
     for number in range(steps):
         training.backward()

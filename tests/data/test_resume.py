@@ -327,19 +327,6 @@ def test_a_resume_at_the_same_place_draws_the_same():
         assert twice[0] == twice[1]
 
 
-class Hidden:
-    """A sampler whose random state nobody sees."""
-
-    def __init__(self):
-        self.rng = np.random.default_rng(1)
-
-    def __len__(self):
-        return 12
-
-    def __iter__(self):
-        return iter(self.rng.permutation(12).tolist())
-
-
 def generator():
     return torch.Generator().manual_seed(1)
 
@@ -348,7 +335,6 @@ SAMPLERS = {
     "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 13.0), 12, generator=generator()),
     "with replacement": lambda: RandomSampler(range(12), replacement=True, generator=generator()),
     "of a part": lambda: SubsetRandomSampler(range(2, 12), generator=generator()),
-    "hidden": Hidden,
 }
 
 
@@ -382,15 +368,6 @@ def test_a_loader_in_use_is_set_back_with_its_samplers_generator(kind):
     orders = [flat(loader) for _ in range(3)]
     loader.load_state_dict(state)
     assert [flat(loader) for _ in range(3)] == orders
-
-
-def test_a_sampler_that_has_drawn_ahead_and_cannot_go_back_is_told():
-    loader = with_sampler("hidden")
-    list(loader)
-    state = loader.state_dict()
-    list(loader)
-    with pytest.warns(UserWarning, match=r"Hidden has drawn 2 orders .* only 1, .* new sampler"):
-        loader.load_state_dict(state)
 
 
 def test_an_own_generator_decides_over_the_seed():

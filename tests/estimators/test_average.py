@@ -14,8 +14,8 @@ from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Moments, Oracle, PerSample, Split
 from divebatch.estimators import average as averages
-from divebatch.estimators.average import PairAverage, norms_of, numbers_of, read, unbiased
-from divebatch.estimators.split import ChunkNorms
+from divebatch.estimators.average import PairAverage, norms_of, read, unbiased
+from divebatch.estimators.split import numbers_of_chunks
 from divebatch.measurement import Spread
 from divebatch.policies import NoiseScale
 from reference import per_sample
@@ -155,10 +155,10 @@ def test_a_row_is_the_analysis_of_variance_between_its_chunks(sizes: tuple[int, 
     samples = torch.randn(sum(sizes), 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.3
     parts = list(samples.split(sizes))
     sums = [part.sum(0) for part in parts]
-    before_last = norms_of([torch.stack(sums[:-1]).sum(0)]) if len(sizes) > 2 else None
+    before_last = [norms_of([torch.stack(sums[:-1]).sum(0)])] if len(sizes) > 2 else []
     norms = [norms_of([2 * part.mean(0)]) for part in parts]
-    row = ChunkNorms(sizes, [0.25] * len(sizes), norms, norms_of([samples.sum(0)]), before_last)
-    (found,) = numbers_of([row])
+    values = read([*norms, norms_of([samples.sum(0)]), *before_last])
+    found = numbers_of_chunks(values, sizes=sizes, factors=[0.25] * len(sizes))
     assert found[1:3] == pytest.approx(per_sample.pair_of(parts), rel=1e-12)
     *first, last = parts
     apart = (torch.cat(first).mean(0) - last.mean(0)) @ samples.mean(0)
@@ -224,7 +224,7 @@ def test_it_does_not_matter_when_they_are_read(kind, monkeypatch: pytest.MonkeyP
 
 def test_squares_beyond_all_numbers_are_infinite_and_no_error():
     huge = norms_of([torch.full((2,), 1e155, dtype=torch.float64)])
-    (found,) = numbers_of([ChunkNorms((2, 2), (1.0, 1.0), (huge, 0.0), huge, None)])
+    found = numbers_of_chunks(read([huge, 0.0, huge]), sizes=(2, 2), factors=(1.0, 1.0))
     assert not any(map(math.isfinite, found[1:]))
 
 

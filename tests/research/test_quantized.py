@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import defaultdict
 from itertools import product
 
 import pytest
@@ -13,8 +14,6 @@ from torch.utils.data import TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Fixed, micro_batches
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
-from divebatch.estimators.split import PassWatch
-from divebatch.norms.accumulators import trainable
 from divebatch.research import QuantizedGradients
 from divebatch.research.quantized import bits_to_send, rounded
 
@@ -137,20 +136,21 @@ def gradients(net):
 
 @pytest.mark.parametrize("watched_first", [True, False])
 def test_each_backward_pass_is_rounded_by_itself_and_then_added(watched_first):
-    net, plain, seen = model(), model(), []
+    net, plain, seen = model(), model(), defaultdict(list)
     quantize, by_hand = QuantizedGradients(2, seed=7), QuantizedGradients(2, seed=7)
     if not watched_first:
         quantize.attach(net)
-    watch = PassWatch(trainable(net), lambda own, _: seen.append(own), is_wanted=lambda: True)
+    hooks = [p.register_hook(seen[name].append) for name, p in net.named_parameters()]
     if watched_first:
         quantize.attach(net)
     passes(net, 3), passes(plain, 3)
-    watch.close()
+    for hook in hooks:
+        hook.remove()
     for place, (name, parameter) in enumerate(net.named_parameters()):
-        torch.testing.assert_close(parameter.grad, sum(by_hand(own[name], stream=place) for own in seen))
+        torch.testing.assert_close(parameter.grad, sum(by_hand(own, stream=place) for own in seen[name]))
         # Hooks on parameters, which estimators use, see what the data says.
         unrounded = plain.get_parameter(name).grad
-        torch.testing.assert_close(unrounded, sum(own[name] for own in seen))
+        torch.testing.assert_close(unrounded, sum(seen[name]))
         assert not torch.equal(parameter.grad, unrounded)
     assert quantize.variance_added == pytest.approx(by_hand.variance_added)
 

@@ -1,9 +1,7 @@
 """The order in which an epoch visits the samples, and how far an epoch has come."""
 
 import math
-import random
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
@@ -198,7 +196,6 @@ class FromSampler(Order):
             )
         self.sampler: Any = sampler
         self._last_drawn: list[Any] | None = None
-        self._num_drawn = 0
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -208,7 +205,6 @@ class FromSampler(Order):
             self.sampler.set_epoch(epoch)
         # A user's sampler cannot be asked twice for the same epoch, so its order is kept and saved.
         self._last_drawn = list(self.sampler)
-        self._num_drawn += 1
         return self._last_drawn
 
     def fixed(self) -> list[Any]:
@@ -219,31 +215,11 @@ class FromSampler(Order):
         self._last_drawn = order
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sampler's own generator, and how often the sampler has drawn."""
-        return {"num_drawn": self._num_drawn, "generator": state_of(getattr(self.sampler, "generator", None))}
+        """Return the state of the sampler's own generator."""
+        return {"generator": state_of(getattr(self.sampler, "generator", None))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         restore(getattr(self.sampler, "generator", None), state["generator"])
-        # A sampler that is told the epoch or draws from torch's default generator needs nothing of us.
-        if not hasattr(self.sampler, "set_epoch") and not hasattr(self.sampler, "generator"):
-            self._catch_up(state["num_drawn"])
-        self._num_drawn = state["num_drawn"]
-
-    def _catch_up(self, num_drawn: int) -> None:
-        """Draw and discard until a sampler with a hidden random state is where the saved one was."""
-        if self._num_drawn > num_drawn:
-            warnings.warn(
-                f"sampler {type(self.sampler).__name__} has drawn {self._num_drawn} orders and the saved one only "
-                f"{num_drawn}, so its next orders differ: load the state into a loader with a new sampler, or give "
-                f"the sampler a generator or set_epoch",
-                stacklevel=4,
-            )
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            for _ in range(num_drawn - self._num_drawn):
-                list(self.sampler)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def order_over(dataset: Any, order: Order | None, *, shuffle: bool) -> Order | None:

@@ -7,9 +7,9 @@ before they are read, many steps at once, and then on the host.
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -72,17 +72,13 @@ def inner_variance(sq_norms: tuple[float, float], sizes: tuple[int, int], sq_nor
     return inner * inner * size * other / (size + other)
 
 
-class StepEstimate(Protocol):
+class StepEstimate(NamedTuple):
     """Numbers on the device that show tr(Sigma) and ||G||^2, of one step or a few."""
 
-    @property
-    def parts(self) -> Sequence[Norms]:
-        """All that is to be read."""
-        ...
-
-    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return weight, tr(Sigma), ||G||^2, and what else is averaged, from the values that `parts` were read as."""
-        ...
+    parts: Sequence[Norms]
+    """All that is to be read."""
+    numbers: Callable[[Sequence[float]], tuple[float, ...]]
+    """Turns the values that `parts` were read as into weight, tr(Sigma), ||G||^2, and what else is averaged."""
 
 
 def numbers_of(estimates: Sequence[StepEstimate], shards: Ranks | None = None) -> Iterator[tuple[float, ...]]:

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from divebatch.checks import require_choice, require_count
 from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.estimators.average import AveragedEstimator, Norms, PairAverage, inner_variance, read
+from divebatch.estimators.average import AveragedEstimator, Norms, PairAverage, StepEstimate, inner_variance, read
 from divebatch.estimators.estimator import TrainingContext
 from divebatch.estimators.per_sample import PerSample, suits_per_sample
 from divebatch.estimators.second_moment import Preconditioner, StepGradients, require_second_moment
@@ -57,24 +56,20 @@ def _factor(group: Mapping[str, Any]) -> float:
     return factor if factor <= FARTHEST else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepProducts:
-    """Products of the gradient of a step with itself and with those of the two steps before."""
+def _numbers(values: Sequence[float], *, sizes: tuple[int, int], factor: float) -> tuple[float, ...]:
+    """Return weight, tr(Sigma), ||G||^2, Var_i<g_i, g>, and the part of tr(Sigma) that falls with ||G||^2.
 
-    sizes: tuple[int, int]
-    """Samples of the step before and of this one."""
-    factor: float
-    """That of the extrapolation."""
-    parts: Sequence[Norms]
-    """||g||^2 of the step before and of this one; the products of this one with the last and with the one before."""
-
-    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the weight, tr(Sigma), ||G||^2, Var_i<g_i, g>, and the part of tr(Sigma) that falls with ||G||^2."""
-        (size, own_size), (before, own, one, two) = self.sizes, values
-        sq_norm = one + self.factor * (one - two)
-        mean = (size**2 * before + 2 * size * own_size * one + own_size**2 * own) / (size + own_size) ** 2
-        inner = inner_variance((before, own), self.sizes, mean)
-        return own_size, own_size * (own - sq_norm), sq_norm, inner, own_size * sq_norm
+    Args:
+        values: ||g||^2 of the step before and of this one; the products of this one with the last and with the one
+            before.
+        sizes: Samples of the step before and of this one.
+        factor: That of the extrapolation.
+    """
+    (size, own_size), (before, own, one, two) = sizes, values
+    sq_norm = one + factor * (one - two)
+    mean = (size**2 * before + 2 * size * own_size * one + own_size**2 * own) / (size + own_size) ** 2
+    inner = inner_variance((before, own), sizes, mean)
+    return own_size, own_size * (own - sq_norm), sq_norm, inner, own_size * sq_norm
 
 
 class SuccessiveGradients:
@@ -221,7 +216,7 @@ class SuccessiveGradients:
             vector.mul_(step.scale)
         return _dot(vector, vector)
 
-    def products(self, factor: float) -> StepProducts:
+    def products(self, factor: float) -> StepEstimate:
         """Multiply the newest gradient with the one before and, to extrapolate, with the one before that."""
         newest, last = self.vectors[(self._count - 1) % KEPT], self.vectors[(self._count - 2) % KEPT]
         products: list[Norms] = [_dot(newest, last), 0.0]
@@ -229,7 +224,8 @@ class SuccessiveGradients:
             products[1] = _dot(newest, self.vectors[self._count % KEPT])
         if self.signs is not None and not self._shards.ranks.is_alone:  # all have whole sketches, whose parts add up
             products = [each / self._shards.ranks.size for each in products]
-        return StepProducts((self._sizes[1], self._sizes[0]), factor, (self._sq_norms[1], self._sq_norms[0], *products))
+        numbers = functools.partial(_numbers, sizes=(self._sizes[1], self._sizes[0]), factor=factor)
+        return StepEstimate((self._sq_norms[1], self._sq_norms[0], *products), numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients that the next steps will be multiplied with, and the signs they are sketched by."""

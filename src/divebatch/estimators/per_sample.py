@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CoverageError
-from divebatch.estimators.average import AveragedEstimator, Norms, PairAverage, unbiased
+from divebatch.estimators.average import AveragedEstimator, PairAverage, StepEstimate, unbiased
 from divebatch.estimators.estimator import TrainingContext
 from divebatch.norms import DiversityMeter
 from divebatch.norms.compiled import is_compiled
@@ -18,21 +17,17 @@ from divebatch.norms.registry import cover
 from divebatch.norms.sharded import is_sharded
 
 
-@dataclass(frozen=True, slots=True)
-class SampleNorms:
-    """Per-sample norms of one backward pass."""
+def _numbers(values: Sequence[float]) -> tuple[float, ...]:
+    """Return weight, tr(Sigma) and ||G||^2.
 
-    parts: Sequence[Norms]
-    """Sum of ||g_i||^2, ||sum of g_i||^2, samples, and whether all gradients are finite."""
-
-    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the weight, tr(Sigma) and ||G||^2."""
-        total, of_sum, size, is_finite = values
-        if not is_finite:
-            return size, math.nan, math.nan
-        if size < 2:  # one sample shows no scatter
-            return 0.0, 0.0, 0.0
-        return (size, *unbiased(total, of_sum / size**2, size, size))
+    The values: sum of ||g_i||^2, ||sum of g_i||^2, samples, and whether all gradients are finite.
+    """
+    total, of_sum, size, is_finite = values
+    if not is_finite:
+        return size, math.nan, math.nan
+    if size < 2:  # one sample shows no scatter
+        return 0.0, 0.0, 0.0
+    return (size, *unbiased(total, of_sum / size**2, size, size))
 
 
 class PerSample(AveragedEstimator):
@@ -108,7 +103,8 @@ class PerSample(AveragedEstimator):
         average = self._at_work()
         average.num_samples = average.num_samples + seen.num_samples
         is_finite = 1.0 if seen.is_finite is None else seen.is_finite
-        average.add_step(SampleNorms((seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples, is_finite)))
+        parts = (seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples, is_finite)
+        average.add_step(StepEstimate(parts, _numbers))
 
     def _require_own_gradients(self) -> None:
         for name, module in self._batch_norms.items():

@@ -1,8 +1,7 @@
 """Unbiased estimates from the chunks that a batch is cut into: by micro-batches, or by ranks."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from divebatch.estimators.average import (
     AveragedEstimator,
     Norms,
     PairAverage,
+    StepEstimate,
     inner_variance,
     norms_of,
     read,
@@ -35,46 +35,6 @@ HOW_TO_CUT = (
     "cut each batch into two or more: for (x, y), weight in divebatch.micro_batches(batch, size): "
     "(loss_fn(model(x), y) * weight).backward()"
 )
-
-OnPass = Callable[[dict[str, Tensor], LossWeight], None]
-"""Called with a backward pass's own gradients by the parameters' names, and the weight of its loss."""
-
-
-class PassWatch:
-    """The gradients of each backward pass, handed over when it has ended.
-
-    Args:
-        parameters: The parameters whose gradients are collected, by name.
-        on_pass: Called after each pass.
-        is_wanted: Asked whether the pass under way is looked at.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], on_pass: OnPass, *, is_wanted: Callable[[], bool]
-    ) -> None:
-        self._on_pass, self._is_wanted = on_pass, is_wanted
-        self._handles: list[RemovableHandle] = []
-        for name, parameter in parameters.items():
-            self._handles.append(parameter.register_hook(partial(self._receive, name)))
-            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _receive(self, name: str, gradient: Tensor) -> None:
-        if self._is_wanted() and not is_recorded(gradient):
-            current_pass().notes(self)[name] = gradient.detach()
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        if self._is_wanted() and not is_recorded(parameter):
-            current_pass().at_end(self._end)
-
-    def _end(self, over: BackwardPass) -> None:
-        if self._handles:
-            self._on_pass(over.notes(self), LossWeight(1.0) if over.weight is None else over.weight)
 
 
 class _Chunked(AveragedEstimator):
@@ -98,10 +58,28 @@ class _Chunked(AveragedEstimator):
         self._parameters = trainable(context.model)
         self._delivered = self._chunked = 0
         """Samples that came to this rank up to the last step, and those of chunks, since measuring began."""
-        self._passes = PassWatch(self._parameters, self._end_of_pass, is_wanted=self._is_looking)
+        self._handles: list[RemovableHandle] = []
+        for name, parameter in self._parameters.items():
+            self._handles.append(parameter.register_hook(partial(self._receive, name)))
+            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
 
     def _detach(self) -> None:
-        self._passes.close()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _receive(self, name: str, gradient: Tensor) -> None:
+        if self._is_looking() and not is_recorded(gradient):
+            current_pass().notes(self)[name] = gradient.detach()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if self._is_looking() and not is_recorded(parameter):
+            current_pass().at_end(self._end_of_pass)
+
+    def _end_of_pass(self, over: BackwardPass) -> None:
+        if self._handles:
+            weight = LossWeight(1.0) if over.weight is None else over.weight
+            self._take(over.notes(self), weight, applied=float(weight))
 
     @property
     def replay_token(self) -> object:
@@ -115,9 +93,6 @@ class _Chunked(AveragedEstimator):
     def _is_looking(self) -> bool:
         """Say whether the batch under way is looked at."""
         return True
-
-    def _end_of_pass(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:
-        self._take(gradients, weight, applied=float(weight))
 
     def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
         shard = self._bound().loader.rank_shard
@@ -148,36 +123,23 @@ class _Chunked(AveragedEstimator):
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkNorms:
-    """Norms of the mean gradients of two or more chunks of samples at the same weights."""
+def numbers_of_chunks(values: Sequence[float], *, sizes: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:
+    """Return weight, tr(Sigma), ||G||^2 and Var_i<g_i, g> from chunks of samples at the same weights.
 
-    sizes: Sequence[int]
-    """Samples of each chunk."""
-    factors: Sequence[float]
-    """Factors that the squared norm of each chunk is to be multiplied by."""
-    norms: Sequence[Norms]
-    """Norms of each chunk's gradients."""
-    of_sum: Norms
-    """Norms of the sum of gradients over all samples."""
-    before_last: Norms | None
-    """Norms of the sum that the last chunk was added to; None if that was the first chunk."""
-
-    @property
-    def parts(self) -> list[Norms]:
-        """All that is to be read."""
-        return [*self.norms, self.of_sum, *([] if self.before_last is None else [self.before_last])]
-
-    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the weight, tr(Sigma), ||G||^2 and Var_i<g_i, g>."""
-        count, total = len(self.sizes), sum(self.sizes)
-        of_chunks = [factor * square for factor, square in zip(self.factors, values[:count], strict=True)]
-        mean, last = values[count] / total**2, self.sizes[-1]
-        weighted = sum(size * square for size, square in zip(self.sizes, of_chunks, strict=True))
-        before = self.sizes[0] ** 2 * of_chunks[0] if self.before_last is None else values[count + 1]
-        rest = total - last
-        inner = inner_variance((before / rest**2, of_chunks[-1]), (rest, last), mean)
-        return (total, *unbiased(weighted, mean, count, total), inner)
+    Args:
+        values: Squared norms of each chunk's gradients, of the sum of gradients over all samples, and of the sum that
+            the last of three or more chunks was added to.
+        sizes: Samples of each chunk.
+        factors: Factors that turn each chunk's squared norm into that of its mean gradient.
+    """
+    count, total = len(sizes), sum(sizes)
+    of_chunks = [factor * square for factor, square in zip(factors, values[:count], strict=True)]
+    mean, last = values[count] / total**2, sizes[-1]
+    weighted = sum(size * square for size, square in zip(sizes, of_chunks, strict=True))
+    before = sizes[0] ** 2 * of_chunks[0] if count == 2 else values[count + 1]
+    rest = total - last
+    inner = inner_variance((before / rest**2, of_chunks[-1]), (rest, last), mean)
+    return (total, *unbiased(weighted, mean, count, total), inner)
 
 
 class GradientSums:
@@ -227,10 +189,11 @@ class GradientSums:
         self._norms.append(norms_of(plain))
         torch._foreach_add_(sums, plain, alpha=num_samples * scale)
 
-    def norms(self) -> ChunkNorms:
-        """Return the norms of two or more chunks."""
-        of_sum = norms_of(list(self._sums.values()))
-        return ChunkNorms(self.sizes, self._factors, self._norms, of_sum, self._before_last)
+    def estimate(self) -> StepEstimate:
+        """Return the estimate from two or more chunks."""
+        parts = [*self._norms, norms_of(list(self._sums.values()))]
+        parts += [] if self._before_last is None else [self._before_last]
+        return StepEstimate(parts, partial(numbers_of_chunks, sizes=self.sizes, factors=self._factors))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of chunks that wait for more."""
@@ -322,7 +285,7 @@ class Split(_Chunked):
         elif sizes:
             average.num_samples = average.num_samples + sum(sizes)
             if len(sizes) > 1:  # else the next batch has to show what this one did not
-                average.add_step(self._sums.norms())
+                average.add_step(self._sums.estimate())
                 self._count_batches(self._num_batches + 1)
         if sizes:
             self._sums.forget()
@@ -339,20 +302,16 @@ class Split(_Chunked):
         self._count_batches(state["num_batches"])
 
 
-@dataclass(frozen=True, slots=True)
-class RankNorms:
-    """One rank's part of the norms of a batch's chunks; parts add up over ranks."""
+def _numbers_of_ranks(values: Sequence[float]) -> tuple[float, ...]:
+    """Return weight, tr(Sigma) and ||G||^2 from values added up over ranks.
 
-    parts: Sequence[Norms]
-    """Sum of s_j ||g_j||^2, squared norm of what the optimizer gets, chunks, samples, and the squared sum of the
-    weights that the optimizer's gradient is added up with."""
-
-    def numbers(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the weight, tr(Sigma) and ||G||^2."""
-        weighted, mean, chunks, samples, sq_weights = values
-        if chunks < 2:
-            return 0.0, 0.0, 0.0
-        return (samples, *unbiased(weighted, mean / sq_weights, chunks, samples))
+    They are the sum of s_j ||g_j||^2, the squared norm of what the optimizer gets, chunks, samples, and the squared sum
+    of the weights that the optimizer's gradient is added up with.
+    """
+    weighted, mean, chunks, samples, sq_weights = values
+    if chunks < 2:
+        return 0.0, 0.0, 0.0
+    return (samples, *unbiased(weighted, mean / sq_weights, chunks, samples))
 
 
 class AcrossRanks(_Chunked):
@@ -417,7 +376,7 @@ class AcrossRanks(_Chunked):
             float(self._num_samples),
             self._sum_of_weights**2 if is_first else 0.0,
         ]
-        average.add_step(RankNorms(parts))
+        average.add_step(StepEstimate(parts, _numbers_of_ranks))
         self._begin_batch()
         self._unchanged.first(optimizer)
 

@@ -156,8 +156,6 @@ class MeasuredPass:
     """Layers that the pass has reached."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of parameters that a `DiversityMeter` adds up. One that dies half-way must be in no sum."""
-    began_alone: bool = False
-    """Whether a parameter had its gradient before any layer was reached."""
     size: int | None = None
     """Samples, where they are known without asking the device."""
     is_ordinary: bool = False
@@ -215,7 +213,6 @@ class MeasuredPass:
         """Add a pass within this one, which is over."""
         self.num_samples, self.size = inner.num_samples, inner.size
         self.weight = inner.weight  # a loss within a checkpoint has its weight there
-        self.began_alone |= inner.began_alone
         self.layers += inner.layers
         self.gradients |= inner.gradients
         self.evidence.take_over(inner.evidence)
@@ -379,7 +376,6 @@ class EagerEngine:
             record = known() if known is not None and number == torch._C._current_graph_task_id() else None
             if record is None:
                 record = self.record()
-            record.began_alone |= not record.layers
             record.gradients[name] = gradient.detach()
 
     def record_for(self, layer: CoveredLayer) -> MeasuredPass | None:

@@ -408,8 +408,6 @@ class DiversityMeter:
         """Add the gradients of a pass that has ended."""
         if self._shards is not None:
             self._reached |= {id(layer.module) for layer in done.layers}
-        elif done.began_alone:  # a weight used past its layer's forward would be missing in the norms
-            self._require_reached(done.gradients, {id(layer.module) for layer in done.layers})
         counts = isinstance(scale.num_samples, Tensor) or scale.num_samples > 0
         if self._delivered is not None and done.size is not None and counts:
             self._check_size(done.size, done.weight)
