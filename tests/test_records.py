@@ -295,12 +295,12 @@ def test_a_record_prints_well(text, record):
     assert str(record) == text
 
 
-def test_records_know_errors_metrics_their_line_and_nothing_else_of_ours():
+def test_records_know_errors_and_nothing_else_of_ours():
     tree = ast.parse((Path(divebatch.__file__).parent / "records.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
     ours = {name for name in modules if name.split(".")[0] in {"divebatch", "torch", "numpy"}}
-    assert ours == {"divebatch.errors", "divebatch.metric", "divebatch.record_line"}
+    assert ours == {"divebatch.errors"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from divebatch.student import _distribution, t_quantile
+from divebatch.measurement import _distribution, t_quantile
 
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 10: 2.2281, 29: 2.0452, 30: 2.0423}
 """Two-sided 95 % points as printed in tables of Student's t."""

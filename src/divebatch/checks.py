@@ -1,10 +1,12 @@
-"""Checks and the warning that all parts share. Each check raises an `ArgumentError` naming argument and value."""
+"""Checks and the warning that all parts share. Each check names what is wrong, its value, and what would be right."""
 
+import reprlib
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, CheckpointError
 
 
 def require_count(name: str, value: Any, *, at_least: int = 1) -> None:
@@ -33,6 +35,26 @@ def require_coupling_power(name: str, value: Any) -> None:
             f"{name} as a number is p in lr * (batch_size / base batch size)^p, above 0 and at most 1, got "
             f"{name}={value!r}; a rate that stays is {name}='none'"
         )
+
+
+def require_same(place: str, saved: Any, mine: Any) -> None:
+    """Raise if a setting of a saved state is not the one of this run, naming the first place where they differ.
+
+    Args:
+        place: Where both stand, such as "control.settings".
+        saved: The settings in the checkpoint.
+        mine: Those of this run.
+    """
+    if isinstance(mine, Mapping) and isinstance(saved, Mapping):
+        for name in [*mine, *(name for name in saved if name not in mine)]:
+            require_same(f"{place}.{name}", saved.get(name), mine.get(name))
+    elif isinstance(mine, list | tuple) and isinstance(saved, list | tuple) and len(mine) == len(saved):
+        for number, (there, here) in enumerate(zip(saved, mine, strict=True)):
+            require_same(f"{place}.{number}", there, here)
+    else:
+        are_numbers = {type(saved), type(mine)} == {int, float}  # 2 is 2.0, but True is not 1
+        if not ((are_numbers or type(saved) is type(mine)) and saved == mine):
+            raise CheckpointError(f"{place} is {reprlib.repr(saved)} in the checkpoint, and {mine!r} in this run")
 
 
 _NOT_THE_USERS = frozenset({"divebatch", "torch", "contextlib"})

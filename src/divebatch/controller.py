@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from divebatch.checks import require_choice, require_count, warn_user
+from divebatch.checks import require_choice, require_count, require_same, warn_user
 from divebatch.data.loader import AdaptiveLoader, warn_if_endless
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import EpochProgress
@@ -29,7 +29,6 @@ from divebatch.policies import Fixed, Policy
 from divebatch.policies.policy import require_policy, settings_of
 from divebatch.ranks import inside_ddp
 from divebatch.records import Change, EpochRecord
-from divebatch.state_checks import require_same
 
 STATE_VERSION = 3
 DEFAULT_ESTIMATOR = "moments"

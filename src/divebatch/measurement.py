@@ -4,10 +4,13 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import NormalDist
 from typing import Any, NamedTuple, Self
 
+import numpy
+
 from divebatch.errors import UndefinedDiversityError, UsageError
-from divebatch.student import t_quantile
 
 
 class StepEvent(NamedTuple):
@@ -125,7 +128,7 @@ class Diversity:
     @property
     def is_defined(self) -> bool:
         """Whether the ratio exists and is finite."""
-        if self.has_diverged or not 0 < self.sq_norm_of_sum < math.inf:
+        if self.skipped_samples > self.num_samples or not 0 < self.sq_norm_of_sum < math.inf:
             return False
         return math.isfinite(self.sum_of_sq_norms / self.sq_norm_of_sum)
 
@@ -163,7 +166,7 @@ class Diversity:
         """
         if self.is_defined:
             # An estimate's error can carry it below zero, and a noise scale is never negative.
-            return max(0.0, self.num_samples * self.value - 1.0)
+            return max(0.0, self.num_samples * (self.sum_of_sq_norms / self.sq_norm_of_sum) - 1.0)
         if self.has_diverged or math.isnan(self.trace):
             return math.nan
         return math.inf if self.trace > 0 else 0.0
@@ -181,13 +184,13 @@ class Diversity:
         """
         if self.spread is None:
             return (self.noise_scale, self.noise_scale)
-        if self.has_diverged:
+        if self.skipped_samples > self.num_samples:
             return (0.0, math.inf)
+        trace, sq_norm = self.trace, self.sq_norm
         # Where ||G||^2 comes out too small by chance, so does its scatter: most misses would lie above the truth, on
         # the side that lets batches grow. So the lower end is given half the chance to miss.
-        careful, plain = (self.spread.quantile(each) for each in ((1 + level) / 2, level))
-        low, _ = _ratio_interval(self.trace, self.sq_norm, self.spread, careful)
-        _, high = _ratio_interval(self.trace, self.sq_norm, self.spread, plain)
+        low, _ = _ratio_interval(trace, sq_norm, self.spread, self.spread.quantile((1 + level) / 2))
+        _, high = _ratio_interval(trace, sq_norm, self.spread, self.spread.quantile(level))
         high = max(low, high) if high > 0 else 0.0
         return (low if self.spread.bounds_below else 0.0, high)
 
@@ -197,13 +200,14 @@ def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) 
     size = max(abs(trace), abs(sq_norm))
     unit = size / reach if size < math.inf else 0.0
     # In units of their size: squares of very large or small numbers would leave the range of floats.
-    errors = [math.sqrt(v) / unit if unit else math.inf for v in (spread.trace_variance, spread.sq_norm_variance)]
-    if not all(error < 1e50 for error in errors):
+    trace_error = math.sqrt(spread.trace_variance) / unit if unit else math.inf
+    sq_norm_error = math.sqrt(spread.sq_norm_variance) / unit if unit else math.inf
+    if not (trace_error < 1e50 and sq_norm_error < 1e50):
         return (0.0, math.inf)
-    trace, sq_norm, most = trace / size, sq_norm / size, errors[0] * errors[1]
-    a = sq_norm**2 - errors[1] ** 2
+    trace, sq_norm, most = trace / size, sq_norm / size, trace_error * sq_norm_error
+    a = sq_norm**2 - sq_norm_error**2
     b = trace * sq_norm - min(most, max(-most, spread.covariance / unit / unit))
-    c = trace**2 - errors[0] ** 2
+    c = trace**2 - trace_error**2
     root = b + math.sqrt(max(0.0, b**2 - a * c))
     if root <= 0:
         return (0.0, math.inf)
@@ -374,3 +378,46 @@ def gain(ratio: float, noise: float | None) -> float:
     if noise is None:
         return 1.0
     return ratio if noise == math.inf else (noise + 1) / (noise / ratio + 1)
+
+
+# Student's t distribution
+
+MOST_DEGREES = 1e6
+"""From here on t is taken for normal."""
+NODES, WEIGHTS = numpy.polynomial.legendre.leggauss(64)
+
+
+@lru_cache(maxsize=128)  # intervals of one size ask for the same one again and again
+def t_quantile(probability: float, degrees: float) -> float:
+    """Return the value below which t stays with `probability` (from 0.5 to 1, exclusive); infinite below 1 degree.
+
+    >>> round(t_quantile(0.975, 4), 4), round(t_quantile(0.975, 1), 3), round(t_quantile(0.975, 1e6), 3)
+    (2.7764, 12.706, 1.96)
+    """
+    if degrees < 1:
+        return math.inf
+    degrees = min(degrees, MOST_DEGREES)
+    value = NormalDist().inv_cdf(probability)
+    # Newton's method: above 0 the distribution is concave, and t lies above the normal, so it only rises to the root.
+    while True:
+        below, density = _distribution(value, degrees)
+        step = (probability - below) / density
+        value += step
+        if step <= 1e-12 * value:
+            return value
+
+
+def _distribution(value: float, degrees: float) -> tuple[float, float]:
+    """Return P(t <= value), value >= 0, and the density. That of a in t = sqrt(n) tan(a) is c cos(a)^(n - 1)."""
+    end = math.atan(value / math.sqrt(degrees))
+    # Nodes that gather logarithmically towards pi/2, where the density of few degrees has a root.
+    log_rest, parts = math.log1p(-2 * end / math.pi), (NODES + 1) / 2
+    a, slope = -math.pi / 2 * numpy.expm1(parts * log_rest), -math.pi / 2 * log_rest * numpy.exp(parts * log_rest)
+    x = degrees / 2
+    if degrees < 100:
+        log_ratio = math.lgamma(x + 0.5) - math.lgamma(x)
+    else:  # the difference of two large numbers has few digits: Stirling's series
+        log_ratio = math.log(x) / 2 - 1 / (8 * x) + 1 / (192 * x**3) - 1 / (640 * x**5)
+    c = math.exp(log_ratio) / math.sqrt(math.pi)
+    integral = float(WEIGHTS / 2 @ (slope * numpy.cos(a) ** (degrees - 1)))
+    return 0.5 + c * integral, c * math.cos(end) ** (degrees + 1) / math.sqrt(degrees)

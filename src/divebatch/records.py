@@ -11,8 +11,6 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from divebatch.errors import ArgumentError, RecordError
-from divebatch.metric import Metric as Metric
-from divebatch.record_line import line
 
 LAST_BYTES = 4096
 """Where the line of a stop is looked for, from the end of the file."""
@@ -20,6 +18,72 @@ LARGEST_COUNT = 2**63
 """What no count of samples, steps or bytes reaches."""
 TOO_LARGE = 10**300
 """No float holds a whole number from about here on."""
+
+
+MetricName = Literal["val_accuracy", "val_loss", "bits_per_byte"]
+WORDS = {"val_accuracy": "accuracy", "val_loss": "loss", "bits_per_byte": "bits per byte"}
+"""What each is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The number that a run is judged by.
+
+    Args:
+        name: A field of `EpochRecord`: "val_accuracy" (from 0 to 1), "val_loss" or "bits_per_byte".
+        better: Whether a "higher" or a "lower" value is the better one.
+    """
+
+    name: MetricName = "val_accuracy"
+    better: Literal["higher", "lower"] = "higher"
+
+    def __post_init__(self) -> None:
+        for key, known in (("name", get_args(MetricName)), ("better", ("higher", "lower"))):
+            if getattr(self, key) not in known:
+                raise ArgumentError(f"a metric's {key} must be one of {', '.join(known)}, got {getattr(self, key)!r}")
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether it is a share from 0 to 1, which is shown in percent."""
+        return self.name == "val_accuracy"
+
+    @property
+    def word(self) -> str:
+        """Its name in a sentence."""
+        return WORDS[self.name]
+
+    @property
+    def loss_word(self) -> str:
+        """What a loss is called in the unit of this metric, where a loss has it."""
+        return self.word if self.name == "bits_per_byte" else WORDS["val_loss"]
+
+    @property
+    def loss_factor(self) -> float:
+        """The number that brings a loss into that unit: losses are in nats."""
+        return 1 / math.log(2) if self.name == "bits_per_byte" else 1.0
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a run tries to raise it."""
+        return self.better == "higher"
+
+    def of(self, record: Any) -> float | None:
+        """The value of an `EpochRecord`; None where it has none or none that is finite."""
+        value: float | None = getattr(record, self.name)
+        return value if value is not None and math.isfinite(value) else None
+
+    def text(self, value: float) -> str:
+        """A value with its unit, for instance `92.83 %` of accuracy, or a loss of `1.0826`."""
+        return f"{100 * value:.2f} %" if self.is_accuracy else f"{value:.5g}"
+
+    def best(self, values: Iterable[float]) -> float | None:
+        """The best of some values; None where there are none."""
+        return (max if self.higher_is_better else min)(values, default=None)
+
+    @property
+    def worst(self) -> float:
+        """What a run that diverged is worth: an accuracy of 0, an infinite loss."""
+        return 0.0 if self.higher_is_better else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +253,12 @@ class EpochRecord:
 
     def __str__(self) -> str:
         """For instance: `epoch 3: noise scale 812 (640-990), batch 128 -> 256, lr 0.1 -> 0.2`, and why."""
-        return line(self)
+        left_out = f"{self.skipped_samples} samples left out" if self.skipped_samples else ""
+        parts = [part for part in (seen_in_words(self), left_out) if part]
+        parts.append(_change("batch", self.batch_size, self.next_batch_size))
+        parts.append(_change("lr", self.lr, self.next_lr))
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"epoch {self.epoch}: " + ", ".join(parts) + reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,3 +455,32 @@ _KINDS: dict[type, dict[str, tuple[type, ...]]] = {
     cls: {name: _kinds(hint) for name, hint in get_type_hints(cls).items()}
     for cls in (RunHeader, EpochRecord, Metric, ReportSettings)
 }
+
+
+# An epoch's record in words
+
+
+def seen_in_words(record: EpochRecord) -> str:
+    """Return what a policy had to act on: the noise scale or the diversity; the loss where gradients do not matter.
+
+    Args:
+        record: The record of a finished epoch. Where its `measured` is None, nothing was to be measured.
+    """
+    value, low, high = record.noise_scale, record.noise_scale_low, record.noise_scale_high
+    if value is not None and low is not None and high is not None:
+        return f"noise scale {value:.0f} ({low:.0f}-{high:.0f})"
+    if low is not None:
+        # Without an upper end ||G||^2 cannot be told from zero, and the value may be anything.
+        return f"noise scale at least {low:.0f}" if low > 0 else "noise scale not known"
+    if value is not None:
+        return f"noise scale {value:.0f}"
+    if record.diversity is not None:
+        return f"diversity {record.diversity:.4g}"
+    if record.measured is not None:
+        return "noise scale not known" if record.measured else "not measured"
+    return "" if record.train_loss is None else f"loss {record.train_loss:.4g}"
+
+
+def _change(name: str, now: float, after: float | None) -> str:
+    first, then = (value if isinstance(value, int | None) else f"{value:g}" for value in (now, after))
+    return f"{name} {first}" if then is None or then == first else f"{name} {first} -> {then}"

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from divebatch.errors import ArgumentError
-from divebatch.record_line import seen_in_words
-from divebatch.records import EpochRecord
+from divebatch.records import EpochRecord, seen_in_words
 from divebatch.report.live import rate_between, time_left
 
 if TYPE_CHECKING:

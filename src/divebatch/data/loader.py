@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from divebatch.checks import require_count, warn_user
+from divebatch.checks import require_count, require_same, warn_user
 from divebatch.data.order import (
     EpochProgress,
     FromSampler,
@@ -33,7 +33,6 @@ from divebatch.data.source import (
 from divebatch.data.stream import StreamSource, length_of_stream
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.ranks import Ranks, RankShard
-from divebatch.state_checks import require_same
 
 STATE_VERSION = 2
 MANY_BATCHES = 10_000

@@ -30,9 +30,9 @@ from divebatch.lab.length import order_of_pass
 from divebatch.lab.schema import Part, build_estimator, parse_options
 from divebatch.lab.step import device_settings
 from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, LrCoupling, factor_of, require_adam, scale_settings
+from divebatch.measurement import t_quantile
 from divebatch.policies import Fixed
 from divebatch.records import RunHeader, read_run
-from divebatch.student import t_quantile
 
 __all__ = ["Branch", "Critical", "Gap", "Outcome", "Probe", "probe_critical_batch"]
 

@@ -12,8 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from divebatch.errors import ArgumentError
 from divebatch.lab.step import predict
-from divebatch.metric import Metric
 from divebatch.ranks import Ranks
+from divebatch.records import Metric
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Policy(ABC):
                 due = seen.epoch % self.every_epochs == 0
                 return Decision(batch_size=2 * seen.batch_size if due else seen.batch_size)
 
-    A new policy of this library is a class in the file of its family and one row in `catalog.py`.
+    A new policy of this library is a class in the file of its family and one row in `POLICIES`.
     """
 
     needs: Set[str] = frozenset()

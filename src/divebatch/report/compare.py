@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from divebatch.measurement import t_quantile
 from divebatch.records import Metric
 from divebatch.report.analysis import Analysis, MethodResult, trained_alike
 from divebatch.report.load import RecordedRun
-from divebatch.student import t_quantile
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
