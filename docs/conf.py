@@ -22,12 +22,16 @@ FILES = ["CONTRIBUTING", "CHANGELOG", "SECURITY"]
 PAGES = {
     "Begin": ["when-it-pays", "which-learning-rate", "own-loops", "integrations", "migrating"],
     "Library": ["policies", "learning-rate", "estimators", "noise-meter", "norms", "data", "distributed", "advise"],
-    "Laboratory": ["training", "language-models", "report", "search", "probe", "inducing", "logging"],
-    "Measured": ["benchmarks", "reproduction", "reproduction-cifar10", "reproduction-tiny-imagenet"],
+    "Laboratory": ["training", "language-models", "report", "search", "probe", "logging", "results"],
     "API": ["api/divebatch", *(f"api/{page.stem}" for page in sorted(ROOT.glob("docs/api/*.md")) if page != ALL_NAMES)],
     "Project": ["design", *(f"/{name}" for name in FILES)],
-    "Records": [f"/results/{page.parent.name}/summary" for page in sorted(ROOT.glob("results/*/summary.md"))],
 }
+RESULTS = [
+    f"/results/{page.parent.name}/{page.stem}"
+    for page in sorted([*ROOT.glob("results/*/README.md"), *ROOT.glob("results/*/summary.md")])
+]
+NOT_SEARCHED = ("CHANGELOG", "docs/design", "results/")
+"""Pages with every word in them, which would stand before the page that explains it."""
 TOCTREE = "\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
 AUTODATA = "\n```{{eval-rst}}\n.. autodata:: {name}\n   :no-value:\n```\n"
 
@@ -36,7 +40,7 @@ author = "The divebatch authors"
 copyright = author
 release = version = divebatch.__version__
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/api/*.md", "results/*/summary.md", *(f"{name}.md" for name in FILES)]
+include_patterns = ["docs/*.md", "docs/api/*.md", "results/*/*.md", *(f"{name}.md" for name in FILES)]
 exclude_patterns = [".*", "build", "dist", "runs", "data"]  # not searched for pages
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -55,6 +59,7 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = f"divebatch {release}"
 html_static_path = ["site/static"]
+html_css_files = ["divebatch.css"]
 html_favicon = "site/static/favicon.svg"
 html_extra_path = ["site/root"]
 html_copy_source = False
@@ -65,14 +70,22 @@ def complete(app: Any, name: str, source: list[str]) -> None:
     """Add what would be noise in the files themselves: the side bar to index.md, constants to the pages of the API."""
     if name == root_doc:
         source[0] += "".join(TOCTREE.format(caption=each, pages="\n".join(pages)) for each, pages in PAGES.items())
+    if name == "docs/results":
+        source[0] += TOCTREE.format(caption="Records", pages="\n".join(RESULTS))
+    if name.endswith("/summary"):
+        source[0] = source[0].replace("# Report\n", f"# Tables of {name.split('/')[1]}\n", 1)
+    if name.startswith(NOT_SEARCHED):
+        source[0] = f"---\nnosearch: true\n---\n{source[0]}"
     for module in re.findall(r"^\.\. automodule:: (\S+)$", source[0], flags=re.MULTILINE):
         source[0] += "".join(AUTODATA.format(name=f"{module}.{constant}") for constant in constants(module))
 
 
 def constants(module: str) -> list[str]:
-    """Public names that are neither classes nor functions; Sphinx describes those of a module only where it is told."""
+    """Public names, neither classes nor functions, that are defined elsewhere: Sphinx finds only a module's own."""
     part = import_module(module)
-    return [name for name in getattr(part, "__all__", ()) if not callable(getattr(part, name)) or is_alias(part, name)]
+    own = ModuleAnalyzer.for_module(module).find_attr_docs()
+    names = [name for name in getattr(part, "__all__", ()) if ("", name) not in own]
+    return [name for name in names if not callable(getattr(part, name)) or is_alias(part, name)]
 
 
 def is_alias(part: object, name: str) -> bool:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *ROOT.glob("*.md"),
     *ROOT.glob("docs/**/*.md"),
-    *ROOT.glob("results/*/summary.md"),
+    *ROOT.glob("results/*/*.md"),
     *ROOT.glob("examples/*.py"),
 ]
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", flags=re.DOTALL | re.MULTILINE)
