@@ -6,7 +6,6 @@ import torch
 
 from divebatch.__main__ import main
 from divebatch.lab import ranks
-from divebatch.lab.data.synthetic import Synthetic
 
 RANK_TIMEOUT = 15.0
 """Seconds; a rank that is only slow on a busy machine must not be given up."""
@@ -16,8 +15,6 @@ def be_a_rank(words: list[str]) -> None:
     torch.set_num_threads(1)
     ranks.TIMEOUT = RANK_TIMEOUT
     torch.set_default_dtype(torch.float64)
-    draw = Synthetic._draw
-    Synthetic._draw = lambda self, generator: tuple(map(torch.Tensor.double, draw(self, generator)))
     sys.argv = ["divebatch", *words]
     main()
 

@@ -31,7 +31,7 @@ def test_a_search_ends_with_a_table_a_picture_and_a_file_to_run(experiment, tmp_
     assert "\x1b" not in answer.output
     name = "synthetic-convex-sgd-small"
     assert f"{name}: 2 of 2 trials" in answer.output
-    assert {path.suffix for path in out.iterdir() if path.is_file()} == {".lock", ".json", ".toml", ".png", ".svg"}
+    assert {path.suffix for path in out.iterdir() if path.is_file()} == {".json", ".toml", ".png", ".svg"}
     found = get_experiment(str(out / f"{name}.toml")).method("sgd-small")
     assert found.lr == 1
     assert f"next: divebatch run {out / name}.toml --methods sgd-small" in answer.output

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.lab import Experiment, Run, execute, parse_experiment
-from divebatch.lab.data.synthetic import Synthetic
 from divebatch.lab.models import MODELS, ModelSettings
 from divebatch.lab.models.resnet import ResNet, group_norm, small_stem
 from divebatch.lab.ranks import StopRequest, process_group, spread
@@ -162,8 +161,6 @@ def train(
 def compute_in_double() -> None:
     torch.set_default_dtype(torch.float64)
     MODELS["tiny-resnet"] = TinyResNet
-    draw = Synthetic._draw
-    Synthetic._draw = lambda self, generator: tuple(map(Tensor.double, draw(self, generator)))  # type: ignore[method-assign,return-value]
 
 
 def average_of_buffers() -> None:

@@ -97,28 +97,6 @@ def test_wrong_use_is_told_once(command, run):
         assert job.log.read_text().count("\n") == 1
 
 
-def _different_command(words: list[str], odd: list[str]) -> None:
-    _command([*words, *(odd if os.environ["RANK"] == "1" else [])], {})
-
-
-@pytest.mark.parametrize(
-    ("odd", "difference"),
-    [
-        (["--checkpoint-steps", "3"], "checkpoint_steps: rank 0 has None, rank 1 has 3"),
-        (["--epochs", "5"], "epochs: rank 0 has 4, rank 1 has 5"),
-        (["--trials", "2"], "the runs: rank 0 has ['synthetic-nonconvex divebatch seed 0'], rank 1 has ["),
-    ],
-)
-def test_ranks_that_were_told_different_things_say_which(tmp_path, run, odd, difference):
-    job = launch(tmp_path / "log", 2, _different_command, [*WORDS, "--out", str(run.folder)], odd)
-    try:
-        assert job.ends() == [1, 1]
-        assert job.log.read_text().count(f"divebatch: the ranks disagree on {difference}") == 1
-        assert not run.records_path.exists()
-    finally:
-        job.kill()
-
-
 def test_half_an_environment_of_a_launcher_is_named(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     answer = CliRunner().invoke(app, [*WORDS, "--out", str(run.folder)])

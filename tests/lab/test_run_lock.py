@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from divebatch.cli import app
 from divebatch.errors import RecordError
 from divebatch.lab import Run, execute
-from divebatch.lab.runs import _open_locked
+from divebatch.lab.files import locked
 from divebatch.lab.search import to_toml
 from lab.compare_runs import assert_same_end
 from lab.rank_processes import PATIENCE
@@ -79,9 +79,10 @@ def test_a_file_that_another_process_removes_is_opened_again(tmp_path, monkeypat
         lock(file, *settings)
 
     monkeypatch.setattr(fcntl, "lockf", late)
-    with _open_locked(path) as file:
+    with locked(path) as is_ours:
+        assert is_ours
         assert len(opened) == 2
-        assert os.path.samestat(os.fstat(file.fileno()), path.stat())
+        assert os.path.samestat(os.fstat(opened[1].fileno()), path.stat())
 
 
 def test_a_folder_that_cannot_be_written_is_named(run):

@@ -293,8 +293,8 @@ def test_of_three_processes_one_is_killed_and_each_of_forty_points_is_trained_on
 
 def test_a_process_waits_for_points_of_others(tmp_path):
     search = tiny_search(tmp_path, over=("lr=0.5,2.0",))
-    program = "import sys, pathlib; from divebatch.lab.search import _locked\n"
-    program += "with _locked(pathlib.Path(sys.argv[1])) as held: print(held, flush=True); sys.stdin.read()"
+    program = "import sys, pathlib; from divebatch.lab.files import locked\n"
+    program += "with locked(pathlib.Path(sys.argv[1])) as held: print(held, flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(search.runs({"lr": 0.5})[0].records_path.with_name(".lock"))]
     waited, tried = [], []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

@@ -6,16 +6,15 @@ and nothing in a file is ever executed.
 
 import io
 import logging
-import os
 import pickle
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from divebatch.errors import CheckpointError
+from divebatch.lab.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -26,41 +25,13 @@ def previous(path: Path) -> Path:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write beside, sync, then rename: a crash at any moment leaves a complete file, a full disk no new one."""
-    scratch = path.with_name(path.name + ".tmp")
+    """Make this the checkpoint, and the one that was there the previous one."""
     content = io.BytesIO()
     torch.save(state, content)
     try:
-        with scratch.open("wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            # Before the rename: a file system may otherwise make the name durable before the content.
-            os.fsync(file.fileno())
-        _replace(scratch, path)
-        folder = os.open(path.parent, os.O_RDONLY)  # which renames live in
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_whole(path, content.getbuffer(), previous=previous(path))
     except OSError as error:
         raise CheckpointError(f"cannot write checkpoint '{path}': {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            scratch.unlink(missing_ok=True)
-
-
-def _replace(scratch: Path, path: Path) -> None:
-    """Make the old checkpoint the previous one; it stays what it is if the new one cannot follow."""
-    if not path.exists():
-        scratch.replace(path)
-        return
-    # The old one steps aside first, so that at every moment one complete checkpoint is on the disk.
-    path.replace(previous(path))
-    try:
-        scratch.replace(path)
-    except OSError:
-        previous(path).replace(path)
-        raise
 
 
 def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Runs: an experiment's method with one seed, its files, and training from wherever these stand to its end."""
 
-import fcntl
 import gc
 import hashlib
 import json
@@ -10,11 +9,11 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import torch
 
@@ -23,6 +22,7 @@ from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CheckpointError, DivebatchError, DivergedError, RecordError, StoppedError
 from divebatch.lab.build import make_trainer
 from divebatch.lab.checkpoint import load_checkpoint, load_newest, previous, save_checkpoint
+from divebatch.lab.files import locked, write_whole
 from divebatch.lab.loggers import logging_to
 from divebatch.lab.ranks import SHARDINGS, StopRequest, first_does
 from divebatch.lab.schedules import SCHEDULES
@@ -35,8 +35,6 @@ from divebatch.records import EpochRecord, RecordWriter, RunHeader, RunStop, rea
 
 logger = logging.getLogger(__name__)
 
-MAY_DIFFER = {"may_differ_between_ranks": True}
-"""Marks a field of `Run` that each rank may have its own value of: devices, and folders with other names elsewhere."""
 MAY_CHANGE = {"summary", "paper", "trials", "training.micro_batch_size"}
 """Settings that may differ between a run and its resume: words, and how a batch is cut to fit into memory."""
 
@@ -48,10 +46,10 @@ class Run:
     experiment: Experiment
     method_name: str
     seed: int
-    folder: Path = field(metadata=MAY_DIFFER)
-    device: str = field(default="cpu", metadata=MAY_DIFFER)
+    folder: Path
+    device: str = "cpu"
     log_exact: bool = False
-    data_dir: Path | None = field(default=None, metadata=MAY_DIFFER)
+    data_dir: Path | None = None
     checkpoint_every: int = 1
     """Epochs from one checkpoint to the next; the last epoch always has one."""
     checkpoint_steps: int | None = None
@@ -60,7 +58,7 @@ class Run:
     """Epochs whose checkpoints stay, each in a file of its own, where others are replaced by later ones."""
     sharding: str = "ddp"
     """The ways in which several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
-    loggers: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
+    loggers: tuple[str, ...] = ()
     """Kinds, as `divebatch.lab.loggers` knows them: where epochs are shown beside the records."""
 
     def __post_init__(self) -> None:
@@ -112,12 +110,6 @@ class Run:
         # As it will be read back, so that the comparison at a resume is between like and like.
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
-
-    @property
-    def settings_of_all_ranks(self) -> dict[str, Any]:
-        """All settings that must be equal on all ranks."""
-        names = [entry.name for entry in fields(self) if entry.metadata != MAY_DIFFER and entry.name != "experiment"]
-        return {**self.config, **{name: getattr(self, name) for name in names}}
 
     def header(self, *, num_parameters: int | None = None) -> RunHeader:
         """Return the first line of the records; `num_parameters` is known once the model is built."""
@@ -190,47 +182,15 @@ def _git(*words: str) -> str | None:
 
 
 @contextmanager
-def _locked(run: Run) -> Iterator[None]:
-    """Keep every other process from this run; the system takes the lock back with the end of this one."""
-    path = run.records_path.with_suffix(".lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = _open_locked(path)
-    except (BlockingIOError, PermissionError):
-        raise RecordError(
-            f"another process is working on '{run.records_path}', and two would spoil its files: wait for its end, "
-            f"stop it, or choose another folder"
-        ) from None
-    except OSError as error:
-        raise RecordError(f"cannot write '{path}': {error.strerror}. Choose another folder.") from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        file.close()
-
-
-def _open_locked(path: Path) -> TextIO:
-    """Return the lock file, which is this process's as long as it is open."""
-    while True:
-        file = path.open("a")
-        try:
-            # POSIX and not flock: forked children would inherit that one and hold it after a killed parent.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            file.close()
-            raise
-        except OSError as error:
-            logger.warning(
-                "the system cannot lock '%s' (%s): see to it that no other command writes this run",
-                *(path, error.strerror),
+def _alone(run: Run) -> Iterator[None]:
+    """Keep every other process from this run."""
+    with locked(run.records_path.with_suffix(".lock")) as is_ours:
+        if not is_ours:
+            raise RecordError(
+                f"another process is working on '{run.records_path}', and two would spoil its files: wait for its "
+                f"end, stop it, or choose another folder"
             )
-            return file
-        with suppress(FileNotFoundError):  # the process that held it has just removed it
-            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                return file
-        file.close()
+        yield
 
 
 def check_can_write(run: Run, *, resume: bool) -> None:
@@ -359,14 +319,9 @@ def _records_hash(run: Run, num_epochs: int) -> str:
 
 def _cut_records(run: Run, header: RunHeader, num_epochs: int) -> None:
     """Replace the records in one step by their first epochs, under a new header."""
-    scratch = run.records_path.with_suffix(".jsonl.tmp")
     lines = run.records_path.read_bytes().split(b"\n")[1 : num_epochs + 1]
     try:
-        with scratch.open("wb") as file:
-            file.write(b"".join(line + b"\n" for line in [header.to_json().encode(), *lines]))
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(run.records_path)
+        write_whole(run.records_path, b"".join(line + b"\n" for line in [header.to_json().encode(), *lines]))
     except OSError as error:
         raise RecordError(f"cannot write records to '{run.records_path}': {error.strerror}") from error
 
@@ -420,7 +375,7 @@ def execute(
     state: dict[str, Any] = {}
 
     def begin() -> Progress:
-        held.enter_context(_locked(run))
+        held.enter_context(_alone(run))
         check_can_write(run, resume=resume)
         progress, found = Progress.of(run)
         state.update(found)

@@ -6,17 +6,14 @@ and the point of a killed process is continued by another from its last checkpoi
 are chosen by Optuna, which keeps them in a journal file.
 """
 
-import fcntl
 import itertools
 import json
 import logging
 import math
-import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +24,7 @@ from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, DivebatchError, DivergedError, MissingExtraError, RecordError, StoppedError
 from divebatch.lab import Experiment, Method, Run, StopRequest, check_parts, execute
 from divebatch.lab.data.dataset import require_fraction
+from divebatch.lab.files import locked, write_whole
 from divebatch.lab.schema import Part, require_name
 from divebatch.policies import make_policy
 from divebatch.records import EpochRecord, Metric
@@ -269,7 +267,7 @@ class Search:
         }
         wanted = json.loads(json.dumps(wanted))
         path = self.folder / f"{self.name}.json"
-        with _locked(self._lock, wait=True):
+        with locked(self._lock, wait=True):
             if not path.exists():
                 _write(path, wanted)
             found = _read(path)
@@ -290,7 +288,7 @@ class Search:
         """Let the sampler choose one more point, unless all are chosen; return whether it did."""
         if self.is_grid:
             return False
-        with _locked(self._lock, wait=True):
+        with locked(self._lock, wait=True):
             for trial in self._study.get_trials(deepcopy=False):
                 if not trial.state.is_finished() and not self._point_of(trial):  # killed while it chose
                     self._study.tell(trial.number, state=_optuna().trial.TrialState.FAIL, skip_if_finished=True)
@@ -321,7 +319,7 @@ class Search:
         if self.is_grid:
             return
         state = _optuna().trial.TrialState
-        with _locked(self._lock, wait=True):  # Optuna raises if another process tells the same result meanwhile
+        with locked(self._lock, wait=True):  # Optuna raises if another process tells the same result meanwhile
             for trial in self._study.get_trials(deepcopy=False):
                 point = self._point_of(trial)
                 tried = self.result(point) if point and not trial.state.is_finished() else None
@@ -331,7 +329,7 @@ class Search:
 
     def held(self, point: Point) -> Any:
         """Return a context that says whether this process has the point to itself."""
-        return _locked(self._folder_of(point) / ".lock")
+        return locked(self._folder_of(point) / ".lock")
 
     def results(self) -> "Results":
         """Return all results there are, whoever ran the trials; the best first, of equal ones the earlier."""
@@ -389,34 +387,10 @@ def _optuna() -> Any:
     return optuna
 
 
-@contextmanager
-def _locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Yield whether this process holds the lock; the system takes it back at the end of the process."""
-    with ExitStack() as opened:
-        with _writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = opened.enter_context(path.open("a"))
-        try:
-            # POSIX and not flock: workers of a DataLoader would inherit that one and hold it after a killed parent.
-            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except (BlockingIOError, PermissionError):
-            yield False
-        else:
-            yield True
-
-
 def _write(path: Path, values: Any) -> None:
-    """Write whole or not at all."""
-    with _writing(path):
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(values) + "\n", encoding="utf-8")
-        os.replace(new, path)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
     try:
-        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, (json.dumps(values) + "\n").encode())
     except OSError as error:
         raise RecordError(f"cannot write '{path}': {error.strerror}. The same command continues later.") from error
 

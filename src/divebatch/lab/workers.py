@@ -59,10 +59,6 @@ def execute_all(
     ranks = Ranks.here()
     with StopRequest(ranks) as stop:
         if jobs == 1 or not ranks.is_alone:
-            # Ranks that save or end at different steps would wait for each other, and commands may differ.
-            ranks.require_same({"the runs": [run.name for run in runs]})
-            for run in runs:
-                ranks.require_same(run.settings_of_all_ranks)
             return _in_turn(runs, resume, on_epoch, on_resume, stop, ranks)
         errors = _in_processes(runs, jobs, resume, {"epoch": on_epoch, "resume": on_resume}, stop)
         if errors and stop.is_set:

@@ -81,7 +81,7 @@ class Synthetic(DrawnData):
         weights = torch.randn(self.num_features, 1, generator=generator)
         features = torch.rand(self.num_samples, self.num_features, generator=generator) * 2 - 1
         noise = torch.randn(self.num_samples, 1, generator=generator) * self.noise_variance**0.5
-        labels = (features @ weights + noise > 0).to(torch.float32)
+        labels = (features @ weights + noise > 0).to(features.dtype)
         samples = LabelledSamples(features.to(place.device), labels.to(place.device))
         train, test = torch.arange(self.num_samples).split([self._num_train, self.num_samples - self._num_train])
         return samples.select(train), lambda: samples.select(test), self.split
