@@ -36,7 +36,7 @@ from frontier_candidates import CANDIDATES
 
 RATE_STEP = 2**0.5
 """Between two rates of a grid."""
-MOST_RATES = 7
+MOST_RATES = 9
 """For one size, after which the grid is left as it is."""
 
 Line = dict[str, Any]
@@ -138,6 +138,10 @@ METHODS = {
     "eighths-1.25": annealing(1.25, 0.0, settings={"limited": True, "sizes": "eighths"}),
     "lead-doublings": annealing(1.5, 0.25, settings={"limited": True, "lead": 2.0}),
     "lead-halves": annealing(1.5, 0.25, settings={"limited": True, "lead": 2.0, "sizes": "halves"}),
+    "halves-1-cap-4": annealing(1.0, 0.25, cap=4, settings={"limited": True, "sizes": "halves"}),
+    "halves-1-cap-8": annealing(1.0, 0.25, cap=8, settings={"limited": True, "sizes": "halves"}),
+    "lead-cap-4": annealing(1.5, 0.25, cap=4, settings={"limited": True, "lead": 2.0, "sizes": "halves"}),
+    "lead-cap-8": annealing(1.5, 0.25, cap=8, settings={"limited": True, "lead": 2.0, "sizes": "halves"}),
     "lead-halves-adam": annealing(
         1.5, 0.25, coupling="adam", settings={"limited": True, "lead": 2.0, "sizes": "halves"}
     ),
@@ -159,9 +163,9 @@ METHODS = {
     "larger-of-both": Start("larger-of-both", {"power": 1.0, "offset": 0.5}, every_steps=32),
 }
 RIVALS = ("seesaw-doublings", "late-switch", "adabatch", "divebatch", "auto-old")
-CANDIDATES_SGD = ("lead-halves", "halves-1-0.25", "halves-1.25-0.25")
-SGD = (*CANDIDATES_SGD, *RIVALS)
-ADAM = ("lead-halves", "lead-halves-adam", *RIVALS)
+ANNEALING = ("lead-halves", "halves-1-0.25", "halves-1-cap-4", "halves-1-cap-8", "lead-cap-4", "lead-cap-8")
+SGD = (*ANNEALING, *RIVALS)
+ADAM = (*ANNEALING, "lead-halves-adam", *RIVALS)
 LINEAR = ("lead-doublings", "limited-1-0.5", "seesaw-floor", "halves-1.5-0.25", "eighths-1.25")
 CONSTANT = ("horizon-0.5", "horizon-1", "horizon-1-halves", "horizon-1.5", *RIVALS[1:])
 QUARTER = "lead-halves-from-quarter"
@@ -177,11 +181,11 @@ WORKLOADS = {
     "linear-adam": Workload(
         "frontier-linear-adam", (64, 128, 256, 512, 768, 1024, 1536), (32, 0.032), 0.5, ADAM, tolerance=0.03
     ),
-    "cnn10": Workload("frontier-cnn10", (32, 64, 128, 192, 256), (64, 0.1), 1.0, (*SGD, QUARTER)),
+    "cnn10": Workload("frontier-cnn10", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, (*SGD, QUARTER)),
     "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, ADAM),
     "linear-long": Workload("frontier-linear-long", (16, 32, 64, 96, 128, 192), (64, 0.5), 1.0, SGD, tolerance=0.03),
     "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, ADAM, samples=393_216),
-    "cnn100": Workload("frontier-cnn100", (32, 64, 128, 192, 256), (64, 0.1), 1.0, SGD),
+    "cnn100": Workload("frontier-cnn100", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, SGD),
 }
 
 
@@ -216,31 +220,41 @@ def tuned(lines: Sequence[Line], size: int, workload: Workload) -> int | None:
     return best if is_at_limit else None
 
 
-def tuning(lines: Sequence[Line], workload: Workload, name: str) -> Iterator[Point]:
-    """Yield the rates that are still to be tried, the sizes nearest to the guess first."""
+def tuning(lines: Sequence[Line], workload: Workload) -> Iterator[tuple[int, int]]:
+    """Yield the sizes and places that are still to be tried, the sizes nearest to the guess first.
+
+    A size also tries the best rates of the sizes beside it: a best rate between two worse ones may be scatter.
+    """
     middle, rate = workload.guess
+    best = {size: tuned(lines, size, workload) for size in workload.sizes}
     found = {middle: workload.place(rate)}
     for size in sorted(workload.sizes, key=lambda each: abs(math.log(each / middle))):
         losses = tried(lines, size, workload)
-        best = tuned(lines, size, workload)
-        if best is not None:
-            found[size] = best
-            continue
-        near = min(found, key=lambda each: abs(math.log(each / size)))
-        finite = [place for place, loss in losses.items() if loss < math.inf]
-        if finite:
-            place = min(finite, key=lambda each: losses[each])
-        elif losses:
-            place = min(losses) - 1  # all diverged
+        own = best[size]
+        if own is not None:
+            found[size] = own
+            at = workload.sizes.index(size)
+            beside = (best[each] for each in workload.sizes[max(0, at - 1) : at + 2])
+            wanted = [each for each in beside if each is not None] if len(losses) < MOST_RATES else []
         else:
-            place = found[near] + round(workload.power * math.log(size / near, RATE_STEP))
-        for each in (place, place + 1, place - 1):
+            near = min(found, key=lambda each: abs(math.log(each / size)))
+            finite = [place for place, loss in losses.items() if loss < math.inf]
+            if finite:
+                place = min(finite, key=lambda each: losses[each])
+            elif losses:
+                place = min(losses) - 1  # all diverged
+            else:
+                place = found[near] + round(workload.power * math.log(size / near, RATE_STEP))
+            wanted = [place, place + 1, place - 1]
+        for each in dict.fromkeys(wanted):
             if each not in losses and workload.rate(each) <= workload.most_rate:
-                yield Point(name, "fixed", size, workload.rate(each), 0)
+                yield size, each
 
 
 def knee_of(lines: Sequence[Line], workload: Workload) -> tuple[int, dict[int, float]] | None:
     """Return the knee and all tuned rates; None while rates are being tuned."""
+    if next(tuning(lines, workload), None):
+        return None
     places = {size: tuned(lines, size, workload) for size in workload.sizes}
     if None in places.values():
         return None
@@ -273,7 +287,8 @@ def wanted(records: Mapping[str, Sequence[Line]], names: Sequence[str]) -> Itera
             workload, lines = WORKLOADS[name], records[name]
             done = {(each["method"], each["batch_size"], each["lr"], each["seed"]) for each in lines}
             points = comparison(lines, workload, name)
-            for point in points if is_more else [*tuning(lines, workload, name), *points]:
+            rates = (Point(name, "fixed", size, workload.rate(each), 0) for size, each in tuning(lines, workload))
+            for point in points if is_more else [*rates, *points]:
                 if (point.seed >= 3) == is_more and (point.method, point.batch_size, point.lr, point.seed) not in done:
                     yield point
 

@@ -142,7 +142,7 @@ def test_rates_are_tuned_between_worse_neighbours_before_seeds_are_compared(monk
 def test_a_rate_that_diverges_is_an_edge(monkeypatch):
     monkeypatch.setitem(frontier_runs.WORKLOADS, "w", WORKLOAD)
     lines = [{"method": "fixed", "batch_size": 8, "lr": lr, "seed": 0, "loss": loss} for lr, loss in ((0.1, None),)]
-    tried = [each.lr for each in frontier_runs.tuning(lines, WORKLOAD, "w") if each.batch_size == 8]
+    tried = [WORKLOAD.rate(place) for size, place in frontier_runs.tuning(lines, WORKLOAD) if size == 8]
     assert max(tried) < 0.1
 
 
