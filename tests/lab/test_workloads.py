@@ -136,7 +136,7 @@ def test_rates_are_tuned_between_worse_neighbours_before_seeds_are_compared(monk
     knee, rates = frontier_runs.knee_of(records["w"], WORKLOAD)
     assert knee == 16
     assert rates == pytest.approx({4: 0.05, 8: 0.1, 16: 0.2, 32: 0.4}, rel=0.01)
-    assert len(records["w"]) == (4 * 3 + 6) + 4 + 2  # rates on seed 0, with those of the sizes beside; then seed 1; then the method
+    assert len(records["w"]) == (4 * 3 + 6) + 4 + 2  # rates; the sizes on seed 1; the method
 
 
 def test_a_rate_that_diverges_is_an_edge(monkeypatch):
