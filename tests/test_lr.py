@@ -584,6 +584,24 @@ def test_a_rate_written_once_in_a_while_is_no_course():
         loop.control.step()
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_scheduler_stepped_after_the_decision_gets_a_warning(is_late: bool, recwarn: pytest.WarningsRecorder):
+    loop = Loop(scheduler_unit="epoch", optimizer=lambda p, lr: SGD(p, lr=lr))
+    loop.control.close()
+    scheduler = lr_scheduler.ExponentialLR(loop.optimizer, 0.7)
+    control = Controller(loop.model, loop.optimizer, loop.loader, Sizes(), scheduler=scheduler)
+    for _ in range(3):
+        for x, y in loop.loader:
+            loop.backward(x, y)
+            loop.optimizer.step()
+        calls: list[Callable[[], Any]] = [control.step, scheduler.step]
+        for call in calls if is_late else calls[::-1]:
+            call()
+    found = [str(each.message) for each in recwarn if "control.step()" in str(each.message)]
+    assert len(found) == is_late
+    assert all("ExponentialLR.step() is called after control.step()" in each for each in found)
+
+
 # The documentation's table
 
 

@@ -287,6 +287,13 @@ PRINTED = {
         PLAIN, batch_size=2**20, next_batch_size=2**21, lr=1e-6, next_lr=1e-6
     ),
     "epoch 3: batch 128, lr 0.3": replace(PLAIN, lr=0.3, next_lr=3 * 0.1),
+    "epoch 3: batch to 64 then 128 -> 256, lr 0.1": replace(
+        PLAIN, changes=[Change(3, 64, 0.1), Change(5, 64, 0.2), Change(9, 128, 0.1)], next_batch_size=256
+    ),
+    "epoch 3: batch to 128, lr 0.1": replace(PLAIN, changes=[Change(3, 128, 0.1)], next_batch_size=128),
+    "epoch 3: batch to 32 then ... then 128, lr 0.1": replace(
+        PLAIN, changes=[Change(step, size, 0.1) for step, size in enumerate((32, 48, 64, 96, 128))]
+    ),
 }
 
 

@@ -474,6 +474,8 @@ class Schedule:
         """Its steps so far minus those that the samples say, fixed when the size first changes."""
         self._at_begin = position_of(scheduler)
         """Its position at the first step of the epoch."""
+        self._at_end: int | None = None
+        """Its position when the epoch's decision was made; None: not known, or a warning has been given."""
         self._is_sure = unit == "call"
         self._kept: tuple[int, Any, list[dict[str, Any]]] | None = None
         """Its position before its last step, its state there, and the groups."""
@@ -488,6 +490,12 @@ class Schedule:
         """
         if number == 0:
             self._at_begin, self._kept = position_of(self.scheduler), None
+            if self.unit == "epoch" and self._at_end is not None and self._at_begin > self._at_end:
+                self._at_end = None
+                warn_user(
+                    f"{self.name}.step() is called after control.step(), whose record said another learning rate than "
+                    f"the one in use now: call control.step() last, after scheduler.step()"
+                )
         elif not self._is_sure and self.unit == "epoch" and position_of(self.scheduler) > self._at_begin + 1:
             raise self._wrong_unit()
         self.catch_up(before, after)
@@ -568,6 +576,7 @@ class Schedule:
         if is_first_size and self._rest == "left out" and batches % self._gap and steps > batches // self._gap:
             self._rest = "own step"
         self.catch_up(None)
+        self._at_end = position_of(self.scheduler)
 
     def carry_over(self) -> None:
         """Count batches that filled no step into the next epoch's first one, as the loop does."""
@@ -599,7 +608,7 @@ class Schedule:
         """Restore a saved state. The scheduler may be loaded before or after."""
         for name in _SCHEDULE_STATE:
             setattr(self, f"_{name}", state[name])
-        self._kept = None
+        self._kept = self._at_end = None
 
 
 _SCHEDULE_STATE = ("first_size", "first_delivery", "first_epoch", "rest", "lead", "at_begin", "is_sure")

@@ -150,7 +150,7 @@ class Diversity:
         if self.spread is not None and math.isnan(self.sq_norm_of_sum):
             return f"the steps on {self.num_samples} samples were too few for an estimate"
         if self.spread is not None and self.sq_norm_of_sum <= 0:
-            return f"the noise hides the gradient (||G||^2 came out as {self.sq_norm:.3g})"
+            return "the noise hides the gradient in so few steps"
         if self.sq_norm_of_sum == 0.0 and math.isfinite(self.sum_of_sq_norms):
             return f"the gradients of {self.num_samples} samples sum to zero"
         sums = f"sum_of_sq_norms={self.sum_of_sq_norms}, sq_norm_of_sum={self.sq_norm_of_sum}"

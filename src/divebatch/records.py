@@ -173,7 +173,8 @@ class EpochRecord:
     Args:
         epoch: Its number, from 1.
         batch_size: The size in force, in samples; the last one where `changes` has several.
-        lr: The rate of the first parameter group when the epoch began, or after the last of `changes`.
+        lr: The rate of the first parameter group in the epoch's first step, such as 0 at the beginning of a warm-up by
+            steps; the first after the last of `changes` where there are some.
         steps: Optimizer steps since the start of training.
         samples: Samples seen since the start of training.
         train_loss: The epoch's mean training loss.
@@ -183,7 +184,8 @@ class EpochRecord:
         diversity: What the estimator measured in the epoch; since the last of `changes` where there are some.
         diversity_low: The lower end of its 95 % interval, where the estimator has one.
         diversity_high: The upper end; None beside a lower end: there is none.
-        noise_scale: The same as a noise scale, in samples, of an estimate at fixed weights; the paper's is none.
+        noise_scale: The same as a noise scale, in samples, of an estimate at fixed weights; the paper's is none. If its
+            interval is open, from 0 up, nothing is known: the value may be anything, and is not printed.
         noise_scale_low: The lower end of its 95 % interval.
         noise_scale_high: The upper end; None beside a lower end: there is none.
         exact_diversity: That of all data at the weights the epoch ended with.
@@ -252,10 +254,17 @@ class EpochRecord:
         return cls(**known)
 
     def __str__(self) -> str:
-        """For instance: `epoch 3: noise scale 812 (640-990), batch 128 -> 256, lr 0.1 -> 0.2`, and why."""
+        """For instance: `epoch 3: noise scale 812 (640-990), batch 128 -> 256, lr 0.1 -> 0.2`, and why.
+
+        If the size became 64 and then 128 within the epoch: `batch to 64 then 128 -> 256`.
+        """
         left_out = f"{self.skipped_samples} samples left out" if self.skipped_samples else ""
         parts = [part for part in (seen_in_words(self), left_out) if part]
-        parts.append(_change("batch", self.batch_size, self.next_batch_size))
+        sizes = [change.batch_size for change in self.changes or ()]
+        sizes = [size for before, size in zip([None, *sizes], sizes, strict=False) if size != before]
+        earlier = sizes[:-1] if len(sizes) < 5 else [sizes[0], "..."]
+        name = " ".join(["batch to" if sizes else "batch", *(f"{size} then" for size in earlier)])
+        parts.append(_change(name, self.batch_size, self.next_batch_size))
         parts.append(_change("lr", self.lr, self.next_lr))
         reason = f" ({self.reason})" if self.reason else ""
         return f"epoch {self.epoch}: " + ", ".join(parts) + reason

@@ -229,4 +229,6 @@ def ramped(decision: Decision, seen: Measurement, *, decisions: int, power: floa
     if decision.batch_size == seen.batch_size:
         return replace(decision, lr_factor=decision.lr_factor * lacking ** (1 / max(1, left)))
     jump = max(1.0, decision.batch_size / seen.batch_size) ** power
-    return replace(decision, lr_factor=decision.lr_factor * lacking / jump)
+    when = "with the next decision" if decisions == 1 else f"over the next {decisions} decisions"
+    reason = decision.reason if jump == 1 else f"{decision.reason}; the learning rate follows {when}".lstrip("; ")
+    return replace(decision, lr_factor=decision.lr_factor * lacking / jump, reason=reason)
