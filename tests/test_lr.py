@@ -161,7 +161,7 @@ def test_a_step_uses_the_own_rate_times_the_factors_and_leaves_the_own_one(case:
         if step in CHANGES:
             size, lr_factor = CHANGES[step]
             run.coupling.follow(size, lr_factor=lr_factor)
-            assert run.coupling.lr == pytest.approx(run.rates[0] * factor_after(step + 1, kind))
+            assert run.coupling.first.lr == pytest.approx(run.rates[0] * factor_after(step + 1, kind))
     if run.scheduler is not None:
         assert twin.rates != Run(case).rates
         assert through_a_file(run.scheduler.state_dict()) == through_a_file(twin.scheduler.state_dict())
@@ -241,7 +241,7 @@ def test_the_schedules_own_ratio_leaves_the_factors_out():
     for step in range(STEPS):
         run.advance(step)
         run.coupling.follow(2 * FIRST)
-    assert run.coupling.schedule_ratio() == pytest.approx(run.rates[0] / 0.1, rel=1e-12)
+    assert run.coupling.first.schedule_ratio() == pytest.approx(run.rates[0] / 0.1, rel=1e-12)
 
 
 def test_the_schedules_own_ratio_is_that_to_the_rate_a_warm_up_leads_to():
@@ -251,7 +251,7 @@ def test_the_schedules_own_ratio_is_that_to_the_rate_a_warm_up_leads_to():
     ratios = []
     for _ in range(8):
         coupling.follow(2 * FIRST)
-        ratios.append(coupling.schedule_ratio())
+        ratios.append(coupling.first.schedule_ratio())
         optimizer.step()
         scheduler.step()
     assert ratios == pytest.approx([1.0] * 6 + [0.25] * 2)

@@ -132,8 +132,8 @@ def test_sums_that_are_not_reset_between_epochs_show(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rate_that_follows_the_batch_size_twice_shows(monkeypatch: pytest.MonkeyPatch):
-    factor_at = LrCoupling._factor_at
-    monkeypatch.setattr(LrCoupling, "_factor_at", lambda self, ratio: factor_at(self, ratio) ** 2)
+    factor_at = LrCoupling.factor_at
+    monkeypatch.setattr(LrCoupling, "factor_at", lambda self, batch_size: factor_at(self, batch_size) ** 2)
     assert min(errors_of_the_rate()) > CLEARLY
 
 

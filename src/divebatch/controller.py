@@ -131,7 +131,10 @@ class Controller:
         """Batches of the loader's `batch_size` that a step holds."""
         first = min(loader.batch_size, loader.dataset_size or sys.maxsize)  # what a batch really holds
         policy.check_start(first * self._unit)
-        self._asking = [each for each in self._policies if "diversity" in each.needs]
+        policies = [policy, *self._shadows.values()]
+        self._asking = [each for each in policies if "diversity" in each.needs]
+        self._wants_loss = next((each for each in policies if "loss" in each.needs), None)
+        self._wants_speed = any("throughputs" in each.needs for each in policies)
         self._measure_always = measure_always or not BY_NOISE.isdisjoint(couplings)
         self._estimator = chosen if self._asking or self._measure_always else None
         self._every_steps = every_steps
@@ -156,8 +159,8 @@ class Controller:
 
         self.epoch, self.steps = loader.epoch, loader.batches_delivered // accumulate
         """Epochs that were decided on, and optimizer steps so far."""
-        self._steps_before = self._steps_decided = self._steps_asked = self.steps
-        """Steps at the end of the last epoch, at the last decision, and when the loop last came for a batch."""
+        self._steps_before = self._steps_decided = self.steps
+        """Steps at the end of the last epoch, and at the last decision."""
         self._samples = 0
         """Samples of the epoch that had been delivered at its last step."""
         self._leader: Optimizer | None = None
@@ -194,7 +197,7 @@ class Controller:
     @property
     def lr(self) -> float:
         """The learning rate of the next step: the first group's own rate times the factor of the batch size."""
-        return self._rates.lr
+        return self._rates.first.lr
 
     @property
     def first_batch_size(self) -> int:
@@ -215,11 +218,13 @@ class Controller:
         self._rates.end_epoch(self.steps - self._steps_before, finished.batches, is_first_size=is_first_size)
         if not self.ranks.is_alone:
             loss = self.ranks.mean(loss, finished.local_samples if loss is not None else 0)
-        needing = [policy for policy in self._policies if "loss" in policy.needs]
-        if loss is None and needing:
-            raise UsageError(f"{needing[0]} needs the epoch's mean training loss: control.step(loss=...)")
+        if loss is None and self._wants_loss is not None:
+            raise UsageError(f"{self._wants_loss} needs the epoch's mean training loss: control.step(loss=...)")
+        history = self._history
+        if self._wants_speed and (speed := finished.samples_per_second) is not None:
+            history = history.with_throughput(finished.batch_size * self._unit, speed)
         seen = self._measurement(finished, self._end_of_epoch(), lr=self._rates.epoch_lr, loss=loss)
-        seen, decision = self._agreed(replace(seen, history=self._timed(finished).with_epoch(seen)))
+        seen, decision = self._agreed(replace(seen, history=history.with_epoch(seen)))
         shadows = {name: self._decided(policy, seen).batch_size for name, policy in self._shadows.items()}
         self.loader.batch_size = decision.batch_size // self._unit
         self._rates.follow_decision(decision, seen)
@@ -232,7 +237,7 @@ class Controller:
             samples=seen.samples,
             train_loss=None if loss is None else float(loss),
             next_batch_size=decision.batch_size,
-            next_lr=self._rates.lr,
+            next_lr=self._rates.first.lr,
             reason=decision.reason,
             shadows=shadows or None,
             changes=self._changes or None,
@@ -349,12 +354,9 @@ class Controller:
         elif self._every_steps is None:
             if current.num_batches is None:
                 warn_if_endless(current)
-        elif self.steps > self._steps_asked:
-            # Between two steps, and not among the batches of one. A resumed epoch comes here first: its state was
-            # saved before the decision that was due.
-            self._steps_asked = self.steps
-            if self.steps - self._steps_decided >= self._every_steps:
-                self._decide_within_epoch(current)
+        elif self.steps - self._steps_decided >= self._every_steps:
+            # Between two steps, and not among the batches of one: a decision is made as soon as it is due.
+            self._decide_within_epoch(current)
         if self.then is not None:
             self.then(current)
 
@@ -363,7 +365,7 @@ class Controller:
         if not self._has_begun:
             self._warn_if_state_is_missing()
         self._changes, self._is_under_way, self._has_begun = [], True, True
-        self.steps = self._steps_decided = self._steps_asked = self._steps_before
+        self.steps = self._steps_decided = self._steps_before
         self._samples, self._leader = 0, None
         self._weight_before.copy_(self._weight.detach())
         self._rates.mark()
@@ -507,10 +509,6 @@ class Controller:
 
     # Measuring
 
-    @property
-    def _policies(self) -> list[Policy]:
-        return [self.policy, *self._shadows.values()]
-
     def _measure_if_due(self) -> None:
         """Start, continue or stop, as policies want; that may depend on a size that changes within an epoch."""
         if self._estimator is None:
@@ -560,7 +558,7 @@ class Controller:
     def _decide_within_epoch(self, current: EpochProgress) -> None:
         for schedule in self._rates.schedules:
             schedule.catch_up(self._samples)
-        lr = self._rates.lr
+        lr = self._rates.first.lr
         found = self._at_work.window() if self._at_work is not None else None
         seen = self._measurement(current, found, lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
@@ -569,12 +567,12 @@ class Controller:
         self._rates.follow_decision(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._measure_if_due()
-        if decision.batch_size != seen.batch_size or not math.isclose(self._rates.lr, lr):
+        if decision.batch_size != seen.batch_size or not math.isclose(self._rates.first.lr, lr):
             self._note_change(decision.batch_size)
 
     def _note_change(self, batch_size: int) -> None:
         self._rates.mark()
-        self._changes.append(Change(self.steps, batch_size, self._rates.lr))
+        self._changes.append(Change(self.steps, batch_size, self._rates.first.lr))
 
     def _measurement(
         self, done: EpochProgress, diversity: Diversity | None, *, lr: float, loss: float | None = None
@@ -590,9 +588,9 @@ class Controller:
             # A window or an epoch that dropped its rest holds fewer samples: n * diversity means the same of both.
             diversity=diversity if diversity is None or dataset_size is None else diversity.of(dataset_size),
             lr=lr,
-            lr_schedule_ratio=self._rates.schedule_ratio(),
+            lr_schedule_ratio=self._rates.first.schedule_ratio(),
             lr_growth=self._rates.growth,
-            lr_coupling=self._rates.kind,
+            lr_coupling=self._rates.first.kind,
             loss=loss,
         )
 
@@ -612,12 +610,6 @@ class Controller:
         reason = f"{decision.reason}; at most {self._most}: larger batches did not fit into memory".lstrip("; ")
         return replace(decision, batch_size=min(decision.batch_size, self._most), reason=reason)
 
-    def _timed(self, finished: EpochProgress) -> History:
-        speed = finished.samples_per_second
-        if speed is None or not any("throughputs" in policy.needs for policy in self._policies):
-            return self._history
-        return self._history.with_throughput(finished.batch_size * self._unit, speed)
-
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -636,7 +628,7 @@ class Controller:
             "estimator": self._estimator.state_dict() if self._estimator is not None else {},
             "is_at_work": self._at_work is not None,
             "was_at_work": self._was_at_work,
-            "steps": [self.steps, self._steps_before, self._steps_decided, self._steps_asked],
+            "steps": [self.steps, self._steps_before, self._steps_decided],
             "rates": self._rates.state_dict(),
             "history": asdict(self._history),
             "most": [self._most, self._most_is_news],
@@ -668,7 +660,7 @@ class Controller:
         self.loader.load_state_dict(state["loader"])
         self._rates.load_state_dict(state["rates"])
         self.epoch, self._history = state["epoch"], History.from_dict(state["history"])
-        self.steps, self._steps_before, self._steps_decided, self._steps_asked = state["steps"]
+        self.steps, self._steps_before, self._steps_decided = state["steps"][:3]
         self._changes, (self._most, self._most_is_news) = [Change(*each) for each in state["changes"]], state["most"]
         current = self.loader.current
         self._is_under_way, self._samples = current is not None, 0 if current is None else current.samples
@@ -686,20 +678,20 @@ def measured_fields(found: Diversity | None, estimator: Estimator | None) -> dic
     """Return the fields of an epoch's record for what was measured."""
     if found is None:
         return {}
-    ends = (None, None) if found.spread is None else found.noise_scale_interval()
+    low, high = (math.inf, math.inf) if found.spread is None else found.noise_scale_interval()
     # JSON has no infinity: an open end is left out.
-    low, high = (None if end is None or math.isinf(end) else end for end in ends)
-    values: dict[str, Any] = {
+    value, count = found.value if found.is_defined else None, found.num_samples
+    fields: dict[str, Any] = {
         "skipped_samples": found.skipped_samples,
-        "diversity": found.value if found.is_defined else None,
-        "diversity_low": None if low is None else (1 + low) / found.num_samples,
-        "diversity_high": None if high is None else (1 + high) / found.num_samples,
+        "diversity": value,
+        "diversity_low": (1 + low) / count if low < math.inf else None,
+        "diversity_high": (1 + high) / count if high < math.inf else None,
     }
-    # Along changing weights the same ratio is not the gradient noise scale.
-    if estimator is None or not estimator.at_fixed_weights:
-        return values
-    noise_scale = found.noise_scale if found.is_defined else None
-    return {**values, "noise_scale": noise_scale, "noise_scale_low": low, "noise_scale_high": high}
+    if estimator is not None and estimator.at_fixed_weights:  # else the same ratio is not the gradient noise scale
+        fields["noise_scale"] = None if value is None else found.noise_scale
+        fields["noise_scale_low"] = low if low < math.inf else None
+        fields["noise_scale_high"] = high if high < math.inf else None
+    return fields
 
 
 def in_multiples(

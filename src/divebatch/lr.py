@@ -265,8 +265,8 @@ class LrCoupling:
         self.undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         """(group, name, own value, value put there) of all that is changed for the step that is being made."""
         self._ratio = first_batch_size / self.base_batch_size
-        self.gains = GainSum(self._gain())
-        self.factor = self._factor_at(self._ratio)
+        self.gains = GainSum(1.0)
+        self.factor = self.factor_at(first_batch_size)
         """The number that multiplies the schedule's own rates at present: the batch size's, and those of decisions."""
         self._decided_factor = 1.0
         self._own: Any = None
@@ -285,8 +285,9 @@ class LrCoupling:
         return float(self.undo[0][2] if self.factor != 1 and self.undo else self.optimizer.param_groups[0]["lr"])
 
     def schedule_ratio(self) -> float:
-        """The schedule's own rate of the first group over its highest so far; NaN if that is zero."""
-        self.put_back()
+        """Return the schedule's own rate of the first group over its highest so far; NaN if that is zero."""
+        if self.undo:
+            self.put_back()
         self.look()
         return self._own_value / self._highest_own if self._highest_own else math.nan
 
@@ -351,25 +352,21 @@ class LrCoupling:
         if self.kind == "adam" and ratio != self._ratio:
             _count_steps_in(self.optimizer, ratio / self._ratio)
         self._ratio = ratio
-        self.gains.change(self._gain(), step)
+        if self.kind in BY_GAIN:
+            noise = None if self._noise_scale is None else self._noise_scale / self.base_batch_size
+            self.gains.change(gain(ratio, noise), step)
         self._decided_factor *= lr_factor
-        self.factor = self._factor_at(ratio) * self._decided_factor
+        self.factor = self.factor_at(batch_size) * self._decided_factor
 
     def factor_at(self, batch_size: int) -> float:
         """Return the factor of `batch_size` alone, without those of decisions."""
-        return self._factor_at(batch_size / self.base_batch_size)
-
-    def _factor_at(self, ratio: float) -> float:
-        # Over what it is for the base batch at the noise first measured, which is 1 for all but 1 / (1 + B / b).
-        noise, first_noise = self._per_base(self._noise_scale), self._per_base(self._first_noise_scale)
-        factor = factor_of(self.kind, ratio, noise) / factor_of(self.kind, 1.0, first_noise)
+        ratio = batch_size / self.base_batch_size
+        noise = None if self._noise_scale is None else self._noise_scale / self.base_batch_size
+        factor = factor_of(self.kind, ratio, noise)
+        if self.kind == "1/(1+B/b)" and self._first_noise_scale is not None:
+            # Over what it is for the base batch at the noise first measured.
+            factor /= factor_of(self.kind, 1.0, self._first_noise_scale / self.base_batch_size)
         return factor / ratio if self._is_of_sum else factor
-
-    def _gain(self) -> float:
-        return gain(self._ratio, self._per_base(self._noise_scale)) if self.kind in BY_GAIN else 1.0
-
-    def _per_base(self, noise_scale: float | None) -> float | None:
-        return None if noise_scale is None else noise_scale / self.base_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factors and what they follow from. The own values are in the optimizer's state."""
@@ -704,11 +701,14 @@ class Rates:
             )
             for optimizer, kind in zip(optimizers, kinds, strict=True)
         }
-        self._first = self.couplings[optimizers[0]]
+        self.first = self.couplings[optimizers[0]]
+        """That of the optimizer whose rate policies and records see."""
         self.first_batch_size = self.batch_size = first_batch_size
         self._is_left_alone = scheduler_unit == "call" or any(each.unit != "epoch" for each in self.schedules)
         self._moves, self._has_warned = 0, False
-        self._epoch_lr, self._is_used = self.lr, False
+        self.epoch_lr, self._is_used = self.first.lr, False
+        """The rate of the first step since `mark`; before that step the one that it would have."""
+        self._needs_noise = not BY_NOISE.isdisjoint(kinds)
         self._may_be_sum = loss_reduction == "mean" and any(
             each.kind != "none" and not isinstance(optimizer, _ADAM_LIKE) for optimizer, each in self.couplings.items()
         )
@@ -716,37 +716,18 @@ class Rates:
         """The batch size of the first measurement, and the mean square of its per-sample gradients."""
 
     @property
-    def lr(self) -> float:
-        """The rate of the first optimizer's first parameter group in its next step."""
-        return self._first.lr
-
-    @property
-    def epoch_lr(self) -> float:
-        """The rate of the first step since `mark`; before that step the one that it would have."""
-        return self._epoch_lr
-
-    @property
-    def kind(self) -> Coupling:
-        """How the first optimizer's rate follows the batch size."""
-        return self._first.kind
-
-    @property
     def gains(self) -> GainSum:
         """The sum of AdaScale's gains, of the first optimizer that has one."""
-        return next((each for each in self.couplings.values() if each.kind in BY_GAIN), self._first).gains
+        return next((each for each in self.couplings.values() if each.kind in BY_GAIN), self.first).gains
 
     def mark(self) -> None:
-        """An epoch begins, or another batch size is in force."""
-        self._epoch_lr, self._is_used = self.lr, False
-
-    def schedule_ratio(self) -> float:
-        """The own rate of the first optimizer's first group over its highest; NaN if that is zero."""
-        return self._first.schedule_ratio()
+        """Take note of a new rate: an epoch begins, or another batch size is in force."""
+        self.epoch_lr, self._is_used = self.first.lr, False
 
     @property
     def growth(self) -> float:
         """The first optimizer's rate in a step over the schedule's own, relative to the first batch."""
-        return self._first.factor / self._first.factor_at(self.first_batch_size)
+        return self.first.factor / self.first.factor_at(self.first_batch_size)
 
     def before_step(self, coupling: LrCoupling, number: int, before: int, after: int) -> None:
         """Bring schedulers and rates to where the step that begins wants them.
@@ -763,12 +744,12 @@ class Rates:
                     schedule.before_step(number, before, after)
         has_moved = coupling.look()
         coupling.put_in_force()
-        if coupling is self._first:
+        if coupling is self.first:
             self._moves = self._moves + 1 if has_moved and number > 0 else 0
             if self._moves >= SURE and not self._is_left_alone and self.batch_size > self.first_batch_size:
                 self._warn_of_a_course_by_steps()
             if not self._is_used:
-                self._epoch_lr, self._is_used = float(coupling.optimizer.param_groups[0]["lr"]), True
+                self.epoch_lr, self._is_used = float(coupling.optimizer.param_groups[0]["lr"]), True
 
     def after_step(self, coupling: LrCoupling, samples: int) -> None:
         """Put the own rates back; `samples` of the epoch have been delivered."""
@@ -780,7 +761,7 @@ class Rates:
 
     def _warn_of_a_course_by_steps(self) -> None:
         last: list[Any] = [getattr(each.scheduler, "get_last_lr", list)() for each in self.schedules]
-        if self._has_warned or any(rates and float(rates[0]) == self._first.own for rates in last):
+        if self._has_warned or any(rates and float(rates[0]) == self.first.own for rates in last):
             return  # a scheduler that was passed does it, told a part of an epoch
         self._has_warned = True
         warn_user(
@@ -804,15 +785,15 @@ class Rates:
             for schedule in self.schedules:
                 schedule.resize()
         for coupling in self.couplings.values():
-            coupling.put_back()
+            if coupling.undo:
+                coupling.put_back()
             coupling.follow(batch_size, lr_factor=lr_factor, noise_scale=noise_scale, step=step)
         self.batch_size = batch_size
 
     def follow_decision(self, decision: Decision, seen: Measurement) -> None:
         """Put all rates where the decision, and for some couplings the noise, wants them."""
-        noise_scale = math.nan if seen.diversity is None else seen.diversity.noise_scale
-        needs_noise = any(each.kind in BY_NOISE for each in self.couplings.values())
-        known = noise_scale if needs_noise and not math.isnan(noise_scale) else None
+        noise_scale = seen.diversity.noise_scale if self._needs_noise and seen.diversity is not None else math.nan
+        known = None if math.isnan(noise_scale) else noise_scale
         self.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
         if self._may_be_sum and seen.diversity is not None and seen.diversity.num_samples:
             self._ask_if_sum(seen.batch_size, seen.diversity.sum_of_sq_norms / seen.diversity.num_samples)
@@ -862,7 +843,7 @@ class Rates:
             "schedules": [schedule.state_dict() for schedule in self.schedules],
             "first_batch_size": self.first_batch_size,
             "batch_size": self.batch_size,
-            "epoch_lr": self._epoch_lr,
+            "epoch_lr": self.epoch_lr,
             "is_used": self._is_used,
         }
 
@@ -873,4 +854,4 @@ class Rates:
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
         self.first_batch_size, self.batch_size = state["first_batch_size"], state["batch_size"]
-        self._epoch_lr, self._is_used = state["epoch_lr"], state["is_used"]
+        self.epoch_lr, self._is_used = state["epoch_lr"], state["is_used"]
