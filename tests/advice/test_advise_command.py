@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from divebatch.cli import app
 from divebatch.lab.schema import FOLDER
 from lab.data.text_files import write_corpus
-from lab.probe.tiny_run import tiny_experiment
+from lab.helpers import probed_experiment
 
 OWN = """
 import torch
@@ -47,7 +47,7 @@ def call(*words):
 def test_an_experiment_gets_words_a_file_and_a_picture(tmp_path):
     out = tmp_path / "out"
     words = ("--steps", 60, "--batch-sizes", "16,64,256", "--out", out)
-    answer = call(tiny_experiment(tmp_path), *words)
+    answer = call(probed_experiment(tmp_path), *words)
     assert answer.exit_code == 0, answer.output
     assert "Noise scale:" in answer.output
     timed = [line.split(":")[0] for line in answer.stderr.splitlines()]
@@ -74,7 +74,7 @@ def test_batch_size_and_rate_can_be_ones_own(tmp_path):
         "--out",
         tmp_path,
     )
-    found = json.loads(call(tiny_experiment(tmp_path), *words).stdout)
+    found = json.loads(call(probed_experiment(tmp_path), *words).stdout)
     assert (found["reference_batch_size"], found["reference_lr"]) == (8, 0.25)
 
 

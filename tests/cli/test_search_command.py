@@ -8,7 +8,7 @@ from divebatch.errors import StoppedError
 from divebatch.lab import get_experiment
 from divebatch.lab.search import to_toml
 from lab.data.text_files import write_corpus
-from lab.tiny_search import tiny_experiment
+from lab.helpers import tiny_experiment
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from divebatch.cli.progress import Lines, ProgressBars, describe
 from divebatch.lab import Run, get_experiment, load_checkpoint
 from divebatch.lab.search import to_toml
 from divebatch.records import EpochRecord, read_run
-from lab.compare_runs import CPU
+from lab.helpers import CPU
 
 RUN = ["--epochs", "4", "--trials", "1", "--jobs", "1", "--methods", "divebatch"]
 

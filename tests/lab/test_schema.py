@@ -1,16 +1,27 @@
+"""Experiment files, settings and words of the command line, also those made to do harm."""
+
 import copy
+import functools
+import json
 import math
+import pickle
+import re
 import tomllib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from divebatch.errors import ArgumentError
-from divebatch.lab import Run, check_parts, experiment_names, get_experiment, parse_experiment
+from divebatch.cli import app
+from divebatch.errors import ArgumentError, DivebatchError, MissingExtraError, RecordError
+from divebatch.lab import Run, check_parts, execute, execute_all, experiment_names, get_experiment, parse_experiment
 from divebatch.lab.build import make_trainer
 from divebatch.lab.schema import FOLDER
-from divebatch.policies import POLICIES
-from divebatch.records import Metric
+from divebatch.records import Metric, read_run
+from lab.helpers import small
 
 
 def table() -> dict:
@@ -35,14 +46,6 @@ def test_the_papers_hyperparameters():
     assert convex.methods["divebatch"].policy.settings == {"delta": 1.0, "max_batch_size": 4096}
     assert nonconvex.methods["oracle"].policy.settings == {"delta": 0.1, "max_batch_size": 8192}
     assert (convex.epochs, convex.trials, nonconvex.epochs, nonconvex.trials) == (100, 10, 100, 10)
-
-
-@pytest.mark.parametrize("name", ["policies-cifar10", "policies-synthetic", "policies-synthetic-nonconvex"])
-def test_the_experiments_with_every_policy_have_every_policy(name):
-    methods = get_experiment(name).methods
-    assert {method.policy.kind for method in methods.values()} == set(POLICIES)
-    assert {"sgd-small", "sgd-tuned", "sgd-large-warmup", "adabatch", "divebatch-split", "adascale"} <= set(methods)
-    assert {method.lr_coupling for method in methods.values()} == {None, "linear", "sqrt", "adascale"}
 
 
 WORKLOADS = ["policies-cifar10", "policies-cifar100", "lm-bytes", "lm-124m"]
@@ -254,3 +257,217 @@ def test_settings_change_a_file_by_dotted_keys_and_toml_values():
 def test_wrong_settings_name_their_key(setting, message):
     with pytest.raises(ArgumentError, match=message):
         get_experiment("synthetic-convex", [setting])
+
+
+# Records
+
+HEADER = {"kind": "run", "experiment": "a", "method": "b", "seed": 0}
+
+
+EPOCH = {"kind": "epoch", "epoch": 1, "batch_size": 8, "lr": 0.1, "steps": 3, "samples": 20}
+
+
+def refuse(path: Path, *lines: str) -> None:
+    path.write_text("".join(line + "\n" for line in lines))
+    with pytest.raises(RecordError, match=r"seed-0\.jsonl'"):
+        read_run(path)
+
+
+@pytest.fixture
+def records_path(tmp_path) -> Path:
+    return tmp_path / "seed-0.jsonl"
+
+
+LINES = {
+    "deep lists": "[" * 100_000 + "]" * 100_000,
+    "deep objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "a number of 5000 digits": json.dumps(EPOCH)[:-1] + ', "lr": ' + "9" * 5000 + "}",
+    "not a number": json.dumps({**EPOCH, "train_loss": float("nan")}),
+    "infinity": json.dumps({**EPOCH, "lr": float("inf")}),
+    "no epoch": json.dumps({"kind": "epoch"}),
+    "a word": '"epoch"',
+    "a page": "<html><script>alert(1)</script></html>",
+    "a NUL": "\0",
+    "half an object": '{"kind": "epoch"',
+    "two objects": json.dumps(EPOCH) * 2,
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_hostile_line_is_refused(records_path, line):
+    refuse(records_path, json.dumps(HEADER), line, json.dumps(EPOCH))
+    refuse(records_path, line, json.dumps(EPOCH))
+
+
+def test_the_lines_around_the_hostile_ones_are_good(records_path):
+    records_path.write_text(json.dumps(HEADER) + "\n" + json.dumps({**EPOCH, "new": [1]}) + "\n")
+    assert read_run(records_path)[1][0].batch_size == 8
+
+
+def test_bytes_that_are_no_text_and_folders_are_refused(records_path, tmp_path):
+    records_path.write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(RecordError, match=r"seed-0\.jsonl'"):
+        read_run(records_path)
+    run = Run(small(), "divebatch", 0, tmp_path)
+    run.records_path.mkdir(parents=True)
+    with pytest.raises(RecordError, match=r"seed-0\.jsonl'"):
+        execute(run, resume=True)
+
+
+@pytest.mark.parametrize("damage", [LINES["deep lists"], LINES["a page"], json.dumps({**HEADER, "config": [1]})])
+def test_a_run_with_hostile_records_fails_alone_and_keeps_its_files(begun, damage):
+    begun.records_path.write_text(damage + "\n")
+    other = replace(begun, seed=1)
+    failures = execute_all([begun, other], jobs=1, resume=True, on_epoch=lambda *_: None)
+    assert [failure.run for failure in failures] == [begun]
+    assert isinstance(failures[0].error, RecordError)
+    assert begun.records_path.read_text() == damage + "\n"
+    assert begun.checkpoint_path.exists()
+
+
+# Experiment files
+
+GOOD = (FOLDER / "synthetic-nonconvex.toml").read_text()
+
+
+EDITS = [
+    *(("epochs = 100", f"epochs = {value}") for value in ("0", "1.5", "true", "[]")),
+    ("trials = 10", "trials = " + "9" * 5000),
+    ("trials = 10", "trials = " + "[" * 100_000),
+    ("batch_size = 512", "batch_size = 1e3"),
+    *(("lr = 1.0", f"lr = {value}") for value in ("0", "nan", "1" + "0" * 400)),
+    ("delta = 0.1", "delta = inf"),
+    ('estimator = "oracle"', 'estimator = "os.system"'),
+    ('policy = { kind = "fixed" }', 'policy = { kind = "fixed", evil = 1 }'),
+    ('kind = "mlp"', "kind = 3"),
+    ('name = "synthetic-nonconvex"', 'name = "../../harm"'),
+    ("[methods.oracle]", '[methods."../../harm"]'),
+    ("[optimizer]", "[training]\nmicro_batch_size = 0\n[optimizer]"),
+    ("[data]", "[[data]]"),
+]
+
+
+def named(edits: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(old, new, id=new[:40].replace("\n", ", ")) for old, new in edits]
+
+
+def edited(folder: Path, old: str, new: str) -> Path:
+    assert old in GOOD
+    path = folder / "hostile.toml"
+    path.write_text(GOOD.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(("old", "new"), named(EDITS))
+def test_a_hostile_experiment_is_refused_by_name(tmp_path, old, new):
+    with pytest.raises(ArgumentError, match=r"hostile\.toml"):
+        get_experiment(str(edited(tmp_path, old, new)))
+
+
+def test_bytes_that_are_no_toml_are_refused(tmp_path):
+    path = tmp_path / "hostile.toml"
+    for content in (b"\xff\xfe", b"", b"<html>", b"\x80\x02."):
+        path.write_bytes(content)
+        with pytest.raises(ArgumentError, match=r"hostile\.toml"):
+            get_experiment(str(path))
+    with pytest.raises(ArgumentError, match=r"nothing\.toml"):
+        get_experiment(str(tmp_path / "nothing.toml"))
+
+
+@pytest.mark.parametrize("value", ["1000000000000000000000000000000", "4611686018427387904"])
+def test_what_only_torch_can_refuse_still_fails_its_own_run_alone(tmp_path, value):
+    huge = get_experiment(str(edited(tmp_path, "num_features = 512", f"num_features = {value}")))
+    runs = [Run(huge, "divebatch", 0, tmp_path), Run(small(), "divebatch", 1, tmp_path)]
+    failures = execute_all(runs, jobs=1, resume=False, on_epoch=lambda *_: None)
+    assert [failure.run for failure in failures] == runs[:1]
+
+
+# Errors on their way out of a worker process
+
+
+def errors() -> list[Callable[[], DivebatchError]]:
+    leaves = [cls for cls in DivebatchError.__subclasses__() if cls is not MissingExtraError]
+    return [*(functools.partial(cls, "a message") for cls in leaves), lambda: MissingExtraError("pillow", "images")]
+
+
+@pytest.mark.parametrize("make", errors())
+def test_every_error_survives_the_way_between_processes(make):
+    error = make()
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+
+
+# Words of the command line
+
+RUN = ["run", "synthetic-convex", "--epochs", "1", "--trials", "1", "--jobs", "1"]
+
+
+WORDS = [
+    (["--model", "resnet9000"], "synthetic-convex: unknown model kind 'resnet9000'; known: logistic-regression, "),
+    (["--model", "../../evil"], "known: logistic-regression, "),
+    (["--set", "training.precision=fp8"], "unknown precision 'fp8'; known: fp32, tf32, bf16"),
+    (["--set", "training.micro_batch_size=0"], "micro_batch_size"),
+    (["--checkpoint-steps", "-1"], "--checkpoint-steps"),
+    (["--seed", "-1"], "--seed"),
+    (["--epochs", "many"], "--epochs"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WORDS, ids=lambda value: value[-1] if isinstance(value, list) else "")
+def test_unknown_words_exit_with_2_before_anything_is_written(tmp_path, words, message):
+    answer = CliRunner().invoke(app, [*RUN, "--out", str(tmp_path / "out"), *words])
+    assert answer.exit_code == 2
+    assert message in re.sub(r"\x1b\[[0-9;]*m", "", answer.output)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["no folder", "an empty one", "a file", "the dataset itself", "an empty dataset"])
+def test_a_wrong_data_folder_fails_with_a_message(tmp_path, kind):
+    folder = tmp_path / "data"
+    if kind == "a file":
+        folder.write_text("")
+    elif kind != "no folder":
+        (folder / "cifar-10-batches-py").mkdir(parents=True)
+    data = {"the dataset itself": folder / "cifar-10-batches-py", "an empty one": tmp_path}.get(kind, folder)
+    words = ["run", "cifar10", "--methods", "sgd-small", "--trials", "1", "--jobs", "1", "--data-dir", str(data)]
+    answer = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")])
+    assert answer.exit_code == 2
+    assert "cifar10 sgd-small seed 0: " in answer.output
+    assert str(data) in answer.output
+    assert "Traceback" not in answer.output
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+TEXT = (FOLDER / "synthetic-convex.toml").read_text(encoding="utf-8")
+
+
+def test_a_name_that_no_folder_can_have_is_refused(tmp_path):
+    path = tmp_path / "it.toml"
+    path.write_text(TEXT.replace('name = "synthetic-convex"', f'name = "{300 * "n"}"'))
+    with pytest.raises(ArgumentError, match=r"a name must be up to 100 letters.* and 240 characters more"):
+        get_experiment(str(path))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "synthetic-convex", "--trials", "10000000000"], "100000"),
+        (["search", "synthetic-convex", "--trials", "10000000000"], "100000"),
+        (["search", "synthetic-convex", "--study", "../x"], "a name must be up to 100 letters"),
+        (["search", "synthetic-convex", "--study", 300 * "x"], "a name must be up to 100 letters"),
+    ],
+)
+def test_numbers_and_names_that_cannot_work_are_refused_at_once(tmp_path, words, message):
+    answer = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")])
+    assert answer.exit_code == 2
+    assert message in answer.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_figure_is_named(tmp_path):
+    path = tmp_path / "it.toml"
+    path.write_text(TEXT.replace("figure1 =", "figure9 ="))
+    answer = CliRunner().invoke(app, ["run", str(path), "--out", str(tmp_path / "out")])
+    assert answer.exit_code == 2
+    assert "unknown it.toml: [report] figure 'figure9'" in answer.output.replace(f"{tmp_path}/", "")

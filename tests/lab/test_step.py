@@ -1,16 +1,24 @@
-from contextlib import nullcontext
+"""One step: what it computes, what it does where memory runs out, and whose time is counted."""
+
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.errors import BatchTooLargeError
-from divebatch.lab import Clock, DeviceOptions, Tally, TrainStep, train_epoch
+from divebatch.lab import Clock, DeviceOptions, Run, Tally, TrainStep, execute, train_epoch
+from divebatch.lab import clock as clock_module
 from divebatch.lab import step as module
+from divebatch.lab.models import MODELS, ModelSettings
 from divebatch.lab.ranks import Parallel
+from divebatch.lab.schema import Method, Part
+from divebatch.records import read_run
+from lab.helpers import assert_same_end, small
 
 CPU = torch.device("cpu")
 
@@ -123,10 +131,165 @@ def test_a_batch_is_cut_as_the_options_and_the_plan_want_it(micro_batch_size, cu
     assert [part.is_full for part in ran] == [size == sizes[0] for size in sizes]
 
 
-def test_a_step_under_another_plan_keeps_what_was_compiled():
-    step = make_step(nn.Linear(3, 1))
-    step((torch.ones(4, 3), torch.ones(4, 1)))
-    other = step.under(lambda: BatchPlan(batch_size=9))
-    assert (other.variants, other.graphs) == (step.variants, step.graphs)
-    other((torch.ones(4, 3), torch.ones(4, 1)))
-    assert (other.full_size, step.full_size) == (9, 4)
+ROOM = 20
+"""Samples that fit."""
+
+
+class Small(nn.Module):
+    """Runs out of memory above a number of samples, in the middle of a pass."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(num_features, 3), nn.Linear(3, 1)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.first(x)
+        if self.training and len(x) > ROOM:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.seen.append(len(x))
+        return self.second(middle)
+
+
+@dataclass(frozen=True)
+class SmallModel(ModelSettings):
+    def build(self, num_features: int, num_classes: int) -> nn.Module:
+        return Small(num_features)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Run:
+    """80 samples in batches of 8, 16, 32, which does not fit."""
+    monkeypatch.setitem(MODELS, "small", SmallModel)
+    policy = Part(kind="adabatch", settings={"max_batch_size": 64, "every_epochs": 1})
+    method = Method(label="it", batch_size=8, lr=0.1, lr_coupling="linear", policy=policy, measure_always=True)
+    experiment = replace(small(), model=Part(kind="small"), methods={"it": method}, schedule=Part(kind="constant"))
+    return Run(experiment, "it", 0, tmp_path / "run")
+
+
+def test_a_run_that_outgrows_the_memory_goes_back_says_so_and_stays_there(run, caplog):
+    execute(run)
+    records = read_run(run.records_path)[1]
+    assert [record.batch_size for record in records] == [8, 16, 16, 16]
+    assert [record.samples for record in records] == [80, 160, 240, 320]
+    assert records[2].changes is not None
+    assert (records[2].changes[0].batch_size, records[2].changes[0].lr) == (16, pytest.approx(0.2))
+    assert [record.next_lr for record in records] == pytest.approx([0.2, 0.4, 0.2, 0.2])
+    assert "at most 16: larger batches did not fit into memory" in records[2].reason
+    assert "at most 16" in records[3].reason
+    assert caplog.text.count("out of memory: a batch of 32 samples does not fit, 16 did") == 1
+    # One step of 32 in two passes, then three of 16: 80 samples.
+    assert records[2].steps - records[1].steps == 4
+    assert records[2].diversity is None
+    assert records[3].diversity is not None
+
+
+def test_the_limit_survives_a_resume(run, tmp_path):
+    whole = replace(run, folder=tmp_path / "whole")
+    execute(whole)
+
+    def stop(record: Any) -> None:
+        if record.epoch == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(run, on_epoch=stop)
+    execute(run, resume=True)
+    assert_same_end(run, whole)
+
+
+def test_a_first_batch_that_does_not_fit_is_an_error_with_advice(run):
+    method = replace(run.experiment.methods["it"], batch_size=32)
+    broken = replace(run, experiment=replace(run.experiment, methods={"it": method}))
+    with pytest.raises(BatchTooLargeError, match=r"in micro-batches of 32\. Try micro_batch_size=16"):
+        execute(broken)
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def time(monkeypatch) -> Time:
+    made_up = Time()
+    monkeypatch.setattr(clock_module, "time", made_up)
+    return made_up
+
+
+def new_clock() -> Clock:
+    return Clock(torch.device("cpu"))
+
+
+def laps(clock: Clock) -> tuple[float, float, float, float]:
+    return tuple(clock.seconds(name) for name in ("train", "measure", "evaluate", "compile"))  # type: ignore[return-value]
+
+
+def test_a_lap_within_a_lap_pauses_the_outer_one(time):
+    clock = new_clock()
+    with clock.lap("train"):
+        time.passes(1)
+        with clock.lap("compile"):
+            time.passes(10)
+            with clock.lap("measure"):
+                time.passes(100)
+            time.passes(20)
+        time.passes(2)
+    time.passes(1000)
+    with clock.lap("evaluate"):
+        time.passes(5)
+    assert laps(clock) == (3, 100, 5, 30)
+    assert clock.train_seconds == 103
+    assert clock.total_seconds == 1138
+
+
+def test_a_lap_under_way_counts_already(time):
+    clock = new_clock()
+    with clock.lap("train"):
+        time.passes(1)
+        assert clock.seconds("train") == 1
+        with clock.lap("measure"):
+            time.passes(3)
+            assert laps(clock) == (1, 3, 0, 0)
+            assert clock.train_seconds == 4
+
+
+def test_a_lap_that_fails_still_counts_and_ends(time):
+    clock = new_clock()
+    with suppress(ZeroDivisionError), clock.lap("train"), clock.lap("compile"):
+        time.passes(4)
+        raise ZeroDivisionError
+    time.passes(7)
+    assert laps(clock) == (0, 0, 0, 4)
+    with clock.lap("train"):
+        time.passes(1)
+    assert laps(clock) == (1, 0, 0, 4)
+
+
+def test_a_state_taken_within_a_lap_goes_on_within_a_lap(time):
+    """As a checkpoint in the middle of an epoch does; the time between the two lives counts nowhere."""
+    first = new_clock()
+    time.passes(50)
+    with first.lap("train"):
+        time.passes(1)
+        with first.lap("compile"):
+            time.passes(10)
+        time.passes(2)
+        saved = first.state_dict()
+        time.passes(4)
+    assert first.seconds("train") == 7  # saving changes nothing
+    time.passes(10_000)
+    second = new_clock()
+    time.passes(500)
+    second.load_state_dict(saved)
+    time.passes(20)
+    with second.lap("train"):
+        time.passes(4)
+    assert laps(second) == (7, 0, 0, 10)
+    assert second.total_seconds == 63 + 24

@@ -173,29 +173,6 @@ def test_a_size_that_changes_within_an_epoch_is_the_full_size_from_then_on():
     assert {size for size, _ in trainer.step.variants} == {7, 5}
 
 
-def test_saving_changes_nothing():
-    """The course is the same whether states were taken or not."""
-    case = CASES["dropout, sketch, through a DataLoader"]
-    watched, alone = build(case), build(case)
-    start = through_a_file(alone.state_dict())
-    records = run_on(alone)
-    watched.load_state_dict(start)
-    assert run_on(watched, lambda: watched.state_dict() and None) == records
-
-
-def test_the_clock_goes_on_where_it_stood():
-    whole = build(CASES["exact"])
-    states: list[dict[str, Any]] = []
-    run_on(whole, lambda: states.append(through_a_file(whole.state_dict())))
-    resumed = build(CASES["exact"])
-    resumed.load_state_dict(states[7])
-    saved = states[7]["clock"]
-    assert saved["train"] > states[6]["clock"]["train"] > 0
-    record = resumed.run_epoch()
-    assert record.train_seconds > saved["train"] + saved["measure"]
-    assert record.total_seconds > saved["total"]
-
-
 def test_a_state_of_another_method_is_refused_and_changes_nothing():
     state = through_a_file(build(CASES["exact"]).state_dict())
     other = build(CASES["adabatch with warm-up"])

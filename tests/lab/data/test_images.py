@@ -75,14 +75,6 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(name):
     assert not torch.equal(epochs[0], epoch_by_sample(other_seed))
 
 
-def test_augmentation_survives_a_change_of_the_batch_size():
-    split = make_split()
-    steady, changing = split.loader(4, seed=0), split.loader(4, seed=0)
-    for size in (4, 9, 23):
-        changing.batch_size = size
-        assert torch.equal(epoch_by_sample(changing), epoch_by_sample(steady))
-
-
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_resume_in_the_middle_gives_the_rest_bit_by_bit(name):
     split = make_split(PLAIN[name])

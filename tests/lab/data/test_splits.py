@@ -113,14 +113,6 @@ def test_images_are_held_out_without_any_test_data_there(tmp_path, kind, write, 
     assert len(held) == round(0.25 * (len(kept) + len(held)))
 
 
-def test_training_images_are_augmented_and_held_out_ones_are_not(tmp_path):
-    write_cifar10(tmp_path)
-    plain = rows(load("cifar10", 0, place=place(tmp_path), augment=False))
-    augmented = rows(load("cifar10", 0, place=place(tmp_path)))
-    assert augmented[1] == plain[1]
-    assert augmented[0] != plain[0]
-
-
 def test_a_part_must_not_be_empty():
     with pytest.raises(ArgumentError, match="leaves a part empty"):
         load("synthetic", 0, 0.001, **SYNTHETIC)

@@ -1,7 +1,6 @@
 """Branches of a critical batch size probe, and the verdict on them."""
 
 import copy
-import json
 import math
 import random
 
@@ -16,7 +15,6 @@ from divebatch.lab.probe import (
     Critical,
     Outcome,
     Probe,
-    default_factors,
     interval,
     probe_critical_batch,
     smoothed,
@@ -58,10 +56,6 @@ def test_without_noise_the_linear_rule_holds_until_the_steps_overshoot():
     )
     assert found.critical.size == 8 * 4
     assert found.critical.high == 8 * 4
-
-
-def test_without_coupling_no_larger_batch_keeps_up():
-    assert probe(Descent(), coupling="none").critical.size == 4
 
 
 def test_every_branch_gets_the_same_samples_rates_and_start():
@@ -131,28 +125,10 @@ def test_wrong_settings_are_named(settings, message):
         probe(Descent(), **settings)
 
 
-def test_a_loop_that_skips_steps_is_an_error():
-    with pytest.raises(ArgumentError, match=r"gave 1 losses for a branch of 2 steps"):
-        probe_critical_batch(4, lambda _: [1.0], save=int, restore=lambda _: None, window=8, factors=[2])
-
-
-@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=30), st.integers(1, 64))
-def test_smoothing_stays_within_the_losses_and_starts_at_the_first(losses, batch_size):
-    course = smoothed(losses, batch_size, 50.0)
-    assert course[0] == pytest.approx(losses[0])
-    assert all(min(losses) * (1 - 1e-9) <= value <= max(losses) * (1 + 1e-9) for value in course)
-
-
 def test_smoothing_looks_back_over_samples_and_not_steps():
     fine = smoothed([1.0] * 80 + [0.0] * 80, 1, 40.0)[-1]
     coarse = smoothed([1.0] * 10 + [0.0] * 10, 8, 40.0)[-1]
     assert fine == pytest.approx(coarse, abs=1e-12)
-
-
-def test_default_factors_end_at_the_cap():
-    assert default_factors(100, 99) == [1]
-    assert default_factors(100, 400) == [1, 2, 4]
-    assert default_factors(100, 799) == [1, 2, 4]
 
 
 def test_a_torch_loop_of_ones_own_with_batch_noise():
@@ -256,10 +232,3 @@ def test_size_lies_between_low_and_high(losses, tolerance):
     critical = found.critical
     assert critical.low <= critical.size
     assert critical.high is None or critical.size <= critical.high
-
-
-def test_json_holds_all():
-    values = json.loads(json.dumps(probe_of({1: [1.0, 1.0], 2: [1.0, 1.1]}).to_dict()))
-    assert values["critical"]["size"] == 10
-    assert len(values["branches"]) == 4
-    assert values["gaps"][1]["verdict"] == "perhaps falls behind"

@@ -1,22 +1,27 @@
+"""Probes of finished runs, by command: classifiers, and language models within their one pass."""
+
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from divebatch.cli import app
-from divebatch.lab import get_experiment, load_checkpoint, save_checkpoint
-from divebatch.lab.probe import QUESTIONS, Branch, BranchTrainer, find_start, measure_noise_scales, run_of
-from divebatch.lab.schema import Part
-from lab.probe.tiny_run import NAME, run_it, tiny_experiment
+from divebatch.lab import Run, get_experiment, load_checkpoint, save_checkpoint
+from divebatch.lab.build import make_trainer
+from divebatch.lab.probe import Branch, BranchTrainer, RestOfPass, find_start, measure_noise_scales, run_of
+from divebatch.lab.schema import FOLDER, Part
+from lab.data.text_files import write_corpus
+from lab.helpers import NAME, probed_experiment, run_it
 from reference.adam_by_hand import set_by_hand
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe")
-    path = tiny_experiment(folder)
+    path = probed_experiment(folder)
     run_it(path, folder / "runs", "sgd-small", "divebatch")
     return folder
 
@@ -51,21 +56,6 @@ def test_a_probe_ends_with_tables_a_file_and_a_picture(place, tmp_path):
     assert split["low"] <= split["noise_scale"] <= split["high"]
     assert "got SGD" in preconditioned["problem"]
     assert "not measured: preconditioned, by moments: preconditioned=True is for optimizers" in answer.output
-
-
-def test_the_same_command_gives_the_same_numbers(place, tmp_path):
-    words = ("--factors", "2,8", "--repeats", "2", "--json", "--out", tmp_path)
-    first, second = call(place, *words), call(place, *words)
-    assert first.exit_code == 0, first.output
-    assert first.stdout == second.stdout
-    found = json.loads(first.stdout)
-    assert [gap["factor"] for gap in found["gaps"]] == [1, 2, 8]
-    other = json.loads(call(place, *words, "--judge", "validation", "--coupling", "linear", "--no-noise").stdout)
-    assert other["gaps"] != found["gaps"]
-    assert other["noise_scales"] == []
-    power = json.loads(call(place, *words, "--coupling", "0.6", "--no-noise").stdout)
-    assert power["coupling"] == 0.6
-    assert {branch["lr_factor"] for branch in power["branches"]} == {1.0, 2**0.6, 8**0.6}
 
 
 def test_the_held_out_loss_can_judge_and_progress_goes_to_stderr(place, tmp_path):
@@ -110,7 +100,7 @@ def test_repeats_see_other_orders_and_branches_of_one_repeat_the_same(place):
 
 @pytest.mark.parametrize("optimizer", [Part(kind="sgd", settings={"momentum": 0.9}), Part(kind="adamw")])
 def test_every_branch_begins_with_the_optimizers_memory_as_it_was_saved(tmp_path, optimizer):
-    run_it(tiny_experiment(tmp_path, optimizer=optimizer), tmp_path / "runs", "sgd-small")
+    run_it(probed_experiment(tmp_path, optimizer=optimizer), tmp_path / "runs", "sgd-small")
     branches = branches_of(tmp_path)
     state, courses = branches.save(), []
     for _ in range(3):
@@ -122,7 +112,7 @@ def test_every_branch_begins_with_the_optimizers_memory_as_it_was_saved(tmp_path
 def test_a_branch_by_adam_moves_betas_eps_and_weight_decay_too(tmp_path):
     """Twin by hand."""
     optimizer = Part(kind="adamw", settings={"beta2": 0.95, "weight_decay": 0.1})
-    run_it(tiny_experiment(tmp_path, optimizer=optimizer), tmp_path / "runs", "sgd-small")
+    run_it(probed_experiment(tmp_path, optimizer=optimizer), tmp_path / "runs", "sgd-small")
     branches, twin = branches_of(tmp_path), branches_of(tmp_path)
     losses = branches.train(Branch(factor=2, batch_size=32, lr_factor=2**0.5, steps=5, repeat=0, coupling="adam"))
     for group in (by_hand := twin.trainer.optimizer).param_groups:
@@ -154,31 +144,10 @@ def test_noise_scales_are_measured_from_the_checkpoint_and_leave_it(place):
 
 @pytest.mark.parametrize("norm", ["Euclidean", "preconditioned"])
 def test_with_adam_both_noise_scales_are_measured(tmp_path, norm):
-    run_it(tiny_experiment(tmp_path, optimizer=Part(kind="adamw")), tmp_path / "runs", "sgd-small")
+    run_it(probed_experiment(tmp_path, optimizer=Part(kind="adamw")), tmp_path / "runs", "sgd-small")
     found = {each.norm: each for each in measure_noise_scales(branches_of(tmp_path), samples=0)}[norm]
     assert not found.problem
     assert found.low <= found.noise_scale
-
-
-def test_every_estimator_begins_at_the_checkpoint(place, monkeypatch):
-    seen = []
-
-    def measured(branches, *_):
-        seen.append(branches.trainer.model.weight.clone())
-        with torch.no_grad():
-            branches.trainer.model.weight += 1.0
-
-    monkeypatch.setattr("divebatch.lab.probe._measured", measured)
-    measure_noise_scales(branches_of(place), samples=0)
-    assert len(seen) == len(QUESTIONS)
-    assert all(torch.equal(weight, seen[0]) for weight in seen)
-
-
-def test_a_branch_begins_with_the_checkpoints_weights_and_rate(place):
-    path = checkpoint_of(place)
-    state, branches = load_checkpoint(path, device=torch.device("cpu")), branches_of(place)
-    assert torch.equal(branches.trainer.model.weight, state["model"]["weight"])
-    assert branches.lr == state["optimizer"]["param_groups"][0]["lr"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +189,7 @@ def test_a_checkpoint_that_is_not_there_or_not_the_experiments(place, tmp_path):
 
 
 def test_a_namesake_with_other_data_is_refused(place, tmp_path):
-    other = tiny_experiment(tmp_path, num_samples=2000)
+    other = probed_experiment(tmp_path, num_samples=2000)
     answer = CliRunner().invoke(app, ["probe", str(other), str(checkpoint_of(place)), "--out", str(tmp_path)])
     assert answer.exit_code == 2
     assert "belongs to another experiment called 'tiny': its data is" in answer.output
@@ -259,3 +228,117 @@ def test_the_previous_checkpoint_can_be_probed_in_another_precision(place, tmp_p
     assert found["epoch"] == 3
     rounded = json.loads(call(place, *words, "--set", "training.precision=bf16", checkpoint=path).stdout)
     assert rounded["gaps"] != found["gaps"]
+
+
+SMALL = ["--model", "gpt-tiny", "--set", "training.precision=fp32", "--epochs", "8", "--jobs", "1", "--quiet"]
+
+
+BOTH = ["adamw"]
+
+
+def made(folder: Path, optimizer: str) -> Path:
+    """A finished run of a pass in eight parts, with the checkpoints of the second and the fifth."""
+    content = (FOLDER / "lm-bytes.toml").read_text().replace('"adamw"', f'"{optimizer}"')
+    (folder / "lm.toml").write_text(content.replace('name = "lm-bytes"', 'name = "lm"'))
+    data = write_corpus(folder / "data", train=60)
+    run = ["run", str(folder / "lm.toml"), "--data-dir", str(data), "--out", str(folder), *SMALL]
+    answer = CliRunner().invoke(app, [*run, "--methods", "fixed-8", "--keep-checkpoints", "2,5"])
+    assert answer.exit_code == 0, answer.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lm_place(tmp_path_factory) -> Path:
+    return made(tmp_path_factory.mktemp("adamw"), "adamw")
+
+
+def lm_checkpoint(lm_place: Path, part: int = 8) -> Path:
+    return lm_place / "lm" / "fixed-8" / ("seed-0.ckpt" if part == 8 else f"seed-0.epoch-{part}.ckpt")
+
+
+def lm_call(lm_place: Path, *words: str, part: int = 8):
+    where = [str(lm_checkpoint(lm_place, part)), "--data-dir", str(lm_place / "data"), "--out", str(lm_place / "probe")]
+    return CliRunner().invoke(app, ["probe", str(lm_place / "lm.toml"), *where, *words])
+
+
+def lm_branches(lm_place: Path, part: int) -> BranchTrainer:
+    start = find_start(lm_checkpoint(lm_place, part), "lm")
+    return BranchTrainer(run_of(start, get_experiment(str(lm_place / "lm.toml")), data_dir=lm_place / "data"), start)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_a_probe_within_the_pass_speaks_in_bits_per_byte(lm_place, tmp_path, optimizer):
+    lm_place = lm_place if optimizer == "adamw" else made(tmp_path, optimizer)
+    answer = lm_call(lm_place, "--repeats", "2", "--factors", "1,2", "--window-samples", "32", part=5)
+    assert answer.exit_code == 0, answer.output
+    assert "lm, fixed-8, after part 5 of 8: branches of 32 samples" in answer.output
+    assert "bits per byte" in answer.output
+    found = json.loads((lm_place / "probe" / "lm-fixed-8-seed-0-epoch-5.json").read_text())
+    assert found["unit"] == "bits per byte"
+    problems = {each["norm"]: each["problem"] for each in found["noise_scales"]}
+    assert not problems["Euclidean"]
+    assert not problems["preconditioned"]
+
+
+def test_the_first_repeat_goes_on_with_the_pass_and_the_others_mix_the_rest(lm_place):
+    """Twin by hand: the order of the run's own trainer."""
+    branches = lm_branches(lm_place, 5)
+    seen = branches.start.samples
+    trainer = make_trainer(Run(branches.run.experiment, "fixed-8", 0, lm_place, data_dir=lm_place / "data"))
+    trainer.length.parts = 1
+    whole = [row for x, _ in trainer.control.loader for row in x]
+    rest = [row for x, _ in branches.loader for row in x]
+    assert len(rest) == len(whole) - seen
+    assert all(torch.equal(one, other) for one, other in zip(rest, whole[seen:], strict=True))
+    branches.loader.set_epoch(1)
+    mixed = [row for x, _ in branches.loader for row in x]
+    assert not all(torch.equal(one, other) for one, other in zip(rest, mixed, strict=True))
+    assert sorted(map(str, (row.tolist() for row in mixed))) == sorted(map(str, (row.tolist() for row in rest)))
+
+
+def test_each_repeat_of_the_rest_has_every_sample_once():
+    rest = RestOfPass(20, seed=3, seen=27)  # in the second pass
+    orders = []
+    for repeat in range(3):
+        rest.set_epoch(repeat)
+        orders.append(list(rest))
+    assert rest.num_left == 13
+    assert [sorted(order) for order in orders] == [sorted(orders[0])] * 3
+    assert orders[0] != orders[1] != orders[2]
+    rest.window = 5
+    assert list(rest) == orders[2][:5]
+
+
+LM_WRONG = {
+    "past the end": (5, ["--window-samples", "9999"], "--window-samples 9999, and only 76 of its pass"),
+    "nothing left": (8, [], "stands at the end of its pass: no sample is left"),
+    "too short": (2, ["--window-samples", "3"], "--window-samples 3, shorter than one step of 8"),
+}
+
+
+@pytest.mark.parametrize("name", LM_WRONG)
+def test_wrong_use_exits_with_2(lm_place, name):
+    part, words, message = LM_WRONG[name]
+    answer = lm_call(lm_place, *words, part=part)
+    assert answer.exit_code == 2, answer.output
+    assert message in " ".join(answer.output.split())
+
+
+def test_parts_that_a_run_does_not_have_cannot_be_kept(lm_place, tmp_path):
+    run = ["run", str(lm_place / "lm.toml"), "--data-dir", str(lm_place / "data"), "--out", str(tmp_path)]
+    for words, message in (
+        ("41", "epoch 41, whose checkpoint is to stay"),
+        ("x", "whole numbers"),
+    ):
+        answer = CliRunner().invoke(app, [*run, "--keep-checkpoints", words])
+        assert answer.exit_code == 2
+        assert message in answer.output
+
+
+def test_a_part_that_a_large_batch_carries_over_is_kept_with_the_next(lm_place, tmp_path):
+    run = ["run", str(lm_place / "lm.toml"), "--data-dir", str(lm_place / "data"), "--out", str(tmp_path), *SMALL]
+    assert CliRunner().invoke(app, [*run, "--methods", "fixed-64", "--keep-checkpoints", "1,7"]).exit_code == 0
+    assert [each.name for each in sorted(tmp_path.rglob("*.epoch-*.ckpt"))] == [
+        "seed-0.epoch-2.ckpt",
+        "seed-0.epoch-7.ckpt",
+    ]
