@@ -1,4 +1,8 @@
-"""The one loop a user drives: observe, estimate, decide, apply, record."""
+"""The one loop a user drives: observe, estimate, decide, apply, record.
+
+The loader calls `_on_batch` before it fetches a batch. The optimizer's hooks call `_on_step` and `_after_step` around
+its step: rates first, then the estimator. The user calls `step` after the epoch. No other part counts batches or steps.
+"""
 
 import math
 import sys
@@ -192,153 +196,7 @@ class Controller:
             reduction = context.loss_reduction
             self._undo.append(weigh_gradients(model, lambda: loader.rank_shard.weight_for(reduction)))
 
-    # What a user reads and calls
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step: the first group's own rate times the factor of the batch size."""
-        return self._rates.first.lr
-
-    @property
-    def first_batch_size(self) -> int:
-        """The batch size that training began with."""
-        return self._rates.first_batch_size
-
-    def step(self, *, loss: float | None = None) -> EpochRecord:
-        """Measure the epoch that has ended, decide, and apply; return what was in force and what comes next.
-
-        `loss` is the epoch's mean training loss, for policies that need it and for the record: of this rank's samples,
-        or of all.
-        """
-        if self._is_closed:
-            raise UsageError("this controller was closed: step() comes before close()")
-        finished = self.loader.finished_epoch(since=self.epoch)
-        self._check_steps(finished)
-        is_first_size = finished.batch_size * self._unit == self._rates.first_batch_size and not self._changes
-        self._rates.end_epoch(self.steps - self._steps_before, finished.batches, is_first_size=is_first_size)
-        if not self.ranks.is_alone:
-            loss = self.ranks.mean(loss, finished.local_samples if loss is not None else 0)
-        if loss is None and self._wants_loss is not None:
-            raise UsageError(f"{self._wants_loss} needs the epoch's mean training loss: control.step(loss=...)")
-        history = self._history
-        if self._wants_speed and (speed := finished.samples_per_second) is not None:
-            history = history.with_throughput(finished.batch_size * self._unit, speed)
-        seen = self._measurement(finished, self._end_of_epoch(), lr=self._rates.epoch_lr, loss=loss)
-        seen, decision = self._agreed(replace(seen, history=history.with_epoch(seen)))
-        shadows = {name: self._decided(policy, seen).batch_size for name, policy in self._shadows.items()}
-        self.loader.batch_size = decision.batch_size // self._unit
-        self._rates.follow_decision(decision, seen)
-        # Only now is the epoch over: what raised an error above can be mended and step() called again.
-        record = EpochRecord(
-            epoch=seen.epoch,
-            batch_size=seen.batch_size,
-            lr=self._rates.epoch_lr,
-            steps=self.steps,
-            samples=seen.samples,
-            train_loss=None if loss is None else float(loss),
-            next_batch_size=decision.batch_size,
-            next_lr=self._rates.first.lr,
-            reason=decision.reason,
-            shadows=shadows or None,
-            changes=self._changes or None,
-            measured=self._was_at_work if self._estimator is not None else None,
-            micro_batch_size=finished.batch_size if self._unit > 1 else None,
-            **measured_fields(seen.diversity, self._estimator),
-        )
-        self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._found, self._changes, self._most_is_news = None, [], False
-        self._steps_before = self._steps_decided = self.steps
-        self._is_under_way, self._has_decided = False, True
-        self.epoch += 1
-        return record
-
-    @property
-    def effective_steps(self) -> float:
-        """The number of steps at the base batch size that the steps so far were worth: the sum of AdaScale's gains.
-
-        With any other coupling each step counts as one.
-        """
-        return self._rates.gains.at(self.steps)
-
-    def take_scheduler_steps(self) -> int:
-        """Return how often to step, now, a scheduler that is stepped with every batch, to follow `effective_steps`.
-
-        Each call takes what has come together since the last one, so a second call returns 0.
-        """
-        return self._rates.take_scheduler_steps(self.steps)
-
-    def limit_batch_size(self, most: int) -> None:
-        """Let no batch have more samples from here on: cut the rest of the epoch so, and decide on none larger.
-
-        For a step that ran out of memory, before it is made again in parts. What was measured of the epoch is thrown
-        away, since the pass that failed is half counted in it.
-        """
-        require_count("most", most)
-        self._most, self._most_is_news = most, True
-        self._stop_measuring()
-        if self.loader.batch_size * self._unit > most:
-            self.loader.resize_now(max(1, most // self._unit))
-
-    def plan(self) -> BatchPlan:
-        """Return how the batch delivered last must go through the model. Ask once a batch, before its forward pass."""
-        full, shard = rank_shard_of(self.loader.batch_size, self.ranks).mine, self.loader.rank_shard
-        if self._at_work is None:
-            return BatchPlan(batch_size=full, rank_shard=shard)
-        return BatchPlan(
-            batch_size=full,
-            rank_shard=shard,
-            measuring=True,
-            min_micro_batches=self._at_work.min_micro_batches,
-            replay_token=self._at_work.replay_token,
-            see_replay=self._at_work.see_replay,
-        )
-
-    @contextmanager
-    def around_step(self, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Do around a step that no hook sees what the hooks do around `optimizer.step()`.
-
-        For a CUDA graph that holds the optimizer's step: `with control.around_step(): graph.replay()`. Its rates must
-        be tensors (`capturable=True`), which are changed in place.
-
-        Args:
-            optimizer: The optimizer that is replayed. None: the first one.
-        """
-        optimizer = optimizer or next(iter(self._rates.couplings))
-        coupling, event = self._rates.couplings[optimizer], self._begin_step(optimizer)
-        try:
-            yield
-            if event is not None and self._at_work is not None:
-                self._at_work.on_step(event, optimizer)  # only now are the replay's gradients there
-        finally:
-            self._rates.after_step(coupling, self._samples)
-
-    def close(self) -> None:
-        """Detach everything from model, loader and optimizers; the batch size stays as it is."""
-        if not (self._is_closed or self._has_decided or self._has_warned_of_step):
-            self._warn_if_step_is_missing()
-        self._detach()
-
-    def _detach(self) -> None:
-        if self._is_under_way and not self._is_closed:
-            for schedule in self._rates.schedules:  # training ends within an epoch
-                schedule.catch_up(self._samples)
-        self._is_closed = True
-        while self._undo:
-            self._undo.pop()()
-        for coupling in self._rates.couplings.values():
-            coupling.put_back()
-        self._stop_measuring()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._detach()
-
-    # Events
+    # The loop: a batch is fetched, an optimizer steps, an epoch ends
 
     def _on_batch(self, current: EpochProgress) -> None:
         """The loop has come for its next batch, so the steps on those before are made. The loader calls this."""
@@ -430,6 +288,163 @@ class Controller:
 
     # A compiled optimizer step runs the hooks as they are: they look at objects, which are nothing for a graph.
     _on_step._torchdynamo_disable = _after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def step(self, *, loss: float | None = None) -> EpochRecord:
+        """Measure the epoch that has ended, decide, and apply; return what was in force and what comes next.
+
+        `loss` is the epoch's mean training loss, for policies that need it and for the record: of this rank's samples,
+        or of all.
+        """
+        if self._is_closed:
+            raise UsageError("this controller was closed: step() comes before close()")
+        finished = self.loader.finished_epoch(since=self.epoch)
+        self._check_steps(finished)
+        is_first_size = finished.batch_size * self._unit == self._rates.first_batch_size and not self._changes
+        self._rates.end_epoch(self.steps - self._steps_before, finished.batches, is_first_size=is_first_size)
+        if not self.ranks.is_alone:
+            loss = self.ranks.mean(loss, finished.local_samples if loss is not None else 0)
+        if loss is None and self._wants_loss is not None:
+            raise UsageError(f"{self._wants_loss} needs the epoch's mean training loss: control.step(loss=...)")
+        history = self._history
+        if self._wants_speed and (speed := finished.samples_per_second) is not None:
+            history = history.with_throughput(finished.batch_size * self._unit, speed)
+
+        seen = self._measurement(finished, self._end_of_epoch(), lr=self._rates.epoch_lr, loss=loss)
+        seen, decision = self._agreed(replace(seen, history=history.with_epoch(seen)))
+        shadows = {name: self._decided(policy, seen).batch_size for name, policy in self._shadows.items()}
+        # Only from here on is the epoch over: what raised an error above can be mended and step() called again.
+        self.loader.batch_size = decision.batch_size // self._unit
+        self._follow(seen, decision)
+        record = EpochRecord(
+            epoch=seen.epoch,
+            batch_size=seen.batch_size,
+            lr=self._rates.epoch_lr,
+            steps=self.steps,
+            samples=seen.samples,
+            train_loss=None if loss is None else float(loss),
+            next_batch_size=decision.batch_size,
+            next_lr=self._rates.first.lr,
+            reason=decision.reason,
+            shadows=shadows or None,
+            changes=self._changes or None,
+            measured=self._was_at_work if self._estimator is not None else None,
+            micro_batch_size=finished.batch_size if self._unit > 1 else None,
+            **measured_fields(seen.diversity, self._estimator),
+        )
+        self.epoch, self._steps_before = self.epoch + 1, self.steps
+        self._found, self._changes, self._most_is_news = None, [], False
+        self._is_under_way, self._has_decided = False, True
+        return record
+
+    def _decide_within_epoch(self, current: EpochProgress) -> None:
+        for schedule in self._rates.schedules:
+            schedule.catch_up(self._samples)
+        lr = self._rates.first.lr
+        seen = self._measurement(current, self._at_work.window() if self._at_work is not None else None, lr=lr)
+        seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
+        self.loader.resize_now(decision.batch_size // self._unit)
+        self._follow(seen, decision)
+        self._measure_if_due()
+        if decision.batch_size != seen.batch_size or not math.isclose(self._rates.first.lr, lr):
+            self._note_change(decision.batch_size)
+
+    # What a user reads and calls
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step: the first group's own rate times the factor of the batch size."""
+        return self._rates.first.lr
+
+    @property
+    def first_batch_size(self) -> int:
+        """The batch size that training began with."""
+        return self._rates.first_batch_size
+
+    @property
+    def effective_steps(self) -> float:
+        """The number of steps at the base batch size that the steps so far were worth: the sum of AdaScale's gains.
+
+        With any other coupling each step counts as one.
+        """
+        return self._rates.gains.at(self.steps)
+
+    def take_scheduler_steps(self) -> int:
+        """Return how often to step, now, a scheduler that is stepped with every batch, to follow `effective_steps`.
+
+        Each call takes what has come together since the last one, so a second call returns 0.
+        """
+        return self._rates.take_scheduler_steps(self.steps)
+
+    def limit_batch_size(self, most: int) -> None:
+        """Let no batch have more samples from here on: cut the rest of the epoch so, and decide on none larger.
+
+        For a step that ran out of memory, before it is made again in parts. What was measured of the epoch is thrown
+        away, since the pass that failed is half counted in it.
+        """
+        require_count("most", most)
+        self._most, self._most_is_news = most, True
+        self._stop_measuring()
+        if self.loader.batch_size * self._unit > most:
+            self.loader.resize_now(max(1, most // self._unit))
+
+    def plan(self) -> BatchPlan:
+        """Return how the batch delivered last must go through the model. Ask once a batch, before its forward pass."""
+        full, shard = rank_shard_of(self.loader.batch_size, self.ranks).mine, self.loader.rank_shard
+        if self._at_work is None:
+            return BatchPlan(batch_size=full, rank_shard=shard)
+        return BatchPlan(
+            batch_size=full,
+            rank_shard=shard,
+            measuring=True,
+            min_micro_batches=self._at_work.min_micro_batches,
+            replay_token=self._at_work.replay_token,
+            see_replay=self._at_work.see_replay,
+        )
+
+    @contextmanager
+    def around_step(self, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Do around a step that no hook sees what the hooks do around `optimizer.step()`.
+
+        For a CUDA graph that holds the optimizer's step: `with control.around_step(): graph.replay()`. Its rates must
+        be tensors (`capturable=True`), which are changed in place.
+
+        Args:
+            optimizer: The optimizer that is replayed. None: the first one.
+        """
+        optimizer = optimizer or next(iter(self._rates.couplings))
+        coupling, event = self._rates.couplings[optimizer], self._begin_step(optimizer)
+        try:
+            yield
+            if event is not None and self._at_work is not None:
+                self._at_work.on_step(event, optimizer)  # only now are the replay's gradients there
+        finally:
+            self._rates.after_step(coupling, self._samples)
+
+    def close(self) -> None:
+        """Detach everything from model, loader and optimizers; the batch size stays as it is."""
+        if not (self._is_closed or self._has_decided or self._has_warned_of_step):
+            self._warn_if_step_is_missing()
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._is_under_way and not self._is_closed:
+            for schedule in self._rates.schedules:  # training ends within an epoch
+                schedule.catch_up(self._samples)
+        self._is_closed = True
+        while self._undo:
+            self._undo.pop()()
+        for coupling in self._rates.couplings.values():
+            coupling.put_back()
+        self._stop_measuring()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._detach()
 
     # Checks of what was said
 
@@ -555,25 +570,6 @@ class Controller:
 
     # Deciding
 
-    def _decide_within_epoch(self, current: EpochProgress) -> None:
-        for schedule in self._rates.schedules:
-            schedule.catch_up(self._samples)
-        lr = self._rates.first.lr
-        found = self._at_work.window() if self._at_work is not None else None
-        seen = self._measurement(current, found, lr=lr)
-        seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
-        self.loader.resize_now(decision.batch_size // self._unit)
-        self._steps_decided = self.steps
-        self._rates.follow_decision(decision, seen)
-        self._history = seen.history.with_decision(seen.batch_size, decision)
-        self._measure_if_due()
-        if decision.batch_size != seen.batch_size or not math.isclose(self._rates.first.lr, lr):
-            self._note_change(decision.batch_size)
-
-    def _note_change(self, batch_size: int) -> None:
-        self._rates.mark()
-        self._changes.append(Change(self.steps, batch_size, self._rates.first.lr))
-
     def _measurement(
         self, done: EpochProgress, diversity: Diversity | None, *, lr: float, loss: float | None = None
     ) -> Measurement:
@@ -609,6 +605,16 @@ class Controller:
             return decision
         reason = f"{decision.reason}; at most {self._most}: larger batches did not fit into memory".lstrip("; ")
         return replace(decision, batch_size=min(decision.batch_size, self._most), reason=reason)
+
+    def _follow(self, seen: Measurement, decision: Decision) -> None:
+        """Let rates and history follow a decision that the loader has taken over."""
+        self._rates.follow_decision(decision, seen)
+        self._history = seen.history.with_decision(seen.batch_size, decision)
+        self._steps_decided = self.steps
+
+    def _note_change(self, batch_size: int) -> None:
+        self._rates.mark()
+        self._changes.append(Change(self.steps, batch_size, self._rates.first.lr))
 
     # State
 
