@@ -14,7 +14,7 @@ from divebatch.errors import ArgumentError, UsageError
 from divebatch.policies import NoiseScale, Policy
 from reference.per_sample import dataset, mean_loss, mlp
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # plain SGD has no momentum
+pytestmark = pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # plain SGD has no momentum
 
 DATA = dataset(48)
 

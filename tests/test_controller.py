@@ -36,7 +36,7 @@ from divebatch.policies import CABS, NoiseScale, Policy
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # plain SGD has no momentum
+pytestmark = pytest.mark.filterwarnings("ignore:.* cannot grow the batch")
 
 DATA = dataset(40)
 
@@ -110,7 +110,7 @@ def test_a_record_says_what_was_in_force_and_what_comes_next():
     assert (first.next_batch_size, first.next_lr) == (16, pytest.approx(0.04))
     assert (second.epoch, second.batch_size, second.steps, second.samples) == (2, 16, 13, 80)
     assert second.lr == first.next_lr
-    assert re.fullmatch(r"epoch 1: diversity \d\.\d+, batch 4 -> 16, lr 0\.01 -> 0\.04 \(delta \* n .*\)", str(first))
+    assert re.fullmatch(r"epoch 1  diversity \d\.\d+  batch 4 -> 16  lr 0\.01 -> 0\.04", str(first))
     assert "capped at 16" in first.reason
 
 
@@ -198,7 +198,6 @@ def test_nan_gradients_give_the_cap():
     (record,) = Training(DiveBatch(0.1, 16), data=TensorDataset(inputs, targets), lr_coupling="linear").epochs(1)
     assert (record.diversity, record.next_batch_size, record.next_lr) == (None, 16, pytest.approx(0.04))
     assert "NaN or infinite gradients" in record.reason
-    assert record.reason in str(record)
 
 
 def test_gradients_that_sum_to_zero_give_the_cap():

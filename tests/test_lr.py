@@ -218,7 +218,7 @@ def test_a_summed_loss_trains_as_its_mean_with_the_rate_of_the_first_batch():
     ],
     ids=["a sum", "a mean", "declared", "fixed rate", "Adam-like"],
 )
-@pytest.mark.filterwarnings("ignore:.*how large it is at most")
+@pytest.mark.filterwarnings("ignore:.*cannot grow the batch")
 def test_a_summed_loss_that_nobody_declared_is_asked_about(is_sum, settings, optimizer, is_asked, estimator):
     model = mlp()
     used = optimizer(model.parameters(), 1e-5, **({"momentum": 0.9} if optimizer is SGD else {}))

@@ -273,26 +273,33 @@ def test_a_rewrite_that_was_killed_leaves_the_old_file_and_can_be_repeated(path,
 
 PLAIN = EpochRecord(epoch=3, batch_size=128, lr=0.1, steps=1, samples=1)
 PRINTED = {
-    "epoch 3: diversity 0.0132, batch 128 -> 256, lr 0.1 -> 0.2 (delta * n * diversity = 256.0)": replace(
+    "epoch 3  diversity 0.0132  batch 128 -> 256  lr 0.1 -> 0.2": replace(
         PLAIN, diversity=0.0132, next_batch_size=256, next_lr=0.2, reason="delta * n * diversity = 256.0"
     ),
-    "epoch 3: batch 128, lr 0.1": PLAIN,
-    "epoch 3: diversity 0.01235, batch 128, lr 0.1": replace(
+    "epoch 3  batch 128  lr 0.1": PLAIN,
+    "epoch 3  diversity 0.01235  batch 128  lr 0.1": replace(
         PLAIN, diversity=0.0123456, next_batch_size=128, next_lr=0.1
     ),
-    "epoch 3: batch 128 -> 256, lr 0.1 (gradients sum to zero)": replace(
-        PLAIN, next_batch_size=256, reason="gradients sum to zero"
+    "epoch 3  batch 128 -> 256  lr 0.1 (times 2 a decision later)": replace(
+        PLAIN, next_batch_size=256, next_lr=0.1, lr_owed=2.0
     ),
-    "epoch 3: batch 1048576 -> 2097152, lr 1e-06": replace(
+    "epoch 3  batch 1048576 -> 2097152  lr 1e-06": replace(
         PLAIN, batch_size=2**20, next_batch_size=2**21, lr=1e-6, next_lr=1e-6
     ),
-    "epoch 3: batch 128, lr 0.3": replace(PLAIN, lr=0.3, next_lr=3 * 0.1),
-    "epoch 3: batch to 64 then 128 -> 256, lr 0.1": replace(
+    "epoch 3  batch to 64 then 128 -> 256  lr 0.1": replace(
         PLAIN, changes=[Change(3, 64, 0.1), Change(5, 64, 0.2), Change(9, 128, 0.1)], next_batch_size=256
     ),
-    "epoch 3: batch to 128, lr 0.1": replace(PLAIN, changes=[Change(3, 128, 0.1)], next_batch_size=128),
-    "epoch 3: batch to 32 then ... then 128, lr 0.1": replace(
+    "epoch 3  batch to 128  lr 0.1": replace(PLAIN, changes=[Change(3, 128, 0.1)], next_batch_size=128),
+    "epoch 3  batch to 32 then ... then 128  lr 0.1": replace(
         PLAIN, changes=[Change(step, size, 0.1) for step, size in enumerate((32, 48, 64, 96, 128))]
+    ),
+    "epoch 3  batch 128  lr 0.3": replace(PLAIN, lr=0.3, next_lr=3 * 0.1),
+    "epoch 3  batch 128  lr 0.3 -> 0": replace(PLAIN, lr=0.3, next_lr=0.0),
+    "epoch 3  noise scale > 253  batch 128, no change (wants at least 64)  lr 0.1": replace(
+        PLAIN, noise_scale_low=253.0, reason="wants at least 64: no change"
+    ),
+    "epoch 3  noise scale unclear  batch 128, no change  lr 0.1": replace(
+        PLAIN, measured=True, reason="the noise scale is not known, as the noise hides the gradient: no change"
     ),
 }
 
@@ -313,16 +320,16 @@ def test_records_know_errors_and_nothing_else_of_ours():
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
-        ({"noise_scale": 812.0, "noise_scale_low": 640.0, "noise_scale_high": 990.0}, "noise scale 812 (640-990), "),
-        ({"noise_scale_low": 640.0}, "noise scale at least 640, "),
-        ({"noise_scale": 812.0, "diversity": 0.02}, "noise scale 812, "),
-        ({"diversity": 0.0132}, "diversity 0.0132, "),
-        ({"noise_scale": 812.0, "noise_scale_low": 0.0}, "noise scale not known, "),
-        ({"measured": True}, "noise scale not known, "),
-        ({"measured": False, "train_loss": 0.5}, "not measured, "),
-        ({"train_loss": 0.52341}, "loss 0.5234, "),
-        ({"noise_scale": 812.0, "skipped_samples": 64}, "noise scale 812, 64 samples left out, "),
-        ({"noise_scale": 812.0, "skipped_samples": 0, "train_loss": 0.5}, "noise scale 812, "),
+        ({"noise_scale": 812.0, "noise_scale_low": 640.0, "noise_scale_high": 990.0}, "noise scale 812 (640-990)  "),
+        ({"noise_scale_low": 640.0}, "noise scale > 640  "),
+        ({"noise_scale": 812.0, "diversity": 0.02}, "noise scale 812  "),
+        ({"diversity": 0.0132}, "diversity 0.0132  "),
+        ({"noise_scale": 812.0, "noise_scale_low": 0.0}, "noise scale unclear  "),
+        ({"measured": True}, "noise scale unclear  "),
+        ({"measured": False, "train_loss": 0.5}, "not measured  "),
+        ({"train_loss": 0.52341}, "loss 0.5234  "),
+        ({"noise_scale": 812.0, "skipped_samples": 64}, "noise scale 812  64 samples left out  "),
+        ({"noise_scale": 812.0, "skipped_samples": 0, "train_loss": 0.5}, "noise scale 812  "),
         ({}, ""),
     ],
 )
@@ -330,4 +337,4 @@ def test_a_record_prints_what_was_measured(measured: dict[str, float], words: st
     record = EpochRecord(
         epoch=3, batch_size=128, lr=0.1, steps=9, samples=9, next_batch_size=256, next_lr=0.2, **measured
     )
-    assert str(record) == f"epoch 3: {words}batch 128 -> 256, lr 0.1 -> 0.2"
+    assert str(record) == f"epoch 3  {words}batch 128 -> 256  lr 0.1 -> 0.2"

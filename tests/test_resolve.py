@@ -245,7 +245,7 @@ def chosen(model: nn.Module, policy: Policy, *, momentum: float = 0.0, batch_siz
     return str(control.state_dict()["settings"]["estimator"])
 
 
-TOLD = r"based on .* Give the optimizer momentum, or .* estimator='per-sample'"
+TOLD = r"cannot grow .* momentum such as .* estimator='per-sample'"
 
 
 @pytest.mark.filterwarnings("error")

@@ -136,5 +136,5 @@ def test_parts_of_the_wrong_kind_are_named():
         Controller(model, model, loader, Fixed())
     with pytest.raises(ArgumentError, match=r"estimator must be a name or an object such as Trajectory\(\)"):
         Controller(model, optimizer, loader, Fixed(), estimator=Trajectory)
-    with pytest.raises(ArgumentError, match="unknown estimator 'orcle'; known: trajectory, oracle"):
+    with pytest.raises(ArgumentError, match="unknown estimator 'orcle': did you mean 'oracle'"):
         Controller(model, optimizer, loader, Fixed(), estimator="orcle")

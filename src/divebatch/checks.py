@@ -3,7 +3,8 @@
 import reprlib
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from divebatch.errors import ArgumentError, CheckpointError
@@ -22,10 +23,26 @@ def require_positive(name: str, value: Any, *, above: float = 0) -> None:
         raise ArgumentError(f"{name} must be {wanted} and finite, got {name}={value!r}")
 
 
+FEW = 5
+"""Names that an error lists even if a similar one was probably meant."""
+
+
 def require_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
     """Raise unless `value` is one of `known`."""
     if value not in known:
-        raise ArgumentError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")
+        raise ArgumentError(unknown(name, value, known))
+
+
+def unknown(name: str, value: Any, known: Iterable[Any]) -> str:
+    """Return a sentence that names all that is known, or of many what was probably meant.
+
+    >>> unknown("mode", "x", ["exact", "sketch"]), unknown("key", "dog", ["dot", "cat", "a", "b", "c", "d"])
+    ("unknown mode 'x'; known: exact, sketch", "unknown key 'dog': did you mean 'dot'?")
+    """
+    words = [str(each) for each in known]
+    near = get_close_matches(str(value), words, n=1) if len(words) > FEW else []
+    there = f": did you mean {near[0]!r}?" if near else f"; known: {', '.join(words) or 'none'}"
+    return f"unknown {name} {value!r}{there}"
 
 
 def require_coupling_power(name: str, value: Any) -> None:

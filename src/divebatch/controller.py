@@ -324,6 +324,7 @@ class Controller:
             train_loss=None if loss is None else float(loss),
             next_batch_size=decision.batch_size,
             next_lr=self._rates.first.lr,
+            lr_owed=decision.lr_owed if decision.lr_owed != 1.0 else None,
             reason=decision.reason,
             shadows=shadows or None,
             changes=self._changes or None,
@@ -551,8 +552,11 @@ class Controller:
         """Return what the epoch showed, also if asked again after an error; detach the estimator."""
         if self._at_work is not None:
             # Not at the end of the iterator: frameworks that prefetch reach that before the last backward passes.
-            self._found = self._at_work.finish()
+            found = self._found = self._at_work.finish()
             self._at_work = None
+            if found is not None and found.has_diverged:
+                seen = f"{found.skipped_samples} of {found.num_samples + found.skipped_samples} samples"
+                warn_user(f"{seen} were in no step with finite gradients: training has probably diverged")
         return self._found
 
     def _warn_of_caveat(self) -> None:
@@ -566,7 +570,7 @@ class Controller:
             coupling.put_back()
         if caveat:
             self._has_warned_of_caveat = True
-            warn_user(f"{type(self.policy).__name__} is based on the noise scale, and {caveat}")
+            warn_user(f"{type(self.policy).__name__} cannot grow the batch: {caveat}")
 
     # Deciding
 

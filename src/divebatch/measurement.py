@@ -338,12 +338,14 @@ class Decision:
     Args:
         batch_size: The batch size to use from now on, in samples.
         lr_factor: What the learning rate is multiplied by from now on, beside the coupling.
+        lr_owed: What the next decision will multiply the learning rate by if the size stays; for the record.
         reason: Why, in words, for the record.
         unclamped: What the rule asked for before floor and cap; None where it asked for nothing.
     """
 
     batch_size: int
     lr_factor: float = 1.0
+    lr_owed: float = 1.0
     reason: str = ""
     unclamped: float | None = field(default=None, repr=False)
 

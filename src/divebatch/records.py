@@ -202,6 +202,7 @@ class EpochRecord:
             made no step on them.
         next_batch_size: The size that was decided on.
         next_lr: The rate that comes with it.
+        lr_owed: The factor by which the next decision raises the rate if the size stays; None: by none.
         reason: Why, in words.
         shadows: The next batch sizes that policies which only watch would have chosen, by name.
         changes: Those made within the epoch, in JSON [step, batch size, learning rate] each; None: there were none.
@@ -235,6 +236,7 @@ class EpochRecord:
     skipped_samples: int | None = None
     next_batch_size: int | None = None
     next_lr: float | None = None
+    lr_owed: float | None = None
     reason: str = ""
     shadows: Mapping[str, int] | None = None
     changes: list[Change] | None = None
@@ -254,20 +256,29 @@ class EpochRecord:
         return cls(**known)
 
     def __str__(self) -> str:
-        """For instance: `epoch 3: noise scale 812 (640-990), batch 128 -> 256, lr 0.1 -> 0.2`, and why.
+        """Return for instance `epoch 3  noise scale 812 (640-990)  batch 128 -> 256  lr 0.1 -> 0.2`.
 
-        If the size became 64 and then 128 within the epoch: `batch to 64 then 128 -> 256`.
+        If the size became 64 and then 128 within the epoch: `batch to 64 then 128 -> 256`. The reason is only shown if
+        it explains why nothing changes.
         """
+        seen = seen_in_words(self)
         left_out = f"{self.skipped_samples} samples left out" if self.skipped_samples else ""
-        parts = [part for part in (seen_in_words(self), left_out) if part]
+        return "  ".join(filter(None, [f"epoch {self.epoch}", seen, left_out, self._batch(seen), self._rate()]))
+
+    def _batch(self, seen: str) -> str:
         sizes = [change.batch_size for change in self.changes or ()]
         sizes = [size for before, size in zip([None, *sizes], sizes, strict=False) if size != before]
         earlier = sizes[:-1] if len(sizes) < 5 else [sizes[0], "..."]
-        name = " ".join(["batch to" if sizes else "batch", *(f"{size} then" for size in earlier)])
-        parts.append(_change(name, self.batch_size, self.next_batch_size))
-        parts.append(_change("lr", self.lr, self.next_lr))
-        reason = f" ({self.reason})" if self.reason else ""
-        return f"epoch {self.epoch}: " + ", ".join(parts) + reason
+        text = " ".join(["batch to" if sizes else "batch", *(f"{size} then" for size in earlier), str(self.batch_size)])
+        if self.next_batch_size not in (None, self.batch_size):
+            return f"{text} -> {self.next_batch_size}"
+        why = "" if seen == UNCLEAR else f" ({self.reason.removesuffix(': no change')})"
+        return f"{text}, no change{why}" if self.reason else text
+
+    def _rate(self) -> str:
+        now, after = f"{self.lr:g}", f"{self.lr if self.next_lr is None else self.next_lr:g}"
+        text = f"lr {now}" if after == now else f"lr {now} -> {after}"
+        return text if self.lr_owed is None else f"{text} (times {self.lr_owed:.4g} a decision later)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,6 +479,8 @@ _KINDS: dict[type, dict[str, tuple[type, ...]]] = {
 
 # An epoch's record in words
 
+UNCLEAR = "noise scale unclear"
+
 
 def seen_in_words(record: EpochRecord) -> str:
     """Return what a policy had to act on: the noise scale or the diversity; the loss where gradients do not matter.
@@ -480,16 +493,11 @@ def seen_in_words(record: EpochRecord) -> str:
         return f"noise scale {value:.0f} ({low:.0f}-{high:.0f})"
     if low is not None:
         # Without an upper end ||G||^2 cannot be told from zero, and the value may be anything.
-        return f"noise scale at least {low:.0f}" if low > 0 else "noise scale not known"
+        return f"noise scale > {low:.0f}" if low > 0 else UNCLEAR
     if value is not None:
         return f"noise scale {value:.0f}"
     if record.diversity is not None:
         return f"diversity {record.diversity:.4g}"
     if record.measured is not None:
-        return "noise scale not known" if record.measured else "not measured"
+        return UNCLEAR if record.measured else "not measured"
     return "" if record.train_loss is None else f"loss {record.train_loss:.4g}"
-
-
-def _change(name: str, now: float, after: float | None) -> str:
-    first, then = (value if isinstance(value, int | None) else f"{value:g}" for value in (now, after))
-    return f"{name} {first}" if then is None or then == first else f"{name} {first} -> {then}"

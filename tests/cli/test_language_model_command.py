@@ -56,7 +56,10 @@ def test_samples_and_seconds_end_a_run(tmp_path, data):
 WRONG = {
     "beyond the data": (["--set", "samples=9999"], r"samples=9999 are more than the \d+ training samples there are"),
     "no time": (["--set", "seconds=0"], "seconds must be positive"),
-    "no such text": (["--data-dir", "/no/such/folder"], "'/no/such/folder' does not exist: give the folder that holds"),
+    "no such text": (
+        ["--data-dir", "/no/such/folder"],
+        "'/no/such/folder' does not exist: pass --data-dir",
+    ),
     "images": (["--model", "resnet20"], "text needs a model that takes sequences, such as gpt or gpt-tiny"),
 }
 

@@ -68,12 +68,12 @@ def test_a_sampler_tries_as_many_points_as_it_is_told(experiment, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--method", "sgd-tiny"], "has no method 'sgd-tiny'"),
+        (["--method", "sgd-tiny"], "unknown method 'sgd-tiny'"),
         (["--over", "delta=1"], "nothing to search over called 'delta'"),
         (["--over", "lr=1..2"], "a grid needs values, not a range"),
         (["--sampler", "dice"], "unknown sampler 'dice'"),
         (["--held-out", "1.5"], "held_out must lie between 0 and 1"),
-        (["--apply-to", "sgd-tiny"], "has no method 'sgd-tiny'"),
+        (["--apply-to", "sgd-tiny"], "unknown method 'sgd-tiny'"),
         (["--device", "tpu"], "unknown device 'tpu'"),
     ],
 )

@@ -73,5 +73,5 @@ def test_the_cells_run_in_order(notebook: dict[str, Any], tmp_path: Path) -> Non
     command = [sys.executable, "-W", "error", "-c", program]
     answer = subprocess.run(command, cwd=tmp_path, env=QUICK, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
-    assert "epoch 1: noise scale" in answer.stdout
+    assert "epoch 1  noise scale" in answer.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "noise_scale.png"]

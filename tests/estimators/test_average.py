@@ -136,7 +136,7 @@ def test_batches_without_replacement_tell_of_what_the_samples_were_drawn_from(si
 
 # Norms that are read late
 
-plain_sgd = pytest.mark.filterwarnings("ignore:.* is based on the noise scale, and .moments.")  # it has no momentum
+plain_sgd = pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # it has no momentum
 DATA = dataset(41)
 
 

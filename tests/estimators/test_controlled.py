@@ -27,7 +27,7 @@ from divebatch.policies import (
 )
 from reference.per_sample import dataset, mean_loss, mlp
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # plain SGD has no momentum
+pytestmark = pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # plain SGD has no momentum
 
 DATA = dataset(240)
 CAP = 64

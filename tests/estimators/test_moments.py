@@ -436,7 +436,7 @@ def test_a_state_after_a_skipped_step_goes_on_without_its_batch():
     assert_same(resumed.estimator.finish(), kept([0, 1, 3, 4]))
 
 
-@pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # plain SGD has no momentum
+@pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # plain SGD has no momentum
 def test_a_controller_decides_on_the_batches_that_were_used():
     model, data = mlp(), dataset(32)
     optimizer, loader = SGD(model.parameters(), lr=0.0), AdaptiveLoader(data, SIZE, shuffle=False)

@@ -151,7 +151,7 @@ def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
         assert all(torch.equal(*pair) for pair in zip(each.module.net.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # plain SGD has no momentum
+@pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # plain SGD has no momentum
 def test_an_estimate_from_steps_is_the_plain_loops():
     """Lightning makes gradients within the step, by a closure."""
     policy = Watched((6, 6, 6))

@@ -192,7 +192,7 @@ def trained_here(estimator: str | Split, micro_batch_size: int | None) -> tuple[
     return records, [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # the experiment has no momentum
+@pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # the experiment has no momentum
 @pytest.mark.parametrize("micro_batch_size", [None, 2, 3])
 @pytest.mark.parametrize("kind", ["split", "moments", "split, one batch in 3"])
 def test_what_is_replayed_trains_and_is_measured_as_what_is_not(kind, micro_batch_size, request):

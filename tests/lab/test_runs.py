@@ -195,7 +195,7 @@ def test_a_finished_run_leaves_nothing_behind_in_memory(tmp_path, monkeypatch):
     assert [reference() for reference in alive] == [None, None]
 
 
-@pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # the experiment has no momentum
+@pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # the experiment has no momentum
 @pytest.mark.parametrize("estimator", ["split", "moments", "per-sample"])
 def test_the_trainer_runs_the_honest_estimators(tmp_path, estimator):
     experiment = small(epochs=3)
@@ -236,7 +236,7 @@ def all_policies(name: str = "policies-synthetic", epochs: int = 3) -> Experimen
     return replace(experiment, data=replace(experiment.data, settings=settings), methods=methods)
 
 
-@pytest.mark.filterwarnings("ignore:.* the noise scale, and .moments.")  # the experiment has no momentum
+@pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # the experiment has no momentum
 @pytest.mark.parametrize("method", get_experiment("policies-synthetic").methods)
 def test_every_method_runs_and_says_what_it_did(tmp_path: Path, method: str):
     run = Run(all_policies(), method, 0, tmp_path)

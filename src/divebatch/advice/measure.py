@@ -202,7 +202,7 @@ def _loader_of(data: Any, batch_size: int | None, seed: int) -> AdaptiveLoader:
         vars(twin).update(copy.deepcopy(parts, shared))
         loader = AdaptiveLoader.wrap(twin, seed=seed)
     elif batch_size is None:
-        raise ArgumentError("batch_size is missing: which batch does your learning rate belong to?")
+        raise ArgumentError("pass batch_size (--batch-size), the size that your learning rate was chosen for")
     else:
         loader = AdaptiveLoader(data, batch_size, seed=seed)
     if batch_size is not None:

@@ -372,10 +372,9 @@ class Moments(AveragedEstimator):
         if extrapolation(context.require_optimizer(self.name)):
             return ""
         return (
-            f"{self.name!r} can only say how large it is at most where the optimizer has a momentum below 0.4, "
-            "to which lr_coupling='adam' may have lowered it: policies that go by its interval will not grow a batch. "
-            "Give the optimizer momentum, or the controller estimator='per-sample' (a model without BatchNorm) or "
-            "'split' (batches as two micro_batches)"
+            f"without momentum (at least 0.4, which lr_coupling='adam' may have lowered) {self.name!r} finds no lower "
+            "bound of the noise scale. Use a momentum such as 0.9, estimator='split' with micro_batches, or, without "
+            "BatchNorm, estimator='per-sample'"
         )
 
     def stand_in(self, context: TrainingContext, batch_size: int) -> str:

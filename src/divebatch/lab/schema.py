@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, create_model
 from torch import Tensor
 
-from divebatch.checks import require_choice, require_count, require_positive
+from divebatch.checks import require_choice, require_count, require_positive, unknown
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.schedules import SCHEDULES
@@ -64,7 +64,7 @@ def _first_problem(error: ValidationError, cls: type[Any]) -> str:
     problem = error.errors(include_url=False)[0]
     place = ".".join(str(word) for word in problem["loc"] if "[" not in str(word))  # without the options of a union
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {place!r}; known: {', '.join(entry.name for entry in fields(cls)) or 'none'}"
+        return unknown("key", place, (entry.name for entry in fields(cls)))
     if problem["type"] == "missing":
         return f"missing key {place!r}"
     if problem["type"] == "value_error":
@@ -287,7 +287,7 @@ class Experiment:
     def method(self, name: str) -> Method:
         """The method called `name`, or an error that lists those there are."""
         if name not in self.methods:
-            raise ArgumentError(f"{self.name} has no method {name!r}; known: {', '.join(self.methods)}")
+            raise ArgumentError(f"{self.name}: {unknown('method', name, self.methods)}")
         return self.methods[name]
 
 
@@ -304,8 +304,7 @@ def get_experiment(name: str, settings: Sequence[str] = ()) -> Experiment:
         settings: Changes of the file, as `training.precision=bf16`: dotted keys with TOML values.
     """
     if not name.endswith(".toml") and name not in experiment_names():
-        known = ", ".join(experiment_names())
-        raise ArgumentError(f"unknown experiment {name!r}; known: {known}, or a path to a .toml file")
+        raise ArgumentError(unknown("experiment", name, [*experiment_names(), "a path to a .toml file"]))
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -339,8 +338,8 @@ def changed(table: Mapping[str, Any], settings: Sequence[str]) -> Mapping[str, A
 def parse_options(settings: Sequence[str], options: Mapping[str, Any] | None = None) -> DeviceOptions:
     """Return the table `training`, by default an empty one, with settings like `training.precision=bf16`."""
     table = changed({"training": options or {}}, settings)
-    if unknown := [key for key in table if key != "training"]:
-        raise ArgumentError(f"--set {unknown[0]}: no experiment file is used here, so only training.KEY can be set")
+    if others := [key for key in table if key != "training"]:
+        raise ArgumentError(f"--set {others[0]}: no experiment file is used here, so only training.KEY can be set")
     return build_table(DeviceOptions, table["training"], "training")
 
 

@@ -242,7 +242,7 @@ def wanted_size(diversity: Diversity, batch_size: int, rule: Callable[[float], f
         if ends == (0.0, math.inf):
             why = diversity.undefined_reason or "the estimates scatter too much"
             return None, f"the noise scale is not known, as {why}: no change"
-        return None, f"the wanted size is {_range(diversity, low, high)} with 95 % confidence: no change"
+        return None, f"wants {_range(diversity, low, high)} with 95 % confidence: no change"
     if diversity.is_defined and high < math.inf:
         return rule(diversity.noise_scale), f"{_range(diversity, low, high)} with 95 % confidence"
     return low, f"at least {low:.0f} with 95 % confidence"

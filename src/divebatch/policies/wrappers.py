@@ -227,8 +227,7 @@ def ramped(decision: Decision, seen: Measurement, *, decisions: int, power: floa
     grown = max(1.0, seen.batch_size / (seen.history.previous_batch_size or seen.batch_size))
     lacking = float(grown ** (power * left / decisions))
     if decision.batch_size == seen.batch_size:
-        return replace(decision, lr_factor=decision.lr_factor * lacking ** (1 / max(1, left)))
+        paid = lacking ** (1 / max(1, left))
+        return replace(decision, lr_factor=decision.lr_factor * paid, lr_owed=paid if left > 1 else 1.0)
     jump = max(1.0, decision.batch_size / seen.batch_size) ** power
-    when = "with the next decision" if decisions == 1 else f"over the next {decisions} decisions"
-    reason = decision.reason if jump == 1 else f"{decision.reason}; the learning rate follows {when}".lstrip("; ")
-    return replace(decision, lr_factor=decision.lr_factor * lacking / jump, reason=reason)
+    return replace(decision, lr_factor=decision.lr_factor * lacking / jump, lr_owed=jump ** (1 / decisions))

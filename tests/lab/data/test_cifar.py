@@ -82,7 +82,8 @@ def test_the_inner_folder_in_place_of_the_outer(tmp_path, monkeypatch, relative)
     monkeypatch.chdir(inner)
     given = os.curdir if relative else inner
     with pytest.raises(
-        DataError, match=re.escape(f"is the dataset itself: give the folder that holds it, '{tmp_path}'")
+        DataError,
+        match=re.escape(f"is the dataset itself: pass --data-dir '{tmp_path}'"),
     ):
         load(inner.__class__(given))
 

@@ -82,9 +82,9 @@ def test_a_search_holds_out_whole_training_documents(tmp_path):
 
 
 def test_a_missing_folder_or_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"no data folder was given: give the folder that holds 'text'"):
+    with pytest.raises(DataError, match=r"no data folder was given: pass --data-dir with the folder that holds 'text'"):
         split(None)
-    with pytest.raises(DataError, match=r"nowhere' does not exist: give the folder that holds 'text'"):
+    with pytest.raises(DataError, match=r"nowhere' does not exist: pass --data-dir with the folder that holds 'text'"):
         split(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"there is no folder '.*text'"):
         split(tmp_path)

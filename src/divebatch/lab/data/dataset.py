@@ -180,10 +180,10 @@ class Origin:
             return found
         if data_dir.resolve().name == self.folder:
             raise DataError(
-                f"'{data_dir}' is the dataset itself: give the folder that holds it, '{data_dir.resolve().parent}'"
+                f"'{data_dir}' is the dataset itself: pass --data-dir '{data_dir.resolve().parent}', which holds it"
             )
         missing = f"'{data_dir}' does not exist" if not data_dir.is_dir() else f"there is no folder '{found}'"
-        raise DataError(f"{missing}: give the folder that holds {self._wanted}")
+        raise DataError(f"{missing}: pass --data-dir FOLDER, the one that holds {self._wanted}")
 
     @property
     def _wanted(self) -> str:

@@ -72,7 +72,7 @@ class Documents:
 
 def find_folder(data_dir: Path | None) -> Path:
     """Return the folder `text` inside `data_dir`."""
-    wanted = f"give the folder that holds '{FOLDER}', with files NAME.train.xz and NAME.valid.xz in it"
+    wanted = f"pass --data-dir with the folder that holds '{FOLDER}', with files NAME.train.xz and NAME.valid.xz in it"
     if data_dir is None:
         raise DataError(f"no data folder was given: {wanted}")
     found = data_dir / FOLDER
