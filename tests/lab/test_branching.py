@@ -1,11 +1,9 @@
 """Branches of a critical batch size probe, and the verdict on them."""
 
-import copy
 import math
 import random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,18 +11,22 @@ from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
 from divebatch.lab.probe import (
     Branch,
     Critical,
-    Outcome,
     Probe,
+    chosen_factors,
     interval,
     probe_critical_batch,
+    require_settings,
     smoothed,
 )
 
 
 class Descent:
-    """Plain gradient descent on w^2 / 2 without noise: what any batch does is known."""
+    """Plain gradient descent on w^2 / 2 without noise, in a trainer's place: what any batch does is known."""
 
-    def __init__(self, lr=0.1):
+    batch_size = 4
+
+    def __init__(self, lr=0.1, judge="train"):
+        self.judge = judge
         self.lr, self.weight, self.branches = lr, 1.0, []
 
     def train(self, branch):
@@ -32,6 +34,9 @@ class Descent:
         for _ in range(branch.steps):
             yield 0.5 * self.weight * self.weight  # a power would not overflow to infinity
             self.weight *= 1 - self.lr * branch.lr_factor
+
+    def evaluate(self):
+        return 0.5 * self.weight**2
 
     def save(self):
         return self.weight
@@ -42,14 +47,11 @@ class Descent:
 
 def probe(training, **settings):
     defaults = {"window": 256, "coupling": "linear", "repeats": 2, "factors": [1, 2, 4, 8, 16, 32]}
-    return probe_critical_batch(
-        4, training.train, save=training.save, restore=training.restore, **{**defaults, **settings}
-    )
+    return probe_critical_batch(training, **{**defaults, **settings})
 
 
 def test_without_noise_the_linear_rule_holds_until_the_steps_overshoot():
-    training = Descent()
-    found = probe(training, evaluate=lambda: 0.5 * training.weight**2, window=128)
+    found = probe(Descent(judge="validation"), window=128)
     # A branch of factor k ends at (1 - k/10)^(32/k): smaller with k up to 10, then back up, and k = 32 diverges.
     assert [gap.loss for gap in found.gaps] == pytest.approx(
         [0.5 * (1 - 0.1 * k) ** (2 * 32 / k) for k in (1, 2, 4, 8, 16, 32)]
@@ -60,9 +62,9 @@ def test_without_noise_the_linear_rule_holds_until_the_steps_overshoot():
 
 def test_every_branch_gets_the_same_samples_rates_and_start():
     training = Descent()
-    found = probe(training, factors=[8, 2], coupling="sqrt", window=250)
+    found = probe(training, factors=[1, 2, 8], coupling="sqrt", window=250)
     assert found.window == 224  # whole steps of 32
-    assert {branch.samples for branch in training.branches} == {224}
+    assert {branch.steps * branch.batch_size for branch in training.branches} == {224}
     assert [branch.lr_factor for branch in training.branches[::2]] == pytest.approx([1, math.sqrt(2), math.sqrt(8)])
     assert [(branch.factor, branch.repeat) for branch in training.branches] == [
         (1, 0),
@@ -72,7 +74,7 @@ def test_every_branch_gets_the_same_samples_rates_and_start():
         (8, 0),
         (8, 1),
     ]
-    assert all(outcome.course[0] == pytest.approx(0.5) for outcome in found.outcomes)
+    assert all(branch.course[0] == pytest.approx(0.5) for branch in found.branches)
     assert training.weight == 1.0
 
 
@@ -83,20 +85,20 @@ def test_the_start_is_restored_after_an_error_too():
         training.weight = 7.0
         raise RuntimeError("broken")
 
+    training.train = failing
     with pytest.raises(RuntimeError, match="broken"):
-        probe_critical_batch(4, failing, save=training.save, restore=training.restore, window=64)
+        probe(training)
     assert training.weight == 1.0
 
 
 def test_a_branch_that_does_not_fit_ends_the_factors():
-    training = Descent()
+    class Small(Descent):
+        def train(self, branch):
+            if branch.factor > 4:
+                raise BatchTooLargeError("out of memory: batch of 32")
+            return super().train(branch)
 
-    def train(branch):
-        if branch.factor > 4:
-            raise BatchTooLargeError("out of memory: batch of 32")
-        return training.train(branch)
-
-    found = probe_critical_batch(4, train, save=training.save, restore=training.restore, window=256, factors=[2, 4, 8])
+    found = probe(Small(), factors=[1, 2, 4, 8])
     assert [gap.factor for gap in found.gaps] == [1, 2, 4]
     assert found.problem == "factor 8 and above: out of memory: batch of 32"
 
@@ -108,21 +110,25 @@ def test_divergence_at_the_present_batch_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("factors", "window", "message"),
     [
-        ({"window": 100}, "window of 100 samples is shorter than one step of factor 32"),
-        ({"window": 8, "factors": None}, "nothing to compare"),
-        ({"factors": [1]}, "nothing to compare"),
-        ({"factors": [0]}, "factors must be an integer of at least 1"),
-        ({"coupling": "cubic"}, "unknown coupling 'cubic'; known: none, linear, sqrt"),
-        ({"repeats": 0}, "repeats must be"),
-        ({"tolerance": -1}, "tolerance must be positive"),
-        ({"smoothing": 0}, "smoothing must be positive"),
+        ([32], 100, "window of 100 samples is shorter than one step of factor 32"),
+        (None, 8, "nothing to compare"),
+        ([1], 256, "nothing to compare"),
+        ([0], 256, "factors must be an integer of at least 1"),
+        ([300], 9999, "above the 1000 samples there are"),
     ],
 )
-def test_wrong_settings_are_named(settings, message):
+def test_wrong_factors_are_named(factors, window, message):
     with pytest.raises(ArgumentError, match=message):
-        probe(Descent(), **settings)
+        chosen_factors(factors, 4, window, 1000)
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(ArgumentError, match="unknown coupling 'cubic'; known: none, linear, sqrt"):
+        require_settings("cubic", 0.02)
+    with pytest.raises(ArgumentError, match="tolerance must be positive"):
+        require_settings("sqrt", -1)
 
 
 def test_smoothing_looks_back_over_samples_and_not_steps():
@@ -131,53 +137,18 @@ def test_smoothing_looks_back_over_samples_and_not_steps():
     assert fine == pytest.approx(coarse, abs=1e-12)
 
 
-def test_a_torch_loop_of_ones_own_with_batch_noise():
-    torch.manual_seed(0)
-    x = torch.randn(1024, 8)
-    y = x @ torch.ones(8, 1) + torch.randn(1024, 1)
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-
-    def save():
-        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-    def restore(state):
-        model.load_state_dict(state[0])
-        optimizer.load_state_dict(copy.deepcopy(state[1]))
-
-    def train(branch):
-        for group in optimizer.param_groups:
-            group["lr"] *= branch.lr_factor
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(branch.repeat))
-        for rows in order.split(branch.batch_size)[: branch.steps]:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x[rows]), y[rows])
-            loss.backward()
-            optimizer.step()
-            yield loss.item()
-
-    before = model.weight.clone()
-    first, second = (
-        probe_critical_batch(8, train, save=save, restore=restore, window=1024, factors=[2, 64], repeats=3)
-        for _ in range(2)
-    )
-    assert first == second
-    assert first.critical.size < 512  # two steps do not do the work of 128
-    assert torch.equal(model.weight, before)
-
-
 # The verdict
 
 
 def probe_of(losses, *, tolerance=0.02):
     """From {factor: loss of each repeat}, at batch size 10."""
 
-    def outcome(factor, repeat, loss):
+    def branch(factor, repeat, loss):
         size, rate = 10 * factor, math.sqrt(factor)
-        return Outcome(Branch(factor=factor, batch_size=size, lr_factor=rate, steps=800 // size, repeat=repeat), loss)
+        return Branch(factor=factor, batch_size=size, lr_factor=rate, steps=800 // size, repeat=repeat, loss=loss)
 
-    outcomes = [outcome(factor, *each) for factor, values in losses.items() for each in enumerate(values)]
-    return Probe(10, 800, "sqrt", tolerance, tuple(outcomes))
+    branches = [branch(factor, *each) for factor, values in losses.items() for each in enumerate(values)]
+    return Probe(10, 800, "sqrt", tolerance, tuple(branches))
 
 
 def test_the_critical_batch_is_the_last_that_keeps_up():

@@ -11,7 +11,6 @@ import typer
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import DataDir, Device, ExperimentName, Settings, chosen_device, whole_numbers
 from divebatch.cli.results_files import make_folder, to_json, write_results
-from divebatch.errors import ArgumentError
 from divebatch.report.drawing import (
     LIMIT,
     MAIN,
@@ -26,7 +25,7 @@ from divebatch.report.drawing import (
 )
 
 if TYPE_CHECKING:
-    from divebatch.lab.probe import Noise, Probe
+    from divebatch.lab.probe import Branch, Noise, Probe
 
 MOST_BEHIND = 100.0
 """Percent at which the axis ends: a branch that diverged must not flatten the others."""
@@ -65,7 +64,7 @@ def probe(
         device = chosen_device(device)
         require_matplotlib()
         follows = _coupling_of(coupling)
-        lab.require_settings(follows, repeats, tolerance, lab.SMOOTHING)
+        lab.require_settings(follows, tolerance)
         planned = get_experiment(experiment, settings or ())
         start = lab.find_start(checkpoint, planned.name)
         run = lab.run_of(start, planned, settings=settings or (), device=device, data_dir=data_dir)
@@ -73,34 +72,22 @@ def probe(
         branches = lab.BranchTrainer(run, start, judge)
         branches.require_coupling(follows)
         window, word = branches.window(window_samples), branches.metric.loss_word
-        if factors is None:
-            chosen = lab.default_factors(start.batch_size, min(window // lab.LEAST_STEPS, branches.dataset_size))
-        else:
-            chosen = list(whole_numbers("--factors", factors))
-            largest = max(chosen) * start.batch_size
-            if largest > branches.dataset_size:
-                there = f"above the {branches.dataset_size} samples there are"
-                raise ArgumentError(f"factor {max(chosen)} makes batches of {largest} samples, {there}")
-        chosen = lab.checked_factors(chosen, start.batch_size, window)
+        named = None if factors is None else whole_numbers("--factors", factors)
+        chosen = lab.chosen_factors(named, start.batch_size, window, branches.dataset_size)
 
-    def say(outcome: Any) -> None:
-        branch = outcome.branch
-        done = f"{branch.steps} steps, {word} {outcome.loss:.4f}"
+    def say(branch: "Branch") -> None:
+        done = f"{branch.steps} steps, {word} {branch.loss:.4f}"
         typer.echo(f"batch {branch.batch_size}, repeat {branch.repeat + 1}: {done}", err=True)  # progress, no answer
 
     with errors_exit_with(FAILED):
         found = lab.probe_critical_batch(
-            start.batch_size,
-            branches.train,
-            save=branches.save,
-            restore=branches.restore,
+            branches,
             window=window,
             factors=chosen,
             coupling=follows,
             repeats=repeats,
             tolerance=tolerance,
-            evaluate=branches.evaluate if judge == "validation" else None,
-            on_outcome=say,
+            on_branch=say,
         )
         noises = lab.measure_noise_scales(branches, samples=window) if noise else []
         name = f"{planned.name}-{start.header.method}-seed-{start.header.seed}-epoch-{start.epoch}"

@@ -34,8 +34,6 @@ from divebatch.measurement import t_quantile
 from divebatch.policies import Fixed
 from divebatch.records import RunHeader, read_run
 
-__all__ = ["Branch", "Critical", "Gap", "Outcome", "Probe", "probe_critical_batch"]
-
 LEVEL = 0.95
 """The confidence level of all intervals."""
 LEAST_STEPS = 4
@@ -65,33 +63,20 @@ QUESTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A branch to train: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate.
-
-    With the coupling "adam", `divebatch.lr.scale_settings(optimizer, branch.factor)` moves the other settings.
-    """
+    """A branch: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate, and how it ended."""
 
     factor: int
     batch_size: int
     lr_factor: float
     steps: int
     repeat: int
-    """From 0. All branches of a repeat should see the same data in the same order, another repeat another order."""
-    coupling: str | float = "sqrt"
+    """From 0. All branches of a repeat see the same data in the same order, another repeat another order."""
+    coupling: Coupling = "sqrt"
     """The coupling of the optimizer to the batch size: a name, or a power of it."""
-
-    @property
-    def samples(self) -> int:
-        """The samples of the whole branch."""
-        return self.steps * self.batch_size
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of one branch. `course` is the smoothed training loss after each step."""
-
-    branch: Branch
-    loss: float
+    loss: float = math.nan
+    """The loss that it is judged by."""
     course: tuple[float, ...] = ()
+    """The smoothed training loss after each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,27 +126,31 @@ class Critical:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """All outcomes. `window` is the samples of each branch, `problem` the reason why large factors are missing."""
+    """All branches. `window` is the samples of each, `problem` the reason why large factors are missing."""
 
     batch_size: int
     window: int
-    coupling: str | float
+    coupling: Coupling
     tolerance: float
-    outcomes: tuple[Outcome, ...]
+    branches: tuple[Branch, ...]
     problem: str = ""
 
     @property
     def gaps(self) -> list[Gap]:
         """One for each factor, smallest first."""
-        return [self._gap(factor) for factor in sorted({outcome.branch.factor for outcome in self.outcomes})]
+        return [self._gap(factor) for factor in sorted({branch.factor for branch in self.branches})]
 
     @property
     def critical(self) -> Critical:
         """The largest size that keeps up with all smaller ones keeping up too."""
         gaps = self.gaps
-        size = _last_while(gaps, lambda gap: gap.keeps_up)
-        sure = _last_while(gaps, lambda gap: gap.high <= self.tolerance)
-        possible = _last_while(gaps, lambda gap: gap.low <= self.tolerance)
+
+        def last_while(holds: Callable[[Gap], bool]) -> int:
+            return [gaps[0], *takewhile(holds, gaps[1:])][-1].batch_size  # factor 1 is its own measure
+
+        size = last_while(lambda gap: gap.keeps_up)
+        sure = last_while(lambda gap: gap.high <= self.tolerance)
+        possible = last_while(lambda gap: gap.low <= self.tolerance)
         largest = gaps[-1].batch_size
         return Critical(size, sure, None if possible == largest else possible, is_open=size == largest)
 
@@ -174,22 +163,20 @@ class Probe:
             "tolerance": self.tolerance,
             "critical": asdict(self.critical),
             "gaps": [{**asdict(gap), "verdict": gap.verdict} for gap in self.gaps],
-            "branches": [
-                {**asdict(outcome.branch), "loss": outcome.loss, "course": outcome.course} for outcome in self.outcomes
-            ],
+            "branches": [asdict(branch) for branch in self.branches],
             "problem": self.problem,
         }
 
     def _gap(self, factor: int) -> Gap:
-        first = {each.branch.repeat: each.loss for each in self.outcomes if each.branch.factor == 1}
-        mine = [each for each in self.outcomes if each.branch.factor == factor]
+        first = {each.repeat: each.loss for each in self.branches if each.factor == 1}
+        mine = [each for each in self.branches if each.factor == factor]
         # In pairs: branches of a repeat saw the same data, whose luck then cancels.
-        parts = [_part_above(each.loss, first[each.branch.repeat]) for each in mine]
+        parts = [_part_above(each.loss, first[each.repeat]) for each in mine]
         mean, low, high = interval(parts) if factor > 1 else (0.0, 0.0, 0.0)
         return Gap(
             factor=factor,
-            batch_size=mine[0].branch.batch_size,
-            steps=mine[0].branch.steps,
+            batch_size=mine[0].batch_size,
+            steps=mine[0].steps,
             loss=fmean(each.loss for each in mine),
             mean=mean,
             low=low,
@@ -219,60 +206,58 @@ def _part_above(loss: float, reference: float) -> float:
     return (loss - reference) / abs(reference)
 
 
-def _last_while(gaps: list[Gap], holds: Callable[[Gap], bool]) -> int:
-    """Return the largest size up to which `holds` is true throughout; factor 1 is its own measure."""
-    return [gaps[0], *takewhile(holds, gaps[1:])][-1].batch_size
-
-
 def probe_critical_batch(
-    batch_size: int,
-    train: Callable[[Branch], Iterable[float]],
+    trainer: "BranchTrainer",
     *,
-    save: Callable[[], Any],
-    restore: Callable[[Any], None],
     window: int,
-    factors: Sequence[int] | None = None,
+    factors: Sequence[int],
     coupling: Coupling = "sqrt",
     repeats: int = 3,
     tolerance: float = 0.02,
-    smoothing: float = SMOOTHING,
-    evaluate: Callable[[], float] | None = None,
-    on_outcome: Callable[[Outcome], None] | None = None,
+    on_branch: Callable[[Branch], None] | None = None,
 ) -> Probe:
-    """Train a branch for each factor and repeat from the present state, and tell which ones keep up with factor 1.
+    """Train a branch for each factor and repeat from the checkpoint, and say which ones keep up with factor 1.
 
-    `train(branch)` makes the branch's steps and gives the mean loss of each, taken before its update. `save()` gives a
-    state that later steps do not change, and `restore(state)` goes back to it; the last thing that happens here is a
-    restore. Each branch sees `window` samples, rounded down to whole steps of the largest. Its loss is the exponential
-    mean over the last `smoothing * window` samples or so, or what `evaluate()` says at its end. A branch keeps up if
-    its loss is at most `tolerance`, as a part, above that of factor 1 on the same data. Factors default to powers of
-    two that leave the largest branch four steps. A branch that does not fit into memory ends the factors there.
+    Each branch sees `window` samples, rounded down to whole steps of the largest. Its loss is the exponential mean of
+    the last ones, or the held-out loss at its end. A branch keeps up if that is at most `tolerance`, as a part, above
+    the loss of factor 1 on the same data. A branch that does not fit into memory ends the factors there. The last thing
+    that happens here is a return to the checkpoint.
     """
-    require_settings(coupling, repeats, tolerance, smoothing)
-    factors = checked_factors(factors, batch_size, window)
     # All branches must see the same samples, or their losses could not be compared.
-    window -= window % (factors[-1] * batch_size)
-    state, outcomes, problem = save(), [], ""
+    window -= window % (factors[-1] * trainer.batch_size)
+    state, done, problem = trainer.save(), [], ""
     try:
         for factor in factors:
+            size = factor * trainer.batch_size
             for repeat in range(repeats):
-                restore(state)
-                branch = _branch(factor, repeat, batch_size, window, coupling)
-                outcomes.append(_outcome(branch, train, evaluate, smoothing * window))
-                if on_outcome is not None:
-                    on_outcome(outcomes[-1])
+                trainer.restore(state)
+                branch = Branch(
+                    factor=factor,
+                    batch_size=size,
+                    lr_factor=factor_of(coupling, factor),
+                    steps=window // size,
+                    repeat=repeat,
+                    coupling=coupling,
+                )
+                course = smoothed(trainer.train(branch), size, SMOOTHING * window)
+                loss = course[-1] if trainer.judge == "train" else trainer.evaluate()
+                if factor == 1 and not math.isfinite(loss):
+                    raise DivergedError(f"the loss of the branch at the present batch size {size} is {loss}")
+                done.append(replace(branch, loss=loss, course=tuple(course)))
+                if on_branch is not None:
+                    on_branch(done[-1])
     except BatchTooLargeError as error:
         if factor == 1:
             raise
         # A factor with some repeats missing could not be compared in pairs with the others.
-        outcomes = [outcome for outcome in outcomes if outcome.branch.factor < factor]
+        done = [each for each in done if each.factor < factor]
         problem = f"factor {factor} and above: {error}"
     finally:
-        restore(state)
-    return Probe(batch_size, window, coupling, tolerance, tuple(outcomes), problem)
+        trainer.restore(state)
+    return Probe(trainer.batch_size, window, coupling, tolerance, tuple(done), problem)
 
 
-def smoothed(losses: Sequence[float], batch_size: int, horizon: float) -> list[float]:
+def smoothed(losses: Iterable[float], batch_size: int, horizon: float) -> list[float]:
     """Return the exponential mean of step losses over `horizon` samples, debiased, after each step.
 
     The horizon counts samples, so branches of all batch sizes are smoothed over the same data.
@@ -287,74 +272,43 @@ def smoothed(losses: Sequence[float], batch_size: int, horizon: float) -> list[f
     return course
 
 
-def _branch(factor: int, repeat: int, batch_size: int, window: int, coupling: Coupling) -> Branch:
-    size = factor * batch_size
-    return Branch(
-        factor=factor,
-        batch_size=size,
-        lr_factor=factor_of(coupling, factor),
-        steps=window // size,
-        repeat=repeat,
-        coupling=coupling,
-    )
-
-
-def _outcome(
-    branch: Branch,
-    train: Callable[[Branch], Iterable[float]],
-    evaluate: Callable[[], float] | None,
-    horizon: float,
-) -> Outcome:
-    losses = list(train(branch))
-    if len(losses) != branch.steps:
-        raise ArgumentError(f"train() gave {len(losses)} losses for a branch of {branch.steps} steps")
-    course = smoothed(losses, branch.batch_size, horizon)
-    loss = course[-1] if evaluate is None else evaluate()
-    if branch.factor == 1 and not math.isfinite(loss):
-        raise DivergedError(f"the loss of the branch at the present batch size {branch.batch_size} is {loss}")
-    return Outcome(branch, loss, tuple(course))
-
-
-def require_settings(coupling: Coupling, repeats: int, tolerance: float, smoothing: float) -> None:
+def require_settings(coupling: Coupling, tolerance: float) -> None:
     """Raise for settings of no use."""
     if isinstance(coupling, str):
         require_choice("coupling", coupling, tuple(name for name in COUPLINGS if name not in BY_NOISE))  # not measured
     else:
         require_coupling_power("coupling", coupling)
-    require_count("repeats", repeats)
     require_positive("tolerance", tolerance)
-    require_positive("smoothing", smoothing)
 
 
-def checked_factors(factors: Sequence[int] | None, batch_size: int, window: int) -> list[int]:
-    """Return the factors in rising order, with 1 among them; raise if the window is too short for them."""
-    require_count("batch_size", batch_size)
-    require_count("window", window)
+def chosen_factors(factors: Sequence[int] | None, batch_size: int, window: int, dataset_size: int) -> list[int]:
+    """Return the factors in rising order, with 1 among them: by default powers of two that leave the largest 4 steps.
+
+    >>> chosen_factors(None, 128, 4400, 60_000)
+    [1, 2, 4, 8]
+    """
     if factors is None:
-        factors = default_factors(batch_size, window // LEAST_STEPS)
+        most = min(window // LEAST_STEPS, dataset_size) // batch_size
+        factors = [2**power for power in range(max(1, most.bit_length()))]
     for factor in factors:
         require_count("factors", factor)
     ordered = sorted({1, *factors})
+    largest = ordered[-1] * batch_size
     if len(ordered) < 2:
         raise ArgumentError(
             f"nothing to compare: a window of {window} samples leaves no factor above 1 at batch size {batch_size}. "
             f"Make the window longer, or name factors"
         )
-    if window < ordered[-1] * batch_size:
+    if largest > dataset_size:
         raise ArgumentError(
-            f"the window of {window} samples is shorter than one step of factor {ordered[-1]} "
-            f"({ordered[-1] * batch_size} samples): make the window longer or leave that factor out"
+            f"factor {ordered[-1]} makes batches of {largest} samples, above the {dataset_size} samples there are"
+        )
+    if window < largest:
+        raise ArgumentError(
+            f"the window of {window} samples is shorter than one step of factor {ordered[-1]} ({largest} samples): "
+            f"make the window longer or leave that factor out"
         )
     return ordered
-
-
-def default_factors(batch_size: int, cap: int) -> list[int]:
-    """Return powers of two whose batches are at most `cap` samples.
-
-    >>> default_factors(128, 1100)
-    [1, 2, 4, 8]
-    """
-    return [2**power for power in range(max(1, (cap // batch_size).bit_length()))]
 
 
 # A run and its checkpoint
@@ -373,22 +327,6 @@ class Start:
     """The samples that the run had seen, of all epochs."""
     batch_size: int
     """The batch size from here on, which may have changed since the last record."""
-
-    @classmethod
-    def of(cls, path: Path, header: RunHeader) -> "Start":
-        """Read a checkpoint."""
-        state = load_checkpoint(path, device=torch.device("cpu"))
-        try:
-            loader, parts = state["control"]["loader"], state["parts_done"]
-            under_way = loader["pass"]["samples"] if loader["pass"] is not None else 0
-            # Not the loader's epochs: one of them may have carried over several parts.
-            epoch = state["control"]["epoch"] if parts is None else parts
-            missing = {"model", "optimizer", "run"} - state.keys()
-            if missing:
-                raise KeyError(*missing)
-            return cls(path, header, state, epoch, loader["samples_before"] + under_way, loader["batch_size"])
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"'{path}' is not the checkpoint of a run: {error} is missing") from error
 
     @property
     def place(self) -> str:
@@ -410,7 +348,17 @@ def find_start(path: Path, experiment: str) -> Start:
     header = read_run(records)[0]
     if header.experiment != experiment:
         raise ArgumentError(f"'{path}' is a checkpoint of experiment {header.experiment!r}, not of {experiment!r}")
-    return Start.of(path, header)
+    state = load_checkpoint(path, device=torch.device("cpu"))
+    try:
+        loader, parts = state["control"]["loader"], state["parts_done"]
+        under_way = loader["pass"]["samples"] if loader["pass"] is not None else 0
+        # Not the loader's epochs: one of them may have carried over several parts.
+        epoch = state["control"]["epoch"] if parts is None else parts
+        if missing := {"model", "optimizer", "run"} - state.keys():
+            raise KeyError(*missing)
+        return Start(path, header, state, epoch, loader["samples_before"] + under_way, loader["batch_size"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"'{path}' is not the checkpoint of a run: {error} is missing") from error
 
 
 def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = (), **of_run: Any) -> Run:
@@ -506,6 +454,11 @@ class BranchTrainer:
             self.rest = RestOfPass(len(self.loader.dataset), run.seed, start.samples)
             self.loader.batch_size = start.batch_size
             self.loader = drawing(self.loader, self.rest)
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size at the checkpoint."""
+        return self.start.batch_size
 
     @property
     def dataset_size(self) -> int:
