@@ -345,7 +345,7 @@ class Decision:
 
     batch_size: int
     lr_factor: float = 1.0
-    lr_owed: float = 1.0
+    lr_owed: float = field(default=1.0, repr=False)
     reason: str = ""
     unclamped: float | None = field(default=None, repr=False)
 
