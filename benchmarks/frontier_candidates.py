@@ -4,7 +4,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies import Auto, Policy
+from divebatch.policies import NoiseDoubling, Policy
 
 STEPS_LEFT = 40
 """The fewest steps at a new size."""
@@ -111,10 +111,10 @@ class LargerOfBoth(Anneal):
     needs = frozenset({"diversity"})
     estimator = "moments"
 
-    by_noise: Auto = field(init=False, repr=False, compare=False)
+    by_noise: NoiseDoubling = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_noise", Auto(self.max_batch_size))
+        object.__setattr__(self, "by_noise", NoiseDoubling(self.max_batch_size))
 
     def next(self, seen: Measurement) -> Decision:
         by_schedule = Anneal.next(self, seen)

@@ -127,9 +127,17 @@ def annealing(power: float, offset: float, **more: Any) -> Start:
 
 
 METHODS = {
+    "auto": Start("auto"),
+    "auto-adam": Start("auto", coupling="adam"),
+    "auto-from-quarter": Start("auto", under=4),
     "seesaw-doublings": annealing(1.0, 0.5),
-    "seesaw-floor": annealing(1.0, 0.0),
+    "late-switch": Start("sample-schedule", {"schedule": "0:{b} 75%:{b4}"}, cap=None),
+    "adabatch": Start("adabatch", {"every_epochs": 1}, cap=8, every_steps=None),
+    "divebatch": Start("divebatch", {"delta": 0.1}, every_steps=None),
+    "noise-doubling": Start("noise-doubling", every_steps=32),
+    # Candidates that `auto` was chosen from: see results/frontier/README.md.
     "c1": annealing(0.75, 0.25),
+    "seesaw-floor": annealing(1.0, 0.0),
     "limited-1-0.5": annealing(1.0, 0.5, settings={"limited": True}),
     "limited-1.25-0.5": annealing(1.25, 0.5, settings={"limited": True}),
     "halves-1-0.25": annealing(1.0, 0.25, settings={"limited": True, "sizes": "halves"}),
@@ -137,51 +145,36 @@ METHODS = {
     "halves-1.5-0.25": annealing(1.5, 0.25, settings={"limited": True, "sizes": "halves"}),
     "eighths-1.25": annealing(1.25, 0.0, settings={"limited": True, "sizes": "eighths"}),
     "lead-doublings": annealing(1.5, 0.25, settings={"limited": True, "lead": 2.0}),
-    "lead-halves": annealing(1.5, 0.25, settings={"limited": True, "lead": 2.0, "sizes": "halves"}),
-    "halves-1-cap-4": annealing(1.0, 0.25, cap=4, settings={"limited": True, "sizes": "halves"}),
-    "halves-1-cap-8": annealing(1.0, 0.25, cap=8, settings={"limited": True, "sizes": "halves"}),
-    "lead-cap-4": annealing(1.5, 0.25, cap=4, settings={"limited": True, "lead": 2.0, "sizes": "halves"}),
-    "lead-cap-8": annealing(1.5, 0.25, cap=8, settings={"limited": True, "lead": 2.0, "sizes": "halves"}),
-    "lead-halves-adam": annealing(
-        1.5, 0.25, coupling="adam", settings={"limited": True, "lead": 2.0, "sizes": "halves"}
-    ),
-    "lead-halves-from-quarter": annealing(
-        1.5, 0.25, under=4, settings={"limited": True, "lead": 2.0, "sizes": "halves"}
-    ),
-    "seesaw-doublings-adam": annealing(1.0, 0.5, coupling="adam"),
-    "seesaw-doublings-uncoupled": annealing(1.0, 0.5, coupling="none"),
-    "limited-from-quarter": annealing(1.0, 0.5, under=4, cap=16, settings={"limited": True}),
     "horizon-0.5": Start("horizon", {"power": 0.5}),
     "horizon-1": Start("horizon", {"power": 1.0}),
-    "horizon-1-halves": Start("horizon", {"power": 1.0, "sizes": "halves"}),
     "horizon-1.5": Start("horizon", {"power": 1.5}),
-    "late-switch": Start("sample-schedule", {"schedule": "0:{b} 75%:{b4}"}, cap=None),
-    "adabatch": Start("adabatch", {"every_epochs": 1}, cap=8, every_steps=None),
-    "divebatch": Start("divebatch", {"delta": 0.1}, every_steps=None),
-    "auto-old": Start("auto", every_steps=32),
-    "auto-old-from-quarter": Start("auto", every_steps=32, under=4),
     "larger-of-both": Start("larger-of-both", {"power": 1.0, "offset": 0.5}, every_steps=32),
+    "noise-doubling-from-quarter": Start("noise-doubling", every_steps=32, under=4),
 }
-RIVALS = ("seesaw-doublings", "late-switch", "adabatch", "divebatch", "auto-old")
-ANNEALING = ("lead-halves", "halves-1-0.25", "halves-1-cap-4", "halves-1-cap-8", "lead-cap-4", "lead-cap-8")
-SGD = (*ANNEALING, *RIVALS)
-ADAM = (*ANNEALING, "lead-halves-adam", *RIVALS)
-LINEAR = ("lead-doublings", "limited-1-0.5", "seesaw-floor", "halves-1.5-0.25", "eighths-1.25")
-CONSTANT = ("horizon-0.5", "horizon-1", "horizon-1-halves", "horizon-1.5", *RIVALS[1:])
-QUARTER = "lead-halves-from-quarter"
+RIVALS = ("seesaw-doublings", "late-switch", "adabatch", "divebatch", "noise-doubling")
+SGD = ("auto", *RIVALS)
+ADAM = ("auto", "auto-adam", *RIVALS)
+CONSTANT = ("auto", "horizon-0.5", "horizon-1", "horizon-1.5", *RIVALS[1:])
+QUARTER = "auto-from-quarter"
+CANDIDATES_OF_SGD = ("halves-1-0.25", "lead-doublings", "limited-1-0.5", "seesaw-floor", "halves-1.5-0.25", "c1")
 
 WORKLOADS = {
     "mlp": Workload(
         "frontier-mlp", (16, 32, 64, 96, 128, 192, 256), (64, 0.02), 1.0, CONSTANT, tolerance=0.03, seeds=5
     ),
     "linear": Workload(
-        "frontier-linear", (8, 16, 32, 48, 64, 96, 128), (32, 0.25), 1.0, (*SGD, *LINEAR, QUARTER), tolerance=0.03
+        "frontier-linear",
+        (8, 16, 32, 48, 64, 96, 128),
+        (32, 0.25),
+        1.0,
+        (*SGD, *CANDIDATES_OF_SGD, QUARTER),
+        tolerance=0.03,
     ),
     "gpt": Workload("frontier-gpt", (32, 64, 96, 128, 192), (64, 0.016), 0.25, (*ADAM, QUARTER)),
     "linear-adam": Workload(
         "frontier-linear-adam", (64, 128, 256, 512, 768, 1024, 1536), (32, 0.032), 0.5, ADAM, tolerance=0.03
     ),
-    "cnn10": Workload("frontier-cnn10", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, (*SGD, QUARTER)),
+    "cnn10": Workload("frontier-cnn10", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, (*SGD, "halves-1-0.25", QUARTER)),
     "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, ADAM),
     "linear-long": Workload("frontier-linear-long", (16, 32, 64, 96, 128, 192), (64, 0.5), 1.0, SGD, tolerance=0.03),
     "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, ADAM, samples=393_216),

@@ -23,7 +23,7 @@ from divebatch.lab.checkpoint import previous
 from divebatch.records import EpochRecord
 
 METHODS = {
-    "policies-cifar10": "sgd-small sgd-256 sgd-tuned sgd-1024 sgd-large-warmup auto-advised auto-256 adabatch "
+    "policies-cifar10": "sgd-small sgd-256 sgd-tuned sgd-1024 sgd-large-warmup auto noise-doubling-256 adabatch "
     "divebatch-split smith goodput"
 }
 """Of the experiments that have more methods than the question needs; all of the others."""

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, SparseAdam, lr_scheduler
 
-from divebatch import AdaptiveLoader, Auto, Controller, Diversity, Fixed
+from divebatch import AdaptiveLoader, Controller, Diversity, Fixed
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.lr import LrCoupling, Rates, scale_settings
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies import Policy
+from divebatch.policies import NoiseDoubling, Policy
 from reference.adam_by_hand import set_by_hand, train_by_hand
 from reference.per_sample import dataset, mean_loss, mlp
 
@@ -410,7 +410,7 @@ def test_an_optimizer_that_is_not_known_gets_an_error_that_says_what_to_pass(mak
     with pytest.raises(ArgumentError, match=told):
         Run(make)
     with pytest.raises(ArgumentError, match=told):
-        Run(make, policy=Auto(40, lr_coupling="adam"), lr_coupling=None)
+        Run(make, policy=NoiseDoubling(40), lr_coupling="adam")
 
 
 def test_a_subclass_is_known():
@@ -460,11 +460,11 @@ def plain_at(k: float) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name in KNOBS}
 
 
-# With Auto, and with an estimate that reads the momentum
+# With NoiseDoubling, and with an estimate that reads the momentum
 
 
 class Grows(Estimator):
-    """Asks Auto for a doubling, once."""
+    """Asks NoiseDoubling for a doubling, once."""
 
     def __init__(self) -> None:
         self.answers = [16.0, 4.0]
@@ -476,7 +476,7 @@ class Grows(Estimator):
 
 
 def test_auto_takes_it_and_lets_the_rate_come_one_decision_later():
-    run = Run(policy=Auto(40, lr_coupling="adam"), lr_coupling=None, estimator=Grows())
+    run = Run(policy=NoiseDoubling(40), lr_coupling="adam", estimator=Grows())
     record = run.epoch()
     assert record.next_batch_size == 8
     assert run.knobs == {**plain_at(2), "lr": pytest.approx(0.01)}
@@ -485,7 +485,7 @@ def test_auto_takes_it_and_lets_the_rate_come_one_decision_later():
 
 
 def test_momentum_that_falls_too_low_for_the_estimate_gets_a_warning_and_no_growth():
-    run = Run(lambda p: AdamW(p, 0.001), policy=Auto(4096, lr_coupling="adam"), lr_coupling=None)
+    run = Run(lambda p: AdamW(p, 0.001), policy=NoiseDoubling(4096), lr_coupling="adam")
     run.epoch()
     run.loader.batch_size = 32  # 0.9^8 = 0.43
     run.epoch()

@@ -20,7 +20,6 @@ import divebatch
 from divebatch import (
     AdaBatch,
     AdaptiveLoader,
-    Auto,
     Controller,
     Decision,
     DiveBatch,
@@ -32,7 +31,7 @@ from divebatch import (
 )
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators import PerSample
-from divebatch.policies import CABS, NoiseScale, Policy
+from divebatch.policies import CABS, NoiseDoubling, NoiseScale, Policy
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
 
@@ -433,7 +432,7 @@ def test_another_models_grad_scaler_changes_nothing():
 
 @pytest.mark.parametrize(
     ("policy", "estimator", "most"),
-    [(Fixed(), None, 16), (Auto(128), "moments", 40), (DiveBatch(1e-9, 128), "trajectory", 105)],
+    [(Fixed(), None, 16), (NoiseDoubling(128), "moments", 40), (DiveBatch(1e-9, 128), "trajectory", 105)],
 )
 def test_a_step_makes_few_calls_of_ours(policy: Policy, estimator: str | None, most: int):
     """Calls and not seconds, which depend on the machine: of one batch, from its fetch to its step."""
@@ -544,7 +543,9 @@ class Looked:
             self.optimizer.step()
 
 
-@pytest.mark.parametrize("policy", [Auto(64), DiveBatch(0.1, 64), Fixed()], ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize(
+    "policy", [NoiseDoubling(64), DiveBatch(0.1, 64), Fixed()], ids=lambda policy: type(policy).__name__
+)
 def test_a_look_at_one_batch_before_the_step_changes_nothing(policy: Policy):
     def record(looks: int) -> EpochRecord:
         loop = Looked(policy)

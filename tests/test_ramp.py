@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from divebatch import Measurement
+from divebatch import Auto, Measurement
 from divebatch.cli import app
 from divebatch.errors import ArgumentError
-from divebatch.policies import AnnealToBatch, SampleSchedule
+from divebatch.policies import SampleSchedule
 from divebatch.ramp import Ramp
 
 TOTAL = 200_000
@@ -61,13 +61,19 @@ def test_the_rate_follows_and_never_exceeds_the_highest(coupling, power):
     assert max(factor for *_, factor in steps) > 3**power
 
 
-def test_nothing_grows_in_a_warm_up_nor_at_a_constant_rate_nor_close_to_the_end():
+def test_nothing_grows_in_a_warm_up_nor_close_to_the_end():
     ramp = Ramp(64, 4096, warmed, TOTAL)
     for samples, size, _ in walk(ramp):
         assert size == 64 or samples > 0.1 * TOTAL
     last = ramp.timetable()[-1]
     assert (TOTAL - last.first_sample) / last.batch_size >= 39
-    assert {size for _, size, _ in walk(Ramp(64, 4096, lambda part: 0.1, TOTAL))} == {64}
+
+
+def test_at_a_constant_rate_the_horizon_counts_and_the_rate_stays():
+    ramp = Ramp(64, 4096, "constant", TOTAL)
+    assert ramp.at(0) == (64, 1.0)
+    assert ramp.at(TOTAL * 51 // 100) == (128, 1.0)
+    assert ramp.at(TOTAL * 76 // 100) == (256, 1.0)
 
 
 def test_the_unit_of_the_schedule_does_not_count_and_a_rate_that_rises_again_shrinks_nothing():
@@ -75,7 +81,8 @@ def test_the_unit_of_the_schedule_does_not_count_and_a_rate_that_rises_again_shr
         walk(Ramp(64, 512, lambda part: 3e-4 * warmed(part), TOTAL))[-1][1] == walk(Ramp(64, 512, warmed, TOTAL))[-1][1]
     )
     steps = walk(Ramp(64, 512, lambda part: 1 - 2 * part if part < 0.4 else 1.0, TOTAL))
-    assert steps[-1][1:] == (256, 1.0)
+    assert steps[-1][1] == max(size for _, size, _ in steps)
+    assert steps[-1][2] == 1.0
 
 
 def test_it_is_what_the_policy_decides():
@@ -89,7 +96,7 @@ def test_it_is_what_the_policy_decides():
             samples=samples,
             lr_schedule_ratio=warmed(part) if part > 0.1 else 1.0,
         )
-        decided = AnnealToBatch(1024, total_samples=TOTAL).next(seen).batch_size
+        decided = Auto(1024, total_samples=TOTAL).next(seen).batch_size
         # The room for a size shrinks towards the end, and what has grown stays; the timetable lags by 1/8192.
         assert decided in (size, ramp.at(samples + TOTAL // 8000)[0]) or (TOTAL - samples) / 40 < size
 

@@ -12,7 +12,6 @@ from torch.optim import SGD, Optimizer
 
 from divebatch import (
     AdaptiveLoader,
-    Auto,
     Controller,
     Decision,
     DiveBatch,
@@ -27,7 +26,7 @@ from divebatch.controller import resolve_estimator
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Moments, PerSample, Split
 from divebatch.lr import coupling_for, couplings_of
-from divebatch.policies import POLICIES, InnerProductTest, NoiseScale, Seesaw, SmithSchedule
+from divebatch.policies import POLICIES, InnerProductTest, NoiseDoubling, NoiseScale, Seesaw, SmithSchedule
 from reference.per_sample import dataset, mean_loss, mlp
 
 LINEAR = ("SGD", "ASGD")
@@ -50,14 +49,14 @@ class NoTorchOptimizer(Optimizer):
 def test_the_coupling_of_auto_follows_the_optimizer(name: str):
     expected = "linear" if name in LINEAR else "sqrt"
     assert coupling_for(optimizer(name)) == expected
-    assert couplings_of(Auto(64), None, [optimizer(name)]) == [expected]
+    assert couplings_of(NoiseDoubling(64), None, [optimizer(name)]) == [expected]
 
 
 def test_an_optimizer_that_is_not_known_needs_a_word():
     unknown = NoTorchOptimizer(mlp().parameters())
-    with pytest.raises(ArgumentError, match=r"NoTorchOptimizer .* pass Auto\(\.\.\., lr_coupling='sqrt'\) if"):
-        couplings_of(Auto(64), None, [unknown])
-    assert couplings_of(Auto(64, lr_coupling="sqrt"), None, [unknown]) == ["sqrt"]
+    with pytest.raises(ArgumentError, match=r"NoTorchOptimizer .* pass Controller\(\.\.\., lr_coupling='sqrt'\) if"):
+        couplings_of(NoiseDoubling(64), None, [unknown])
+    assert couplings_of(NoiseDoubling(64), "sqrt", [unknown]) == ["sqrt"]
     assert couplings_of(Fixed(), None, [unknown]) == ["none"]
 
 
@@ -87,12 +86,12 @@ class Scaler:
 
 
 def test_under_a_grad_scaler_an_estimator_is_right_or_refused():
-    assert isinstance(resolve_estimator(Auto(64), None, grad_scaler=Scaler()), Moments)
-    assert isinstance(resolve_estimator(Auto(64), "moments", grad_scaler=Scaler()), Moments)
+    assert isinstance(resolve_estimator(NoiseDoubling(64), None, grad_scaler=Scaler()), Moments)
+    assert isinstance(resolve_estimator(NoiseDoubling(64), "moments", grad_scaler=Scaler()), Moments)
     assert isinstance(resolve_estimator(DiveBatch(0.1, 64), None, grad_scaler=Scaler()), Trajectory)
     given = Oracle(mean_loss)
-    assert resolve_estimator(Auto(64), given, grad_scaler=Scaler()) is given
-    assert isinstance(resolve_estimator(Auto(64), "split", grad_scaler=Scaler()), Split)
+    assert resolve_estimator(NoiseDoubling(64), given, grad_scaler=Scaler()) is given
+    assert isinstance(resolve_estimator(NoiseDoubling(64), "split", grad_scaler=Scaler()), Split)
 
 
 def records_of_auto(name: str, *, is_scaled: bool, **settings: Any) -> list[EpochRecord]:
@@ -101,7 +100,7 @@ def records_of_auto(name: str, *, is_scaled: bool, **settings: Any) -> list[Epoc
     driver = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, growth_interval=7)
     loader = AdaptiveLoader(dataset(240, dtype=torch.float32), 4, seed=0)
-    control = Controller(model, driver, loader, Auto(64), grad_scaler=scaler, **settings)
+    control = Controller(model, driver, loader, NoiseDoubling(64), grad_scaler=scaler, **settings)
     records = []
     for _ in range(3):
         for x, y in loader:
@@ -251,9 +250,9 @@ TOLD = r"cannot grow .* momentum such as .* estimator='per-sample'"
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("momentum", [0.0, 0.3])
 def test_without_momentum_single_samples_are_measured_where_they_can_be(momentum: float):
-    assert chosen(mlp(), Auto(16), momentum=momentum) == "PerSample"
+    assert chosen(mlp(), NoiseDoubling(16), momentum=momentum) == "PerSample"
     assert chosen(mlp(), NoiseScale(16), momentum=momentum) == "PerSample"
-    assert chosen(mlp(), Auto(16), momentum=0.9) == "Moments"
+    assert chosen(mlp(), NoiseDoubling(16), momentum=0.9) == "Moments"
 
 
 @pytest.mark.filterwarnings("error")
@@ -262,37 +261,37 @@ def test_where_they_cannot_be_the_warning_says_what_to_change(name: str):
     with warnings.catch_warnings(action="ignore"):  # of torch's own compiler
         model = MODELS[name]()
     with pytest.warns(UserWarning, match=TOLD):
-        assert chosen(model, Auto(16)) == "Moments"
+        assert chosen(model, NoiseDoubling(16)) == "Moments"
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_sample_a_pass_and_policies_that_need_more_keep_the_policys_own():
     with pytest.warns(UserWarning, match=TOLD):
-        assert chosen(mlp(), Auto(16), batch_size=1) == "Moments"
+        assert chosen(mlp(), NoiseDoubling(16), batch_size=1) == "Moments"
     with pytest.warns(UserWarning, match=TOLD):
         assert chosen(mlp(), InnerProductTest(16)) == "Moments"
     with pytest.warns(UserWarning, match=TOLD):
-        assert chosen(mlp(), Auto(16), shadows={"inner": InnerProductTest(16)}) == "Moments"
+        assert chosen(mlp(), NoiseDoubling(16), shadows={"inner": InnerProductTest(16)}) == "Moments"
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("estimator", ["moments", Moments(every_steps=2)])
 def test_an_estimate_that_was_asked_for_stays_and_is_told_about(estimator: Any):
     with pytest.warns(UserWarning, match=TOLD):
-        assert chosen(mlp(), Auto(16), momentum=0.0, estimator=estimator) == "Moments"
+        assert chosen(mlp(), NoiseDoubling(16), momentum=0.0, estimator=estimator) == "Moments"
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("momentum", "estimator"), [(0.9, None), (0.0, "per-sample"), (0.0, "split")])
 def test_an_estimate_that_policies_grow_on_is_no_reason_for_a_warning(momentum, estimator):
-    chosen(mlp(), Auto(16), momentum=momentum, estimator=estimator)
+    chosen(mlp(), NoiseDoubling(16), momentum=momentum, estimator=estimator)
 
 
 def test_auto_grows_with_plain_sgd_and_nothing_chosen():
     torch.manual_seed(0)
     model = mlp()
     driver, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(400), 2, seed=0)
-    control = Controller(model, driver, loader, Auto(64))
+    control = Controller(model, driver, loader, NoiseDoubling(64))
     for _ in range(4):
         for x, y in loader:
             driver.zero_grad()
@@ -307,4 +306,4 @@ def test_auto_grows_with_plain_sgd_and_nothing_chosen():
 def test_policies_that_only_watch_are_no_reason_for_a_warning():
     model = mlp()
     loader = AdaptiveLoader(dataset(24), 4, seed=0)
-    Controller(model, SGD(model.parameters(), 0.01), loader, Fixed(), shadows={"auto": Auto(16)})
+    Controller(model, SGD(model.parameters(), 0.01), loader, Fixed(), shadows={"auto": NoiseDoubling(16)})

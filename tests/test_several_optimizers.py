@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from divebatch import AdaptiveLoader, Auto, Controller, Fixed, micro_batches
+from divebatch import AdaptiveLoader, Controller, Fixed, micro_batches
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators import Moments, Split
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies import Policy
+from divebatch.policies import NoiseDoubling, Policy
 from reference.per_sample import dataset, mean_loss, mlp
 
 FIRST, DATA = 4, dataset(40)
@@ -108,7 +108,7 @@ def test_each_rate_is_its_own_schedules_times_its_own_factor(
 
 @pytest.mark.parametrize(("optimizers", "kinds"), [(muon_and_adamw, ["sqrt"] * 2), (sgd_and_adamw, ["linear", "sqrt"])])
 def test_auto_takes_the_coupling_that_suits_each(optimizers: Any, kinds: list[str]):
-    run = Run(optimizers, Auto(40))
+    run = Run(optimizers, NoiseDoubling(40))
     assert run.control.state_dict()["settings"]["lr_coupling"] == kinds
     run.epoch()
 
@@ -116,8 +116,8 @@ def test_auto_takes_the_coupling_that_suits_each(optimizers: Any, kinds: list[st
 def test_one_that_is_not_known_needs_a_word():
     told = r"NoTorchOptimizer .* Controller\(\.\.\., lr_coupling=\[\.\.\.\]\) with a name for each optimizer: 'sqrt' if"
     with pytest.raises(ArgumentError, match=told):
-        Run(sgd_and_theirs, Auto(40))
-    run = Run(sgd_and_theirs, Auto(40), lr_coupling=["linear", "sqrt"])
+        Run(sgd_and_theirs, NoiseDoubling(40))
+    run = Run(sgd_and_theirs, NoiseDoubling(40), lr_coupling=["linear", "sqrt"])
     assert run.control.state_dict()["settings"]["lr_coupling"] == ["linear", "sqrt"]
     with pytest.raises(ArgumentError, match="one name for each of the 2 optimizers, got 1"):
         Run(sgd_and_adamw, lr_coupling=["linear"])

@@ -40,8 +40,8 @@ class Ticks:
 def words(tmp_path: Path, out: str, *more: str) -> list[str]:
     write_corpus(tmp_path / "data", train=20)
     places = ["--data-dir", str(tmp_path / "data"), "--out", str(tmp_path / out), "--device", "cpu"]
-    tiny = ["--model", "gpt-tiny", "--epochs", "2", "--samples", "48", "--methods", "fixed-8,auto-8", "--trials", "1"]
-    return ["lm-bytes", *places, *tiny, *more]
+    tiny = ["--model", "gpt-tiny", "--epochs", "2", "--samples", "48", "--trials", "1"]
+    return ["lm-bytes", *places, *tiny, "--methods", "fixed-8,noise-doubling-8", *more]
 
 
 def records(folder: Path) -> dict[str, list[dict]]:
@@ -68,17 +68,17 @@ def test_pieces_go_on_where_they_stopped_and_end_as_one_would(script, tmp_path, 
     said = capsys.readouterr().out
     assert "0 of 2 runs are done" in said
     assert "the same command again continues" in said
-    assert said.count("auto-8, seed 0: ") == 2
+    assert said.count("noise-doubling-8, seed 0: ") == 2
 
 
 def test_the_archive_has_the_records_alone_and_a_report_can_be_made_of_it(script, tmp_path):
     assert script.main(words(tmp_path, "out", "--budget-seconds", "1e9")) == 0
     archive = tmp_path / "out" / "lm-bytes.tar.xz"
     with tarfile.open(archive) as tar:
-        assert tar.getnames() == ["lm-bytes/auto-8/seed-0.jsonl", "lm-bytes/fixed-8/seed-0.jsonl"]
+        assert tar.getnames() == ["lm-bytes/fixed-8/seed-0.jsonl", "lm-bytes/noise-doubling-8/seed-0.jsonl"]
         tar.extractall(tmp_path / "unpacked", filter="data")
     (experiment,) = load_runs(tmp_path / "unpacked").experiments
-    assert set(experiment.methods) == {"auto-8", "fixed-8"}
+    assert set(experiment.methods) == {"noise-doubling-8", "fixed-8"}
     assert not list((tmp_path / "out").rglob("*.ckpt*"))
     before = archive.read_bytes()
     assert script.main(words(tmp_path, "out", "--budget-seconds", "1e9")) == 0
@@ -109,6 +109,6 @@ def test_a_run_that_diverged_is_not_tried_again(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "execute", diverge)
     for _ in range(2):
         assert script.main(words(tmp_path, "out")) == 0
-    assert tried == ["fixed-8", "auto-8"]
+    assert tried == ["fixed-8", "noise-doubling-8"]
     with tarfile.open(tmp_path / "out" / "lm-bytes.tar.xz") as tar:
-        assert "lm-bytes/auto-8/seed-0.diverged" in tar.getnames()
+        assert "lm-bytes/noise-doubling-8/seed-0.diverged" in tar.getnames()

@@ -112,7 +112,7 @@ def coupling_for(optimizer: Optimizer, *, one_of: int = 1) -> Literal["linear", 
         return "sqrt"
     if isinstance(optimizer, SGD | ASGD):
         return "linear"
-    one = "Auto(..., lr_coupling='sqrt')"
+    one = "Controller(..., lr_coupling='sqrt')"
     several = "Controller(..., lr_coupling=[...]) with a name for each optimizer: 'sqrt'"
     raise ArgumentError(
         f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how the learning rate must "
@@ -138,7 +138,7 @@ def couplings_of(
 ) -> list[Coupling]:
     """Return each optimizer's coupling: as given, else the policy's, else "none"."""
     if lr_coupling is None and policy.lr_coupling is None and policy.needs_lr_coupling:
-        # Auto's case: linear for SGD, the square root for Adam-like optimizers.
+        # Linear for SGD, the square root for Adam-like optimizers.
         return [coupling_for(optimizer, one_of=len(optimizers)) for optimizer in optimizers]
     named = policy.lr_coupling or "none" if lr_coupling is None else lr_coupling
     couplings: list[Any] = [named] * len(optimizers) if isinstance(named, str | int | float) else list(named)

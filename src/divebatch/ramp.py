@@ -1,4 +1,4 @@
-"""The growth of `AnnealToBatch` as a timetable, for training loops with a data loader that cannot be replaced."""
+"""The growth of `Auto` as a timetable, for training loops with a data loader that cannot be replaced."""
 
 import math
 from bisect import bisect_right
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from divebatch.checks import require_choice, require_count, require_coupling_power
 from divebatch.errors import ArgumentError
-from divebatch.policies.auto import POWERS
-from divebatch.policies.by_schedule import STEPS_LEFT, growth, step_size
+from divebatch.policies.auto import POWERS, growth, room, step_size
 
 PLACES = 8192
 """Equal parts of a training at whose beginnings the schedule is looked at."""
@@ -16,8 +15,9 @@ PLACES = 8192
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
     "linear": lambda part: 1 - part,
+    "constant": lambda part: 1.0,
 }
-"""Decays to zero by name, as functions of the part of the training that is over."""
+"""Learning rates by name, as functions of the part of the training that is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Ramp:
     Args:
         batch_size: The first batch size, in samples.
         max_batch_size: The largest one.
-        schedule: The learning rate after a part of the training, from 0 to 1, in any unit; or "cosine" or "linear", a
-            decay to zero without warm-up.
+        schedule: The learning rate after a part of the training, from 0 to 1, in any unit; or "cosine" or "linear" for
+            a decay to zero without warm-up, or "constant".
         total_samples: The samples of the whole training.
         lr_coupling: How the rate follows the batch size: "sqrt" for Adam-like optimizers and Muon, "linear" for SGD, or
             a power of it.
@@ -123,15 +123,14 @@ class Ramp:
         return rate
 
     def _changes(self, rates: list[float]) -> tuple[list[int], list[int]]:
-        """Return where sizes begin, and the sizes; they only grow, and not before the rate has fallen."""
+        """Return where sizes begin, and the sizes, which only grow."""
         starts, sizes, highest = [0], [self.batch_size], 0.0
         for place, rate in enumerate(rates[:-1]):
             highest = max(highest, rate)
             samples = math.ceil(place * self.total_samples / PLACES)
-            if rate >= highest:
-                continue
-            most = min(self.max_batch_size, (self.total_samples - samples) / STEPS_LEFT)
-            size = step_size(self.batch_size, growth(max(rate / highest, 1e-9)), most)
+            fallen_to = rate / highest if highest else 1.0
+            most = min(self.max_batch_size, room(samples, self.total_samples))
+            size = step_size(self.batch_size, growth(fallen_to, samples / self.total_samples), most)
             if size > sizes[-1]:
                 starts.append(samples)
                 sizes.append(size)

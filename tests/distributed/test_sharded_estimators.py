@@ -17,8 +17,9 @@ from torch.optim import SGD, AdamW
 from distributed.loops import Problem, Run, dataset, made, trained, wrapped
 from distributed.rank_pool import RankPool
 from distributed.test_resume_over_ranks import state_after, whole
-from divebatch import AdaptiveLoader, Auto, Controller, DiveBatch
+from divebatch import AdaptiveLoader, Controller, DiveBatch
 from divebatch.errors import ArgumentError
+from divebatch.policies import NoiseDoubling
 from divebatch.ranks import Ranks
 
 MOMENTS = Problem(num_samples=103, batch_size=14, epochs=1, policy=DiveBatch(0.2, 100), estimator="moments")
@@ -186,7 +187,7 @@ def decided_by_auto(ranks: Ranks, problem: Problem) -> tuple[str, float | None]:
     model = wrapped(made(problem), ranks, problem)
     optimizer = SGD(model.parameters(), 0.05, momentum=0.9)
     loader = AdaptiveLoader(dataset(problem), problem.batch_size, seed=5, process_group=ranks._group or "alone")
-    with Controller(model, optimizer, loader, Auto(60)) as control:
+    with Controller(model, optimizer, loader, NoiseDoubling(60)) as control:
         for x, y in loader:
             optimizer.zero_grad()
             cross_entropy(model(x), y[:, 0]).backward()

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from divebatch import (
     AdaptiveLoader,
-    Auto,
     Controller,
     DiveBatch,
     Fixed,
@@ -18,6 +17,7 @@ from divebatch import (
     micro_batches,
 )
 from divebatch.errors import ArgumentError
+from divebatch.policies import NoiseDoubling
 from integrations.plain_loop import (
     GROWS_AND_SHRINKS,
     Course,
@@ -153,7 +153,7 @@ def test_auto_needs_nothing_else(is_scaled: bool):
     model = mlp(dtype=torch.float32)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     loader = AdaptiveLoader(Numbered(), 6, seed=3)
-    control = adapter.make_controller(accelerator, model, optimizer, loader, Auto(24))
+    control = adapter.make_controller(accelerator, model, optimizer, loader, NoiseDoubling(24))
     for _, x, y in loader:
         optimizer.zero_grad()
         accelerator.backward(mean_loss(model(x), y))

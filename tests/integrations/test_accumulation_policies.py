@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from divebatch import Auto, Diversity, Measurement, Policy
+from divebatch import Diversity, Measurement, Policy
 from divebatch.integrations.accumulation import InMultiples
 from divebatch.measurement import History
-from divebatch.policies import NoiseScale, SpillOver, WarmUp
+from divebatch.policies import NoiseDoubling, NoiseScale, SpillOver, WarmUp
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
-    "auto": Auto,
+    "auto": NoiseDoubling,
     "warm-up": lambda cap: WarmUp(NoiseScale(cap)),
     "spill-over": lambda cap: SpillOver(NoiseScale(cap)),
 }

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 from divebatch import (
     AdaBatch,
     AdaptiveLoader,
-    Auto,
     DiveBatch,
     Fixed,
     Policy,
     gradient_diversity,
 )
 from divebatch.errors import ArgumentError, UsageError
+from divebatch.policies import NoiseDoubling
 from integrations.plain_loop import (
     GROWS_AND_SHRINKS,
     Course,
@@ -333,7 +333,7 @@ def test_after_an_error_no_hook_is_left():
 @pytest.mark.parametrize("passes", [1, 2])
 def test_auto_needs_nothing_else(passes: int):
     loader = AdaptiveLoader(Numbered(), 6, seed=3)
-    callback = BatchSizeCallback(loader, Auto(24))
+    callback = BatchSizeCallback(loader, NoiseDoubling(24))
     trainer = pl.Trainer(
         max_epochs=2, callbacks=[callback], reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=passes, **QUIET
     )
@@ -351,9 +351,9 @@ class Scaled(pl.plugins.MixedPrecision):
 
 
 def test_under_a_grad_scaler_auto_measures_the_same():
-    plain = Run(Auto(24), epochs=2).fit()
+    plain = Run(NoiseDoubling(24), epochs=2).fit()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # a power of two: floats stay what they were
-    scaled = Run(Auto(24), epochs=2, plugins=[Scaled("16-mixed", "cpu", scaler)]).fit()
+    scaled = Run(NoiseDoubling(24), epochs=2, plugins=[Scaled("16-mixed", "cpu", scaler)]).fit()
     assert scaled.trainer.precision_plugin.scaler is scaler
     assert scaled.callback.records == plain.callback.records
     assert plain.callback.records[0].noise_scale is not None

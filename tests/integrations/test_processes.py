@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from divebatch import Auto
+from divebatch.policies import NoiseDoubling
 from integrations.plain_loop import GROWS_AND_SHRINKS, UNEVEN, each_once, uneven_course
 from integrations.step_courses import NUM_TEXTS, BySteps, size_of, whole_steps
 
@@ -72,7 +72,7 @@ def test_two_processes_of_lightning_share_each_batch(tmp_path: Path):
     assert_course_of_one_process(first, second, gamma=1.0)
     assert_passes_of_one_process(first, second)
     alone = import_module("integrations.two_processes_lightning").measured
-    courses = {name: BySteps(sizes=(14, 35, 21)) for name in ("ranks", "per-sample")} | {"auto": Auto(56)}
+    courses = {name: BySteps(sizes=(14, 35, 21)) for name in ("ranks", "per-sample")} | {"auto": NoiseDoubling(56)}
     for name, policy in courses.items():
         # Norms of ranks' shards, and their differences, are other estimates than those of one process.
         expected = alone(policy, "moments", processes=1)

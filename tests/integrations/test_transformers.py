@@ -13,8 +13,9 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import ChainDataset, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from divebatch import AdaptiveLoader, Auto, DiveBatch, Fixed
+from divebatch import AdaptiveLoader, DiveBatch, Fixed
 from divebatch.errors import ArgumentError, CheckpointError
+from divebatch.policies import NoiseDoubling
 from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums, each_once
 from integrations.trainer_runs import (
     NUMBERED,
@@ -276,7 +277,7 @@ def test_samplers_and_loaders_of_a_subclass_are_not_left_out_unasked(tmp_path: P
         run.train()
 
 
-@pytest.mark.parametrize("policy", [None, "auto", Auto])
+@pytest.mark.parametrize("policy", [None, "auto", NoiseDoubling])
 def test_what_is_no_policy_is_refused(policy: Any, tmp_path: Path):
     with pytest.raises(ArgumentError, match="policy must be a policy object"):
         trainer(policy, tmp_path)
@@ -298,7 +299,7 @@ def test_schedules_that_count_steps_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("optim", "coupling"), [("sgd", "linear"), ("adamw_torch", "sqrt")])
 def test_auto_needs_nothing_else(tmp_path: Path, optim: str, coupling: str):
-    run = trainer(Auto(24), tmp_path, model=Regression(), optim=optim, num_train_epochs=2)
+    run = trainer(NoiseDoubling(24), tmp_path, model=Regression(), optim=optim, num_train_epochs=2)
     run.train()
     assert [record.measured for record in run.records] == [True, True]
     state = run.batch_control.state_dict()
@@ -308,7 +309,7 @@ def test_auto_needs_nothing_else(tmp_path: Path, optim: str, coupling: str):
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # Accelerate watches for skipped steps that way
 def test_under_a_grad_scaler_auto_measures_the_same(tmp_path: Path):
-    plain, scaled = (trainer(Auto(24), tmp_path, model=Regression(), num_train_epochs=2) for _ in range(2))
+    plain, scaled = (trainer(NoiseDoubling(24), tmp_path, model=Regression(), num_train_epochs=2) for _ in range(2))
     scaled.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # floats stay what they were
     for run in (plain, scaled):
         run.train()

@@ -15,8 +15,9 @@ from torch.nn.functional import mse_loss
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from divebatch import AdaptiveLoader, Auto, Policy
+from divebatch import AdaptiveLoader, Policy
 from divebatch.integrations.lightning import BatchSizeCallback, NoiseScaleCallback
+from divebatch.policies import NoiseDoubling
 from integrations.plain_loop import GROWS_AND_SHRINKS, UNEVEN, Numbered, Watched
 from integrations.step_courses import BySteps, TinyGpt2, cosine, size_of, texts
 from reference.per_sample import mean_loss, mlp
@@ -157,7 +158,7 @@ def main() -> None:
             **whole_batches(),
             "passes": passes(folder, saves=True),
             "resumed": passes(folder, resumes=True),
-            "auto": measured(Auto(56), "moments"),
+            "auto": measured(NoiseDoubling(56), "moments"),
             "ranks": measured(BySteps(sizes=(14, 35, 21)), "ranks"),
             "per-sample": measured(BySteps(sizes=(14, 35, 21)), "per-sample"),
             "noise": noise(),

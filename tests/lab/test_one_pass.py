@@ -17,11 +17,11 @@ TINY = {"layers": 1, "width": 16, "heads": 2, "sequence_length": 16}
 
 
 def language_model() -> Experiment:
-    """With a model so small that a step takes a millisecond; `auto-8` decides every four steps."""
+    """With a model so small that a step takes a millisecond; `noise-doubling-8` decides every four steps."""
     experiment = get_experiment("lm-bytes")
     methods = dict(experiment.methods)
-    auto = Part(kind="auto", settings={"max_batch_size": 16, "step_cost": 1e6})
-    methods["auto-8"] = replace(methods["auto-8"], every_steps=4, policy=auto)
+    auto = Part(kind="noise-doubling", settings={"max_batch_size": 16, "step_cost": 1e6})
+    methods["noise-doubling-8"] = replace(methods["noise-doubling-8"], every_steps=4, policy=auto)
     model = Part(kind="gpt-tiny", settings=TINY)
     return replace(experiment, model=model, methods=methods).with_training(precision="fp32")
 
@@ -49,14 +49,14 @@ def seen_in(trainer: Trainer) -> tuple[list[int], list[float], list[int]]:
     return numbers, rates, starts
 
 
-@pytest.mark.parametrize("method", ["fixed-8", "auto-8", "fixed-64"])
+@pytest.mark.parametrize("method", ["fixed-8", "noise-doubling-8", "fixed-64"])
 def test_a_pass_trains_on_each_sample_once_and_ends_at_the_schedules_floor(tmp_path, data, method):
     trainer = make_trainer(Run(language_model().scaled(4), method, 0, tmp_path, data_dir=data))
     numbers, rates, seen = seen_in(trainer)
     total = len(trainer.control.loader.dataset)
     assert Counter(numbers) == Counter(range(total))
     size = trainer.control.loader.batch_size
-    grown = (size / int(method.split("-")[1])) ** 0.5
+    grown = (size / int(method.split("-")[-1])) ** 0.5
     base = language_model().method(method).lr
     assert rates[-1] == pytest.approx(0.1 * base * grown, rel=1e-6)
     assert (size > 8) == (method != "fixed-8")
@@ -79,7 +79,7 @@ def test_every_batch_size_has_the_same_course(tmp_path, data):
 
 def test_a_pass_has_forty_records_at_equal_parts_and_no_accuracy(tmp_path):
     data = write_corpus(tmp_path / "data", train=250)
-    run = Run(language_model(), "auto-8", 0, tmp_path, data_dir=data)
+    run = Run(language_model(), "noise-doubling-8", 0, tmp_path, data_dir=data)
     execute(run)
     lines = records(run)
     total = lines[-1]["samples"]
@@ -195,7 +195,7 @@ class StopAfter(StopRequest):
 
 @pytest.mark.parametrize("steps", [1, 17])
 def test_stopped_inside_of_a_pass_it_resumes_to_the_same_bits(tmp_path, data, steps):
-    whole = Run(language_model().scaled(4), "auto-8", 0, tmp_path / "whole", data_dir=data)
+    whole = Run(language_model().scaled(4), "noise-doubling-8", 0, tmp_path / "whole", data_dir=data)
     execute(whole)
     assert any(line["changes"] for line in records(whole))
     broken = replace(whole, folder=tmp_path / "broken")

@@ -222,7 +222,7 @@ def test_the_commit_of_a_repository_around_the_package_is_not_recorded(monkeypat
     assert run_module._git_commit() == "0" * 40
 
 
-BRING_THEIR_OWN = {"divebatch", "auto"}
+BRING_THEIR_OWN = {"divebatch", "noise-doubling"}
 """Methods that measure without naming an estimator."""
 
 
@@ -242,7 +242,7 @@ def test_every_method_runs_and_says_what_it_did(tmp_path: Path, method: str):
     run = Run(all_policies(), method, 0, tmp_path)
     execute(run)
     header, epochs = read_run(run.records_path)
-    assert header.config["method"]["every_steps"] == (2 if method == "auto-steps" else None)
+    assert header.config["method"]["every_steps"] == (2 if method == "noise-doubling-steps" else None)
     assert [record.epoch for record in epochs] == [1, 2, 3]
     assert all(record.val_accuracy is not None for record in epochs)
     measures = header.config["method"]["estimator"] is not None

@@ -168,7 +168,7 @@ def test_a_run_is_one_line_and_is_not_run_again(tmp_path, monkeypatch):
 TINY_GPT = Part(kind="gpt-tiny", settings={"layers": 1, "width": 16, "heads": 2, "sequence_length": 16})
 
 
-@pytest.mark.parametrize("method", ["sgd-small", "auto-256"])
+@pytest.mark.parametrize("method", ["sgd-small", "noise-doubling-256"])
 def test_cifar100_runs(tmp_path: Path, method: str) -> None:
     write_cifar100(tmp_path)
     experiment = replace(get_experiment("policies-cifar100").scaled(1), model=Part(kind="resnet20"))

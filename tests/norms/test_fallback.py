@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 from divebatch import (
     AdaptiveLoader,
-    Auto,
     Controller,
     DiveBatch,
     NormMeter,
@@ -27,6 +26,7 @@ from divebatch.errors import ArgumentError, CoverageError
 from divebatch.estimators import PerSample, Trajectory
 from divebatch.norms import DiversityMeter, forms, shared_by_samples
 from divebatch.norms.registry import RULES
+from divebatch.policies import NoiseDoubling
 from reference.per_sample import diversity, diversity_of, gradients, mean_loss, samples, sq_norms
 
 INPUTS, TARGETS = samples(7)
@@ -527,9 +527,9 @@ def test_training_does_not_notice_that_it_is_measured() -> None:
     assert measured.cls_token is measured._parameters["cls_token"]
 
 
-@pytest.mark.parametrize("policy", [Auto(64), DiveBatch(0.1, 64)], ids=["Auto", "DiveBatch"])
+@pytest.mark.parametrize("policy", [NoiseDoubling(64), DiveBatch(0.1, 64)], ids=["NoiseDoubling", "DiveBatch"])
 def test_measured_policies_take_it(policy: Any) -> None:
-    """SGD without momentum: "per-sample" stands in for Auto's "moments" as soon as there are rules."""
+    """SGD without momentum: "per-sample" stands in for NoiseDoubling's "moments" as soon as there are rules."""
     torch.manual_seed(0)
     model, data = ViT(), TensorDataset(*batch(32))
     optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(data, 8, seed=0)
@@ -539,7 +539,7 @@ def test_measured_policies_take_it(policy: Any) -> None:
             cross_entropy(model(x), y).backward()
             optimizer.step()
         assert control.step().measured
-        expected = PerSample if isinstance(policy, Auto) else Trajectory
+        expected = PerSample if isinstance(policy, NoiseDoubling) else Trajectory
         assert type(control._estimator) is expected
 
 

@@ -1,154 +1,201 @@
-"""The default policy: what it asks for, in which steps, with which rate."""
+"""Growth in the place of decay: how far at which rate, and what becomes of the rate."""
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
-from divebatch import AdaptiveLoader, Auto, Controller, Diversity, Measurement
-from divebatch.errors import ArgumentError
-from divebatch.measurement import History, Spread
-from divebatch.policies import Rounded, SpillOver, Steady
+from divebatch import AdaptiveLoader, Auto, Controller, Measurement
+from divebatch.errors import ArgumentError, UsageError
+from divebatch.policies import Rounded, Steady
 from reference.per_sample import dataset, mean_loss, mlp
 
 
-def seen(noise_scale: float, batch_size: int = 128, *, error: float = 0.0, **more) -> Measurement:
-    """The noise scale with a relative error of its trace."""
-    spread = Spread(trace_variance=(error * noise_scale) ** 2, sq_norm_variance=0.0, covariance=0.0, degrees=1e6)
-    diversity = Diversity.from_noise(noise_scale, 1.0, 50_000, spread=spread)
+def seen(fallen_to: float | None, batch_size: int = 64, *, samples: int = 500_000, **more) -> Measurement:
     return Measurement(
-        epoch=1, batch_size=batch_size, first_batch_size=128, dataset_size=50_000, diversity=diversity, **more
+        epoch=1,
+        batch_size=batch_size,
+        first_batch_size=64,
+        dataset_size=50_000,
+        samples=samples,
+        lr_schedule_ratio=fallen_to,
+        **more,
     )
 
 
 @pytest.mark.parametrize(
-    ("noise_scale", "size"),
+    ("fallen_to", "times"),
     [
-        (50.0, 128),  # below the first batch: never down
-        (128.0 * 1.9, 128),  # the root of 1.9 is nearer to no doubling
-        (128.0 * 2.1, 256),
-        (128.0 * 7.9, 256),
-        (128.0 * 8.1, 512),
-        (128.0 * 120, 1024),
-        (128.0 * 1e4, 2000),  # the cap itself, though no doubling
+        (1.0, 1),
+        (0.9, 1),
+        (0.85, 1.5),
+        (0.7, 2),
+        (0.5, 3),
+        (0.44, 4),
+        (0.26, 4),
+        (0.2, 4),
+        (0.16, 6),
+        (0.1, 8),
+        (0.0, 24),
     ],
 )
-def test_the_geometric_mean_to_the_nearest_doubling(noise_scale: float, size: int):
-    assert Auto(2000).next(seen(noise_scale)).batch_size == size
-
-
-@pytest.mark.parametrize(
-    ("price", "noise_scale", "size"),
-    [
-        (1024.0, 200.0, 512),  # 453: more than the first batch and the noise scale, where a step costs much
-        (1024.0, 100.0, 256),
-        (32.0, 128.0 * 16, 256),
-        (128.0, 128.0 * 8.1, 512),  # the first batch, as without one
-    ],
-)
-def test_a_step_cost_stands_for_the_first_batch(price: float, noise_scale: float, size: int):
-    decision = Auto(2000, step_cost=price).next(seen(noise_scale))
-    assert decision.batch_size == size
-    assert decision.unclamped == pytest.approx(math.sqrt(price * noise_scale))
-    assert decision.reason.startswith(f"sqrt({price:g} * noise scale) = ")
-
-
-@pytest.mark.parametrize("price", [0.0, -1.0, math.nan, math.inf])
-def test_a_step_cost_must_be_one(price: float):
-    with pytest.raises(ArgumentError, match="step_cost must be positive and finite, got step_cost="):
-        Auto(4096, step_cost=price)
-
-
-def test_noise_without_signal_asks_for_the_cap_and_nothing_known_for_nothing():
-    known = [Diversity.from_noise(1.0, 0.0, 50_000), Diversity(math.nan, math.nan, 50_000, seen(1.0).diversity.spread)]
-    measured = [Measurement(epoch=1, batch_size=128, dataset_size=50_000, diversity=each) for each in known]
-    assert [Auto(2000).next(each).batch_size for each in measured] == [2000, 128]
+def test_growth_runs_ahead_of_the_decay_up_to_four_first_batches(fallen_to: float, times: float):
+    assert Auto(2048).next(seen(fallen_to)).batch_size == 64 * times
 
 
 def test_it_never_goes_down_and_says_why_it_moves():
-    assert Auto(4096).next(seen(1000.0, 1024)).batch_size == 1024
-    decision = Auto(4096).next(seen(128.0 * 16))
-    assert (decision.batch_size, decision.unclamped) == (512, pytest.approx(512.0))
-    assert decision.reason.startswith("sqrt(first batch * noise scale) = 512, between 512 and 512")
+    assert Auto(2048).next(seen(1.0, 512)).batch_size == 512
+    assert "0.5 of its peak" in Auto(2048).next(seen(0.5)).reason
 
 
-def test_it_waits_until_the_whole_interval_is_above_the_present_size():
-    assert Auto(4096).next(seen(128.0 * 16, error=0.4)).batch_size == 512
-    unsure = Auto(4096).next(seen(128.0 * 16, error=0.6))
-    assert unsure.batch_size == 128
-    assert unsure.reason.endswith("no change")
+@pytest.mark.parametrize(("cap", "size"), [(2048, 256), (200, 192), (130, 128), (64, 64)])
+def test_the_cap_holds(cap: int, size: int):
+    assert Auto(cap).next(seen(0.3)).batch_size == size
 
 
-@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0), ("adam", 2.0), (0.6, 4**0.6)])
-def test_the_rate_comes_one_decision_after_the_size(coupling: Any, jump: float):
-    policy = Auto(4096, lr_coupling=coupling)
-    grown = policy.next(seen(128.0 * 16))
-    assert grown.lr_factor == pytest.approx(1 / jump)
-    history = History(decisions_at_size=1, previous_batch_size=128)
-    after = policy.next(seen(128.0 * 16, 512, history=history))
-    assert (after.batch_size, after.lr_factor) == (512, pytest.approx(jump))
+def test_a_size_needs_steps_before_it_or_samples_behind_it():
+    assert Auto(2048, total_samples=500_000 + 40 * 128).next(seen(0.3)).batch_size == 128
+    assert Auto(2048, total_samples=500_000 + 40 * 64).next(seen(0.3)).batch_size == 64
+    assert Auto(2048).next(seen(0.3, samples=250 * 128)).batch_size == 128
 
 
-def test_at_the_cap_nothing_is_measured_and_the_rate_still_comes():
-    policy, history = Auto(512, lr_coupling="linear"), History(decisions_at_size=1, previous_batch_size=128)
-    assert [policy.measures(1, size) for size in (128, 256, 512)] == [True, True, False]
-    at_cap = Measurement(epoch=2, batch_size=512, first_batch_size=128, dataset_size=50_000, history=history)
-    decision = policy.next(at_cap)
-    assert (decision.batch_size, decision.lr_factor) == (512, pytest.approx(4.0))
+@pytest.mark.parametrize(
+    ("coupling", "power"), [("linear", 1.0), ("sqrt", 0.5), ("adam", 0.5), (0.6, 0.6), ("none", 0.0)]
+)
+@pytest.mark.parametrize("fallen_to", [0.85, 0.5, 0.3, 0.05])
+def test_the_rate_follows_and_never_exceeds_the_highest(coupling, power: float, fallen_to: float):
+    grown = Auto(2048).next(seen(fallen_to, lr_coupling=coupling))
+    times = grown.batch_size / 64
+    in_force = fallen_to * grown.lr_factor * times**power
+    assert in_force == pytest.approx(min(1.0, fallen_to * times**power))
+    # What was held back comes as the schedule falls, and is not held back twice.
+    growth = grown.lr_factor * times**power
+    later = Auto(2048).next(seen(fallen_to * 0.98, grown.batch_size, lr_coupling=coupling, lr_growth=growth))
+    if later.batch_size == grown.batch_size:
+        assert 0.98 * fallen_to * growth * later.lr_factor == pytest.approx(min(1.0, 0.98 * fallen_to * times**power))
 
 
-def test_what_spills_over_at_the_cap_is_measured_there():
-    policy, history = SpillOver(Auto(512)), History(decisions_at_size=3, previous_batch_size=512, unclamped=512.0)
-    assert policy.measures(5, 512)
-    assert policy.next(seen(128.0 * 64, 512, history=history)).lr_factor == pytest.approx(0.5)
+def test_a_rate_that_rises_again_is_no_higher_than_before():
+    up = Auto(2048).next(seen(1.0, 512, lr_coupling="linear", lr_growth=8.0))
+    assert (up.batch_size, up.lr_factor) == (512, pytest.approx(1 / 8))
+
+
+def test_nothing_to_trade_is_said_with_what_to_take():
+    decision = Auto(2048).next(seen(1.0))
+    assert decision.batch_size == 64
+    assert "nothing to trade" in decision.reason
+    assert "total_samples=" in decision.reason
+    assert Auto(2048).next(seen(math.nan)).batch_size == 64
+    with pytest.raises(UsageError, match="schedule's own rate"):
+        Auto(2048).next(seen(None))
+
+
+@pytest.mark.parametrize("wrong", [{"max_batch_size": 0}, {"max_batch_size": 64, "total_samples": 0}])
+def test_wrong_arguments_are_named(wrong):
+    with pytest.raises(ArgumentError, match=list(wrong)[-1]):
+        Auto(**wrong)
+    with pytest.raises(ArgumentError, match="max_batch_size=32 is below the first batch size 64"):
+        Auto(32).check_start(64)
 
 
 @pytest.mark.parametrize("wrap", [Steady, lambda policy: Rounded(policy, 64)])
 def test_nothing_around_it_may_change_its_size(wrap):
-    with pytest.raises(ArgumentError, match=r"changes the size for which Auto has moved .*: .*leave it out"):
+    with pytest.raises(ArgumentError, match=r"changes the size for which Auto has moved"):
         wrap(Auto(4096))
 
 
-@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0), (0.6, 4**0.6)])
-def test_the_rate_follows_by_the_coupling_in_force(coupling: Any, jump: float):
-    grown = Auto(4096).next(replace(seen(128.0 * 16), lr_coupling=coupling))
-    assert (grown.batch_size, grown.lr_factor) == (512, pytest.approx(1 / jump))
+# In a training
 
 
-def test_one_line_is_enough():
+def trained(make_optimizer, make_schedule, *, epochs: int = 12, policy: Auto | None = None, stop: int = 0):
+    """Return the records and the rates used in each epoch; with `stop`, a second controller goes on from there."""
     torch.manual_seed(0)
     model = mlp()
-    optimizer = SGD(model.parameters(), 0.0001, momentum=0.9)
-    loader = AdaptiveLoader(dataset(400), batch_size=4, seed=0)
-    control = Controller(model, optimizer, loader, Auto(64))
+    rates: list[float] = []
+
+    def parts():
+        optimizer = make_optimizer(model.parameters())
+        loader = AdaptiveLoader(dataset(2048), batch_size=8, seed=0)
+        schedule = make_schedule(optimizer)
+        control = Controller(model, optimizer, loader, policy or Auto(256), scheduler=schedule)
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+        return optimizer, loader, control, schedule
+
+    optimizer, loader, control, schedule = parts()
     records = []
-    for _ in range(4):
+    for epoch in range(epochs):
+        if epoch and epoch == stop:
+            saved = control.state_dict(), optimizer.state_dict(), schedule.state_dict()
+            control.close()
+            optimizer, loader, control, schedule = parts()
+            control.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            schedule.load_state_dict(saved[2])
         for x, y in loader:
             optimizer.zero_grad()
             mean_loss(model(x), y).backward()
             optimizer.step()
+        schedule.step()
         records.append(control.step())
-    assert control.state_dict()["settings"]["estimator"] == "Moments"
-    sizes = [record.next_batch_size for record in records]
+    control.close()
+    return records, rates
+
+
+COSINE = (lambda parameters: SGD(parameters, 0.01), lambda optimizer: CosineAnnealingLR(optimizer, 12))
+
+
+def test_one_line_is_enough_and_costs_nothing():
+    records, rates = trained(*COSINE)
+    sizes = [each.next_batch_size for each in records]
     assert sizes == sorted(sizes)
-    assert sizes[-1] > 4
-    last = records[-1]
-    if last.next_batch_size == last.batch_size:
-        assert last.next_lr == pytest.approx(0.0001 * last.batch_size / 4)
+    assert sizes[-1] > 64
+    assert max(rates) <= 0.01 * (1 + 1e-9)
+    assert not any(each.measured for each in records)
+    assert records[-1].steps < 0.7 * 12 * 2048 / 8
 
 
-def test_a_coupling_that_would_change_the_noise_is_refused():
-    with pytest.raises(ArgumentError, match="unknown lr_coupling 'none'; known: linear, sqrt"):
-        Auto(4096, lr_coupling="none")
-    model = mlp()
-    parts = model, SGD(model.parameters(), 0.1), AdaptiveLoader(dataset(8), 4, seed=0)
-    with pytest.raises(ArgumentError, match=r"Auto moves the learning rate.*pass lr_coupling='linear', got.*'sqrt'"):
-        Controller(*parts, Auto(8, lr_coupling="linear"), lr_coupling="sqrt")
-    with pytest.raises(ArgumentError, match=r"leave lr_coupling out, or pass .*'linear' or 'sqrt' or 'adam', got"):
-        Controller(*parts, Auto(8), lr_coupling="none")
-    with pytest.raises(ArgumentError, match="above 0 and at most 1, got lr_coupling=-1"):
-        Auto(8, lr_coupling=-1)
-    Controller(*parts, Auto(8), lr_coupling=0.6, estimator="split").close()
+def test_a_resume_in_the_middle_goes_on_exactly():
+    whole, rates = trained(*COSINE)
+    again, rates_again = trained(*COSINE, stop=7)
+    assert [each.next_batch_size for each in again] == [each.next_batch_size for each in whole]
+    assert rates_again == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: MultiStepLR(optimizer, [4, 8], 0.1),
+        lambda optimizer: LambdaLR(optimizer, lambda epoch: min(1.0, (epoch + 1) / 4) if epoch < 6 else 0.2),
+        lambda optimizer: LambdaLR(optimizer, lambda epoch: 1 - 0.3 * (epoch % 4)),  # rises again
+    ],
+    ids=["steps", "warm-up", "restarts"],
+)
+@pytest.mark.parametrize("make_optimizer", [lambda p: SGD(p, 0.01), lambda p: AdamW(p, 0.001)], ids=["sgd", "adamw"])
+def test_the_rate_in_force_is_never_above_the_schedules_highest(make_optimizer, schedule):
+    records, rates = trained(make_optimizer, schedule)
+    assert max(rates) <= make_optimizer(mlp().parameters()).defaults["lr"] * (1 + 1e-9)
+    assert records[-1].next_batch_size > 8
+
+
+def test_a_constant_rate_changes_nothing():
+    records, rates = trained(COSINE[0], lambda optimizer: LambdaLR(optimizer, lambda epoch: 1.0), epochs=3)
+    assert {each.next_batch_size for each in records} == {8}
+    assert set(rates) == {0.01}
+    assert "nothing to trade" in records[0].reason
+
+
+def test_with_a_horizon_a_constant_rate_is_enough():
+    ramp = Auto(2048, total_samples=200_000)
+    sizes = [ramp.next(seen(1.0, samples=int(part * 200_000))).batch_size for part in (0.0, 0.4, 0.5, 0.8, 0.875, 0.99)]
+    assert sizes == [64, 96, 128, 256, 256, 64]  # at last no 40 steps are left for more, and what has grown stays
+    assert ramp.next(seen(1.0, 512, samples=198_000)).batch_size == 512
+    decision = ramp.next(seen(1.0, samples=100_000, lr_coupling="linear"))
+    assert decision.lr_factor * decision.batch_size / 64 == pytest.approx(1.0)  # the rate stays
+
+
+def test_training_beyond_the_horizon_keeps_its_size_and_warns():
+    with pytest.warns(UserWarning, match=r"Auto\(\.\.\., total_samples=EPOCHS \* len\(dataset\)\)"):
+        beyond = Auto(2048, total_samples=200_000).next(seen(1.0, 512, samples=400_000))
+    assert (beyond.batch_size, beyond.lr_factor) == (512, 1.0)

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from divebatch import AdaBatch, Auto, Decision, Diversity, Fixed, Measurement
+from divebatch import AdaBatch, Decision, Diversity, Fixed, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History
 from divebatch.policies import (
     DiveBatch,
     Doublings,
     GeoDamp,
+    NoiseDoubling,
     NoiseScale,
     Policy,
     Rounded,
@@ -161,9 +162,9 @@ def test_below_the_cap_rounding_does_not_move_the_rate():
     assert factors == pytest.approx([1, 1, 1, 1, 0.48, 1, 1])
     found = Diversity.from_noise(1400.0, 1.0, N)  # sqrt(100 * 1400) = 374 is between two doublings
     seen = Measurement(epoch=1, batch_size=100, dataset_size=N, diversity=found, history=History(decisions_at_size=9))
-    decision = SpillOver(Auto(1600)).next(seen)
+    decision = SpillOver(NoiseDoubling(1600)).next(seen)
     assert (decision.batch_size, decision.unclamped) == (400, pytest.approx(374.2, abs=0.1))
-    assert SpillOver(Auto(1600)).next(replace(seen, batch_size=200)).lr_factor == 1.0
+    assert SpillOver(NoiseDoubling(1600)).next(replace(seen, batch_size=200)).lr_factor == 1.0
 
 
 def test_spill_over_needs_a_cap():

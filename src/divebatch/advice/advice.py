@@ -134,7 +134,6 @@ class Advice:
         reference_batch_size: The size that your learning rate belongs to, and at which noise was measured.
         reference_lr: Your learning rate; None: no optimizer was given.
         adaptive: Whether the optimizer is Adam-like.
-        estimator: The policy's estimator: "split" if the optimizer has too little momentum for "moments".
         dataset_size: The number of samples; None for a stream.
         device: The device on which steps were timed.
     """
@@ -144,7 +143,6 @@ class Advice:
     reference_batch_size: int
     reference_lr: float | None
     adaptive: bool
-    estimator: str = "moments"
     dataset_size: int | None = None
     device: str = ""
 
@@ -196,14 +194,7 @@ class Advice:
             return None
         if self.max_batch_size <= self.batch_size:
             return Fixed()
-        return Auto(self.max_batch_size, step_cost=self.step_cost, lr_coupling="sqrt" if self.adaptive else None)
-
-    @property
-    def step_cost(self) -> float | None:
-        """The samples that a step is worth, by its fixed cost; None if the first batch, `Auto`'s own, is larger."""
-        balance, size = self.times.balance, self.batch_size
-        is_line = self.times.misfit <= MOST_MISFIT and balance < math.inf
-        return float(f"{balance:.3g}") if is_line and size is not None and balance > size else None
+        return Auto(self.max_batch_size)
 
     def __str__(self) -> str:
         from divebatch.advice.text import in_words
@@ -227,7 +218,6 @@ class Advice:
             "lr_coupling": self.lr_coupling,
             "max_batch_size": self.max_batch_size,
             "policy": None if self.policy is None else repr(self.policy),
-            "estimator": self.estimator,
             "is_clear": self.is_clear,
             "reference_batch_size": self.reference_batch_size,
             "reference_lr": self.reference_lr,

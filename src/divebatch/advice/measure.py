@@ -20,7 +20,6 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.micro_batches import batch_length, micro_batches
 from divebatch.errors import ArgumentError, BatchTooLargeError, DivergedError
 from divebatch.estimators import ESTIMATORS, Estimator, TrainingContext, make_estimator
-from divebatch.estimators.moments import extrapolation
 from divebatch.estimators.step_hooks import tell_steps
 from divebatch.lr import coupling_for
 from divebatch.measurement import Diversity, Spread
@@ -133,7 +132,6 @@ def advise(
         reference_batch_size=reference,
         reference_lr=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
         adaptive=lr_coupling == "sqrt",
-        estimator="moments" if optimizer is None or extrapolation(optimizer) else "split",
         dataset_size=loader.dataset_size,
         device=str(place) if step_seconds is None else "",
     )

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any
 
 from divebatch.advice.advice import MOST_MISFIT, SLACK, Advice, NoiseEstimate, good_size, time_to_progress
 from divebatch.policies import Fixed
@@ -24,8 +22,8 @@ def _answer(advice: Advice) -> str:
     if advice.batch_size is not None:
         rate = f"{advice.lr_factor:.3g} times the learning rate that suits batch {advice.reference_batch_size}"
         rate = rate if advice.lr is None else f"learning rate {advice.lr:.3g}"
-        estimator = "" if advice.estimator == "moments" else f' with estimator="{advice.estimator}"'
-        return f"Start with batch {advice.batch_size}, {rate} and {_call(advice.policy)}{estimator}."
+        policy = "Fixed()" if isinstance(advice.policy, Fixed) else f"Auto({advice.max_batch_size})"
+        return f"Start with batch {advice.batch_size}, {rate} and {policy}."
     low, high = advice.batch_size_range
     why = f"what the interval allows leads to batch {low} as well as to batch {high}"
     why = "the mean gradient cannot be told from zero" if advice.noise.now.value is None else why
@@ -33,16 +31,6 @@ def _answer(advice: Advice) -> str:
         f"This is too noisy to advise: {why}. "
         f"Measure over more steps (four times as many halve the interval), or at a larger batch size."
     )
-
-
-def _call(policy: Any) -> str:
-    """Return a policy as one would write it: the first argument by place, others by name if they are no default."""
-    words = []
-    for index, each in enumerate(fields(policy)):
-        value = getattr(policy, each.name)
-        if value != each.default:
-            words.append(f"{each.name}={value!r}" if index else repr(value))
-    return f"{type(policy).__name__}({', '.join(words)})"
 
 
 def _noise(advice: Advice) -> str:
@@ -105,8 +93,10 @@ def _growth(advice: Advice) -> str:
     if saturated == times.sizes[-1]:
         why = f"the largest that was timed, and still the fastest ({speed} samples a second)"
     data = f" The data has {advice.dataset_size} samples." if advice.dataset_size == times.sizes[-1] else ""
-    fixed = " So a batch that grows with the noise would gain nothing here." if isinstance(advice.policy, Fixed) else ""
-    return f"Growth stops paying at batch {advice.max_batch_size}: {why}.{data}{fixed}"
+    fixed = " So a batch that grows would gain nothing here." if isinstance(advice.policy, Fixed) else ""
+    auto = " Auto grows up to there as the learning rate falls; at a constant rate, pass it total_samples too."
+    then = fixed or (auto if advice.is_clear else "")
+    return f"Growth stops paying at batch {advice.max_batch_size}: {why}.{data}{then}"
 
 
 def _seconds(value: float) -> str:

@@ -24,7 +24,7 @@ def ramp(
     batch_size: Annotated[int, typer.Option(help="The first batch size, in samples.")],
     max_batch_size: Annotated[int, typer.Option(help="The largest one.")],
     samples: Annotated[int, typer.Option(help="Samples of the whole training.")],
-    schedule: Annotated[str, typer.Option(help="The rate's decay after the warm-up: cosine or linear.")] = "cosine",
+    schedule: Annotated[str, typer.Option(help="The rate after the warm-up: cosine, linear or constant.")] = "cosine",
     warmup: Annotated[float, typer.Option(help="Part of the training in which the rate rises.", min=0, max=0.99)] = 0.0,
     floor: Annotated[float, typer.Option(help="Where the decay ends, over the highest rate.", min=0, max=1)] = 0.0,
     coupling: Annotated[str, typer.Option(help="How the rate follows: sqrt (Adam, Muon) or linear (SGD).")] = "sqrt",

@@ -6,8 +6,16 @@ from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError
 from divebatch.policies.auto import Auto
 from divebatch.policies.by_loss import AdaDamp, Plateau
-from divebatch.policies.by_noise import CABS, GradientDamp, InnerProductTest, NoiseScale, NormTest, SimiGrad
-from divebatch.policies.by_schedule import AnnealToBatch, HorizonRamp, Seesaw, SmithSchedule
+from divebatch.policies.by_noise import (
+    CABS,
+    GradientDamp,
+    InnerProductTest,
+    NoiseDoubling,
+    NoiseScale,
+    NormTest,
+    SimiGrad,
+)
+from divebatch.policies.by_schedule import Seesaw, SmithSchedule
 from divebatch.policies.divebatch import DiveBatch
 from divebatch.policies.goodput import Goodput
 from divebatch.policies.policy import Policy
@@ -19,7 +27,6 @@ __all__ = [
     "POLICIES",
     "AdaBatch",
     "AdaDamp",
-    "AnnealToBatch",
     "Auto",
     "DiveBatch",
     "Doublings",
@@ -27,8 +34,8 @@ __all__ = [
     "GeoDamp",
     "Goodput",
     "GradientDamp",
-    "HorizonRamp",
     "InnerProductTest",
+    "NoiseDoubling",
     "NoiseScale",
     "NormTest",
     "PadaDamp",
@@ -50,6 +57,7 @@ POLICIES: dict[str, type[Policy]] = {
     "adabatch": AdaBatch,
     "divebatch": DiveBatch,
     "auto": Auto,
+    "noise-doubling": NoiseDoubling,
     "noise-scale": NoiseScale,
     "norm-test": NormTest,
     "inner-product-test": InnerProductTest,
@@ -57,8 +65,6 @@ POLICIES: dict[str, type[Policy]] = {
     "cabs": CABS,
     "smith": SmithSchedule,
     "seesaw": Seesaw,
-    "anneal-to-batch": AnnealToBatch,
-    "horizon-ramp": HorizonRamp,
     "adadamp": AdaDamp,
     "gradient-damp": GradientDamp,
     "padadamp": PadaDamp,

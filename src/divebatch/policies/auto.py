@@ -1,98 +1,145 @@
-"""The default for those who do not want to choose: between the batch you know and the one the noise asks for."""
+"""The default policy: a batch that grows in the place of the learning rate's decay, and towards the training's end."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
 
-from divebatch.checks import require_choice, require_coupling_power, require_positive
+from divebatch.checks import require_count, warn_user
+from divebatch.errors import UsageError
 from divebatch.measurement import Decision, Measurement
-from divebatch.policies.policy import Capped, require_diversity, wanted_size
-from divebatch.policies.wrappers import ramped
+from divebatch.policies.policy import Capped
 
 POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5}
 """The power of the batch size that the learning rate follows with each coupling by name."""
+POWER, START, LEAD = 1.5, 2**0.25, 4.0
+"""The growth runs ahead of the decay, START * (highest / rate)^POWER, up to LEAD first batches."""
+STEPS_LEFT, STEPS_SEEN = 40, 75
+"""The fewest steps that a size must have before it, and that must fit into the samples seen."""
+STEPS_SEEN_ALONE = 250
+"""Steps that must fit into the samples seen if nobody knows how many are to come."""
+TINY = 1e-9
+"""A rate of zero counts as this part of its highest."""
+
+
+def growth(fallen_to: float, part: float = 0.0) -> float:
+    """Return how many first batches a batch should have.
+
+    A lower rate makes the noise of the steps smaller, and so does a larger batch, in fewer steps. At a constant rate
+    the noise still has to fall towards the end, as under a linear decay. Either way alone leads up to LEAD first
+    batches; a rate that has fallen further leads further.
+
+    >>> [round(growth(rate), 1) for rate in (1.0, 0.8, 0.5, 0.25, 0.1)]
+    [1.0, 1.7, 3.4, 4.0, 10.0]
+    >>> [growth(1.0, part) for part in (0.0, 0.5, 0.75)]
+    [1.0, 2.0, 4.0]
+
+    Args:
+        fallen_to: The schedule's rate over its highest so far.
+        part: The part of the training that is over; 0 if nobody knows.
+    """
+    by_rate = 1.0
+    if fallen_to < 1:
+        rate = max(fallen_to, TINY)
+        by_rate = max(1 / rate, min(START / math.pow(rate, POWER), LEAD))
+    return max(by_rate, min(1 / max(1 - part, TINY), LEAD))
+
+
+def step_size(first: int, wanted: float, most: float) -> int:
+    """Return the largest of 1, 1.5, 2, 3, 4, 6, 8, ... first batches within `wanted` first batches and `most` samples.
+
+    Two sizes an octave: a compiler sees few shapes.
+
+    >>> step_size(64, 3.4, 4096), step_size(64, 100, 1000), step_size(7, 1.9, 4096)
+    (192, 768, 7)
+    """
+    size, most = first, min(wanted * first * (1 + 1e-9), most)
+    while 2 * size <= most:
+        size *= 2
+    return size * 3 // 2 if size % 2 == 0 and size * 3 // 2 <= most else size
+
+
+def room(samples: int, total_samples: int | None) -> float:
+    """Return the largest size that has enough steps behind it, as the samples seen go, and before it."""
+    if total_samples is None:
+        return samples / STEPS_SEEN_ALONE
+    return min(samples / STEPS_SEEN, (total_samples - samples) / STEPS_LEFT)
 
 
 @dataclass(frozen=True)
 class Auto(Capped):
-    """sqrt(b0 * B): the geometric mean of the batch you start with and the noise scale B. Nothing to set but the cap.
+    """Growth of the batch in the place of the learning rate's decay. Nothing is measured, and a step costs nothing.
 
-    The first batch b0 is taken as the price of a step, in samples: at this price, sqrt(b0 * B) wastes least (McCandlish
-    et al. 2018). Early in training B is about as large as a good fixed batch, so the size grows soon. Later B grows by
-    orders of magnitude, and the size only with its root.
+    A lower learning rate makes the noise of the steps smaller, and so does a larger batch, in fewer steps. If the
+    schedule's rate has fallen to a part x of its highest, the batch grows to 1.2 / x^1.5 first batches, up to 4, and to
+    1 / x from there. The learning rate follows as suits the optimizer (linear for SGD, the root for Adam-like
+    optimizers), but never above the schedule's highest.
 
-    It moves by doublings, so that a compiler sees few shapes, and never down. It moves only if the whole 95 % interval
-    of the estimate lies above the present size. At the cap nothing is measured any more.
+    With `total_samples` the batch also grows while the rate is constant: to 1 / (1 - p) first batches after a part p of
+    the training, up to 4. Without it, a rate that never falls leaves nothing to trade, and nothing grows. The record
+    says so.
 
-    Its estimator is "moments" unless the controller is given one. Without momentum, "moments" gives only an upper
-    bound, and "per-sample" replaces it if the model has no BatchNorm and a norm rule for each layer; otherwise a
-    warning says so, and nothing grows. Use "split" if batches go through in two or more parts, and for decisions within
-    epochs: in the first steps of a training "moments" is several times too large. Do not use "trajectory", whose B is
-    far too large.
+    Sizes are 1, 1.5, 2, 3, 4, 6, ... first batches and never fall. A size is taken if 75 of its steps fit into the
+    samples seen and 40 into those to come; without `total_samples`, if 250 fit into those seen. If parameter groups
+    have schedules of their own, the first group's counts. In a training of few epochs, let it decide within epochs
+    too: `Controller(..., every_steps=50)`.
 
-    After each growth the learning rate reaches its new value over one further decision. The named couplings keep the
-    noise of training as it was, so at the cap nothing is left for the learning rate to make up.
-
-    >>> Auto(4096)
-    Auto(max_batch_size=4096, step_cost=None, lr_coupling=None)
+    >>> seen = Measurement(epoch=1, batch_size=64, dataset_size=50_000, samples=50_000, lr_schedule_ratio=0.5)
+    >>> Auto(4096).next(seen).batch_size
+    192
 
     Args:
         max_batch_size: The largest batch, in samples.
-        step_cost: What one optimizer step is worth, in samples; None for the first batch. Where the fixed cost of a
-            step is as long as that of many more samples than you start with, `advise` measures how many.
-        lr_coupling: "linear", "sqrt", "adam", or a number p for the p-th power of the batch size; None for the one that
-            suits the optimizer, linear for SGD and the square root for Adam-like ones.
+        total_samples: The samples of the whole training: epochs times the size of the dataset. None: not known, so that
+            only the schedule counts.
     """
 
-    needs = frozenset({"diversity"})
-    estimator = "moments"
     needs_lr_coupling = True
     moves_lr = True
     decides_within_epochs = True
+    run_settings = frozenset({"total_samples"})
 
     _: KW_ONLY
-    step_cost: float | None = None
-    lr_coupling: Literal["linear", "sqrt", "adam"] | float | None = None
+    total_samples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step_cost is not None:
-            require_positive("step_cost", self.step_cost)
-        if isinstance(self.lr_coupling, str | None):
-            require_choice("lr_coupling", self.lr_coupling, (*POWERS, None))
-        else:
-            require_coupling_power("lr_coupling", self.lr_coupling)
-
-    def measures(self, epoch: int, batch_size: int) -> bool:
-        """Return True until the cap is reached: from there on nothing is left to decide."""
-        return batch_size < self.max_batch_size
+        if self.total_samples is not None:
+            require_count("total_samples", self.total_samples)
 
     def next(self, seen: Measurement) -> Decision:
-        """Return the doubling nearest to the mean, and a learning rate that comes one decision after it."""
-        coupling = self.lr_coupling or seen.lr_coupling
-        power = POWERS.get(coupling, 0.0) if isinstance(coupling, str) else coupling
-        # Cut to what can be had first: the learning rate must be made for the size that comes.
-        return ramped(self._doubled(seen).at_most(seen.largest_batch_size), seen, decisions=1, power=power)
+        """Return the size for the schedule's present rate, and a rate that is never above its highest."""
+        fallen_to = seen.lr_schedule_ratio
+        if fallen_to is None:
+            raise UsageError("Auto needs the schedule's own rate, and the measurement has none")
+        if math.isnan(fallen_to):
+            return Decision(batch_size=seen.batch_size, reason="the learning rate is zero: no change")
+        fallen_to = min(1.0, max(fallen_to, TINY))
+        wanted = growth(fallen_to, self._part_over(seen.samples))
+        most = min(self.max_batch_size, seen.largest_batch_size, room(seen.samples, self.total_samples))
+        size = max(seen.batch_size, step_size(seen.first_batch_size, wanted, most))
+        power = POWERS.get(seen.lr_coupling, 0.0) if isinstance(seen.lr_coupling, str) else seen.lr_coupling
+        raised = min((size / seen.first_batch_size) ** power, 1 / fallen_to)
+        by_coupling = (size / seen.batch_size) ** power
+        return Decision(
+            batch_size=size,
+            lr_factor=raised / seen.lr_growth / by_coupling,
+            reason=self._reason(seen, fallen_to),
+            unclamped=wanted * seen.first_batch_size,
+        )
 
-    def _doubled(self, seen: Measurement) -> Decision:
-        if seen.diversity is None and not self.measures(seen.epoch, seen.batch_size):
-            return Decision(batch_size=seen.batch_size)
-        cost = self.step_cost or seen.first_batch_size
+    def _part_over(self, samples: int) -> float:
+        if self.total_samples is None:
+            return 0.0
+        if samples > self.total_samples:
+            warn_user(
+                f"training goes beyond total_samples={self.total_samples}, so its batches grew too early: pass "
+                f"Auto(..., total_samples=EPOCHS * len(dataset))"
+            )
+            return 0.0
+        return samples / self.total_samples
 
-        def mean(noise_scale: float) -> float:
-            return math.sqrt(cost * max(noise_scale, 0.0))
-
-        wanted, reason = wanted_size(require_diversity(self, seen), seen.batch_size, mean)
-        if wanted is None or math.isnan(wanted):
-            return Decision(batch_size=seen.batch_size, reason=reason)
-        size = max(seen.batch_size, self._nearest(seen.first_batch_size, wanted))
-        of = "first batch" if self.step_cost is None else f"{self.step_cost:g}"
-        reason = f"sqrt({of} * noise scale) = {wanted:.0f}" + (f", {reason}" if reason else "")
-        return Decision(batch_size=size, reason=reason, unclamped=wanted)
-
-    def _nearest(self, first: int, wanted: float) -> int:
-        if wanted >= self.max_batch_size:
-            return self.max_batch_size
-        # By doublings, so that a compiler sees few shapes.
-        doublings = round(math.log2(wanted / first)) if wanted > first else 0
-        return min(first << doublings, self.max_batch_size)
+    def _reason(self, seen: Measurement, fallen_to: float) -> str:
+        rate = "rate at its peak" if fallen_to >= 1 else f"rate at {fallen_to:.3g} of its peak"
+        if self.total_samples is not None:
+            return f"{rate}, {seen.samples / self.total_samples:.0%} of the samples seen"
+        never = ": nothing to trade; if it never falls, pass total_samples=EPOCHS * len(dataset)"
+        return rate + never if fallen_to >= 1 else rate

@@ -49,7 +49,7 @@ class Around(Policy):
             own, inner = type(self).__name__, type(self.policy).__name__
             raise ArgumentError(
                 f"{own} changes the size for which {inner} has moved the learning rate: put {own} around what {inner} "
-                f"is around, or leave it out (Auto moves by doublings as it is)"
+                f"is around, or leave it out ({inner} has few sizes as it is)"
             )
 
 
@@ -132,8 +132,8 @@ class Rounded(_RoundedDown):
 class Doublings(_RoundedDown):
     """A policy with the fewest sizes: the cap, and doublings and halvings of the first batch, rounded down.
 
-    A rule that moves by small steps from the present size would not move. `Auto` and `AdaBatch` move by doublings
-    already.
+    A rule that moves by small steps from the present size would not move. `NoiseDoubling` and `AdaBatch` move by
+    doublings already.
 
     Args:
         policy: The inner policy.
