@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, SparseAdam, lr_scheduler
 
-from divebatch import AdaptiveLoader, Controller, Diversity, Fixed
+from divebatch import AdaptiveLoader, Auto, Controller, Diversity, Fixed
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
-from divebatch.lr import LrCoupling, Rates, scale_settings
+from divebatch.lr import Coupling, LrCoupling, Rates, scale_settings
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import NoiseDoubling, Policy
 from reference.adam_by_hand import set_by_hand, train_by_hand
@@ -88,8 +88,8 @@ def knobs_of(optimizer: Optimizer, group: int = 0) -> dict[str, Any]:
     return {name: value for name, value in optimizer.param_groups[group].items() if name in KNOBS}
 
 
-def following(optimizer: Optimizer) -> LrCoupling:
-    return LrCoupling(optimizer, kind="adam", first_batch_size=32)
+def following(optimizer: Optimizer, kind: Coupling = "adam") -> LrCoupling:
+    return LrCoupling(optimizer, kind=kind, first_batch_size=32)
 
 
 def one_parameter() -> list[nn.Parameter]:
@@ -526,3 +526,33 @@ def test_settings_can_be_scaled_once_without_a_coupling():
     assert optimizer.state[parameter]["step"] == 0.25
     with pytest.raises(ArgumentError, match="SGD is none of them"):
         scale_settings(SGD(one_parameter(), 0.1), 2)
+
+
+# beta1 alone
+
+
+def test_beta1_alone_follows_beside_the_rate_and_comes_back():
+    optimizer = OPTIMIZERS["AdamW"](one_parameter())
+    before, coupling = plain(knobs_of(optimizer)), following(optimizer, "adam-beta1")
+    coupling.follow(128)
+    found = in_force(coupling)
+    assert found["lr"] == pytest.approx(0.02)
+    assert found["betas"] == (pytest.approx(0.9**4), 0.95)
+    assert (found["eps"], found["weight_decay"]) == (1e-4, 0.1)
+    coupling.follow(32)
+    assert plain(in_force(coupling)) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (OPTIMIZERS["AdamW"], "adam-beta1"),
+        (OPTIMIZERS["NAdam"], "adam-beta1"),
+        (lambda p: torch.optim.RMSprop(p, 0.01), "sqrt"),
+        (lambda p: torch.optim.SGD(p, 0.01), "linear"),
+    ],
+)
+def test_auto_takes_it_for_adam(make: Any, kind: str):
+    run = Run(make, policy=Auto(40), lr_coupling=None)
+    assert run.control.state_dict()["settings"]["lr_coupling"] == [kind]
+    run.epoch()

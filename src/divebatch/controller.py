@@ -60,9 +60,9 @@ class Controller:
         estimator: What measures the gradients: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or
             an object such as `Oracle(loss_fn)`. None: the policy's own.
         lr_coupling: How the learning rate follows the batch size: "none"; "linear", "adascale" or "1/(1+B/b)" (SGD);
-            "sqrt" or "adascale-sqrt" (Adam-like optimizers); "adam" (Adam, AdamW, NAdam, Adamax: betas, eps and weight
-            decay follow too); a number p such as 0.6 for the p-th power of the batch size; or a list with one for each
-            optimizer. None: the policy's own, "none" if it has none.
+            "sqrt" or "adascale-sqrt" (Adam-like optimizers); "adam-beta1" (Adam, AdamW, NAdam, Adamax: the root, and
+            beta1 follows too) or "adam" (betas, eps and weight decay follow); a number p such as 0.6 for the p-th power
+            of the batch size; or a list with one for each optimizer. None: the policy's own, "none" if it has none.
         scheduler: The scheduler that drives the optimizer, or a list. Only one that is stepped after every optimizer
             step is needed here.
         scheduler_unit: What a call of `scheduler.step` means: an "epoch"; a "step" of the first batch size, which

@@ -3,7 +3,7 @@
 `group["lr"]` always holds the schedule's own rate. The hook before an optimizer step multiplies it by
 f(batch_size / base batch size) and by the decisions' factors, and the hook after the step puts the very same value
 back. So schedulers, loops that write rates, loggers and saved optimizers see what they would see without a controller.
-With `lr_coupling="adam"` betas, eps and weight decay are changed for the step in the same way.
+With "adam" and "adam-beta1", settings of Adam's are changed for the step in the same way.
 
 A scheduler stepped after every optimizer step (`scheduler_unit="step"`) was made for as many steps as there are at the
 first batch size. `Schedule` steps it as often as the samples say that it is behind.
@@ -30,7 +30,7 @@ from divebatch.policies import Policy
 
 # Couplings
 
-CouplingName = Literal["none", "linear", "sqrt", "adam", "adascale", "adascale-sqrt", "1/(1+B/b)"]
+CouplingName = Literal["none", "linear", "sqrt", "adam", "adam-beta1", "adascale", "adascale-sqrt", "1/(1+B/b)"]
 Coupling = CouplingName | float
 """A name, or a number p for the p-th power of the batch size."""
 
@@ -39,6 +39,7 @@ COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
     "linear": lambda ratio, noise: ratio,
     "sqrt": lambda ratio, noise: math.sqrt(ratio),
     "adam": lambda ratio, noise: math.sqrt(ratio),
+    "adam-beta1": lambda ratio, noise: math.sqrt(ratio),
     "adascale": gain,
     "adascale-sqrt": lambda ratio, noise: math.sqrt(gain(ratio, noise)),
     "1/(1+B/b)": lambda ratio, noise: 1.0 if noise is None else 1 / (1 + noise / ratio),
@@ -46,28 +47,40 @@ COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
 """f(batch_size / base, noise scale / base): `linear` keeps lr / batch_size (SGD, Goyal 2017), `sqrt` suits Adam-like
 rules.
 
-`adam` changes betas, eps and weight decay too (`ADAM_RULES`). `adascale` follows what was measured, `adascale-sqrt` is
-the same for Adam-like rules. `1/(1+B/b)` is SGD's best rate at the batch size b if the noise scale is B (McCandlish et
-al. 2018), relative to the best rate without noise.
+`adam` and `adam-beta1` change other settings of Adam's too (`ADAM_RULES`). `adascale` follows what was measured,
+`adascale-sqrt` is the same for Adam-like rules. `1/(1+B/b)` is SGD's best rate at the batch size b if the noise scale
+is B (McCandlish et al. 2018), relative to the best rate without noise.
 """
 BY_GAIN = frozenset({"adascale", "adascale-sqrt"})
 """Couplings that say what a step is worth (`GainSum`)."""
 BY_NOISE = BY_GAIN | {"1/(1+B/b)"}
 """Couplings that must know the noise scale."""
-BY_SIZE = ("linear", "sqrt", "adam")
+BY_SIZE = ("linear", "sqrt", "adam", "adam-beta1")
 """Couplings that follow the batch size by a power of it, as every number does."""
 
 Rule = Callable[[Any, float], Any]
 """(own value, k) -> the value at k times the base batch size."""
 
-ADAM_RULES: Mapping[str, Rule] = {
-    "betas": lambda beta, k: beta**k,  # as much of a mean is forgotten after as many samples
-    "eps": lambda eps, k: eps / math.sqrt(k),  # beside the root of the second moment, which noise makes smaller so
-    "weight_decay": lambda decay, k: decay * math.sqrt(k),  # lr * weight_decay / batch_size stays
-    "momentum_decay": lambda decay, k: decay * k,  # NAdam's, per step
+
+def _power(beta: Any, k: float) -> Any:
+    return beta**k  # as much of a mean is forgotten after as many samples
+
+
+ADAM_RULES: Mapping[str, Mapping[str, Rule | tuple[Rule, Rule]]] = {
+    "adam": {
+        "betas": (_power, _power),
+        "eps": lambda eps, k: eps / math.sqrt(k),  # beside the root of the second moment, which noise makes smaller so
+        "weight_decay": lambda decay, k: decay * math.sqrt(k),  # lr * weight_decay / batch_size stays
+        "momentum_decay": lambda decay, k: decay * k,  # NAdam's, per step
+    },
+    "adam-beta1": {"betas": (_power, lambda beta, k: beta)},
 }
-"""How each setting of a parameter group follows, if the group has it: Malladi et al. 2022 (Adam's stochastic
-differential equation), Marek et al. 2025 (half-lives in samples), Bergsma et al. 2025 (weight decay)."""
+"""How each setting of a parameter group follows with a coupling, if the group has it.
+
+"adam": Malladi et al. 2022 (Adam's stochastic differential equation), Marek et al. 2025 (half-lives in samples),
+Bergsma et al. 2025 (weight decay). "adam-beta1": a batch that grows late leaves few steps, and a mean over ten of them
+would lag behind the falling rate (docs/when-it-pays.md).
+"""
 _ADAM_KNOWN = (Adam, AdamW, Adamax, NAdam)
 """Not RAdam, which stops dividing by the second moment if beta2 is small; not SparseAdam, whose rows decay only when
 they are used."""
@@ -127,7 +140,7 @@ def require_adam(optimizer: Optimizer) -> None:
     known = ", ".join(kind.__name__ for kind in _ADAM_KNOWN)
     other = "linear" if isinstance(optimizer, SGD | ASGD) else "sqrt"
     raise ArgumentError(
-        f"lr_coupling='adam' sets betas, eps and weight decay as well, for torch's {known}, and "
+        f"this lr_coupling sets betas as well, for torch's {known}, and "
         f"{type(optimizer).__name__} is none of them: pass lr_coupling={other!r}, which changes the learning rate "
         f"alone. Several optimizers may each have their own, as a list in their order"
     )
@@ -138,8 +151,10 @@ def couplings_of(
 ) -> list[Coupling]:
     """Return each optimizer's coupling: as given, else the policy's, else "none"."""
     if lr_coupling is None and policy.lr_coupling is None and policy.needs_lr_coupling:
-        # Linear for SGD, the square root for Adam-like optimizers.
-        return [coupling_for(optimizer, one_of=len(optimizers)) for optimizer in optimizers]
+        # Linear for SGD, the square root for Adam-like optimizers, and the policy's own for torch's Adam and its kind.
+        of_adam: Any = policy.adam_coupling
+        suiting = [coupling_for(each, one_of=len(optimizers)) for each in optimizers]
+        return [of_adam if isinstance(o, _ADAM_KNOWN) else suits for o, suits in zip(optimizers, suiting, strict=True)]
     named = policy.lr_coupling or "none" if lr_coupling is None else lr_coupling
     couplings: list[Any] = [named] * len(optimizers) if isinstance(named, str | int | float) else list(named)
     if len(couplings) != len(optimizers):
@@ -151,7 +166,7 @@ def couplings_of(
         for coupling in couplings:
             require_coupling(policy, coupling)
     for coupling, optimizer in zip(couplings, optimizers, strict=True):
-        if coupling == "adam":
+        if coupling in ADAM_RULES:
             require_adam(optimizer)
     return couplings
 
@@ -177,7 +192,7 @@ def scale_settings(optimizer: Optimizer, ratio: float) -> None:
     """
     require_adam(optimizer)
     for group in optimizer.param_groups:
-        for name, rule in _rules_of(group):
+        for name, rule in _rules_of("adam", group):
             group[name] = _put(group[name], rule, ratio)[1]
     _count_steps_in(optimizer, ratio)
 
@@ -193,10 +208,10 @@ def _count_steps_in(optimizer: Optimizer, ratio: float) -> None:
             step.div_(ratio)
 
 
-def _rules_of(group: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+def _rules_of(kind: Any, group: Mapping[str, Any]) -> list[tuple[str, Rule | tuple[Rule, Rule]]]:
     # An L2 penalty is a part of the loss, which the batch size must not change.
     has_penalty = not group.get("decoupled_weight_decay")
-    rules = ((name, rule) for name, rule in ADAM_RULES.items() if name in group)
+    rules = ((name, rule) for name, rule in ADAM_RULES[kind].items() if name in group)
     return [(name, rule) for name, rule in rules if not (name == "weight_decay" and has_penalty)]
 
 
@@ -234,7 +249,7 @@ class GainSum:
 
 
 class LrCoupling:
-    """The learning rates of one optimizer, and with "adam" its other settings: changed for the time of a step.
+    """The learning rates of one optimizer, and settings of Adam's: changed for the time of a step.
 
     Args:
         optimizer: The optimizer whose rates follow.
@@ -317,9 +332,9 @@ class LrCoupling:
                 else:
                     put = group["lr"] = own * factor
                 self.undo.append((group, "lr", own, put))
-        if ratio != 1 and self.kind == "adam":
+        if ratio != 1 and self.kind in ADAM_RULES:
             for group in self.optimizer.param_groups:
-                for name, rule in _rules_of(group):
+                for name, rule in _rules_of(self.kind, group):
                     own, group[name] = _put(group[name], rule, ratio)
                     self.undo.append((group, name, own, group[name]))
 
@@ -391,17 +406,17 @@ class LrCoupling:
         self.gains = GainSum(**state["gains"])
 
 
-def _put(held: Any, rule: Rule, k: float) -> tuple[Any, Any]:
+def _put(held: Any, rule: Rule | tuple[Rule, Rule], k: float) -> tuple[Any, Any]:
     """Return a setting's own value, and the changed one that its group must hold.
 
     Tensors are written to in place, since captured and compiled steps read them: their own value is a copy.
     """
+    if isinstance(rule, tuple):  # two betas
+        both = [_put(each, one, k) for each, one in zip(held, rule, strict=True)]
+        return type(held)(own for own, _ in both), type(held)(put for _, put in both)
     if isinstance(held, Tensor):
         own = held.clone()
         return own, held.copy_(rule(own, k))
-    if isinstance(held, tuple | list):  # two betas
-        both = [_put(each, rule, k) for each in held]
-        return type(held)(own for own, _ in both), type(held)(put for _, put in both)
     return held, rule(held, k)
 
 

@@ -32,6 +32,7 @@ from divebatch.lab.schema import (
 from divebatch.lab.step import LossFn, device_settings
 from divebatch.lab.tasks import TASKS, Task
 from divebatch.lab.trainer import Trainer
+from divebatch.lr import ADAM_RULES
 from divebatch.norms.sketch import seed_signs
 from divebatch.policies import Policy, Rounded
 from divebatch.ranks import Ranks
@@ -184,10 +185,10 @@ def check_parts(experiment: Experiment) -> None:
             raise ArgumentError(f"{experiment.name}: {error}") from error
     for name, method in experiment.methods.items():
         coupling = method.lr_coupling or build_policy(method.policy, ANY_LENGTH).lr_coupling
-        if coupling == "adam" and not OPTIMIZERS[experiment.optimizer.kind].takes_adam_coupling:
+        if coupling in ADAM_RULES and not OPTIMIZERS[experiment.optimizer.kind].takes_adam_coupling:
             raise ArgumentError(
-                f"{experiment.name}: [methods.{name}] has lr_coupling='adam', which is for the optimizer 'adamw', and "
-                f"this one is {experiment.optimizer.kind!r}: use 'linear' for sgd, 'sqrt' for others"
+                f"{experiment.name}: [methods.{name}] has lr_coupling={coupling!r}, which is for the optimizer "
+                f"'adamw', and this one is {experiment.optimizer.kind!r}: use 'linear' for sgd, 'sqrt' for others"
             )
 
 

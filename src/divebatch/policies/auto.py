@@ -8,7 +8,7 @@ from divebatch.errors import UsageError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.policy import Capped
 
-POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5}
+POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5, "adam-beta1": 0.5}
 """The power of the batch size that the learning rate follows with each coupling by name."""
 POWER, START, LEAD = 1.5, 2**0.25, 4.0
 """The growth runs ahead of the decay, START * (highest / rate)^POWER, up to LEAD first batches."""
@@ -71,7 +71,8 @@ class Auto(Capped):
     A lower learning rate makes the noise of the steps smaller, and so does a larger batch, in fewer steps. If the
     schedule's rate has fallen to a part x of its highest, the batch grows to 1.2 / x^1.5 first batches, up to 4, and to
     1 / x from there. The learning rate follows as suits the optimizer (linear for SGD, the root for Adam-like
-    optimizers), but never above the schedule's highest.
+    optimizers), but never above the schedule's highest. Adam's beta1 follows as well: its mean spans as many samples
+    as before.
 
     With `total_samples` the batch also grows while the rate is constant: to 1 / (1 - p) first batches after a part p of
     the training, up to 4. Without it, a rate that never falls leaves nothing to trade, and nothing grows. The record
@@ -93,6 +94,7 @@ class Auto(Capped):
     """
 
     needs_lr_coupling = True
+    adam_coupling = "adam-beta1"
     moves_lr = True
     decides_within_epochs = True
     run_settings = frozenset({"total_samples"})

@@ -41,6 +41,8 @@ class Policy(ABC):
     """The coupling that the rule is made for; None: any."""
     needs_lr_coupling: bool = False
     """Whether the learning rate must follow the batch size: if no coupling is named, as suits the optimizer."""
+    adam_coupling: str = "sqrt"
+    """What suits torch's Adam, AdamW, NAdam and Adamax then: "sqrt" or "adam-beta1"."""
     moves_lr: bool = False
     """Whether the decisions' `lr_factor` is made for their size, so that no wrapper may change the size."""
     decides_within_epochs: bool = False

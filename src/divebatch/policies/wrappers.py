@@ -12,7 +12,9 @@ from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.policy import Policy, require_policy
 
-_OF_THE_INNER = ("needs", "estimator", "lr_coupling", "needs_lr_coupling", "moves_lr", "decides_within_epochs")
+_OF_THE_INNER = (
+    *("needs", "estimator", "lr_coupling", "needs_lr_coupling", "adam_coupling", "moves_lr", "decides_within_epochs"),
+)
 
 
 @dataclass(frozen=True)
