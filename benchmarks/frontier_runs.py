@@ -128,6 +128,7 @@ def annealing(power: float, offset: float, **more: Any) -> Start:
 
 METHODS = {
     "auto": Start("auto"),
+    "auto-sqrt": Start("auto", coupling="sqrt"),
     "auto-adam": Start("auto", coupling="adam"),
     "auto-from-quarter": Start("auto", under=4),
     "seesaw-doublings": annealing(1.0, 0.5),
@@ -153,7 +154,7 @@ METHODS = {
 }
 RIVALS = ("seesaw-doublings", "late-switch", "adabatch", "divebatch", "noise-doubling")
 SGD = ("auto", *RIVALS)
-ADAM = ("auto", "auto-adam", *RIVALS)
+ADAM = ("auto", "auto-sqrt", "auto-adam", *RIVALS)
 CONSTANT = ("auto", "horizon-0.5", "horizon-1", "horizon-1.5", *RIVALS[1:])
 QUARTER = "auto-from-quarter"
 CANDIDATES_OF_SGD = ("halves-1-0.25", "lead-doublings", "limited-1-0.5", "seesaw-floor", "halves-1.5-0.25", "c1")
@@ -175,7 +176,7 @@ WORKLOADS = {
         "frontier-linear-adam", (64, 128, 256, 512, 768, 1024, 1536), (32, 0.032), 0.5, ADAM, tolerance=0.03
     ),
     "cnn10": Workload("frontier-cnn10", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, (*SGD, "halves-1-0.25", QUARTER)),
-    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, ADAM),
+    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, ("auto", *RIVALS)),
     "linear-long": Workload("frontier-linear-long", (16, 32, 64, 96, 128, 192), (64, 0.5), 1.0, SGD, tolerance=0.03),
     "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, ADAM, samples=393_216),
     "cnn100": Workload("frontier-cnn100", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, SGD),
