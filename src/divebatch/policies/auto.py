@@ -140,7 +140,7 @@ class Auto(Capped):
         return samples / self.total_samples
 
     def _reason(self, seen: Measurement, fallen_to: float) -> str:
-        rate = "rate at its peak" if fallen_to >= 1 else f"rate at {fallen_to:.3g} of its peak"
+        rate = "rate at its peak" if fallen_to >= 1 else f"rate at {round(fallen_to, 6):.3g} of its peak"
         if self.total_samples is not None:
             return f"{rate}, {seen.samples / self.total_samples:.0%} of the samples seen"
         never = ": nothing to trade; if it never falls, pass total_samples=EPOCHS * len(dataset)"
