@@ -433,7 +433,12 @@ def test_another_models_grad_scaler_changes_nothing():
 
 @pytest.mark.parametrize(
     ("policy", "estimator", "most"),
-    [(Fixed(), None, 16), (Auto(128), None, 16), (NoiseDoubling(128), "moments", 40), (DiveBatch(1e-9, 128), "trajectory", 105)],
+    [
+        (Fixed(), None, 16),
+        (Auto(128), None, 16),
+        (NoiseDoubling(128), "moments", 40),
+        (DiveBatch(1e-9, 128), "trajectory", 105),
+    ],
 )
 def test_a_step_makes_few_calls_of_ours(policy: Policy, estimator: str | None, most: int):
     """Calls and not seconds, which depend on the machine: of one batch, from its fetch to its step."""
