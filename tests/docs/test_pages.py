@@ -1,0 +1,41 @@
+"""Rules that every page of the documentation keeps, and messages that one of them quotes."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SRC = ROOT / "src" / "divebatch"
+
+
+def templates(file: Path) -> Iterator[str]:
+    """Yield the texts of a source file, with … in the place of what is filled in."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def quoted_messages() -> list[str]:
+    """Return the messages in the first column of troubleshooting: code with a blank in it that is no code."""
+    rows = re.findall(r"^\| (.*?) \|", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    return [each for row in rows for each in re.findall(r"`([^`]+)`", row) if " " in each]
+
+
+def test_quoted_messages_are_those_of_the_library() -> None:
+    known = {template for file in SRC.rglob("*.py") for template in templates(file)}
+    filled = re.compile(r"'?…'?(?:=…)?")
+    plain = {filled.sub("…", template) for template in known}
+    missing = []
+    for message in quoted_messages():
+        pieces = [piece for piece in re.split(r"['(]*…[')]*", message) if len(piece) > 3]
+        pattern = re.compile(".*".join(re.escape(piece) for piece in pieces), re.DOTALL)
+        if not any(pattern.search(template) for template in plain):
+            missing.append(message)
+    assert len(quoted_messages()) > 30
+    assert missing == []
