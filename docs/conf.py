@@ -115,7 +115,9 @@ def complete(app: Any, name: str, source: list[str]) -> None:
 
 
 def toctree(pages: Sequence[str], caption: str = "") -> str:
-    return "\n".join(["\n```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *pages, "```\n"])
+    return "\n".join(
+        ["\n```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *pages, "```\n"]
+    )
 
 
 def as_markdown(notebook: Mapping[str, Any]) -> str:
