@@ -42,7 +42,7 @@ PAGES = {
         "command-line",
         "experiment-file",
         "report",
-        "api/divebatch",
+        "API <api/divebatch>",
     ],
     "Lab": ["training", "search", "probe"],
     "Results": ["results"],
@@ -55,12 +55,23 @@ BELOW = {
     "docs/api/divebatch": sorted(f"/docs/api/{each.stem}" for each in ROOT.glob("docs/api/*.md"))[1:],
     "docs/results": [
         f"/results/{each.parent.name}/{each.stem}"
-        for each in sorted([*ROOT.glob("results/*/README.md"), *ROOT.glob("results/*/summary.md")])
+        for each in sorted(
+            [
+                *ROOT.glob("results/*/README.md"),
+                *ROOT.glob("results/*/summary.md"),
+            ]
+        )
     ],
     "CONTRIBUTING": ["docs/design", "CHANGELOG", "SECURITY"],
 }
 """Pages that unfold below another one in the side bar."""
-NOT_SEARCHED = ("CHANGELOG", "SECURITY", "CONTRIBUTING", "docs/design", "results/")
+NOT_SEARCHED = (
+    "CHANGELOG",
+    "SECURITY",
+    "CONTRIBUTING",
+    "docs/design",
+    "results/",
+)
 """Pages with every word in them, which would stand before the page that explains it."""
 AUTODATA = "\n```{{eval-rst}}\n.. autodata:: {name}\n   :no-value:\n```\n"
 
@@ -69,10 +80,21 @@ author = "The divebatch authors"
 copyright = author
 release = version = divebatch.__version__
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/api/*.md", "results/*/*.md", *(f"{name}.md" for name in FILES)]
+include_patterns = [
+    "docs/*.md",
+    "docs/api/*.md",
+    "results/*/*.md",
+    *(f"{name}.md" for name in FILES),
+]
 include_patterns += [f"{NOTEBOOK}.ipynb"]
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
-exclude_patterns = [".*", "build", "dist", "runs", "data"]  # not searched for pages
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "runs",
+    "data",
+]  # not searched for pages
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
@@ -115,9 +137,8 @@ def complete(app: Any, name: str, source: list[str]) -> None:
 
 
 def toctree(pages: Sequence[str], caption: str = "") -> str:
-    return "\n".join(
-        ["\n```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *pages, "```\n"]
-    )
+    options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
+    return "\n".join(["\n```{toctree}", *options, "", *pages, "```\n"])
 
 
 def as_markdown(notebook: Mapping[str, Any]) -> str:

@@ -39,3 +39,27 @@ def test_quoted_messages_are_those_of_the_library() -> None:
             missing.append(message)
     assert len(quoted_messages()) > 30
     assert missing == []
+
+
+TO_COME = ("advise", "index", "policies", "when-it-pays")
+"""Pages that do not keep these rules yet; docs/ruff.toml names them too."""
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.stem not in TO_COME]
+WIDTH = 80
+"""Characters of a line of code that a page of the site shows without scrolling."""
+FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+UNWANTED = ("goes by", "go by", "going by", "in force", "tells", "stands in", "goes on", "so many")
+"""What the project writes in other words: is based on, current, reports, replaces, continues, every N."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_needs_no_scrolling(page: Path) -> None:
+    """But for blocks without a language: what a terminal printed is wrapped by the site."""
+    blocks = [code for language, code in FENCED.findall(page.read_text()) if language]
+    assert [line for code in blocks for line in code.splitlines() if len(line) > WIDTH] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_prose_is_without_unwanted_phrases(page: Path) -> None:
+    prose = " ".join(re.sub(r"`[^`\n]*`", "", FENCED.sub("", page.read_text())).split())
+    found = re.findall(rf".{{0,30}}\b(?:{'|'.join(UNWANTED)})\b.{{0,30}}", prose, flags=re.IGNORECASE)
+    assert found == []
