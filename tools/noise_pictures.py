@@ -189,12 +189,12 @@ def pyplot() -> Any:
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    mpl.rcParams.update(STYLE)
     return plt
 
 
 def save(drawing: Any, figure: Path) -> None:
     drawing.savefig(figure, metadata={"Date": None})
+    pyplot().close(drawing)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -209,9 +209,10 @@ def main(words: Sequence[str] | None = None) -> None:
     print("fit: {:.1f} steps at least, noise scale {:.0f}".format(*fitted(steps)))
     for epoch, scales in epochs.items():
         print(f"epoch {epoch}: {mean(scales):.0f} ({min(scales):.0f} to {max(scales):.0f}), {len(scales)} seeds")
-    draw_clouds(two, folder / "noise-clouds.svg")
-    draw_costs(steps, folder / "noise-steps.svg")
-    draw_growth(epochs, folder / "noise-growth.svg")
+    with pyplot().rc_context(STYLE):
+        draw_clouds(two, folder / "noise-clouds.svg")
+        draw_costs(steps, folder / "noise-steps.svg")
+        draw_growth(epochs, folder / "noise-growth.svg")
 
 
 if __name__ == "__main__":

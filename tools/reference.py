@@ -49,6 +49,7 @@ EXAMPLES = {
     "ramp": "divebatch ramp --batch-size 64 --max-batch-size 512 \\\n    --samples 1000000",
     "doctor": "divebatch doctor",
 }
+COMMON = ("--set", "--data-dir", "--device")
 READ_MORE = {
     "run": "[The reference trainer](training.md)",
     "report": "[Reports](report.md)",
@@ -239,15 +240,33 @@ def command_page() -> str:
     """Return the reference of all commands, from the application that runs them."""
     commands: Mapping[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     rows = [f"| [`{name}`](#{name}) | {in_cell(each.help.partition(chr(10))[0])} |" for name, each in commands.items()]
-    return COMMANDS + "\n".join(rows) + "\n\n" + "\n".join(command_text(name, each) for name, each in commands.items())
+    texts = [command_text(name, each) for name, each in commands.items()]
+    return "\n".join([COMMANDS.rstrip(), *rows, "", common_options(commands), *texts])
 
 
 def command_text(name: str, command: Any) -> str:
     about = " ".join(command.help.split())
     more = f" {READ_MORE[name]}." if name in READ_MORE else ""
-    rows = [f"| {shown_option(each)} | {in_cell(each.help)}{default_of(each)} |" for each in command.params]
+    rows = [option_row(each) for each in command.params if not is_common(each)]
+    if common := [f"`{each.opts[0]}`" for each in command.params if is_common(each)]:
+        rows.append(f"| {', '.join(common)} | [as everywhere](#options-of-several-commands) |")
     table = "\n".join(["| argument | meaning |", "|---|---|", *rows])
     return f"## {name}\n\n{about}{more}\n\n```sh\n{EXAMPLES[name]}\n```\n\n{table}\n"
+
+
+def is_common(option: Any) -> bool:
+    return option.opts[0] in COMMON
+
+
+def common_options(commands: Mapping[str, Any]) -> str:
+    """Return the table of the options that mean the same in several commands."""
+    found = {each.opts[0]: each for command in commands.values() for each in command.params if is_common(each)}
+    rows = [option_row(found[name]) for name in COMMON]
+    return "\n".join(["## Options of several commands\n", "| option | meaning |", "|---|---|", *rows, ""])
+
+
+def option_row(option: Any) -> str:
+    return f"| {shown_option(option)} | {in_cell(option.help)}{default_of(option)} |"
 
 
 def shown_option(option: Any) -> str:
