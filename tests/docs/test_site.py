@@ -71,7 +71,7 @@ def test_every_public_name_is_described(site: Path) -> None:
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
     described = {name for kind, names in inventory.items() if kind.startswith("py:") for name in names}
     modules = [f"divebatch{part}" for part in PARTS]
-    public = [(module, name) for module in modules for name in importlib.import_module(module).__all__]
+    public = [(module, name) for module in modules for name in getattr(importlib.import_module(module), "__all__", ())]
     assert len(public) > 80
     assert [each for each in public if not described & {".".join(each), f"divebatch.{each[1]}"}] == []
 
