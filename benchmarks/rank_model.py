@@ -1,4 +1,4 @@
-"""Step time against ranks, up to thousands: a model from a few constants, printed as the table of docs/distributed.md.
+"""Step time against ranks, up to thousands: a model from a few constants, printed as a table.
 
     python benchmarks/rank_model.py            # the table; nothing is run
     python benchmarks/rank_model.py --measure  # first the two constants of gloo between two processes of this machine

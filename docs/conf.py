@@ -4,12 +4,15 @@ The whole repository is the source folder, so that links from `docs/` to `result
 of the site just as they do on a code host. `PAGES` says which files these are, in the order of the side bar.
 """
 
+import json
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_origin
 
+from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).parents[1]
@@ -17,22 +20,59 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import divebatch  # noqa: E402
 
-ALL_NAMES = ROOT / "docs" / "api" / "divebatch.md"
 FILES = ["CONTRIBUTING", "CHANGELOG", "SECURITY"]
+NOTEBOOK = "examples/first_look"
 PAGES = {
-    "Begin": ["when-it-pays", "which-learning-rate", "own-loops", "integrations", "migrating"],
-    "Library": ["policies", "learning-rate", "estimators", "noise-meter", "norms", "data", "distributed", "advise"],
-    "Laboratory": ["training", "language-models", "report", "search", "probe", "logging", "results"],
-    "API": ["api/divebatch", *(f"api/{page.stem}" for page in sorted(ROOT.glob("docs/api/*.md")) if page != ALL_NAMES)],
-    "Project": ["design", *(f"/{name}" for name in FILES)],
+    "Start": ["install", f"/{NOTEBOOK}", "when-it-pays"],
+    "How to": [
+        "own-loops",
+        "integrations",
+        "which-learning-rate",
+        "noise-meter",
+        "advise",
+        "distributed",
+        "logging",
+        "troubleshooting",
+    ],
+    "Concepts": ["noise-scale"],
+    "Reference": [
+        "policies",
+        "learning-rate",
+        "estimators",
+        "command-line",
+        "experiment-file",
+        "report",
+        "API <api/divebatch>",
+    ],
+    "Lab": ["training", "search", "probe"],
+    "Results": ["results"],
+    "Project": ["/CONTRIBUTING"],
 }
-RESULTS = [
-    f"/results/{page.parent.name}/{page.stem}"
-    for page in sorted([*ROOT.glob("results/*/README.md"), *ROOT.glob("results/*/summary.md")])
-]
-NOT_SEARCHED = ("CHANGELOG", "docs/design", "results/")
+BELOW = {
+    "docs/integrations": ["migrating"],
+    "docs/estimators": ["norms"],
+    "docs/training": ["data", "language-models"],
+    "docs/api/divebatch": sorted(f"/docs/api/{each.stem}" for each in ROOT.glob("docs/api/*.md"))[1:],
+    "docs/results": [
+        f"/results/{each.parent.name}/{each.stem}"
+        for each in sorted(
+            [
+                *ROOT.glob("results/*/README.md"),
+                *ROOT.glob("results/*/summary.md"),
+            ]
+        )
+    ],
+    "CONTRIBUTING": ["docs/design", "CHANGELOG", "SECURITY"],
+}
+"""Pages that unfold below another one in the side bar."""
+NOT_SEARCHED = (
+    "CHANGELOG",
+    "SECURITY",
+    "CONTRIBUTING",
+    "docs/design",
+    "results/",
+)
 """Pages with every word in them, which would stand before the page that explains it."""
-TOCTREE = "\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
 AUTODATA = "\n```{{eval-rst}}\n.. autodata:: {name}\n   :no-value:\n```\n"
 
 project = "divebatch"
@@ -40,8 +80,21 @@ author = "The divebatch authors"
 copyright = author
 release = version = divebatch.__version__
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/api/*.md", "results/*/*.md", *(f"{name}.md" for name in FILES)]
-exclude_patterns = [".*", "build", "dist", "runs", "data"]  # not searched for pages
+include_patterns = [
+    "docs/*.md",
+    "docs/api/*.md",
+    "results/*/*.md",
+    *(f"{name}.md" for name in FILES),
+]
+include_patterns += [f"{NOTEBOOK}.ipynb"]
+source_suffix = {".md": "markdown", ".ipynb": "notebook"}
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "runs",
+    "data",
+]  # not searched for pages
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
@@ -62,22 +115,50 @@ html_static_path = ["site/static"]
 html_css_files = ["divebatch.css"]
 html_favicon = "site/static/favicon.svg"
 html_extra_path = ["site/root"]
+html_search_scorer = str(ROOT / "docs" / "site" / "search.js")
 html_copy_source = False
 html_show_sourcelink = False
 
 
 def complete(app: Any, name: str, source: list[str]) -> None:
     """Add what would be noise in the files themselves: the side bar to index.md, constants to the pages of the API."""
+    if name == NOTEBOOK:
+        source[0] = as_markdown(json.loads(source[0]))
     if name == root_doc:
-        source[0] += "".join(TOCTREE.format(caption=each, pages="\n".join(pages)) for each, pages in PAGES.items())
-    if name == "docs/results":
-        source[0] += TOCTREE.format(caption="Records", pages="\n".join(RESULTS))
+        source[0] += "".join(toctree(pages, caption) for caption, pages in PAGES.items())
+    if name in BELOW:
+        source[0] += toctree(BELOW[name])
     if name.endswith("/summary"):
         source[0] = source[0].replace("# Report\n", f"# Tables of {name.split('/')[1]}\n", 1)
     if name.startswith(NOT_SEARCHED):
         source[0] = f"---\nnosearch: true\n---\n{source[0]}"
     for module in re.findall(r"^\.\. automodule:: (\S+)$", source[0], flags=re.MULTILINE):
         source[0] += "".join(AUTODATA.format(name=f"{module}.{constant}") for constant in constants(module))
+
+
+def toctree(pages: Sequence[str], caption: str = "") -> str:
+    options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
+    return "\n".join(["\n```{toctree}", *options, "", *pages, "```\n"])
+
+
+def as_markdown(notebook: Mapping[str, Any]) -> str:
+    """Return the text, the code, and what the code printed and drew."""
+    parts = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                parts.append("```text\n{}\n```".format("".join(output["text"]).rstrip()))
+            elif (picture := output.get("data", {}).get("image/png")) is not None:
+                parts.append(f"![drawn by the code above](data:image/png;base64,{''.join(picture).strip()})")
+    return "\n\n".join(parts) + "\n"
+
+
+class NotebookParser(MystParser):
+    """Reads what `as_markdown` makes of a notebook."""
+
+    supported = ("notebook",)
 
 
 def constants(module: str) -> list[str]:
@@ -118,6 +199,7 @@ def read_as_plain_text(app: Any, what: str, name: str, obj: object, options: Any
 
 
 def setup(app: Any) -> None:
+    app.add_source_parser(NotebookParser)
     app.connect("source-read", complete)
     app.connect("autodoc-skip-member", leave_out_twins)
     app.connect("autodoc-process-docstring", describe_constant, priority=300)

@@ -36,8 +36,9 @@ def shard(model: nn.Sequential) -> nn.Module:
 
 def train(model: nn.Module, data: TensorDataset) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = AdaptiveLoader(data, batch_size=37, seed=0)  # of all ranks together; each gets its share
-    control = Controller(model, optimizer, loader, DiveBatch(0.5, 512), lr_coupling="linear")
+    loader = AdaptiveLoader(data, batch_size=37, seed=0)  # of all ranks
+    policy = DiveBatch(0.5, 512)
+    control = Controller(model, optimizer, loader, policy, lr_coupling="linear")
     for _ in range(3):
         for x, y in loader:
             optimizer.zero_grad()

@@ -611,7 +611,7 @@ SIZES = (256, 64, 512, 2048)
 
 def documented() -> list[tuple[Any, str, list[str]]]:
     """Coupling, setting, and the numbers at `SIZES`, of each row."""
-    section = PAGE.read_text().split("## Which learning rate at my batch")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## The couplings in numbers")[1].split("\n## ")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     (_, _, *sizes), _, *rows = cells
     assert sizes == list(map(str, SIZES))
