@@ -1,4 +1,4 @@
-"""What scripts made and is kept in the repository: the first picture and the notebook."""
+"""What scripts made and is kept in the repository: the table and picture of scores, and the notebook."""
 
 import importlib.util
 import json
@@ -31,17 +31,14 @@ def notebook() -> dict[str, Any]:
     return dict(json.loads((ROOT / "examples" / "first_look.ipynb").read_text()))
 
 
-def test_the_picture_and_its_numbers_follow_from_the_records(tmp_path: Path, capsys) -> None:
-    drawn = tmp_path / "picture.svg"
-    tool("first_picture").main(["--figure", str(drawn)])
-    told = capsys.readouterr().out
-    assert "93.87 % in 23.4 s" in drawn.read_text()
-    readme, landing = (ROOT / "README.md").read_text(), (ROOT / "docs" / "index.md").read_text()
-    for line in told.splitlines():
-        _, accuracy, seconds, _ = line.replace(":", ",").split(", ")
-        assert seconds in readme
-        assert accuracy in readme
-    assert "23.4 s with `Auto` and 24.1 s" in landing
+def test_the_table_of_the_page_and_the_picture_follow_from_the_records(tmp_path: Path) -> None:
+    script = tool("frontier_page")
+    found = script.scores()
+    script.draw(found, tmp_path / "frontier.svg")
+    assert "linear regression, SGD" in (tmp_path / "frontier.svg").read_text()
+    table = script.table(found)
+    assert len(table.splitlines()) == 2 + len(found)
+    assert table in (ROOT / "docs" / "when-it-pays.md").read_text()
 
 
 def test_the_notebook_has_the_cells_of_the_script(notebook: dict[str, Any]) -> None:
@@ -73,5 +70,5 @@ def test_the_cells_run_in_order(notebook: dict[str, Any], tmp_path: Path) -> Non
     command = [sys.executable, "-W", "error", "-c", program]
     answer = subprocess.run(command, cwd=tmp_path, env=QUICK, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
-    assert "epoch 1  noise scale" in answer.stdout
+    assert "Auto from 128" in answer.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "noise_scale.png"]
