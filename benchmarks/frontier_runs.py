@@ -129,7 +129,6 @@ def annealing(power: float, offset: float, **more: Any) -> Start:
 METHODS = {
     "auto": Start("auto"),
     "auto-sqrt": Start("auto", coupling="sqrt"),
-    "auto-adam": Start("auto", coupling="adam"),
     "auto-from-quarter": Start("auto", under=4),
     "seesaw-doublings": annealing(1.0, 0.5),
     "late-switch": Start("sample-schedule", {"schedule": "0:{b} 75%:{b4}"}, cap=None),
@@ -154,32 +153,26 @@ METHODS = {
 }
 RIVALS = ("seesaw-doublings", "late-switch", "adabatch", "divebatch", "noise-doubling")
 SGD = ("auto", *RIVALS)
-ADAM = ("auto", "auto-sqrt", "auto-adam", *RIVALS)
-CONSTANT = ("auto", "horizon-0.5", "horizon-1", "horizon-1.5", *RIVALS[1:])
+ADAM = ("auto", "auto-sqrt", *RIVALS)
+CONSTANT = ("auto", *RIVALS[1:])
 QUARTER = "auto-from-quarter"
-CANDIDATES_OF_SGD = ("halves-1-0.25", "lead-doublings", "limited-1-0.5", "seesaw-floor", "halves-1.5-0.25", "c1")
 
 WORKLOADS = {
+    "linear": Workload(
+        "frontier-linear", (8, 16, 32, 48, 64, 96, 128), (32, 0.25), 1.0, (*SGD, QUARTER), tolerance=0.03
+    ),
+    "gpt": Workload("frontier-gpt", (32, 64, 96, 128, 192), (64, 0.016), 0.25, (*ADAM, QUARTER), seeds=5),
+    "cnn10": Workload("frontier-cnn10", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, (*SGD, QUARTER), seeds=5),
+    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, ("auto", *RIVALS)),
     "mlp": Workload(
         "frontier-mlp", (16, 32, 64, 96, 128, 192, 256), (64, 0.02), 1.0, CONSTANT, tolerance=0.03, seeds=5
     ),
-    "linear": Workload(
-        "frontier-linear",
-        (8, 16, 32, 48, 64, 96, 128),
-        (32, 0.25),
-        1.0,
-        (*SGD, *CANDIDATES_OF_SGD, QUARTER),
-        tolerance=0.03,
-    ),
-    "gpt": Workload("frontier-gpt", (32, 64, 96, 128, 192), (64, 0.016), 0.25, (*ADAM, QUARTER)),
+    "linear-long": Workload("frontier-linear-long", (16, 32, 64, 96, 128, 192), (64, 0.5), 1.0, SGD, tolerance=0.03),
+    "cnn100": Workload("frontier-cnn100", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, SGD),
+    "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, ADAM, samples=393_216),
     "linear-adam": Workload(
         "frontier-linear-adam", (64, 128, 256, 512, 768, 1024, 1536), (32, 0.032), 0.5, ADAM, tolerance=0.03
     ),
-    "cnn10": Workload("frontier-cnn10", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, (*SGD, "halves-1-0.25", QUARTER)),
-    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, ("auto", *RIVALS)),
-    "linear-long": Workload("frontier-linear-long", (16, 32, 64, 96, 128, 192), (64, 0.5), 1.0, SGD, tolerance=0.03),
-    "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, ADAM, samples=393_216),
-    "cnn100": Workload("frontier-cnn100", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, SGD),
 }
 
 

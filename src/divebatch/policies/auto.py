@@ -10,8 +10,10 @@ from divebatch.policies.policy import Capped
 
 POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5, "adam-beta1": 0.5}
 """The power of the batch size that the learning rate follows with each coupling by name."""
-POWER, START, LEAD = 1.5, 2**0.25, 4.0
-"""The growth runs ahead of the decay, START * (highest / rate)^POWER, up to LEAD first batches."""
+NEAREST = 2**0.25
+"""Sizes are half an octave apart, and the nearest one is taken: from a quarter of an octave below it on."""
+LEAD = 4.0
+"""The most first batches that the time alone leads to, so that a wrong length of the training costs little."""
 STEPS_LEFT, STEPS_SEEN = 40, 75
 """The fewest steps that a size must have before it, and that must fit into the samples seen."""
 STEPS_SEEN_ALONE = 250
@@ -24,22 +26,18 @@ def growth(fallen_to: float, part: float = 0.0) -> float:
     """Return how many first batches a batch should have.
 
     A lower rate makes the noise of the steps smaller, and so does a larger batch, in fewer steps. At a constant rate
-    the noise still has to fall towards the end, as under a linear decay. Either way alone leads up to LEAD first
-    batches; a rate that has fallen further leads further.
+    the noise still has to fall towards the end, as under a linear decay: up to LEAD first batches.
 
     >>> [round(growth(rate), 1) for rate in (1.0, 0.8, 0.5, 0.25, 0.1)]
-    [1.0, 1.7, 3.4, 4.0, 10.0]
-    >>> [growth(1.0, part) for part in (0.0, 0.5, 0.75)]
-    [1.0, 2.0, 4.0]
+    [1.0, 1.5, 2.4, 4.8, 11.9]
+    >>> [growth(1.0, part) for part in (0.0, 0.5, 0.75, 0.9)]
+    [1.0, 2.0, 4.0, 4.0]
 
     Args:
         fallen_to: The schedule's rate over its highest so far.
         part: The part of the training that is over; 0 if nobody knows.
     """
-    by_rate = 1.0
-    if fallen_to < 1:
-        rate = max(fallen_to, TINY)
-        by_rate = max(1 / rate, min(START / math.pow(rate, POWER), LEAD))
+    by_rate = NEAREST / max(fallen_to, TINY) if fallen_to < 1 else 1.0
     return max(by_rate, min(1 / max(1 - part, TINY), LEAD))
 
 
@@ -69,23 +67,22 @@ class Auto(Capped):
     """Growth of the batch in the place of the learning rate's decay. Nothing is measured, and a step costs nothing.
 
     A lower learning rate makes the noise of the steps smaller, and so does a larger batch, in fewer steps. If the
-    schedule's rate has fallen to a part x of its highest, the batch grows to 1.2 / x^1.5 first batches, up to 4, and to
-    1 / x from there. The learning rate follows as suits the optimizer (linear for SGD, the root for Adam-like
-    optimizers), but never above the schedule's highest. Adam's beta1 follows as well: its mean spans as many samples
-    as before.
+    schedule's rate has fallen to a part x of its highest, the batch grows to 1 / x first batches. The learning rate
+    follows as suits the optimizer (linear for SGD, the root for Adam-like optimizers), but never above the schedule's
+    highest. Adam's beta1 follows as well: its mean spans as many samples as before.
 
     With `total_samples` the batch also grows while the rate is constant: to 1 / (1 - p) first batches after a part p of
     the training, up to 4. Without it, a rate that never falls leaves nothing to trade, and nothing grows. The record
     says so.
 
-    Sizes are 1, 1.5, 2, 3, 4, 6, ... first batches and never fall. A size is taken if 75 of its steps fit into the
-    samples seen and 40 into those to come; without `total_samples`, if 250 fit into those seen. If parameter groups
-    have schedules of their own, the first group's counts. In a training of few epochs, let it decide within epochs
-    too: `Controller(..., every_steps=50)`.
+    Sizes are 1, 1.5, 2, 3, 4, 6, ... first batches, the nearest one, and never fall. A size is taken if 75 of its steps
+    fit into the samples seen and 40 into those to come; without `total_samples`, if 250 fit into those seen. If
+    parameter groups have schedules of their own, the first group's counts. In a training of few epochs, let it decide
+    within epochs too: `Controller(..., every_steps=50)`.
 
     >>> seen = Measurement(epoch=1, batch_size=64, dataset_size=50_000, samples=50_000, lr_schedule_ratio=0.5)
     >>> Auto(4096).next(seen).batch_size
-    192
+    128
 
     Args:
         max_batch_size: The largest batch, in samples.

@@ -26,6 +26,8 @@ FIXED = "fixed"
 """The method of all trials with a fixed batch size."""
 TOLERANCE = 0.005
 """Relative loss above the best that the knee may have."""
+BEST, NEAR = 3, 0.05
+"""The sizes that show how much sizes differ by chance: the best few, and all within this relative loss of the best."""
 RESAMPLES = 2000
 LEAST_RATES = 3
 """Rates of a size: the best one and a worse one on each side."""
@@ -200,7 +202,7 @@ def _score_workload(name: str, trials: Sequence[Trial]) -> Frontier:
     methods = dict.fromkeys((each.method, each.batch_size, each.lr) for each in trials if each.method != FIXED)
     if problems:
         return Frontier(name, sizes, None, None, [], problems)
-    noise = _noise([[each.losses[seed] for seed in seeds] for each in sizes if _is_finite(each, seeds)])
+    noise = _noise(sizes, seeds)
     curve = Curve.through(sizes, seeds)
     knee = curve.knee(noise or 0.0)
     scores = [_score_method(trials, method, sizes, knee) for method in methods]
@@ -236,19 +238,23 @@ def _common_seeds(sizes: Sequence[FixedSize]) -> list[int]:
     return sorted(set.intersection(*(set(each.losses) for each in sizes))) if sizes else []
 
 
-def _is_finite(size: FixedSize, seeds: Iterable[int]) -> bool:
-    return all(math.isfinite(size.losses[seed]) for seed in seeds)
+def _noise(sizes: Sequence[FixedSize], seeds: Sequence[int]) -> float | None:
+    """Return the standard error of a difference of two means, without what a seed does to all sizes alike.
 
-
-def _noise(losses: Sequence[Sequence[float]]) -> float | None:
-    """Return the standard error of a difference of two means, without what a seed does to all sizes alike."""
-    table = np.array(losses)
-    sizes, seeds = table.shape
-    if seeds < 2 or sizes < 2:
+    Only the best sizes count: training that is barely stable at a large size scatters more than at the knee.
+    """
+    table = np.array([[each.losses[seed] for seed in seeds] for each in sizes])
+    table = table[np.isfinite(table.mean(1))]
+    table = table[np.argsort(table.mean(1))]
+    best = table[0].mean()
+    near = max(BEST, int((table.mean(1) <= best + NEAR * abs(best)).sum()))
+    table = table[:near]
+    near, repeats = table.shape
+    if repeats < 2 or near < 2:
         return None
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    variance = (rest**2).sum() / ((sizes - 1) * (seeds - 1))
-    return math.sqrt(2 * variance / seeds)
+    variance = (rest**2).sum() / ((near - 1) * (repeats - 1))
+    return math.sqrt(2 * variance / repeats)
 
 
 @dataclass(frozen=True, slots=True)
