@@ -588,7 +588,7 @@ class Controller:
             # A window or an epoch that dropped its rest holds fewer samples: n * diversity means the same of both.
             diversity=diversity if diversity is None or dataset_size is None else diversity.of(dataset_size),
             lr=lr,
-            lr_schedule_ratio=self._rates.first.schedule_ratio(),
+            lr_schedule_ratio=self._rates.schedule_ratio(),
             lr_growth=self._rates.growth,
             lr_coupling=self._rates.first.kind,
             loss=loss,

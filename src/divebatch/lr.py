@@ -286,7 +286,9 @@ class LrCoupling:
         self._decided_factor = 1.0
         self._own: Any = None
         """The object that held the own rate of the first group at the last look, and its value then."""
-        self._own_version, self._own_value, self._highest_own = 0, 0.0, 0.0
+        self._own_version, self._own_value = 0, 0.0
+        self._highest_own = [0.0] * len(optimizer.param_groups)
+        """The highest own rate of each group so far."""
         self.look()
 
     @property
@@ -300,21 +302,33 @@ class LrCoupling:
         return float(self.undo[0][2] if self.factor != 1 and self.undo else self.optimizer.param_groups[0]["lr"])
 
     def schedule_ratio(self) -> float:
-        """Return the schedule's own rate of the first group over its highest so far; NaN if that is zero."""
+        """Return the schedule's own rate over its highest so far, of the group where it has fallen least.
+
+        NaN if all rates have been zero so far.
+        """
         if self.undo:
             self.put_back()
         self.look()
-        return self._own_value / self._highest_own if self._highest_own else math.nan
+        own = (float(group["lr"]) for group in self.optimizer.param_groups)
+        return max((rate / high for rate, high in zip(own, self._highest_own, strict=False) if high), default=math.nan)
 
     def look(self) -> bool:
-        """Take note of the own rate; return whether it is another one than at the last look."""
-        lr = self.optimizer.param_groups[0]["lr"]
+        """Take note of the own rates; return whether the first group's is another one than at the last look."""
+        groups, highest = self.optimizer.param_groups, self._highest_own
+        for place in range(1, len(groups)):
+            if place == len(highest):  # a group that was added later
+                highest.append(0.0)
+            lr = groups[place]["lr"]
+            # Reading a tensor waits for its device: a schedule in tensors is known from its first group.
+            if not isinstance(lr, Tensor) and lr > highest[place]:
+                highest[place] = lr
+        lr = groups[0]["lr"]
         # Reading a tensor waits for its device, so only one that was written to is read.
         if lr is self._own and (not isinstance(lr, Tensor) or lr._version == self._own_version):
             return False
         before, self._own_value = self._own_value, float(lr)
         self._own, self._own_version = lr, getattr(lr, "_version", 0)
-        self._highest_own = max(self._highest_own, self._own_value)
+        highest[0] = max(highest[0], self._own_value)
         return before != self._own_value
 
     # A step
@@ -390,7 +404,7 @@ class LrCoupling:
             "ratio": self._ratio,
             "factor": self.factor,
             "decided_factor": self._decided_factor,
-            "highest_own": self._highest_own,
+            "highest_own": list(self._highest_own),
             "noise_scale": self._noise_scale,
             "first_noise_scale": self._first_noise_scale,
             "gains": asdict(self.gains),
@@ -401,7 +415,7 @@ class LrCoupling:
         self.put_back()
         self.base_batch_size, self._ratio = state["base_batch_size"], state["ratio"]
         self.factor, self._decided_factor = state["factor"], state["decided_factor"]
-        self._highest_own = state["highest_own"]
+        self._highest_own = list(state["highest_own"])
         self._noise_scale, self._first_noise_scale = state["noise_scale"], state["first_noise_scale"]
         self.gains = GainSum(**state["gains"])
 
@@ -738,6 +752,11 @@ class Rates:
     def mark(self) -> None:
         """Take note of a new rate: an epoch begins, or another batch size is in force."""
         self.epoch_lr, self._is_used = self.first.lr, False
+
+    def schedule_ratio(self) -> float:
+        """Return the own rate over its highest so far where it has fallen least, of all groups and optimizers."""
+        ratios = [each.schedule_ratio() for each in self.couplings.values()]
+        return max((each for each in ratios if not math.isnan(each)), default=math.nan)
 
     @property
     def growth(self) -> float:

@@ -292,7 +292,8 @@ class Measurement:
         samples: Samples seen so far.
         diversity: What the estimator measured; None where nothing asked for it.
         lr: The learning rate in force, of the first parameter group.
-        lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling.
+        lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling; of the
+            parameter group where it has fallen least.
         lr_growth: The rate in force over the schedule's own, relative to the first batch: what growth made of it.
         lr_coupling: How the learning rate follows the batch size in this training: a name, or a power of it.
         loss: The epoch's mean training loss, where the loop gave it: `Controller.step(loss=...)`.

@@ -185,6 +185,20 @@ def test_a_constant_rate_changes_nothing():
     assert "nothing to trade" in records[0].reason
 
 
+def test_of_groups_with_schedules_of_their_own_the_rate_that_fell_least_counts():
+    def two_groups(parameters):
+        first, *others = parameters
+        return SGD([{"params": [first]}, {"params": others}], 0.01)
+
+    def schedules(second):
+        return lambda optimizer: LambdaLR(optimizer, [lambda epoch: 0.5**epoch, second])
+
+    records, _ = trained(two_groups, schedules(lambda epoch: 1.0), epochs=4)
+    assert {each.next_batch_size for each in records} == {8}
+    records, _ = trained(two_groups, schedules(lambda epoch: 1.0 if epoch < 2 else 0.5), epochs=4)
+    assert [each.next_batch_size for each in records] == [8, 16, 16, 16]
+
+
 def test_with_a_horizon_a_constant_rate_is_enough():
     ramp = Auto(2048, total_samples=200_000)
     sizes = [ramp.next(seen(1.0, samples=int(part * 200_000))).batch_size for part in (0.0, 0.4, 0.5, 0.8, 0.875, 0.99)]

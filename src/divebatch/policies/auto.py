@@ -77,8 +77,8 @@ class Auto(Capped):
 
     Sizes are 1, 1.5, 2, 3, 4, 6, ... first batches, the nearest one, and never fall. A size is taken if 75 of its steps
     fit into the samples seen and 40 into those to come; without `total_samples`, if 250 fit into those seen. If
-    parameter groups have schedules of their own, the first group's counts. In a training of few epochs, let it decide
-    within epochs too: `Controller(..., every_steps=50)`.
+    parameter groups have schedules of their own, the rate that has fallen least counts. In a training of few epochs,
+    let it decide within epochs too: `Controller(..., every_steps=50)`.
 
     >>> seen = Measurement(epoch=1, batch_size=64, dataset_size=50_000, samples=50_000, lr_schedule_ratio=0.5)
     >>> Auto(4096).next(seen).batch_size
