@@ -29,10 +29,10 @@ def lines(tmp_path: Path, method: str) -> list[dict]:
 
 
 def test_a_pass_is_one_command_with_bits_per_byte_and_its_report(tmp_path, data):
-    answer = run(tmp_path, data, "--methods", "fixed-8,auto-8")
+    answer = run(tmp_path, data, "--methods", "fixed-8,noise-doubling-8")
     assert answer.exit_code == 0, answer.output
-    assert re.search(r"auto-8 seed 0: epoch 4/4  [\d.]+ bits per byte  val loss [\d.]+", answer.output)
-    header, *epochs = lines(tmp_path, "auto-8")
+    assert re.search(r"noise-doubling-8 seed 0: epoch 4/4  [\d.]+ bits per byte  val loss [\d.]+", answer.output)
+    header, *epochs = lines(tmp_path, "noise-doubling-8")
     assert header["metric"] == {"name": "bits_per_byte", "better": "lower"}
     assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3, 4]
     assert all(epoch["val_accuracy"] is None for epoch in epochs)
@@ -86,7 +86,7 @@ def test_spoilt_text_ends_the_command_with_one_message(tmp_path, data, name):
     split, change, message = SPOILT[name]
     path = data / "text" / f"tiny.{split}.xz"
     path.write_bytes(change(path.read_bytes()))
-    answer = run(tmp_path, data, "--methods", "fixed-8,auto-8")
+    answer = run(tmp_path, data, "--methods", "fixed-8,noise-doubling-8")
     assert answer.exit_code == 2
     assert answer.output.count(message) == 1
     assert "(the same for 1 more of the runs)" in answer.output
@@ -98,7 +98,7 @@ def test_a_run_that_cannot_begin_beside_one_that_can_is_a_failure(tmp_path, data
     file.write_text(content.replace("every_steps = 32", 'every_steps = 32\nestimator = "trajectory"'))
     words = [
         "--methods",
-        "fixed-8,auto-8",
+        "fixed-8,noise-doubling-8",
         "--set",
         "samples=32",
         "--data-dir",
