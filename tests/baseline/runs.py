@@ -15,7 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-POLICIES = "sgd-small,adabatch,adadamp,adascale,auto,auto-split,auto-steps,cabs,divebatch-split,noise-scale,seesaw"
+POLICIES = (
+    "sgd-small,adabatch,adadamp,adascale,auto,noise-doubling,noise-doubling-split,noise-doubling-steps,cabs,"
+    "divebatch-split,noise-scale,seesaw"
+)
 CASES: dict[str, list[str]] = {
     "synthetic-convex": ["--epochs", "6"],
     "synthetic-nonconvex": ["--epochs", "4"],
@@ -23,9 +26,9 @@ CASES: dict[str, list[str]] = {
     "cifar10": ["--epochs", "3", "--model", "resnet20", "--methods", "adabatch,divebatch-every-epoch"],
     "lm-bytes": [
         *("--epochs", "6", "--model", "gpt-tiny", "--set", "training.precision=fp32"),
-        *("--methods", "auto-16"),
+        *("--methods", "auto-16,noise-doubling-16"),
     ],
-    "lm-tiny": ["--epochs", "6", "--methods", "seesaw,auto-16-adam"],
+    "lm-tiny": ["--epochs", "6", "--methods", "seesaw,noise-doubling-16-adam"],
 }
 FIELDS = ("batch_size", "lr", "steps", "train_loss", "val_loss", "noise_scale", "next_batch_size")
 
