@@ -171,7 +171,12 @@ WORKLOADS = {
     "cnn100": Workload("frontier-cnn100", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, SGD),
     "gpt-long": Workload("frontier-gpt", (128, 192, 256, 384, 512), (256, 0.023), 0.5, ADAM, samples=393_216),
     "linear-adam": Workload(
-        "frontier-linear-adam", (64, 128, 256, 512, 768, 1024, 1536), (32, 0.032), 0.5, ADAM, tolerance=0.03
+        "frontier-linear-adam",
+        (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536),
+        (32, 0.032),
+        0.5,
+        ADAM,
+        tolerance=0.03,
     ),
 }
 

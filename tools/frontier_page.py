@@ -1,6 +1,6 @@
-"""Puts the scores of results/frontier into docs/when-it-pays.md and draws docs/figures/frontier.svg from them.
+"""Put the scores of results/frontier into docs/when-it-pays.md and README.md, and draw docs/figures/frontier.svg.
 
-`python tools/frontier_page.py` writes both anew; the table stands between two comments of the page.
+`python tools/frontier_page.py` writes all of them anew. Each table stands between two comments.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 from divebatch.report.frontier import Frontier, Score, read_trials, score
 
 ROOT = Path(__file__).parents[1]
-RECORDS, PAGE = ROOT / "results" / "frontier", ROOT / "docs" / "when-it-pays.md"
+RECORDS = ROOT / "results" / "frontier"
 FIGURE = ROOT / "docs" / "figures" / "frontier.svg"
 BEGIN, END = "<!-- made by tools/frontier_page.py -->\n", "<!-- end -->"
 
@@ -34,50 +34,56 @@ METHODS = {
     "adabatch": "AdaBatch",
     "divebatch": "DiveBatch",
 }
+PAGES = {"docs/when-it-pays.md": tuple(METHODS), "README.md": ("auto", "seesaw-doublings", "late-switch")}
+"""The methods in the table of each page."""
 COLORS = ("#0072B2", "#009E73", "#E69F00", "#882255", "#56B4E9", "#D55E00")
 
 
 def scores() -> dict[str, Frontier]:
-    """The frontier of each workload that has records, in the order of the page."""
+    """Return the frontier of each workload that has records, in the order of the page."""
     found = {each.workload: each for each in score(read_trials(RECORDS))}
     return {name: found[name] for name in WORKLOADS if name in found}
 
 
 def of_method(frontier: Frontier, method: str) -> Score | None:
-    """The score from the largest first batch that is no larger than needed: the one with the most seeds."""
+    """Return the score with the most seeds, and of several the one from the largest first batch."""
     own = [each for each in frontier.scores if each.method == method and each.num_seeds]
     return max(own, key=lambda each: (each.num_seeds, each.batch_size), default=None)
 
 
-def cell(found: Score | None) -> str:
+def cell(found: Score | None, seeds: int) -> str:
+    """Return the words of a score; `seeds` is how many the row has."""
     if found is None:
         return ""
+    fewer = f", {found.num_seeds} seed{'s' * (found.num_seeds > 1)}" if found.num_seeds < seeds else ""
     if found.ratio is None:
         if "diverged" in found.problem:
-            return "diverges"
-        return "more than the knee's" if "flat" in found.problem else "worse than all sizes"
+            return "diverges" + fewer
+        return ("more than the knee's" if "flat" in found.problem else "worse than all sizes") + fewer
     bound = "<= " if found.is_bound else ""
-    interval = f" ({found.interval[0]:.2f} to {found.interval[1]:.2f})" if found.interval else ""
-    return f"{bound}{found.ratio:.2f}{interval}"
+    interval = f" ({found.interval[0]:.2f} to {found.interval[1]:.2f})" if found.interval and not found.is_bound else ""
+    return f"{bound}{found.ratio:.2f}{interval}{fewer}"
 
 
-def table(found: dict[str, Frontier]) -> str:
-    """The page's table: a row for each workload."""
-    lines = ["| workload | start | " + " | ".join(METHODS.values()) + " |", "|" + "---|" * (len(METHODS) + 2)]
+def table(found: dict[str, Frontier], methods: Sequence[str]) -> str:
+    """Return a table with a row for each workload and a column for each method."""
+    heads = " | ".join(METHODS[method] for method in methods)
+    lines = [f"| workload | start | {heads} |", "|" + "---|" * (len(methods) + 2)]
     for name, each in found.items():
         if each.problems:
-            lines.append(f"| {WORKLOADS[name]} | | not scored: {each.problems[0]} |" + " |" * (len(METHODS) - 1))
+            lines.append(f"| {WORKLOADS[name]} | | not scored: {each.problems[0]} |" + " |" * (len(methods) - 1))
             continue
-        own = {method: of_method(each, method) for method in METHODS}
+        own = {method: of_method(each, method) for method in methods}
         start = next((str(one.batch_size) for one in own.values() if one), "")
         seeds = max((one.num_seeds for one in own.values() if one), default=0)
-        cells = [f"**{cell(one)}**" if method == "auto" else cell(one) for method, one in own.items()]
+        words = {method: cell(one, seeds) for method, one in own.items()}
+        cells = [f"**{each}**" if method == "auto" and each else each for method, each in words.items()]
         lines.append(f"| {WORKLOADS[name]} ({seeds} seeds) | {start} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def draw(found: dict[str, Frontier], path: Path) -> None:
-    """A line of points for each workload: ratios, with their intervals."""
+    """Draw a line of points for each workload: ratios, with their intervals."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "frontier"
@@ -111,7 +117,7 @@ def draw(found: dict[str, Frontier], path: Path) -> None:
 
 
 def page(text: str, made: str) -> str:
-    """The page with the table in its place."""
+    """Return a page with a table in its place."""
     pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
     return re.sub(pattern, lambda _: BEGIN + "\n" + made + "\n" + END, text, flags=re.DOTALL)
 
@@ -122,8 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = scores()
     draw(found, options.figure)
-    PAGE.write_text(page(PAGE.read_text(), table(found)))
-    print(table(found))
+    for name, methods in PAGES.items():
+        path = ROOT / name
+        path.write_text(page(path.read_text(), table(found, methods)))
+    print(table(found, tuple(METHODS)))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,10 @@ def test_the_table_of_the_page_and_the_picture_follow_from_the_records(tmp_path:
     found = script.scores()
     script.draw(found, tmp_path / "frontier.svg")
     assert "linear regression, SGD" in (tmp_path / "frontier.svg").read_text()
-    table = script.table(found)
-    assert len(table.splitlines()) == 2 + len(found)
-    assert table in (ROOT / "docs" / "when-it-pays.md").read_text()
+    for page, methods in script.PAGES.items():
+        table = script.table(found, methods)
+        assert len(table.splitlines()) == 2 + len(found)
+        assert table in (ROOT / page).read_text(), "run tools/frontier_page.py"
 
 
 def test_the_notebook_has_the_cells_of_the_script(notebook: dict[str, Any]) -> None:

@@ -405,7 +405,8 @@ def draw(frontier: Frontier) -> "Figure":
     losses = [each.loss for each in shown] + [mean for mean in means if math.isfinite(mean)]
     low, high = min(losses, default=0.0), max(losses, default=1.0)
     high = min(high, 3 * float(np.median(losses or [1.0])) - 2 * low)
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    margin = 0.05 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
     names = list(dict.fromkeys(each.method for each in shown))
     looks = looks_for(names)
     for number, name in enumerate(names):
