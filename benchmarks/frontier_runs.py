@@ -176,7 +176,7 @@ WORKLOADS = {
         (32, 0.032),
         0.5,
         ADAM,
-        tolerance=0.03,
+        tolerance=0.01,
     ),
 }
 

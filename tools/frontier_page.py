@@ -4,6 +4,7 @@
 """
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ WORKLOADS = {
     "lstm": "byte LSTM, AdamW, cosine",
     "linear": "linear regression, SGD, cosine",
     "linear-long": "the same, three times as long",
-    "linear-adam": "linear regression, Adam, cosine; 256 steps",
+    "linear-adam": "linear regression, Adam, cosine",
     "mlp": "teacher and student, SGD, constant rate",
     "cnn10": "small CNN, CIFAR-10, SGD, cosine",
     "cnn100": "small CNN, CIFAR-100, SGD, cosine",
@@ -46,9 +47,10 @@ def scores() -> dict[str, Frontier]:
 
 
 def of_method(frontier: Frontier, method: str) -> Score | None:
-    """Return the score with the most seeds, and of several the one from the largest first batch."""
+    """Return the score with the most seeds, and of several the one whose first batch is nearest to the knee."""
     own = [each for each in frontier.scores if each.method == method and each.num_seeds]
-    return max(own, key=lambda each: (each.num_seeds, each.batch_size), default=None)
+    knee = frontier.knee or 1
+    return max(own, key=lambda each: (each.num_seeds, -abs(math.log(each.batch_size / knee))), default=None)
 
 
 def cell(found: Score | None, seeds: int) -> str:
