@@ -37,6 +37,8 @@ METHODS = {
 }
 PAGES = {"docs/when-it-pays.md": tuple(METHODS), "README.md": ("auto", "seesaw-doublings", "late-switch")}
 """The methods in the table of each page."""
+EDGE = 11.0
+"""The right end of the picture's axis."""
 COLORS = ("#0072B2", "#009E73", "#E69F00", "#882255", "#56B4E9", "#D55E00")
 
 
@@ -92,28 +94,34 @@ def draw(found: dict[str, Frontier], path: Path) -> None:
     from matplotlib.figure import Figure
 
     shown = {name: each for name, each in found.items() if not each.problems}
-    figure = Figure(figsize=(8.4, 0.62 * len(shown) + 1.1), layout="constrained")
+    figure = Figure(figsize=(8.4, 0.62 * len(shown) + 1.3), layout="constrained")
     axes = figure.subplots()
     axes.axvline(1.0, color="#999999", linewidth=1)
     for number, (method, label) in enumerate(METHODS.items()):
         color, is_named = COLORS[number], False
         for row, each in enumerate(shown.values()):
             one = of_method(each, method)
-            if one is None or one.ratio is None:
+            if one is None or "flat" in one.problem:
+                continue
+            place = -row + 0.3 - 0.12 * number
+            if one.ratio is None:
+                axes.plot(EDGE, place, "x", color=color, markersize=5, clip_on=False)
                 continue
             low, high = one.interval or (one.ratio, one.ratio)
-            place = -row + 0.3 - 0.12 * number
             axes.plot([low, high], [place, place], color=color, linewidth=1.5)
-            marker = "D" if method == "auto" else "o"
+            marker = "<" if one.is_bound else "D" if method == "auto" else "o"
             axes.plot(one.ratio, place, marker, color=color, label=None if is_named else label.strip("`"))
             is_named = True
+    axes.plot([], [], "<", color="#666666", label="at most")
+    axes.plot([], [], "x", color="#666666", label="worse than all sizes, or diverged")
     axes.set_yticks([-row for row in range(len(shown))], [WORKLOADS[name] for name in shown])
     axes.set_xscale("log", base=2)
-    ticks = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
+    ticks = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
+    axes.set_xlim(0.28, EDGE)
     axes.set_xticks(ticks, [f"{each:g}" for each in ticks])
     axes.set_xlabel("steps over those of tuned fixed batches, at equal loss")
     axes.minorticks_off()
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
