@@ -129,7 +129,7 @@ def draw(found: dict[str, Frontier], path: Path) -> None:
 def page(text: str, made: str) -> str:
     """Return a page with a table in its place."""
     pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    return re.sub(pattern, lambda _: BEGIN + "\n" + made + "\n" + END, text, flags=re.DOTALL)
+    return re.sub(pattern, lambda _: BEGIN + made + END, text, flags=re.DOTALL)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
