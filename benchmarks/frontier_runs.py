@@ -163,7 +163,7 @@ WORKLOADS = {
     ),
     "gpt": Workload("frontier-gpt", (32, 64, 96, 128, 192), (64, 0.016), 0.25, (*ADAM, QUARTER), seeds=5),
     "cnn10": Workload("frontier-cnn10", (64, 128, 192, 256, 384), (64, 0.01768), 1.0, (*SGD, QUARTER), seeds=5),
-    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.008), 0.5, ("auto", *RIVALS)),
+    "lstm": Workload("frontier-lstm", (32, 64, 96, 128, 192), (64, 0.064), 0.25, ("auto", *RIVALS)),
     "mlp": Workload(
         "frontier-mlp", (16, 32, 64, 96, 128, 192, 256), (64, 0.02), 1.0, CONSTANT, tolerance=0.03, seeds=5
     ),
