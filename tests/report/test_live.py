@@ -65,23 +65,13 @@ def test_speed_and_time_left_need_their_numbers():
 def test_a_file_is_read_again_when_it_grows(tmp_path, monkeypatch):
     path = write_run(tmp_path, "e", "m", 0, ROWS, config={"epochs": 10})
     watch = Watch(tmp_path)
-    assert watch.look()[0].last.epoch == 2
+    assert watch.look()[0].run.last.epoch == 2
     monkeypatch.setattr("divebatch.report.live.read_run", lambda path: pytest.fail("read twice"))
     watch.look()
     monkeypatch.undo()
     with path.open("a") as file:
         file.write(epoch_record(3).to_json() + "\n")
-    assert watch.look()[0].last.epoch == 3
-
-
-def test_broken_files_are_named_and_the_rest_is_shown(tmp_path):
-    write_run(tmp_path, "e", "m", 0, ROWS)
-    (tmp_path / "e" / "m" / "seed-1.jsonl").write_text("not json\n")
-    answer = call(tmp_path, "--once")
-    assert answer.exit_code == 0
-    assert "m seed 0" in answer.output
-    assert "not read: " in answer.output
-    assert "seed-1.jsonl" in answer.output
+    assert watch.look()[0].run.last.epoch == 3
 
 
 def test_once_prints_a_table_without_escape_codes(tmp_path):
@@ -96,12 +86,14 @@ def test_once_prints_a_table_without_escape_codes(tmp_path):
     assert "stopped 1h 00m ago" in answer.output
 
 
-def test_names_in_records_are_text_and_nothing_else(tmp_path):
+def test_names_in_records_are_text_and_broken_files_are_named(tmp_path):
     write_run(tmp_path, "[red]e[/red]", "m\x1b[2J", 0, ROWS, place="x/y")
+    (tmp_path / "x" / "y" / "seed-1.jsonl").write_text("not json\n")
     answer = call(tmp_path, "--once")
     assert answer.exit_code == 0
     assert "[red]e[/red]\n  m?[2J seed 0" in re.sub(" +\n", "\n", answer.output)
     assert "\x1b" not in answer.output
+    assert re.search("not read: .*seed-1.jsonl", answer.output)
 
 
 def test_a_folder_without_runs_and_no_folder(tmp_path):
@@ -109,40 +101,42 @@ def test_a_folder_without_runs_and_no_folder(tmp_path):
     assert call(tmp_path / "nothing", "--once").exit_code == 2
 
 
+def watch_until(monkeypatch, wait, folder, *, height):
+    """What a terminal shows until Ctrl-C, which `wait` raises."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=150, height=height)
+    monkeypatch.setattr("divebatch.cli.watch.make_console", lambda: console)
+    monkeypatch.setattr("divebatch.cli.watch.sleep", lambda seconds: wait(console.file.getvalue(), seconds))
+    watch(folder, every=0.5)
+    return console.file.getvalue()
+
+
 def test_a_terminal_shows_runs_live_until_ctrl_c(tmp_path, monkeypatch):
     write_three(tmp_path)
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=150, height=40)
-    monkeypatch.setattr("divebatch.cli.watch.make_console", lambda: console)
     looks: list[float] = []
 
-    def wait(seconds: float) -> None:
+    def wait(shown: str, seconds: float) -> None:
         looks.append(seconds)
         if len(looks) == 2:
             raise KeyboardInterrupt
-        assert "newcomer" not in screen.getvalue()
+        assert "newcomer" not in shown
         write_run(tmp_path, "e", "newcomer", 5, ROWS, config={"epochs": 10})
 
-    monkeypatch.setattr("divebatch.cli.watch.sleep", wait)
-    watch(tmp_path, every=0.5)
+    shown = watch_until(monkeypatch, wait, tmp_path, height=40)
     assert looks == [0.5, 0.5]
-    assert "newcomer seed 5" in screen.getvalue()
-    assert "\x1b[" in screen.getvalue()
+    assert "newcomer seed 5" in shown
+    assert "\x1b[" in shown
 
 
 def test_more_runs_than_lines_are_counted(tmp_path, monkeypatch):
     for seed in range(12):
         write_run(tmp_path, "e", "m", seed, ROWS, config={"epochs": 10})
-    console = Console(file=io.StringIO(), force_terminal=True, width=150, height=10)
-    monkeypatch.setattr("divebatch.cli.watch.make_console", lambda: console)
 
-    def leave(_: float) -> None:
+    def leave(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("divebatch.cli.watch.sleep", leave)
-    watch(tmp_path)
-    assert "and 9 more" in console.file.getvalue()
-    assert "seed 11" not in console.file.getvalue()
+    shown = watch_until(monkeypatch, leave, tmp_path, height=10)
+    assert "and 9 more" in shown
+    assert "seed 11" not in shown
 
 
 def test_a_run_that_was_asked_to_stop_is_stopped_at_once(tmp_path):

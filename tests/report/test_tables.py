@@ -13,12 +13,13 @@ import pytest
 from made_up_runs import GPU, LOSS, REAL, real_config, write_cifar_like, write_real, write_run
 
 from divebatch.records import ReportSettings
-from divebatch.report import Table, analyse, load_runs
+from divebatch.report import Analysis, Table, analyse, load_runs
 from divebatch.report.analysis import Average
 from divebatch.report.compare import find_gains
 from divebatch.report.tables import (
     about,
     cost_table,
+    csv_text,
     gains_table,
     memory_table,
     result_table,
@@ -32,14 +33,17 @@ from divebatch.report.tables import (
 Rows = list[dict[str, Any]]
 
 
-def results(folder: Path) -> Table:
+def analysis_of(folder: Path) -> Analysis:
     (experiment,) = load_runs(folder).experiments
-    return result_table(analyse(experiment))
+    return analyse(experiment)
+
+
+def results(folder: Path) -> Table:
+    return result_table(analysis_of(folder))
 
 
 def costs(folder: Path) -> Table:
-    (experiment,) = load_runs(folder).experiments
-    return cost_table(analyse(experiment))
+    return cost_table(analysis_of(folder))
 
 
 def cells_of(table: Table) -> dict[str, dict[str, str]]:
@@ -139,24 +143,20 @@ def test_with_no_final_accuracy_at_all_there_is_no_target(tmp_path: Path) -> Non
     assert "divebatch: 0 of 1 trials finished, no epoch recorded yet." in table.notes
 
 
-def test_one_seed_has_no_standard_error_and_other_seeds_are_named(tmp_path: Path) -> None:
-    write_real(tmp_path, {"sgd-small": [rows_of([0.5, 0.9])] * 2, "divebatch": [rows_of([0.5, 0.8])]})
+def test_runs_that_do_not_compare_are_named(tmp_path: Path) -> None:
+    small = rows_of([0.5, 0.9, 0.9, 0.9])
+    for seed in (0, 1):
+        write_run(tmp_path, "e", "sgd-small", seed, small, config=real_config(4, "fixed"), hardware=GPU)
+    other = {"device": "cuda", "name": "Another GPU"}
+    write_run(tmp_path, "e", "divebatch", 0, rows_of([0.5, 0.8]), config=real_config(2, "auto"), hardware=other)
     table = results(tmp_path)
-    assert cells_of(table)["divebatch"]["100 % (2)"] == "80.00"
-    assert cells_of(table)["sgd-small"]["100 % (2)"] == "90.00 ± 0.00"
+    cells = cells_of(table)
+    assert (cells["divebatch"]["50 % (2)"], cells["divebatch"]["100 % (4)"]) == ("80.00", "-")
+    assert cells["sgd-small"]["100 % (4)"] == "90.00 ± 0.00"
+    assert any("different numbers of epochs (2, 4)" in note for note in table.notes)
     assert "A single trial, hence no standard error: divebatch." in table.notes
     assert "Not all methods have the same seeds: sgd-small 0, 1; divebatch 0." in table.notes
-
-
-def test_runs_that_do_not_compare_are_named(tmp_path: Path) -> None:
-    write_run(tmp_path, "cifar10", "sgd-small", 0, rows_of([0.5] * 4), config=real_config(4, "fixed"), hardware=GPU)
-    other = {"device": "cuda", "name": "Another GPU"}
-    write_run(
-        tmp_path, "cifar10", "divebatch", 0, rows_of([0.5] * 2), config=real_config(2, "divebatch"), hardware=other
-    )
-    table = results(tmp_path)
-    assert any("different numbers of epochs (2, 4)" in note for note in table.notes)
-    assert cells_of(table)["divebatch"]["100 % (4)"] == "-"
+    assert len(summary_table(analysis_of(tmp_path), []).notes) == 2
 
 
 def test_runs_that_compare_have_no_such_notes(tmp_path: Path) -> None:
@@ -164,9 +164,7 @@ def test_runs_that_compare_have_no_such_notes(tmp_path: Path) -> None:
     notes = results(tmp_path).notes
     assert len(notes) == 4
     assert not any("different" in note or "single" in note for note in notes)
-    (experiment,) = load_runs(tmp_path).experiments
-    analysis = analyse(experiment)
-    assert len(summary_table(analysis, find_gains(analysis)).notes) == 1
+    assert len(summary_table(analysis_of(tmp_path), []).notes) == 1
 
 
 def test_times_that_were_not_recorded_leave_the_epoch(tmp_path: Path) -> None:
@@ -211,16 +209,20 @@ def test_costs_that_no_run_recorded_have_no_column(tmp_path: Path) -> None:
     assert any("On a CPU it is the resident peak" in note for note in table.notes)
 
 
-def test_sizes_within_epochs_count_too(tmp_path: Path) -> None:
-    rows = [{"batch_size": 512, "changes": [[3, 4096, 0.2], [7, 512, 0.1]]}, {"batch_size": 1024}]
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        ([{"batch_size": 512, "changes": [[3, 4096, 0.2], [7, 512, 0.1]]}, {"batch_size": 1024}], "128 -> 4096"),
+        # the size that an epoch with changes began with
+        (
+            [{"batch_size": 128, "next_batch_size": 2048}, {"batch_size": 256, "changes": [[900, 256, 0.1]]}],
+            "128 -> 2048",
+        ),
+    ],
+)
+def test_sizes_within_epochs_count_too(tmp_path: Path, rows: Rows, sizes: str) -> None:
     write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 2, "method": {"batch_size": 128}})
-    assert cells_of(costs(tmp_path))["auto"]["batch size, first -> largest"] == "128 -> 4096"
-
-
-def test_the_size_that_an_epoch_with_changes_began_with_counts_too(tmp_path: Path) -> None:
-    rows = [{"batch_size": 128, "next_batch_size": 2048}, {"batch_size": 256, "changes": [[900, 256, 0.1]]}]
-    write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 2, "method": {"batch_size": 128}})
-    assert cells_of(costs(tmp_path))["auto"]["batch size, first -> largest"] == "128 -> 2048"
+    assert cells_of(costs(tmp_path))["auto"]["batch size, first -> largest"] == sizes
 
 
 def test_batch_sizes_steps_and_seconds_are_means_over_trials(tmp_path: Path) -> None:
@@ -238,19 +240,13 @@ def test_batch_sizes_steps_and_seconds_are_means_over_trials(tmp_path: Path) -> 
 def test_diverged_trials_are_counted_and_said(tmp_path: Path) -> None:
     for seed in range(3):
         last: dict[str, Any] = {"val_loss": float("nan") if seed else 0.25, "val_accuracy": 0.5}
-        write_run(tmp_path, "e", "sgd-large", seed, [{"val_loss": 0.5, "val_accuracy": 0.8}, last])
+        write_run(tmp_path, "e", "some", seed, [{"val_loss": 0.5, "val_accuracy": 0.8}, last])
+    write_run(tmp_path, "e", "all", 0, [{}, {"val_loss": None, "val_accuracy": 0.5}])
     table = results(tmp_path)
-    assert cells_of(table)["sgd-large"]["final val loss"] == "0.25"
-    (note,) = [note for note in table.notes if "diverged" in note]
-    assert "2 of 3 trials diverged" in note
-    assert "a mean over 1 that did not" in note
-
-
-def test_a_method_of_which_all_trials_diverged_shows_no_number(tmp_path: Path) -> None:
-    write_run(tmp_path, "e", "sgd-large", 0, [{"val_loss": None, "val_accuracy": 0.5}])
-    table = results(tmp_path)
-    assert cells_of(table)["sgd-large"]["final val loss"] == "-"
-    assert any("1 of 1 trials diverged" in note and "no final loss" in note for note in table.notes)
+    assert [cells["final val loss"] for cells in cells_of(table).values()] == ["-", "0.25"]
+    lost, some = [note for note in table.notes if "diverged" in note]
+    assert all(words in lost for words in ("all: 1 of 1 trials diverged", "no final loss"))
+    assert all(words in some for words in ("some: 2 of 3 trials diverged", "a mean over 1 that did not"))
 
 
 def test_runs_that_were_never_validated_do_not_count_as_diverged(tmp_path: Path) -> None:
@@ -315,19 +311,13 @@ def test_markdown_keeps_text_as_text() -> None:
     assert lines[-1] == r"- \*bold\*"
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "@x", "-a", "\tx", "\n=1", "-1+cmd|x", " =1", "\uff1d1"])
-def test_no_cell_begins_like_a_formula(text: str) -> None:
-    assert csv_cells(text) == [f"'{text}"]
+FORMULAS = ("=1+1", "+1", "@x", "-a", "\tx", "\n=1", "-1+cmd|x", " =1", "\uff1d1")
 
 
-@pytest.mark.parametrize("text", ["-", "-1.5", "a=b", "12", "1 ± 2", "a_b & c"])
-def test_numbers_and_other_text_stay_as_they_are(text: str) -> None:
-    assert csv_cells(text) == [text]
-
-
-def csv_cells(text: str) -> list[str]:
-    (row,) = csv.DictReader(io.StringIO(Table("t", "t", ["method"], [[text]], []).to_csv()))
-    return list(row.values())
+@pytest.mark.parametrize("text", [*FORMULAS, "-", "-1.5", "a=b", "12", "1 ± 2", "a_b & c"])
+def test_no_cell_begins_like_a_formula_and_other_text_stays(text: str) -> None:
+    (row,) = csv.DictReader(io.StringIO(csv_text([["method"], [text]])))
+    assert row["method"] == (f"'{text}" if text in FORMULAS else text)
 
 
 def test_text_is_aligned() -> None:
@@ -347,9 +337,8 @@ def test_the_small_table_has_one_row_a_method(tmp_path: Path) -> None:
             rows = [{"val_accuracy": 0.9, "batch_size": b, "train_seconds": 1.0, "val_loss": 0.1} for b in (128, size)]
             config = {"epochs": 2, "summary": "A made-up experiment.", "method": {"policy": {"kind": policy}}}
             write_run(tmp_path, "e", method, seed, rows, config=config, report=settings)
-    (experiment,) = load_runs(tmp_path).experiments
-    analysis = analyse(experiment)
-    gains = find_gains(analysis)
+    analysis = analysis_of(tmp_path)
+    gains, experiment = find_gains(analysis), analysis.experiment
     assert summary_table(analysis, gains).rows == [
         ["dive", "128 -> 512", "20", "90.00 ± 0.00 %", "1.00", "no gain"],
         ["sgd", "128", "20", "90.00 ± 0.00 %", "1.00", "best fixed batch"],
@@ -378,8 +367,7 @@ def test_gains_say_what_they_lack(tmp_path: Path) -> None:
         rows = [{"val_accuracy": 0.5, "batch_size": b} for b in size]
         hardware, settings = {**GPU, "name": name}, ReportSettings(customary="other")
         write_run(tmp_path, "e", method, 0, rows, config=config, hardware=hardware, report=settings)
-    (experiment,) = load_runs(tmp_path).experiments
-    analysis = analyse(experiment)
+    analysis = analysis_of(tmp_path)
     table = gains_table(analysis, find_gains(analysis))
     assert table is not None
     notes = " ".join(table.notes)
@@ -412,15 +400,14 @@ def epochs_of(*entries: tuple[int, float], measured: tuple[int, ...] = ()) -> li
     ]
 
 
-def table_of(folder: Path) -> Table | None:
-    (experiment,) = load_runs(folder).experiments
-    return memory_table(analyse(experiment))
+def memory_of(folder: Path) -> Table:
+    table = memory_table(analysis_of(folder))
+    assert table is not None
+    return table
 
 
 def memory_cells(folder: Path) -> dict[str, dict[str, str]]:
-    table = table_of(folder)
-    assert table is not None
-    return cells_of(table)
+    return cells_of(memory_of(folder))
 
 
 def test_ratios_are_to_fixed_runs_at_the_same_batch_sizes(tmp_path: Path) -> None:
@@ -460,10 +447,8 @@ def test_averages_are_over_all_epochs_of_all_trials(tmp_path: Path) -> None:
 def test_runs_on_a_cpu_do_not_count(tmp_path: Path) -> None:
     rows = epochs_of((128, 5000))
     write_run(tmp_path, "cifar10", "adabatch", 0, rows, config=real_config(1, "fixed"), hardware={"device": "cpu"})
-    assert table_of(tmp_path) is None
+    assert memory_table(analysis_of(tmp_path)) is None
     write_real(tmp_path, {"sgd-small": [epochs_of((128, 700))], "divebatch": [[{}]]})
-    table = table_of(tmp_path)
-    assert table is not None
-    assert [row[0] for row in table.rows] == ["sgd-small"]
+    assert memory_cells(tmp_path).keys() == {"sgd-small"}
     assert memory_cells(tmp_path)["sgd-small"]["ratio to fixed batch"] == "1.00"
-    assert "No GPU memory recorded: adabatch, divebatch." in table.notes
+    assert "No GPU memory recorded: adabatch, divebatch." in memory_of(tmp_path).notes

@@ -22,12 +22,11 @@ STRETCHES = 400
 """Number of parts of a long curve's outline."""
 MOST_POINTS = 6 * STRETCHES
 """Longer curves are drawn by their outline."""
-ONE_POINT = 0.01
-"""Of accuracy, which runs from 0 to 1."""
-ONE_PERCENT = 0.01
-"""Of a loss."""
+MARGIN = 0.01
+"""Between a final value and its target: one point of accuracy, which runs from 0 to 1, or 1 % of a loss."""
 TOLERANCE = 1e-12
-"""So that an accuracy of 0.94 reaches a target of 0.95 - 0.01."""
+"""Lets an accuracy of 0.94 reach a target of 0.95 - 0.01."""
+LOSS = Metric("val_loss", "lower")
 UNITS = {"seconds": "train_seconds", "epochs": "epoch", "steps": "steps", "samples": "samples"}
 """Units of the way to a target, and the field of a record that holds each."""
 
@@ -46,7 +45,6 @@ class Average:
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of the mean: std / sqrt(n); NaN for a single trial."""
         return self.std / math.sqrt(self.num_trials)
 
 
@@ -54,8 +52,8 @@ class Average:
 class Curve:
     """A field's mean over trials at each epoch that any trial reached.
 
-    `num_trials` counts the trials that have a finite value there: runs that ended earlier and values that are missing
-    or not finite are left out. If nothing is left the mean is NaN; the spread is NaN for fewer than two trials.
+    `num_trials` counts the trials with a finite value there. Without any the mean is NaN, and the spread is NaN for
+    fewer than two.
     """
 
     epochs: NDArray[np.int64]
@@ -65,13 +63,7 @@ class Curve:
 
     @property
     def standard_error(self) -> Floats:
-        """Return the standard error of the mean: std / sqrt(n)."""
         return self.std / np.sqrt(np.maximum(self.num_trials, 1))
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether no epoch has a finite value."""
-        return not np.isfinite(self.mean).any()
 
     def final(self) -> Average | None:
         """Return the average at the last epoch that any trial reached; None if no trial has a finite value there."""
@@ -89,25 +81,22 @@ class Curve:
         return self.only(np.isfinite(self.mean))
 
     def since(self, epoch: int) -> "Curve":
-        """Return the part of the curve from `epoch` on."""
         return self.only(self.epochs >= epoch)
 
     def only(self, kept: NDArray[np.bool_] | NDArray[np.intp]) -> "Curve":
-        """Return some of the points."""
         return Curve(self.epochs[kept], self.mean[kept], self.std[kept], self.num_trials[kept])
 
     def scaled(self, factor: float) -> "Curve":
         """Return the curve in another unit: mean and spread times `factor`."""
         return Curve(self.epochs, self.mean * factor, self.std * factor, self.num_trials)
 
-    def outline(self) -> NDArray[np.intp]:
-        """Return the indices of the points to draw: all, or of a long curve those that make its outline.
+    def outline(self) -> "Curve":
+        """Return the points to draw: all, or of a long curve the ends and extremes of each stretch.
 
-        These are the first and the last point of each stretch, and there the extremes of the mean and of its band: no
-        peak disappears.
+        The extremes are those of the mean and of its band, so no peak disappears.
         """
         if len(self.epochs) <= MOST_POINTS:
-            return np.arange(len(self.epochs))
+            return self
         width = np.where(np.isfinite(self.std), self.std, 0.0)
         lows = [np.where(np.isnan(each), np.inf, each) for each in (self.mean, self.mean - width)]
         highs = [np.where(np.isnan(each), -np.inf, each) for each in (self.mean, self.mean + width)]
@@ -115,19 +104,21 @@ class Curve:
         for first, end in pairwise(np.linspace(0, len(self.epochs), STRETCHES + 1).astype(int).tolist()):
             extremes = [*(each[first:end].argmin() for each in lows), *(each[first:end].argmax() for each in highs)]
             kept |= {first, end - 1, *(first + int(index) for index in extremes)}
-        return np.array(sorted(kept))
+        return self.only(np.array(sorted(kept)))
 
 
 def average_curve(runs: Sequence[RecordedRun], field: str) -> Curve:
     """Average an `EpochRecord` field over trials, epoch by epoch."""
-    epochs = sorted({record.epoch for run in runs for record in run.epochs})
+    epochs = _epochs_of(runs)
     values = _by_trial(runs, field, epochs)
-    counts = np.isfinite(values).sum(axis=0)
-    # Masked sums instead of nanmean and nanstd, which warn where nothing is left.
-    mean = _ratio(np.nansum(values, axis=0), counts)
+    counts, mean = np.isfinite(values).sum(axis=0), _mean(values)
     with np.errstate(over="ignore"):  # a spread beyond what a float holds is infinite
         variance = _ratio(np.nansum((values - mean) ** 2, axis=0), counts - 1)
     return Curve(np.array(epochs, dtype=np.int64), mean, np.sqrt(variance), counts)
+
+
+def _epochs_of(runs: Sequence[RecordedRun]) -> list[int]:
+    return sorted({record.epoch for run in runs for record in run.epochs})
 
 
 def _by_trial(runs: Sequence[RecordedRun], field: str, epochs: list[int]) -> Floats:
@@ -142,7 +133,13 @@ def _by_trial(runs: Sequence[RecordedRun], field: str, epochs: list[int]) -> Flo
     return values
 
 
+def _mean(values: Floats) -> Floats:
+    with np.errstate(over="ignore"):
+        return _ratio(np.nansum(values, axis=0), np.isfinite(values).sum(axis=0))
+
+
 def _ratio(sums: Floats, counts: NDArray[np.int64]) -> Floats:
+    """Return NaN for counts of 0, without the warnings of nanmean and nanstd."""
     ratio = np.full(len(sums), np.nan)
     np.divide(sums, counts, out=ratio, where=counts > 0)
     return ratio
@@ -152,10 +149,9 @@ def _ratio(sums: Floats, counts: NDArray[np.int64]) -> Floats:
 
 
 def target_below(metric: Metric, value: float) -> float:
-    """Return what counts as almost as good as `value`: one point less accuracy, or a loss that is 1 % higher."""
-    if metric.is_accuracy:
-        return value - ONE_POINT if metric.higher_is_better else value + ONE_POINT
-    return value - ONE_PERCENT * abs(value) if metric.higher_is_better else value + ONE_PERCENT * abs(value)
+    """Return the target of a final value: one point less accuracy, or a loss that is 1 % higher."""
+    margin = MARGIN if metric.is_accuracy else MARGIN * abs(value)
+    return value - margin if metric.higher_is_better else value + margin
 
 
 def reaches(metric: Metric, values: Floats, target: float) -> NDArray[np.bool_]:
@@ -179,28 +175,24 @@ class Arrival:
 
 
 def _arrivals(runs: Sequence[RecordedRun], metric: Metric, target: float) -> dict[str, Arrival]:
-    epochs = sorted({record.epoch for run in runs for record in run.epochs})
+    epochs = _epochs_of(runs)
     if not epochs:
         return dict.fromkeys(UNITS, Arrival(None, (math.inf,) * len(runs)))
     values = _by_trial(runs, metric.name, epochs)
-    counts = np.isfinite(values).sum(axis=0)
-    with np.errstate(over="ignore"):  # a mean beyond what a float holds reaches nothing
-        mean = _ratio(np.nansum(values, axis=0), counts)
-    all_trials = np.arange(len(runs))
-    groups = [all_trials, *all_trials[:, None]]
-    reached = [reaches(metric, each, target) for each in (mean, *values)]
+    reached = reaches(metric, np.vstack([_mean(values), values]), target)
     firsts = [int(each.argmax()) if each.any() else None for each in reached]
     found: dict[str, Arrival] = {}
     for unit, name in UNITS.items():
         places = _by_trial(runs, name, epochs)
-        value, *alone = (_place(places, group, first) for group, first in zip(groups, firsts, strict=True))
+        groups = (places, *places[:, None])  # all trials, then each alone
+        value, *alone = (_mean_place(group, first) for group, first in zip(groups, firsts, strict=True))
         found[unit] = Arrival(value if math.isfinite(value) else None, tuple(alone))
     return found
 
 
-def _place(places: Floats, group: NDArray[np.intp], epoch: int | None) -> float:
+def _mean_place(places: Floats, epoch: int | None) -> float:
     """Return the mean place of some trials at the epoch with this index; infinite if there is none."""
-    there = places[group, epoch] if epoch is not None else np.array([])
+    there = places[:, epoch] if epoch is not None else np.array([])
     there = there[np.isfinite(there)]
     return float(there.mean()) if len(there) else math.inf
 
@@ -231,7 +223,7 @@ class MethodResult:
     _curves: dict[str, Curve] = field(default_factory=dict, compare=False, repr=False)
 
     def curve(self, name: str) -> Curve:
-        """Return a record's field, averaged over the trials that count."""
+        """Return the average of a record's field over the trials that count."""
         if name not in self._curves:
             self._curves[name] = average_curve(self.runs, name)
         return self._curves[name]
@@ -248,33 +240,20 @@ class MethodResult:
         return kinds == {"fixed"} or (kinds == {None} and all(len(set(run.batch_sizes)) < 2 for run in self.trials))
 
     @property
-    def last_epoch(self) -> int | None:
-        """Return the highest epoch that any trial reached."""
-        return max((run.last.epoch for run in self.trials if run.last), default=None)
-
-    @property
     def first_batch_size(self) -> float | None:
-        """Return the mean over trials of the first batch size."""
-        return _mean_size([run.batch_sizes[0] for run in self.runs if run.epochs])
+        """Return the mean over trials."""
+        sizes = [run.batch_sizes[0] for run in self.runs if run.epochs]
+        return fmean(sizes) if sizes else None
 
     @property
     def largest_batch_size(self) -> float | None:
-        """Return the mean over trials of each trial's largest batch size."""
-        return _mean_size([max(run.batch_sizes) for run in self.runs if run.epochs])
-
-    @property
-    def peak_bytes(self) -> float | None:
-        """Return the highest memory use of all epochs of the trials that count."""
-        records = (record.peak_memory_bytes for run in self.runs for record in run.epochs)
-        return max((peak for peak in records if peak is not None), default=None)
+        """Return the mean over trials of each trial's largest one."""
+        sizes = [max(run.batch_sizes) for run in self.runs if run.epochs]
+        return fmean(sizes) if sizes else None
 
     def arrivals(self, metric: Metric, target: float | None) -> dict[str, Arrival]:
         """Return unit -> when the target was reached; empty without a target."""
         return {} if target is None else _arrivals(self.runs, metric, target)
-
-
-def _mean_size(sizes: Sequence[int]) -> float | None:
-    return fmean(sizes) if sizes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,14 +297,14 @@ class Analysis:
 
 
 def analyse(experiment: RecordedExperiment) -> Analysis:
-    """Compute every number that tables, figures and words show.
-
-    Args:
-        experiment: One of `load_runs`.
-    """
-    methods = [_result(experiment, method) for method in experiment.methods]
-    own = {result.method: _own_target(experiment, result) for result in methods}
-    target, metric = _common_target(experiment, own), experiment.metric
+    """Compute every number that tables, figures and words show."""
+    metric, methods = experiment.metric, [_result(experiment, method) for method in experiment.methods]
+    # None without a final value, and for a method that a model which has learned nothing would match.
+    own = {
+        result.method: None if result.final is None or result.is_at_chance else target_below(metric, result.final.mean)
+        for result in methods
+    }
+    target = _common_target(experiment, own)
     value = target.value if target else None
     return Analysis(
         experiment,
@@ -343,13 +322,14 @@ def _result(experiment: RecordedExperiment, method: str) -> MethodResult:
     curve = average_curve(runs, metric.name)
     final = curve.at(experiment.length) if finished else None
     finals = [metric.of(run.epochs[-1]) for run in finished]
+    diverged = [run for run in trials if run.last is not None and LOSS.of(run.last) is None]
     return MethodResult(
         method=method,
         label=trials[0].header.label or method,
         trials=trials,
         runs=runs,
         num_finished=len(finished),
-        num_diverged=sum(map(_diverged, trials)) if has_validation(experiment) else 0,
+        num_diverged=len(diverged) if has_validation(experiment) else 0,
         num_at_chance=sum(_is_at_chance(experiment, value) for value in finals if value is not None),
         is_at_chance=final is not None and _is_at_chance(experiment, final.mean),
         final=final,
@@ -363,20 +343,9 @@ def has_validation(experiment: RecordedExperiment) -> bool:
     return any(record.val_loss is not None or record.val_accuracy is not None for record in records)
 
 
-def _diverged(run: RecordedRun) -> bool:
-    return run.last is not None and (run.last.val_loss is None or not math.isfinite(run.last.val_loss))
-
-
 def _is_at_chance(experiment: RecordedExperiment, value: float) -> bool:
     metric, chance = experiment.metric, experiment.settings.chance
     return chance is not None and bool(reaches(metric, np.array(chance), target_below(metric, value)))
-
-
-def _own_target(experiment: RecordedExperiment, result: MethodResult) -> float | None:
-    """Return None without a final value, and for a method that a model which has learned nothing would match."""
-    if result.final is None or result.is_at_chance:
-        return None
-    return target_below(experiment.metric, result.final.mean)
 
 
 def _common_target(experiment: RecordedExperiment, own: Mapping[str, float | None]) -> Target | None:
@@ -391,13 +360,9 @@ def _common_target(experiment: RecordedExperiment, own: Mapping[str, float | Non
 
 def trained_alike(one: MethodResult, other: MethodResult) -> bool:
     """Return whether two methods trained the same: equal sizes, rates and losses in every epoch of every seed."""
-    pairs = zip(one.trials, other.trials, strict=False)
-    return len(one.trials) == len(other.trials) and all(_is_same_course(first, second) for first, second in pairs)
+    return [*map(_course, one.trials)] == [*map(_course, other.trials)]
 
 
-def _is_same_course(one: RecordedRun, other: RecordedRun) -> bool:
+def _course(run: RecordedRun) -> tuple[int, list[tuple[object, ...]]]:
     fields = ("epoch", "batch_size", "lr", "steps", "train_loss", "val_loss", "val_accuracy")
-    if (one.header.seed, len(one.epochs)) != (other.header.seed, len(other.epochs)):
-        return False
-    epochs = zip(one.epochs, other.epochs, strict=True)
-    return all(getattr(first, name) == getattr(second, name) for first, second in epochs for name in fields)
+    return run.header.seed, [tuple(getattr(record, name) for name in fields) for record in run.epochs]

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 
 from divebatch.measurement import t_quantile
 from divebatch.records import Metric
-from divebatch.report.analysis import Analysis, MethodResult, trained_alike
+from divebatch.report.analysis import LOSS, Analysis, MethodResult, trained_alike
 from divebatch.report.load import RecordedRun
 
 LEVEL = 0.95
@@ -30,7 +30,7 @@ Pairs = Sequence[tuple[RecordedRun, RecordedRun]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a first method differs from a second in one measure.
+    """The difference of a first method to a second in one measure.
 
     Args:
         values: In each seed that both have, the difference or the logarithm of the ratio; at least one.
@@ -39,10 +39,6 @@ class Difference:
 
     values: tuple[float, ...]
     is_ratio: bool = False
-
-    @property
-    def num_seeds(self) -> int:
-        return len(self.values)
 
     @property
     def value(self) -> float:
@@ -105,11 +101,10 @@ def seed_pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
 
 
 def _values_of(run: RecordedRun, metric: Metric) -> list[float]:
-    values = [metric.of(record) for record in run.epochs]
-    return [value for value in values if value is not None]
+    return [value for record in run.epochs if (value := metric.of(record)) is not None]
 
 
-def final_value(run: RecordedRun, metric: Metric) -> float:
+def _final_value(run: RecordedRun, metric: Metric) -> float:
     """Return the metric at a run's end; the worst one for a run that diverged."""
     value = metric.of(run.epochs[-1])
     return metric.worst if value is None else value
@@ -120,7 +115,9 @@ def _best_value(run: RecordedRun, metric: Metric) -> float:
     return metric.worst if value is None else value
 
 
-def _metric_difference(pairs: Pairs, metric: Metric, of: Callable[[RecordedRun, Metric], float]) -> Difference | None:
+def _metric_difference(
+    pairs: Pairs, metric: Metric, of: Callable[[RecordedRun, Metric], float] = _final_value
+) -> Difference | None:
     """Return a difference that is positive if the first is better; None if a run has no finite value."""
     scale = (1 if metric.higher_is_better else -1) * (100.0 if metric.is_accuracy else 1.0)
     values = tuple(scale * (of(one, metric) - of(other, metric)) for one, other in pairs)
@@ -169,26 +166,21 @@ class Gain:
         return "fewer steps" if self.steps is not None and self.steps.value < 0.95 else "no gain"
 
 
-def adaptive_methods(analysis: Analysis) -> list[MethodResult]:
-    """Return the methods that change their batch size, those that have nothing to choose first."""
-    found = [result for result in analysis.methods if not result.is_fixed]
-    return sorted(found, key=lambda result: result.trials[0].kind_of("method", "policy") != "auto")
-
-
 def find_gains(analysis: Analysis) -> list[Gain]:
     """Compare each adaptive method with the best fixed batch and, if the experiment names one, the customary one.
 
-    Args:
-        analysis: The experiment's, from `analyse`.
+    Methods of the policy `auto`, which have nothing to choose, come first.
     """
     best, name = best_fixed(analysis), analysis.experiment.settings.customary
     roles: dict[str, list[str]] = {} if best is None else {best.method: [BEST]}
     if any(result.method == name and result.num_finished for result in analysis.methods):
         roles.setdefault(str(name), []).append(CUSTOMARY)
-    metric, gains = analysis.metric, []
-    for result in adaptive_methods(analysis):
+    adaptive = [result for result in analysis.methods if not result.is_fixed]
+    adaptive.sort(key=lambda result: result.trials[0].kind_of("method", "policy") != "auto")
+    gains = []
+    for result in adaptive:
         for baseline in map(analysis.method, roles):
-            pairs = seed_pairs(result, baseline, metric)
+            pairs = seed_pairs(result, baseline, analysis.metric)
             if not pairs:
                 continue
             ends = [(one.epochs[-1], other.epochs[-1]) for one, other in pairs]
@@ -198,7 +190,7 @@ def find_gains(analysis: Analysis) -> list[Gain]:
                 baseline=baseline,
                 roles=tuple(roles[baseline.method]),
                 num_seeds=len(pairs),
-                metric=_metric_difference(pairs, metric, final_value),
+                metric=_metric_difference(pairs, analysis.metric),
                 steps=_ratio([(one.steps, other.steps) for one, other in ends]),
                 seconds=_ratio(timed),
             )
@@ -209,50 +201,39 @@ def find_gains(analysis: Analysis) -> list[Gain]:
 def best_fixed(analysis: Analysis) -> MethodResult | None:
     """Return the best fixed batch; None while none has finished."""
     metric = analysis.metric
-    finals = {
-        result.method: fmean(final_value(run, metric) for run in result.runs)
-        for result in analysis.methods
-        if result.is_fixed and result.num_finished
-    }
-    value = metric.best(finals.values())
+    fixed = [result for result in analysis.methods if result.is_fixed and result.num_finished]
+    finals = [fmean(_final_value(run, metric) for run in result.runs) for result in fixed]
+    value = metric.best(finals)
     if value is None:
         return None
-    best = next(analysis.method(name) for name in finals if finals[name] == value)
-    tied = [analysis.method(name) for name in finals if _is_within_noise(analysis.method(name), best, metric)]
-    return min(tied, key=_cost_of(analysis), default=best)
+    best = fixed[finals.index(value)]
+    tied = [result for result in fixed if result is best or _is_within_noise(result, best, metric)]
+    seconds = {result.method: result.final_mean("train_seconds") for result in analysis.methods}
+    is_timed = analysis.is_timed and None not in seconds.values()
+    return min(tied, key=lambda result: (seconds[result.method] if is_timed else result.final_mean("steps")) or 0.0)
 
 
 def _is_within_noise(result: MethodResult, best: MethodResult, metric: Metric) -> bool:
     """Return whether the mean difference, seed by seed, is at most its standard error; no run may have diverged."""
-    if result is best:
-        return True
     pairs = seed_pairs(result, best, metric)
     if len(pairs) < 2 or any(metric.of(run.epochs[-1]) is None for each in pairs for run in each):
         return False
-    found = _metric_difference(pairs, metric, final_value)
-    return found is not None and abs(found.value) <= found.std / math.sqrt(found.num_seeds)
-
-
-def _cost_of(analysis: Analysis) -> Callable[[MethodResult], float]:
-    """Take seconds of training if one machine ran all, else steps."""
-    seconds = {result.method: result.final_mean("train_seconds") for result in analysis.methods}
-    if analysis.is_timed and None not in seconds.values():
-        return lambda result: seconds[result.method] or 0.0
-    return lambda result: result.final_mean("steps") or 0.0
+    found = _metric_difference(pairs, metric)
+    return found is not None and abs(found.value) <= found.std / math.sqrt(len(pairs))
 
 
 # In words
+
+
+def _number(value: float, metric: Metric | None, sign: str = "") -> str:
+    """Return points of accuracy and ratios with two decimals."""
+    return f"{value:{sign}{'.4g' if metric is not None and not metric.is_accuracy else '.2f'}}"
 
 
 def _span(change: Difference, metric: Metric | None, sign: str = "") -> str:
     """Return for instance ` (0.11 to 0.67)`; nothing without an interval, or if it is too narrow for its digits."""
     ends = [_number(end, metric, sign) for end in change.interval or ()]
     return f" ({' to '.join(ends)})" if len(set(ends)) == 2 else ""
-
-
-def _number(value: float, metric: Metric | None, sign: str = "") -> str:
-    """Return points of accuracy and ratios with two decimals."""
-    return f"{value:{sign}{'.4g' if metric is not None and not metric.is_accuracy else '.2f'}}"
 
 
 def metric_in_words(change: Difference, metric: Metric) -> str:
@@ -271,12 +252,7 @@ def ratio_in_words(change: Difference) -> str:
 
 
 def verdict(analysis: Analysis, gains: Sequence[Gain]) -> str:
-    """Return the experiment's result in one sentence: the first adaptive method against the best fixed batch.
-
-    Args:
-        analysis: The experiment's, from `analyse`.
-        gains: Those of `find_gains`.
-    """
+    """Return the experiment's result in one sentence: the first adaptive method against the best fixed batch."""
     so_far = "" if analysis.is_finished else "So far: "
     gain = next((gain for gain in gains if BEST in gain.roles), None)
     if gain is None:
@@ -289,7 +265,7 @@ def verdict(analysis: Analysis, gains: Sequence[Gain]) -> str:
 
 
 def _parts(gain: Gain, metric: Metric) -> Iterator[str]:
-    """Yield accuracy before speed; what shows no difference is said together."""
+    """Yield accuracy before speed; what shows no difference is said together, with its intervals."""
     differences = {metric.word: gain.metric, SECONDS: gain.seconds}
     alike = {name: change for name, change in differences.items() if change is not None and change.is_shown is False}
     if gain.metric is None:
@@ -297,7 +273,11 @@ def _parts(gain: Gain, metric: Metric) -> Iterator[str]:
     elif metric.word not in alike:
         yield f"{metric.word} {metric_in_words(gain.metric, metric)}"
     if alike:
-        spans = [_unsure(*each, metric) for each in alike.items()]
+        unit = " points)" if metric.is_accuracy else ")"
+        spans = [
+            name + (_span(change, None) if change.is_ratio else _span(change, metric, "+").replace(")", unit))
+            for name, change in alike.items()
+        ]
         yield f"no difference shown in {' or '.join(spans)}"
     if gain.steps is not None:
         yield f"{_number(gain.steps.value, None)} times the steps"
@@ -305,22 +285,14 @@ def _parts(gain: Gain, metric: Metric) -> Iterator[str]:
         yield f"{_number(gain.seconds.value, None)} times the seconds{_span(gain.seconds, None)}"
 
 
-def _unsure(name: str, change: Difference, metric: Metric) -> str:
-    """Return the measure with its interval, without which a difference not shown says little."""
-    if change.is_ratio:
-        return name + _span(change, None)
-    return name + _span(change, metric, "+").replace(")", " points)" if metric.is_accuracy else ")")
-
-
 def _best_in_words(analysis: Analysis) -> str:
     """Return which method ended best, if there are no fixed and adaptive method to compare."""
-    for metric in (analysis.metric, Metric("val_loss", "lower")):
+    for metric in (analysis.metric, LOSS):
         finals = {result.method: result.final_mean(metric.name) for result in analysis.methods}
-        known = {method: value for method, value in finals.items() if value is not None}
-        best = metric.best(known.values())
+        best = metric.best(value for value in finals.values() if value is not None)
         if best is None:
             continue
-        names = [method for method in known if known[method] == best]
+        names = [method for method, value in finals.items() if value == best]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         verb = "ends" if len(names) == 1 else "end"
         alone = "; there is nothing to compare with" if len(analysis.methods) == 1 else ""
@@ -329,13 +301,7 @@ def _best_in_words(analysis: Analysis) -> str:
 
 
 def note_on(result: MethodResult, gains: Sequence[Gain], best: MethodResult | None) -> str:
-    """Return what is to be said of a method beside its numbers, in a few words.
-
-    Args:
-        result: The method's.
-        gains: Those of `find_gains`.
-        best: The best fixed batch.
-    """
+    """Return the note that stands beside a method's numbers, in a few words."""
     count, notes = len(result.trials), []
     if best is not None and result.method == best.method:
         notes.append(BEST)
@@ -391,38 +357,49 @@ def compare_methods(
     results = (analysis.method(first), (against or analysis).method(second))
     metric, called = analysis.metric, names or (first, second)
     pairs = seed_pairs(*results, metric)
-    differences: dict[str, Difference | None] = {}
-    answers: dict[str, str] = {}
-    if len(pairs) > 1:
-        for measure, value in ((f"final {metric.word}", final_value), (f"best {metric.word}", _best_value)):
-            change = differences[measure] = _metric_difference(pairs, metric, value)
-            counts = [sum(math.isfinite(value(each[place], metric)) for each in pairs) for place in (0, 1)]
-            answers[measure] = _unfair("have one", counts, pairs) if change is None else metric_in_words(change, metric)
-        if analysis.target is not None:
-            measure = f"seconds to {metric.text(analysis.target.value)}"
-            found = [_seconds_by_seed(result, metric, analysis.target.value) for result in results]
-            times = [(found[0][one.header.seed], found[1][other.header.seed]) for one, other in pairs]
-            change = differences[measure] = _ratio(times)
-            counts = [sum(0 < each[place] < math.inf for each in times) for place in (0, 1)]
-            words = "reached it, with a time" if change is None else ratio_in_words(change)
-            answers[measure] = _unfair(words, counts, pairs) if change is None else words
-        for measure, change in differences.items():
-            if change is not None and change.effect is not None:
-                word = next(word for bound, word in EFFECTS if abs(change.effect) < bound)
-                answers[measure] += f"; effect size {abs(change.effect):.2f}, {word}"
-    seeds = tuple(run.header.seed for run, _ in pairs)
-    cautions = tuple(_cautions(results, pairs, called))
-    return Comparison(analysis.experiment.name, *called, seeds, differences, answers, cautions)
+    found = list(_measured(results, pairs, analysis)) if len(pairs) > 1 else []
+    answers = {}
+    for measure, change, words in found:
+        answers[measure] = words
+        if change is not None and change.effect is not None:
+            word = next(word for bound, word in EFFECTS if abs(change.effect) < bound)
+            answers[measure] += f"; effect size {abs(change.effect):.2f}, {word}"
+    return Comparison(
+        analysis.experiment.name,
+        *called,
+        seeds=tuple(run.header.seed for run, _ in pairs),
+        differences={measure: change for measure, change, _ in found},
+        answers=answers,
+        cautions=tuple(_cautions(results, pairs, called)),
+    )
+
+
+def _measured(
+    results: tuple[MethodResult, MethodResult], pairs: Pairs, analysis: Analysis
+) -> Iterator[tuple[str, Difference | None, str]]:
+    """Yield each measure with its difference and that in words."""
+    metric, target = analysis.metric, analysis.target
+    for kind, value in (("final", _final_value), ("best", _best_value)):
+        change = _metric_difference(pairs, metric, value)
+        values = [(value(one, metric), value(other, metric)) for one, other in pairs]
+        words = _unfair(values, "have one") if change is None else metric_in_words(change, metric)
+        yield f"{kind} {metric.word}", change, words
+    if target is not None:
+        first, second = (_seconds_by_seed(result, metric, target.value) for result in results)
+        times = [(first[one.header.seed], second[other.header.seed]) for one, other in pairs]
+        change = _ratio(times)
+        words = _unfair(times, "reached it, with a time") if change is None else ratio_in_words(change)
+        yield f"seconds to {metric.text(target.value)}", change, words
+
+
+def _unfair(values: Sequence[tuple[float, float]], what: str) -> str:
+    first, second = (sum(map(math.isfinite, each)) for each in zip(*values, strict=True))
+    return f"no fair average: {first} and {second} of {len(values)} seeds {what}"
 
 
 def _seconds_by_seed(result: MethodResult, metric: Metric, target: float) -> dict[int, float]:
     trials = result.arrivals(metric, target)["seconds"].trials
     return {run.header.seed: seconds for run, seconds in zip(result.runs, trials, strict=True)}
-
-
-def _unfair(what: str, counts: Sequence[int], pairs: Pairs) -> str:
-    first, second = counts
-    return f"no fair average: {first} and {second} of {len(pairs)} seeds {what}"
 
 
 def _cautions(results: tuple[MethodResult, MethodResult], pairs: Pairs, names: tuple[str, str]) -> Iterator[str]:

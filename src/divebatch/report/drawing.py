@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from divebatch.errors import MissingExtraError
-from divebatch.report.analysis import Arrival, Curve, Floats
+from divebatch.report.analysis import Arrival, Curve, Floats, MethodResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,6 @@ class Look:
 
     @property
     def dark_color(self) -> str:
-        """Return the colour on a dark page."""
         return PALETTE[self.color]
 
 
@@ -72,9 +71,6 @@ def looks_for(*experiments: Sequence[str]) -> dict[str, Look]:
     >>> looks = looks_for(["sgd", "adabatch", "adabatch-rescaled"])
     >>> looks["adabatch"].color == looks["adabatch-rescaled"].color != looks["sgd"].color
     True
-
-    Args:
-        experiments: The methods of each.
     """
     looks: dict[str, Look] = {}
     for method in dict.fromkeys(name for methods in experiments for name in methods):
@@ -109,21 +105,39 @@ EARLY = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class Track:
+    """A method with its look, and where each of its epochs lies on every axis."""
+
+    result: MethodResult
+    look: Look
+    epochs: Floats
+    axes: Mapping[str, Floats]
+    """Means over trials; only the axes that the runs recorded."""
+
+    @property
+    def method(self) -> str:
+        return self.result.method
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
-    """A curve and how it is drawn."""
+    """A curve, how it is drawn, and the track of its method."""
 
     label: str
     look: Look
     curve: Curve
-    seconds: Floats | None = None
-    """Training time at each epoch of the curve, if that and not the epoch is the horizontal axis."""
+    track: Track
     width: float | None = None
     """In points. None: the figures' usual width."""
 
+    def positions(self, axis: str) -> Floats | None:
+        """Return where the points lie on an axis; None if the runs did not record that."""
+        values = self.track.axes.get(axis)
+        return None if values is None else values[np.searchsorted(self.track.epochs, self.curve.epochs)]
+
     def outline(self) -> "Line":
         """Return the line with the points that a drawing needs."""
-        kept = self.curve.outline()
-        return replace(self, curve=self.curve.only(kept), seconds=None if self.seconds is None else self.seconds[kept])
+        return replace(self, curve=self.curve.outline())
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +153,9 @@ class Panel:
     log_base: int = 10
     is_steps: bool = False
     """Whether a value holds for the whole epoch before its point."""
+    axis: str = "epochs"
     first_epoch: int = 1
-    """Where the axis of epochs begins."""
-
-    @property
-    def is_over_seconds(self) -> bool:
-        """Return whether the horizontal axis is training time."""
-        return any(line.seconds is not None for line in self.lines)
+    """The epoch at which the axis of epochs begins."""
 
     @property
     def is_log(self) -> bool:
@@ -181,12 +191,11 @@ class TargetBars:
 
     @property
     def title(self) -> str:
-        """Return the axis with its unit, and the target."""
         return f"{AXES[self.unit]} to the common target of {self.goal}"
 
     @property
     def end(self) -> float:
-        """Return the largest finite number of all, at which the axis may end."""
+        """Return the largest finite number of all."""
         numbers = [n for each in self.arrivals.values() for n in (each.value or 0.0, *each.trials)]
         return max(filter(math.isfinite, numbers), default=0.0)
 
@@ -276,7 +285,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw in our style, over matplotlib's defaults, whatever the user's own is; put it back afterwards."""
+    """Draw in our style, over matplotlib's defaults; put the user's own back afterwards."""
     import matplotlib
     from matplotlib import style
 
@@ -284,11 +293,11 @@ def styled() -> Iterator[None]:
         yield
 
 
-def finish(name: str, title: str, figure: "Figure", caption: Sequence[str]) -> Drawing:
+def finish(name: str, title: str, figure: "Figure", caption: str) -> Drawing:
     """Return the figure in both formats; call it within `styled`."""
     svg = _bytes(figure, "svg")
     figure.set_layout_engine("none")  # all has its place now; the second search for it would find the same
-    return Drawing(name, title, " ".join(caption), svg, _bytes(figure, "png"))
+    return Drawing(name, title, caption, svg, _bytes(figure, "png"))
 
 
 def _bytes(figure: "Figure", kind: str) -> bytes:
@@ -332,20 +341,10 @@ def draw_panels(
     title: str,
     heading: str,
     panels: Sequence[Panel],
-    caption: Sequence[str],
-    *,
-    panel_size: tuple[float, float] = PANEL_SIZE,
+    caption: str,
+    panel_size: tuple[float, float],
 ) -> Drawing:
-    """Draw panels with one legend; `title` and `caption` go beside the figure, `heading` into it.
-
-    Args:
-        name: The file's, without folder and suffix.
-        title: The figure's subject in words.
-        heading: The experiment's name.
-        panels: From left to right, each with a line or more.
-        caption: Sentences.
-        panel_size: Width and height of each, in inches.
-    """
+    """Draw panels from left to right with one legend; `title` and `caption` go beside the figure, `heading` into it."""
     from matplotlib.figure import Figure
 
     with styled():
@@ -378,10 +377,11 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
 
 
 def _draw_line(axes: "Axes", line: Line, panel: Panel) -> None:
-    x, mean = line.curve.epochs.astype(np.float64) if line.seconds is None else line.seconds, line.curve.mean
+    x, mean = line.positions(panel.axis), line.curve.mean
+    assert x is not None
     low, high = band(line.curve, (log_limits(panel)[0], panel.bounds[1]) if panel.is_log else panel.bounds)
     if panel.is_steps:  # from the begin of the first epoch on
-        x = np.concatenate([[x[0] - 1 if line.seconds is None else 0.0], x])
+        x = np.concatenate([[x[0] - 1 if panel.axis == "epochs" else 0.0], x])
         mean, low, high = (np.concatenate([each[:1], each]) for each in (mean, low, high))
     marker = "o" if len(x) <= FEW_POINTS else None
     style: dict[str, Any] = {"color": line.look.color, "linestyle": line.look.dashes, "linewidth": line.width}
@@ -409,14 +409,15 @@ def log_limits(panel: Panel) -> tuple[float, float]:
 def _set_x_axis(axes: "Axes", panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    if panel.is_over_seconds:
-        axes.set_xlim(left=0)
-    else:
+    is_epochs = panel.axis == "epochs"
+    if is_epochs:
         last = max(int(line.curve.epochs[-1]) for line in panel.lines)
         margin = max(0.5, 0.02 * (last - panel.first_epoch + 1))
         axes.set_xlim(panel.first_epoch - panel.is_steps - margin, last + margin)
-    axes.set_xlabel(AXES["seconds" if panel.is_over_seconds else "epochs"])
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=not panel.is_over_seconds))
+    else:
+        axes.set_xlim(left=0)
+    axes.set_xlabel(AXES[panel.axis])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=is_epochs))
 
 
 def _set_y_axis(axes: "Axes", panel: Panel) -> None:
@@ -434,22 +435,12 @@ def _set_y_axis(axes: "Axes", panel: Panel) -> None:
         if panel.focus is not None:
             axes.set_ylim(*panel.focus)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-
-
-def _tick(value: float) -> str:
-    """Return plain digits if they are short."""
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
+    plain = FuncFormatter(lambda value, _: f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}")
+    axes.yaxis.set_major_formatter(plain)
 
 
 def draw_bars(bars: TargetBars, heading: str, caption: str) -> Drawing:
-    """Draw one bar a method, the first on top, with a dot for each trial.
-
-    Args:
-        bars: The numbers.
-        heading: The experiment's name.
-        caption: Sentences that go beside the figure.
-    """
+    """Draw one bar a method, the first on top, with a dot for each trial."""
     from matplotlib.figure import Figure
 
     with styled():
@@ -469,4 +460,4 @@ def draw_bars(bars: TargetBars, heading: str, caption: str) -> Drawing:
         axes.set_xlabel(AXES[bars.unit])
         axes.set_title(bars.title, loc="left")
         add_heading(figure, heading)
-        return finish("target", bars.title, figure, [caption])
+        return finish("target", bars.title, figure, caption)

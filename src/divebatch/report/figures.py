@@ -1,4 +1,4 @@
-"""Say what each figure shows: charts of single quantities, time to target, and the paper's figures.
+"""Define the figures: charts of single quantities, time to target, and the paper's figures.
 
 A figure of a record's field is a row of `QUANTITIES`; a figure of panels side by side is a row of `FIGURES`.
 """
@@ -9,7 +9,7 @@ from itertools import cycle, pairwise
 
 import numpy as np
 
-from divebatch.report.analysis import UNITS, Analysis, Curve, Floats, MethodResult, average_curve
+from divebatch.report.analysis import UNITS, Analysis, Curve, MethodResult, average_curve
 from divebatch.report.drawing import (
     AXES,
     CHART_SIZE,
@@ -20,7 +20,7 @@ from divebatch.report.drawing import (
     Look,
     Panel,
     TargetBars,
-    draw_bars,
+    Track,
     draw_panels,
     other_looks,
 )
@@ -51,7 +51,7 @@ class Quantity:
 
     title: str
     fields: tuple[tuple[str, str], ...]
-    """Fields of a record that are drawn together, each with what its lines' names end in."""
+    """Fields of a record that are drawn together, each with the ending of its lines' names."""
     factor: float = 1.0
     bounds: tuple[float, float] | None = None
     """None: from 0 on unless a mean is negative."""
@@ -102,83 +102,36 @@ METRICS = {"val_accuracy": "accuracy", "val_loss": "loss", "bits_per_byte": "bit
 """The quantity of each metric."""
 
 
-# Charts
-
-
-@dataclass(frozen=True, slots=True)
-class Track:
-    """A method with its look, and where each of its epochs lies on every axis."""
-
-    result: MethodResult
-    look: Look
-    epochs: Floats
-    axes: Mapping[str, Floats]
-    """Means over trials; only the axes that the runs recorded."""
-
-    @property
-    def method(self) -> str:
-        return self.result.method
-
-    @property
-    def legend(self) -> str:
-        """Return the label with the first batch size and, if it differs, the mean of the final ones."""
-        return f"{self.result.label} ({size_range(self.result.first_batch_size, self.result.final_mean('batch_size'))})"
-
-    def positions(self, curve: Curve, axis: str) -> Floats | None:
-        """Return where the points of a curve lie on an axis; None if the runs did not record that."""
-        values = self.axes.get(axis)
-        return None if values is None else values[np.searchsorted(self.epochs, curve.epochs)]
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A figure of one panel, and the track of each of its lines."""
-
-    name: str
-    panel: Panel
-    tracks: Sequence[Track]
-    caption: str
-
-    def positions(self, number: int, axis: str) -> Floats | None:
-        """Return where the points of a line lie on an axis; None if its runs did not record that."""
-        return self.tracks[number].positions(self.panel.lines[number].curve, axis)
-
-    def draw(self, heading: str) -> Drawing:
-        """Draw the chart as it is first shown: over epochs."""
-        title, caption = self.panel.title, [self.caption]
-        return draw_panels(self.name, title, heading, [self.panel], caption, panel_size=CHART_SIZE)
-
-
 def make_tracks(analysis: Analysis, looks: Mapping[str, Look]) -> list[Track]:
     """Return one track for each method that has begun."""
-    begun = [result for result in analysis.methods if any(run.epochs for run in result.runs)]
     tracks = []
-    for result in begun:
-        means = {axis: result.curve(UNITS[axis]).mean for axis in AXES}
-        # With fewer trials left a mean can fall; a line must not run backwards.
-        axes = {axis: np.maximum.accumulate(mean) for axis, mean in means.items() if np.isfinite(mean).all()}
-        tracks.append(Track(result, looks[result.method], axes["epochs"], axes))
+    for result in analysis.methods:
+        if any(run.epochs for run in result.runs):
+            means = {axis: result.curve(UNITS[axis]).mean for axis in AXES}
+            # With fewer trials left a mean can fall; a line must not run backwards.
+            axes = {axis: np.maximum.accumulate(mean) for axis, mean in means.items() if np.isfinite(mean).all()}
+            tracks.append(Track(result, looks[result.method], axes["epochs"], axes))
     return tracks
 
 
-def make_charts(analysis: Analysis, tracks: Sequence[Track]) -> list[Chart]:
-    """Return the charts that the records can fill: metric, batch size and noise scale first, then what shadows wanted.
+def _lines(quantity: Quantity, track: Track, label: str) -> Iterator[Line]:
+    """Yield one line for each field of the quantity that the track's runs have a finite value of."""
+    runs = track.result.runs
+    on_gpu = [run for run in runs if run.is_on_gpu]
+    before: Curve | None = None
+    for field, ending in quantity.fields:
+        is_whole = not quantity.only_on_gpu or len(on_gpu) == len(runs)
+        curve = track.result.curve(field) if is_whole else average_curve(on_gpu, field)
+        curve = curve.measured().scaled(quantity.factor)
+        # A policy may act on the exact value: there the second line would hide the first.
+        if len(curve.epochs) and not (before and _are_one(before, curve)):
+            look = replace(track.look, dashes=DOTTED) if ending else track.look
+            yield Line(label + ending, look, curve, track)
+        before = curve
 
-    Args:
-        analysis: The experiment's, from `analyse`.
-        tracks: Those of its methods.
-    """
-    first = dict.fromkeys([METRICS[analysis.metric.name], "batchsize", "noise", "diversity", *QUANTITIES])
-    charts = [_chart(name, tracks) for name in first]
-    return [chart for chart in charts if chart.panel.lines] + _shadow_charts(tracks)
 
-
-def _chart(name: str, tracks: Sequence[Track]) -> Chart:
-    quantity = QUANTITIES[name]
-    pairs = [(track, line) for track in tracks for line in _lines(quantity, track, track.method)]
-    caption = [BANDS_NOTE, quantity.note, *_ratio_notes(name, tracks)]
-    panel = _panel(quantity, [line for _, line in pairs])
-    return Chart(name, panel, [track for track, _ in pairs], " ".join(filter(None, caption)))
+def _are_one(one: Curve, other: Curve) -> bool:
+    return np.array_equal(one.epochs, other.epochs) and np.allclose(one.mean, other.mean, rtol=1e-3)
 
 
 def _panel(quantity: Quantity, lines: Sequence[Line]) -> Panel:
@@ -199,29 +152,38 @@ def _nested(lines: Sequence[Line], widest: float, thinnest: float) -> list[Line]
     return [replace(line, width=width) for line, width in zip(lines, widths, strict=True)]
 
 
-def _lines(quantity: Quantity, track: Track, label: str) -> Iterator[Line]:
-    """Yield one line for each field of the quantity that the track's runs have a finite value of."""
-    runs = track.result.runs
-    on_gpu = [run for run in runs if run.is_on_gpu]
-    before: Curve | None = None
-    for field, ending in quantity.fields:
-        is_whole = not quantity.only_on_gpu or len(on_gpu) == len(runs)
-        curve = track.result.curve(field) if is_whole else average_curve(on_gpu, field)
-        curve = curve.measured().scaled(quantity.factor)
-        # A policy may act on the exact value: there the second line would hide the first.
-        if len(curve.epochs) and not (before and _are_one(before, curve)):
-            look = replace(track.look, dashes=DOTTED) if ending else track.look
-            yield Line(label + ending, look, curve)
-        before = curve
+# Charts
 
 
-def _are_one(one: Curve, other: Curve) -> bool:
-    return np.array_equal(one.epochs, other.epochs) and np.allclose(one.mean, other.mean, rtol=1e-3)
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of one panel."""
+
+    name: str
+    panel: Panel
+    caption: str
+
+    def draw(self, heading: str) -> Drawing:
+        """Draw the chart as it is first shown: over epochs."""
+        return draw_panels(self.name, self.panel.title, heading, [self.panel], self.caption, CHART_SIZE)
 
 
-def _ratio_notes(name: str, tracks: Sequence[Track]) -> Iterator[str]:
+def make_charts(analysis: Analysis, tracks: Sequence[Track]) -> list[Chart]:
+    """Return the charts that the records can fill: metric, batch size and noise scale first, shadows last."""
+    names = dict.fromkeys([METRICS[analysis.metric.name], "batchsize", "noise", "diversity", *QUANTITIES])
+    charts = []
+    for name in names:
+        quantity = QUANTITIES[name]
+        lines = [line for track in tracks for line in _lines(quantity, track, track.method)]
+        if lines:
+            notes = [BANDS_NOTE, quantity.note, *(_ratio_notes(tracks) if name == "diversity" else ())]
+            charts.append(Chart(name, _panel(quantity, lines), " ".join(filter(None, notes))))
+    return charts + _shadow_charts(tracks)
+
+
+def _ratio_notes(tracks: Sequence[Track]) -> Iterator[str]:
     """Say how far the estimate of the diversity is from the exact value."""
-    for track in tracks if name == "diversity" else ():
+    for track in tracks:
         records = [record for run in track.result.runs for record in run.epochs]
         ratios = [r.diversity / r.exact_diversity for r in records if r.diversity and r.exact_diversity]
         if ratios and not np.allclose(ratios, 1.0, rtol=1e-2):
@@ -232,22 +194,19 @@ def _ratio_notes(name: str, tracks: Sequence[Track]) -> Iterator[str]:
             )
 
 
-# Policies that only watched
-
-
 def _shadow_charts(tracks: Sequence[Track]) -> list[Chart]:
-    """Return one for each method whose runs have shadows and an epoch after the first."""
+    """Return one for each method whose runs have shadows, policies that only watch, and an epoch after the first."""
     charts: list[Chart] = []
     for track in tracks:
         wishes = list(_wishes(track))
         if wishes:
-            in_force = track.result.curve("batch_size").measured()
-            driver = Line(f"{track.method}, in force", replace(track.look, dashes="solid"), in_force, width=3.5)
-            lines = [driver, *_nested(wishes, 2.0, 1.0)]
+            actual = track.result.curve("batch_size").measured()
+            driver = Line(f"{track.method}, in force", replace(track.look, dashes="solid"), actual, track, width=3.5)
             title = f"Batch size wanted (samples), {track.method} driving"
-            panel = replace(_panel(QUANTITIES["batchsize"], []), title=title, lines=lines)
-            name = f"shadows{len(charts) + 1}"
-            charts.append(Chart(name, panel, [track] * len(lines), f"{SHADOW_NOTE} {BANDS_NOTE}"))
+            panel = replace(
+                _panel(QUANTITIES["batchsize"], []), title=title, lines=[driver, *_nested(wishes, 2.0, 1.0)]
+            )
+            charts.append(Chart(f"shadows{len(charts) + 1}", panel, f"{SHADOW_NOTE} {BANDS_NOTE}"))
     return charts
 
 
@@ -257,8 +216,8 @@ def _wishes(track: Track) -> Iterator[Line]:
     names = dict.fromkeys(name for run in runs for record in run.epochs for name in record.shadows or {})
     for name, look in zip(names, cycle(other_looks(track.look.color)), strict=False):
         curve = average_curve([_as_if_driven(run, name) for run in runs], "batch_size")
-        if not curve.is_empty:
-            yield Line(name, look, curve)
+        if len(curve.epochs):
+            yield Line(name, look, curve, track)
 
 
 def _as_if_driven(run: RecordedRun, name: str) -> RecordedRun:
@@ -271,31 +230,17 @@ def _as_if_driven(run: RecordedRun, name: str) -> RecordedRun:
     return replace(run, epochs=tuple(wished))
 
 
-# Time to target
-
-
 def make_bars(analysis: Analysis, looks: Mapping[str, Look]) -> dict[str, TargetBars]:
-    """Return unit -> bars, in seconds first if one machine ran all; empty if there is no target or nobody reached it.
-
-    Args:
-        analysis: The experiment's, from `analyse`.
-        looks: Those of its methods.
-    """
+    """Return unit -> bars, seconds first if one machine ran all; empty without a target that somebody reached."""
     if analysis.target is None:
         return {}
     goal = analysis.metric.text(analysis.target.value)
-    units = sorted(UNITS, key=lambda unit: unit == "seconds" and not analysis.is_timed)
     bars = {}
-    for unit in units:
+    for unit in sorted(UNITS, key=lambda unit: unit == "seconds" and not analysis.is_timed):
         arrivals = {method: ways[unit] for method, ways in analysis.common.items()}
         if any(arrival.value is not None for arrival in arrivals.values()):
             bars[unit] = TargetBars(unit, goal, arrivals, looks)
     return bars
-
-
-def draw_target(bars: Mapping[str, TargetBars], heading: str) -> list[Drawing]:
-    """Draw the bars of the first unit; nothing if there are none."""
-    return [draw_bars(first, heading, BARS_NOTE) for first in list(bars.values())[:1]]
 
 
 # The paper's figures
@@ -318,27 +263,32 @@ class PanelFigure:
 
     def draw(self, name: str, analysis: Analysis, tracks: Sequence[Track]) -> Drawing | None:
         """Draw the methods to show; return None if the records cannot fill the figure."""
-        pairs = {q: [(t, line) for t in tracks for line in _lines(QUANTITIES[q], t, t.legend)] for q in self.quantities}
-        panels = [_panel(QUANTITIES[q], [line for _, line in found]) for q, found in pairs.items()]
-        if len(panels) == 1 and panels[0].lines:
-            panels = _three_ways(panels[0], pairs[self.quantities[0]], stage_epochs(analysis.experiment.length)[2])
+        panels = []
+        for quantity in map(QUANTITIES.__getitem__, self.quantities):
+            labelled = ((track, f"{track.result.label} ({_sizes(track.result)})") for track in tracks)
+            panels.append(_panel(quantity, [line for each in labelled for line in _lines(quantity, *each)]))
+        if len(panels) == 1:
+            panels = _three_ways(panels[0], stage_epochs(analysis.experiment.length)[2])
         panels = [panel for panel in panels if panel.lines]
         if not panels:
             return None
-        caption = list(_caption(analysis, [track.result for track in tracks]))
-        heading = analysis.experiment.name
-        return draw_panels(name, self.title, heading, panels, caption, panel_size=self.panel_size)
+        caption = " ".join(_caption(analysis, [track.result for track in tracks]))
+        return draw_panels(name, self.title, analysis.experiment.name, panels, caption, self.panel_size)
 
 
-def _three_ways(whole: Panel, pairs: Sequence[tuple[Track, Line]], late: int) -> list[Panel]:
-    over_time = [replace(line, seconds=track.positions(line.curve, "seconds")) for track, line in pairs]
+def _sizes(result: MethodResult) -> str:
+    """Return the first batch size and, if it differs, the mean of the final ones."""
+    return size_range(result.first_batch_size, result.final_mean("batch_size"))
+
+
+def _three_ways(whole: Panel, late: int) -> list[Panel]:
     end = [replace(line, curve=line.curve.since(late)) for line in whole.lines]
     return [
         whole,
-        replace(whole, lines=[line for line in over_time if line.seconds is not None]),
+        replace(whole, axis="seconds", lines=[line for line in whole.lines if line.positions("seconds") is not None]),
         replace(
             whole,
-            lines=[line for line in end if not line.curve.is_empty],
+            lines=[line for line in end if len(line.curve.epochs)],
             title=f"{whole.title}, last quarter",
             first_epoch=late,
             may_be_log=False,
@@ -369,18 +319,16 @@ def draw_paper_figures(analysis: Analysis, tracks: Sequence[Track]) -> list[Draw
 
 
 def _caption(analysis: Analysis, shown: Sequence[MethodResult]) -> Iterator[str]:
+    counts = [len(result.runs) for result in shown]
+    if len(set(counts)) > 1:
+        trials = "trials (" + ", ".join(f"{result.method}: {len(result.runs)}" for result in shown) + ")"
+    else:
+        trials = "1 trial" if counts[0] == 1 else f"{counts[0]} trials"
     is_open = any(not result.num_finished for result in shown)
-    yield f"Lines are means over {_trials(shown)}" + (", at each epoch over those that reached it." if is_open else ".")
-    if any(len(result.runs) > 1 for result in shown):
+    yield f"Lines are means over {trials}" + (", at each epoch over those that reached it." if is_open else ".")
+    if max(counts) > 1:
         yield "Bands are ± the standard error of the mean, cut off at the axis and at impossible values."
     yield "In parentheses: the batch size, or the first one and the mean of the final ones."
     unfinished = [result for result in shown if result.num_finished < len(result.trials)]
     yield from (f"{r.method}: {r.num_finished} of {len(r.trials)} trials finished." for r in unfinished)
     yield from (diverged_note(result, analysis) for result in shown if result.num_diverged)
-
-
-def _trials(shown: Sequence[MethodResult]) -> str:
-    counts = [len(result.runs) for result in shown]
-    if len(set(counts)) > 1:
-        return "trials (" + ", ".join(f"{result.method}: {len(result.runs)}" for result in shown) + ")"
-    return "1 trial" if counts[0] == 1 else f"{counts[0]} trials"

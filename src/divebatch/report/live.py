@@ -1,4 +1,4 @@
-"""Look at runs while they run, from their records alone: state, speed, time left."""
+"""Watch runs by their records alone: state, speed, time left."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from divebatch.report.load import RecordedRun
 
 SILENT_EPOCHS, SILENT_SECONDS = 5, 60.0
 """A run that wrote nothing for five of its epochs, and for at least a minute, counts as stopped."""
+STATES = ("running", "stopped", "finished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +19,13 @@ class Standing:
 
     run: RecordedRun
     state: str
-    """running, finished or stopped."""
+    """One of `STATES`."""
     silent_seconds: float
-    """Since its records last changed."""
+    """Time since its records last changed."""
 
     @property
     def name(self) -> str:
-        """Return method and seed, safe to print."""
-        header = self.run.header
-        return printable(f"{header.method} seed {header.seed}")
-
-    @property
-    def last(self) -> EpochRecord | None:
-        return self.run.last
+        return printable(f"{self.run.header.method} seed {self.run.header.seed}")
 
     @property
     def best(self) -> str:
@@ -49,7 +44,8 @@ class Standing:
     @property
     def seconds_left(self) -> float | None:
         """Return the time left at the pace so far; None unless it is running."""
-        return time_left(self.last, self.run.planned_epochs) if self.last and self.state == "running" else None
+        last = self.run.last
+        return time_left(last, self.run.planned_epochs) if last and self.state == "running" else None
 
 
 def rate_between(before: EpochRecord | None, record: EpochRecord) -> float | None:
@@ -81,9 +77,12 @@ class Watch:
         """Return every run: running ones first, then by name."""
         self.problems.clear()
         found = [self._standing(path) for path in sorted(self.folder.glob("**/seed-*.jsonl"))]
-        order = ("running", "stopped", "finished")
-        standings = [standing for standing in found if standing is not None]
-        return sorted(standings, key=lambda each: (order.index(each.state), *_place(each.run)))
+
+        def place(each: Standing) -> tuple[int, str, str, int]:
+            header = each.run.header
+            return STATES.index(each.state), header.experiment, header.method, header.seed
+
+        return sorted((standing for standing in found if standing is not None), key=place)
 
     def _standing(self, path: Path) -> Standing | None:
         try:
@@ -97,10 +96,6 @@ class Watch:
             return None
         (_, run, has_stopped), silent = self._read[path], max(0.0, time.time() - status.st_mtime)
         return Standing(run, "stopped" if has_stopped else _state(run, silent), silent)
-
-
-def _place(run: RecordedRun) -> tuple[str, str, int]:
-    return run.header.experiment, run.header.method, run.header.seed
 
 
 def _state(run: RecordedRun, silent: float) -> str:

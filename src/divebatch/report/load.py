@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ class RecordedRun:
 
     @property
     def last(self) -> EpochRecord | None:
-        """Return the last finished epoch."""
         return self.epochs[-1] if self.epochs else None
 
     @property
@@ -40,33 +39,29 @@ class RecordedRun:
 
     @property
     def machine(self) -> str:
-        """Return the name of the device or machine that it ran on."""
         return str(self.header.hardware.get("name", self.header.hardware.get("device", "?")))
-
-    @property
-    def planned_batch_size(self) -> int | None:
-        """Return the first batch size of the configuration; None if it does not say."""
-        method = self.header.config.get("method")
-        size = method.get("batch_size") if isinstance(method, Mapping) else None
-        return size if isinstance(size, int) else None
 
     @property
     def batch_sizes(self) -> list[int]:
         """Return all batch sizes in order, also those within epochs, of which a record only has the last."""
         sizes: list[int] = []
-        began = self.planned_batch_size
+        began = self._configured("method", "batch_size")
         for record in self.epochs:
-            sizes += [began] if record.changes and began is not None else []
+            sizes += [began] if record.changes and isinstance(began, int) else []
             sizes += [change.batch_size for change in record.changes or []] or [record.batch_size]
             began = record.next_batch_size
         return sizes
 
     def kind_of(self, *place: str) -> str | None:
         """Return the `kind` of a configured part, such as ("method", "policy"); None if none is named."""
+        kind = self._configured(*place, "kind")
+        return kind if isinstance(kind, str) else None
+
+    def _configured(self, *place: str) -> object:
         part: object = self.header.config
-        for key in (*place, "kind"):
+        for key in place:
             part = part.get(key) if isinstance(part, Mapping) else None
-        return part if isinstance(part, str) else None
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class RecordedExperiment:
         name: The experiment's name.
         methods: Method name -> runs by seed, in the order in which the report shows them.
         metric: The number that runs are judged by.
-        settings: What the headers say for the report alone.
+        settings: The headers' settings of the report.
     """
 
     name: str
@@ -101,7 +96,6 @@ class RecordedExperiment:
 
     @property
     def machines(self) -> list[str]:
-        """Return the names of what the runs ran on, each once."""
         return sorted({run.machine for run in self.runs})
 
 
@@ -128,13 +122,27 @@ def load_runs(folder: Path, *more: Path) -> Runs:
     problems: list[str] = []
     for path in _record_files(folders):
         try:
-            _add(found, path, _read(path))
-            problems += _torn_line(path)
+            run = _read(path)
         except RecordError as error:
             problems.append(str(error))
+            continue
+        header = run.header
+        key = (header.experiment, header.method, header.seed)
+        if key in found:
+            problems.append(f"'{path}': a second run of {key[0]}, {key[1]}, seed {key[2]}; the first one counts")
+        else:
+            found[key] = run
+            problems += _torn_line(path)
     if not found:
-        raise RecordError(_nothing_found(folders, problems))
-    return Runs(_grouped(found.values(), problems), tuple(problems))
+        places = ", ".join(f"'{each}'" for each in folders)
+        if problems:
+            raise RecordError(f"no readable run in {places}: " + "; ".join(problems))
+        raise RecordError(f"no run in {places}: expected files like {folder}/EXPERIMENT/METHOD/seed-0.jsonl")
+    by_experiment: dict[str, list[RecordedRun]] = defaultdict(list)
+    for run in found.values():
+        by_experiment[run.header.experiment].append(run)
+    experiments = tuple(_experiment(name, by_experiment[name], problems) for name in sorted(by_experiment))
+    return Runs(experiments, tuple(problems))
 
 
 def _record_files(folders: Sequence[Path]) -> list[Path]:
@@ -165,40 +173,18 @@ def _torn_line(path: Path) -> list[str]:
     return [] if is_whole else [f"'{path}': the last line is half-written; that line is left out, the rest counts"]
 
 
-def _add(found: dict[tuple[str, str, int], RecordedRun], path: Path, run: RecordedRun) -> None:
-    key = (run.header.experiment, run.header.method, run.header.seed)
-    if key in found:
-        raise RecordError(f"'{path}': a second run of {key[0]}, {key[1]}, seed {key[2]}; the first one counts")
-    found[key] = run
-
-
-def _grouped(runs: Iterable[RecordedRun], problems: list[str]) -> tuple[RecordedExperiment, ...]:
-    tree: dict[str, list[RecordedRun]] = defaultdict(list)
-    for run in runs:
-        tree[run.header.experiment].append(run)
-    return tuple(_experiment(name, tree[name], problems) for name in sorted(tree))
-
-
 def _experiment(name: str, runs: list[RecordedRun], problems: list[str]) -> RecordedExperiment:
     """Take metric and settings from the run that started last; leave out runs with another metric."""
     newest = max(runs, key=lambda run: run.header.started or "").header
     methods: dict[str, list[RecordedRun]] = defaultdict(list)
     for run in runs:
-        if run.header.metric == newest.metric:
-            methods[run.header.method].append(run)
+        header = run.header
+        if header.metric == newest.metric:
+            methods[header.method].append(run)
         else:
-            where = f"{name}, {run.header.method}, seed {run.header.seed}"
-            problems.append(
-                f"{where}: judged by {run.header.metric.name}, newer runs by {newest.metric.name}; left out"
-            )
+            judged = f"judged by {header.metric.name}, newer runs by {newest.metric.name}; left out"
+            problems.append(f"{name}, {header.method}, seed {header.seed}: {judged}")
     order = newest.report.order
     names = sorted(methods, key=lambda method: (order.index(method) if method in order else len(order), method))
     by_seed = {each: tuple(sorted(methods[each], key=lambda run: run.header.seed)) for each in names}
     return RecordedExperiment(name, by_seed, newest.metric, newest.report)
-
-
-def _nothing_found(folders: Sequence[Path], problems: list[str]) -> str:
-    places = ", ".join(f"'{folder}'" for folder in folders)
-    if problems:
-        return f"no readable run in {places}: " + "; ".join(problems)
-    return f"no run in {places}: expected files like {folders[0]}/EXPERIMENT/METHOD/seed-0.jsonl"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,18 @@ import numpy as np
 from divebatch.errors import RecordError
 from divebatch.report.analysis import Analysis, Floats, analyse
 from divebatch.report.compare import FEWEST_SEEDS, best_fixed, find_gains, verdict
-from divebatch.report.drawing import AXES, Dashes, Drawing, Line, Look, TargetBars, looks_for, require_matplotlib
-from divebatch.report.figures import (
-    BARS_NOTE,
-    Chart,
+from divebatch.report.drawing import (
+    AXES,
+    Drawing,
+    Line,
+    Look,
+    TargetBars,
     Track,
-    draw_paper_figures,
-    draw_target,
-    make_bars,
-    make_charts,
-    make_tracks,
+    draw_bars,
+    looks_for,
+    require_matplotlib,
 )
+from divebatch.report.figures import BARS_NOTE, Chart, draw_paper_figures, make_bars, make_charts, make_tracks
 from divebatch.report.load import RecordedExperiment, load_runs
 from divebatch.report.tables import (
     Table,
@@ -59,11 +60,11 @@ FEW_SEEDS_NOTE = "Fewer than three seeds show little, and have no intervals: run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One experiment's part of a report, before it takes the form of a page."""
+    """The part of a report on one experiment, before it takes the form of a page."""
 
     experiment: RecordedExperiment
     stem: str
-    """Safe in file names and links, different for each section of a report."""
+    """A name for files and links, different for each section of a report."""
     heading: str
     about: str
     verdict: str
@@ -71,15 +72,15 @@ class Section:
     shown: Sequence[str]
     """Methods that a terminal shows."""
     tables: Sequence[Table]
-    """The further ones."""
+    """All tables but the summary."""
     settings: str
-    """JSON."""
+    """JSON text."""
     looks: Mapping[str, Look]
     tracks: Sequence[Track]
     charts: Sequence[Chart]
     bars: Mapping[str, TargetBars]
     chart_drawings: Sequence[Drawing]
-    """The charts, and the bars if there are any, as files."""
+    """The charts, and the bars if there are any."""
     paper_drawings: Sequence[Drawing]
 
     def figure(self, part: str, suffix: str) -> str:
@@ -87,7 +88,6 @@ class Section:
         return f"figures/{self.stem}-{part}.{suffix}"
 
     def table(self, part: str, suffix: str = "csv") -> str:
-        """Return a path relative to the page."""
         return f"tables/{self.stem}-{part}.{suffix}"
 
     @property
@@ -127,7 +127,7 @@ class Report:
 
     @property
     def text(self) -> str:
-        """Return a few lines for each experiment."""
+        """Return the lines for a terminal."""
         lines = [line for section in self.sections for line in section.text()]
         counts = [len(runs) for section in self.sections for runs in section.experiment.methods.values()]
         return "\n".join([*lines, *([FEW_SEEDS_NOTE] if max(counts) < FEWEST_SEEDS else [])])
@@ -137,9 +137,9 @@ def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
     """Write report.html, report.md, figures/ and tables/.
 
     Args:
-        folder: Where the runs are, as `load_runs` takes it.
+        folder: A folder with runs, as `load_runs` takes it.
         more: Further folders of the same kind.
-        out: Where to write. None: the first folder.
+        out: The folder to write to. None: the first one.
 
     Equal records give equal files. Raises `RecordError` if there is no run to report or nothing can be written, and
     `MissingExtraError` without matplotlib.
@@ -165,13 +165,14 @@ def make_sections(experiments: Sequence[RecordedExperiment]) -> list[Section]:
 
 
 def _section(experiment: RecordedExperiment, stem: str, looks: Mapping[str, Look]) -> Section:
-    analysis = analyse(experiment)
-    gains = find_gains(analysis)
+    name, analysis = experiment.name, analyse(experiment)
+    gains, best = find_gains(analysis), best_fixed(analysis)
     tracks, bars = make_tracks(analysis, looks), make_bars(analysis, looks)
     charts = make_charts(analysis, tracks)
     tables = [result_table(analysis), gains_table(analysis, gains), cost_table(analysis), memory_table(analysis)]
-    name, best = experiment.name, best_fixed(analysis)
     first = [best.method if best else None, *(gain.result.method for gain in gains[:1]), experiment.settings.customary]
+    drawings = [chart.draw(name) for chart in charts]
+    drawings += [draw_bars(each, name, BARS_NOTE) for each in list(bars.values())[:1]]  # in the first unit
     return Section(
         experiment=experiment,
         stem=stem,
@@ -186,7 +187,7 @@ def _section(experiment: RecordedExperiment, stem: str, looks: Mapping[str, Look
         tracks=tracks,
         charts=charts,
         bars=bars,
-        chart_drawings=[*(chart.draw(name) for chart in charts), *draw_target(bars, name)],
+        chart_drawings=drawings,
         paper_drawings=draw_paper_figures(analysis, tracks),
     )
 
@@ -226,7 +227,7 @@ def _files_of(section: Section) -> dict[str, bytes]:
         found |= {figure(drawing.name, "svg"): drawing.svg, figure(drawing.name, "png"): drawing.png}
     texts = {figure(chart.name, "csv"): csv_text(_points(chart)) for chart in section.charts}
     texts |= {figure("target", "csv"): csv_text(_arrivals(section.bars))} if section.bars else {}
-    texts |= {table(each.name): each.to_csv() for each in (section.summary, *section.tables)}
+    texts |= {table(each.name): csv_text([each.columns, *each.rows]) for each in (section.summary, *section.tables)}
     texts[table("settings", "json")] = section.settings + "\n"
     return found | {path: text.encode("utf-8", "replace") for path, text in texts.items()}
 
@@ -234,9 +235,9 @@ def _files_of(section: Section) -> dict[str, bytes]:
 def _points(chart: Chart) -> Iterator[Sequence[object]]:
     """Yield one row for each point of each line, with its place on every axis."""
     yield ["line", *AXES, "mean", "standard_error", "trials"]
-    for number, line in enumerate(chart.panel.lines):
+    for line in chart.panel.lines:
         curve = line.curve
-        places = [chart.positions(number, axis) for axis in AXES]
+        places = [line.positions(axis) for axis in AXES]
         columns = [_column(values) for values in (*places, curve.mean, curve.standard_error)]
         yield from zip(repeat(line.label, len(curve.epochs)), *columns, curve.num_trials.tolist(), strict=False)
 
@@ -326,67 +327,49 @@ def page_data(sections: Sequence[Section]) -> dict[str, Any]:
 
 
 def _section_data(section: Section) -> dict[str, Any]:
-    charts = [
-        replace(chart, panel=replace(chart.panel, lines=[line.outline() for line in chart.panel.lines]))
-        for chart in section.charts
-    ]
-    tracks = {track.method: _outline(track, charts) for track in section.tracks}
-    place = {method: number for number, method in enumerate(tracks)}
+    charts = [(chart.panel, [line.outline() for line in chart.panel.lines]) for chart in section.charts]
+    methods: list[dict[str, Any]] = []
+    epochs_of: dict[str, Floats] = {}
+    for track in section.tracks:
+        drawn = {epoch for _, lines in charts for line in lines if line.track is track for epoch in line.curve.epochs}
+        kept = np.isin(track.epochs, list(drawn))
+        epochs_of[track.method] = track.epochs[kept]
+        axes = {axis: _rounded(values[kept]) for axis, values in track.axes.items()}
+        methods.append({"name": track.method, "color": track.look.color, "dark": track.look.dark_color, "x": axes})
+    numbers = {method: number for number, method in enumerate(epochs_of)}
     return {
-        "methods": [
-            {
-                "name": track.method,
-                **_colors(track.look),
-                "x": {axis: _rounded(values) for axis, values in track.axes.items()},
-            }
-            for track in tracks.values()
-        ],
+        "methods": methods,
         "charts": [
             {
-                "title": chart.panel.title,
-                "log": chart.panel.is_log,
-                "base": chart.panel.log_base,
-                "bounds": _rounded(chart.panel.bounds),
-                "steps": chart.panel.is_steps,
-                "focus": chart.panel.focus and _rounded(chart.panel.focus),
+                "title": panel.title,
+                "log": panel.is_log,
+                "base": panel.log_base,
+                "bounds": _rounded(panel.bounds),
+                "steps": panel.is_steps,
+                "focus": panel.focus and _rounded(panel.focus),
                 "lines": [
-                    {"method": place[track.method], **_line_data(tracks[track.method], line)}
-                    for track, line in zip(chart.tracks, chart.panel.lines, strict=True)
+                    {"method": numbers[line.track.method], **_line_data(line, epochs_of[line.track.method])}
+                    for line in lines
                 ],
             }
-            for chart in charts
+            for panel, lines in charts
         ],
     }
 
 
-def _outline(track: Track, charts: Sequence[Chart]) -> Track:
-    """Return the track with the epochs at which one of its lines has a point."""
-    pairs = chain.from_iterable(zip(chart.tracks, chart.panel.lines, strict=True) for chart in charts)
-    used = {epoch for owner, line in pairs if owner.method == track.method for epoch in line.curve.epochs.tolist()}
-    kept = np.isin(track.epochs, list(used))
-    axes = {axis: values[kept] for axis, values in track.axes.items()}
-    return replace(track, epochs=track.epochs[kept], axes=axes)
-
-
-def _line_data(track: Track, line: Line) -> dict[str, Any]:
+def _line_data(line: Line, epochs: Floats) -> dict[str, Any]:
+    look, curve = line.look, line.curve
+    own = {"color": look.color, "dark": look.dark_color} if look.color != line.track.look.color else {}
     return {
-        **(_colors(line.look) if line.look.color != track.look.color else {}),
+        **own,
         "label": line.label,
-        "dash": _dash(line.look.dashes),
+        # Dash and gap in turn, in pixels.
+        "dash": [] if look.dashes == "solid" else [2 * length for length in look.dashes[1]],
         "width": line.width,
-        "at": np.searchsorted(track.epochs, line.curve.epochs).tolist(),
-        "mean": _rounded(line.curve.mean),
-        "error": _rounded(line.curve.standard_error),
+        "at": np.searchsorted(epochs, curve.epochs).tolist(),
+        "mean": _rounded(curve.mean),
+        "error": _rounded(curve.standard_error),
     }
-
-
-def _colors(look: Look) -> dict[str, str]:
-    return {"color": look.color, "dark": look.dark_color}
-
-
-def _dash(dashes: Dashes) -> list[float]:
-    """Return dash and gap in turn, in pixels; empty for a solid line."""
-    return [] if dashes == "solid" else [2 * length for length in dashes[1]]
 
 
 def _rounded(values: Iterable[float]) -> list[float | None]:

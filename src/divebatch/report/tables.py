@@ -14,15 +14,13 @@ from statistics import fmean
 from typing import Any
 
 from divebatch.records import EpochRecord, Metric
-from divebatch.report.analysis import Analysis, Arrival, Average, MethodResult, has_validation
+from divebatch.report.analysis import LOSS, Analysis, Arrival, Average, MethodResult, has_validation
 from divebatch.report.compare import BEST, CUSTOMARY, Gain, best_fixed, metric_in_words, note_on, ratio_in_words
 from divebatch.report.drawing import seconds
 from divebatch.report.load import RecordedExperiment, RecordedRun
 
 MISSING = "-"
-NOT_REACHED = "not reached"
 MEBIBYTE = 2**20
-QUARTERS = (1, 2, 3, 4)
 MAX_VALUES = 4
 """Number of different values of one setting that are listed; the rest is counted."""
 MAX_SIZES = 5
@@ -48,10 +46,6 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     notes: list[str]
-
-    def to_csv(self) -> str:
-        """Return columns and rows."""
-        return csv_text([self.columns, *self.rows])
 
     def to_markdown(self) -> str:
         """Return the table and its notes, without the title."""
@@ -116,7 +110,7 @@ def with_error(average: Average | None, *, percent: bool = False) -> str:
         return f"{mean:.2f}" if percent else f"{mean:.4g}"
     if max(abs(mean), error) >= 1e6 or abs(mean) < 1e-4:
         return f"{mean:.3g} ± {error:.2g}"
-    # Four, or so many more that two digits of the error show.
+    # Four decimals, or more if two digits of the error need them.
     decimals = 2 if percent else min(8, max(4, 1 - math.floor(math.log10(error)))) if error > 0 else 4
     return f"{mean:.{decimals}f} ± {error:.{decimals}f}"
 
@@ -131,8 +125,8 @@ def size_range(first: float | None, last: float | None) -> str:
     return " -> ".join(dict.fromkeys(sizes)) or MISSING
 
 
-def _number(value: float | None, form: str, *, scale: float = 1.0) -> str:
-    return MISSING if value is None else f"{scale * value:{form}}"
+def _number(value: float | None, form: str) -> str:
+    return MISSING if value is None else f"{value:{form}}"
 
 
 def _seconds(value: float | None) -> str:
@@ -144,7 +138,7 @@ def _seconds(value: float | None) -> str:
 
 def size_in_words(experiment: RecordedExperiment) -> str:
     """Return for instance `20 epochs, 2 seeds`."""
-    counts = sorted({len({run.header.seed for run in runs}) for runs in experiment.methods.values()})
+    counts = sorted({len(runs) for runs in experiment.methods.values()})
     seeds = " to ".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
     epochs = f"{experiment.length} epoch{'s' * (experiment.length != 1)}"
     return f"{epochs}, {seeds} seed{'s' * (seeds != '1')}"
@@ -154,7 +148,7 @@ def about(experiment: RecordedExperiment) -> str:
     """Return the summary of the configuration, and models that it does not name; empty if there is none."""
     texts = {str(run.header.config.get("summary", "")) for run in experiment.runs}
     summary = texts.pop().rstrip(".") if len(texts) == 1 else ""
-    # The summary tells of the experiment as planned; `--model` may have put another network in.
+    # The summary is that of the experiment as planned; `--model` may have put another network in.
     models = sorted({kind for run in experiment.runs if (kind := run.kind_of("model")) is not None})
     unnamed = [model for model in models if _letters(model) not in _letters(summary)]
     return f"{summary} ({', '.join(unnamed)})" if unnamed and summary else summary
@@ -165,33 +159,27 @@ def _letters(text: str) -> str:
 
 
 def summary_table(analysis: Analysis, gains: Sequence[Gain]) -> Table:
-    """Make the small table: one row a method, with a note in a few words.
-
-    Args:
-        analysis: The experiment's, from `analyse`.
-        gains: Those of `find_gains`.
-    """
+    """Make the small table: one row a method, with a note in a few words."""
     metric, best = analysis.metric, best_fixed(analysis)
-    rows = [
-        [
-            result.method,
-            size_range(result.first_batch_size, result.largest_batch_size),
-            _number(result.final_mean("steps"), ".0f"),
-            _with_unit(with_error(result.curve(metric.name).final(), percent=metric.is_accuracy), metric),
-            _seconds(result.final_mean("train_seconds")),
-            note_on(result, gains, best),
-        ]
-        for result in analysis.methods
-    ]
+    unit = " %" * metric.is_accuracy
+    rows = []
+    for result in analysis.methods:
+        final = result.curve(metric.name).final()
+        rows.append(
+            [
+                result.method,
+                size_range(result.first_batch_size, result.largest_batch_size),
+                _number(result.final_mean("steps"), ".0f"),
+                MISSING if final is None else with_error(final, percent=metric.is_accuracy) + unit,
+                _seconds(result.final_mean("train_seconds")),
+                note_on(result, gains, best),
+            ]
+        )
     notes = ["Means over trials ± standard error, at the end of training; seconds of training alone."]
     if not analysis.is_timed:
         machines = "; ".join(analysis.experiment.machines)
         notes.append(f"Seconds come from different hardware ({machines}) and do not compare.")
     return Table("summary", "Summary", ["method", "batch", "steps", metric.word, "seconds", ""], rows, notes)
-
-
-def _with_unit(text: str, metric: Metric) -> str:
-    return f"{text} %" if metric.is_accuracy and text != MISSING else text
 
 
 # What each method reached
@@ -203,20 +191,16 @@ def stage_epochs(length: int) -> list[int]:
     >>> stage_epochs(200), stage_epochs(90)
     ([50, 100, 150, 200], [22, 45, 67, 90])
     """
-    return [max(1, length * quarter // 4) for quarter in QUARTERS]
+    return [max(1, length * quarter // 4) for quarter in (1, 2, 3, 4)]
 
 
 def result_table(analysis: Analysis) -> Table:
-    """Make the paper's Table 1: the metric at four stages, mean ± standard error, and the way to both targets.
-
-    Args:
-        analysis: The experiment's, from `analyse`.
-    """
+    """Make the paper's Table 1: the metric at four stages, mean ± standard error, and the way to both targets."""
     experiment, metric = analysis.experiment, analysis.metric
     epochs = stage_epochs(experiment.length)
-    other = Metric() if metric.name == "val_loss" else Metric("val_loss", "lower")
+    other = Metric() if metric.name == "val_loss" else LOSS
     columns = ["method", "trials"]
-    columns += [f"{25 * quarter} % ({epoch})" for quarter, epoch in zip(QUARTERS, epochs, strict=True)]
+    columns += [f"{percent} % ({epoch})" for percent, epoch in zip((25, 50, 75, 100), epochs, strict=True)]
     columns += [f"final val {other.word}{' (%)' * other.is_accuracy}"]
     columns += ["to own target", "to common target"]
     rows = [
@@ -225,8 +209,8 @@ def result_table(analysis: Analysis) -> Table:
             f"{result.num_finished} of {len(result.trials)}",
             *(with_error(result.curve(metric.name).at(epoch), percent=metric.is_accuracy) for epoch in epochs),
             with_error(_final(result, other, experiment.length), percent=other.is_accuracy),
-            _way(analysis, result, analysis.own),
-            _way(analysis, result, analysis.common),
+            _way(result, metric, analysis.own[result.method]),
+            _way(result, metric, analysis.common[result.method]),
         ]
         for result in analysis.methods
     ]
@@ -238,31 +222,38 @@ def _final(result: MethodResult, metric: Metric, length: int) -> Average | None:
     return result.curve(metric.name).at(length) if result.num_finished else None
 
 
-def _way(analysis: Analysis, result: MethodResult, arrivals: Mapping[str, Mapping[str, Arrival]]) -> str:
+def _way(result: MethodResult, metric: Metric, way: Mapping[str, Arrival]) -> str:
     """Return seconds and epoch, for instance `1566 s (96)`."""
-    way = arrivals[result.method]
-    if not way or result.curve(analysis.metric.name).is_empty:
+    if not way or not len(result.curve(metric.name).measured().epochs):
         return MISSING
     epoch, time = way["epochs"].value, way["seconds"].value
     if epoch is None:
-        return NOT_REACHED if result.num_finished else "not yet"
+        return "not reached" if result.num_finished else "not yet"
     return f"({epoch:.0f})" if time is None else f"{seconds(time)} s ({epoch:.0f})"
 
 
 def _result_notes(analysis: Analysis) -> Iterator[str]:
+    metric = analysis.metric
     if not has_validation(analysis.experiment):
         yield "No run has a validation loss or accuracy."
         yield from _trial_notes(analysis)
         return
-    what = analysis.metric.word
-    verb = "is at least the target" if analysis.metric.higher_is_better else "is at most the target"
+    verb = "is at least the target" if metric.higher_is_better else "is at most the target"
+    amount = "one point" if metric.is_accuracy else "1 %"
+    margin = f" less {amount}" if metric.higher_is_better else f" and {amount}"
     yield "Trials: finished of those there are. Numbers: means over trials ± standard error."
-    yield f"Columns in percent: the {what} after that part of the epochs; in parentheses the epoch."
+    yield f"Columns in percent: the {metric.word} after that part of the epochs; in parentheses the epoch."
     yield (
-        f"To a target: seconds of training and, in parentheses, epochs until the {what} averaged over trials {verb}. "
-        f"Own target: the method's own final {what}{_margin(analysis.metric)}, so easier for one that ends worse."
+        f"To a target: seconds of training and, in parentheses, epochs until the {metric.word} averaged over trials "
+        f"{verb}. Own target: the method's own final {metric.word}{margin}, so easier for one that ends worse."
     )
-    yield _target_note(analysis)
+    target, baselines = analysis.target, analysis.experiment.settings.baselines
+    if target is None:
+        yield f"No common target: no method that has learned something has a final {metric.word} yet."
+    else:
+        why = "" if target.is_baseline else f": the best one here{f', as {baselines[0]} has none' if baselines else ''}"
+        value = metric.text(target.value)
+        yield f"Common target: {value}, the final {metric.word} of {target.method}{margin}{why}."
     yield from _trial_notes(analysis)
     yield from (diverged_note(result, analysis) for result in analysis.methods if result.num_diverged)
     lengths = sorted({run.planned_epochs for run in analysis.experiment.runs if run.planned_epochs})
@@ -273,28 +264,14 @@ def _result_notes(analysis: Analysis) -> Iterator[str]:
         )
 
 
-def _margin(metric: Metric) -> str:
-    if metric.is_accuracy:
-        return " less one point" if metric.higher_is_better else " and one point"
-    return " less 1 %" if metric.higher_is_better else " and 1 %"
-
-
-def _target_note(analysis: Analysis) -> str:
-    target, metric, baselines = analysis.target, analysis.metric, analysis.experiment.settings.baselines
-    if target is None:
-        return f"No common target: no method that has learned something has a final {metric.word} yet."
-    why = "" if target.is_baseline else f": the best one here{f', as {baselines[0]} has none' if baselines else ''}"
-    value = metric.text(target.value)
-    return f"Common target: {value}, the final {metric.word} of {target.method}{_margin(metric)}{why}."
-
-
 def _trial_notes(analysis: Analysis) -> Iterator[str]:
     for result in analysis.methods:
         start = f"{result.method}: {result.num_finished} of {len(result.trials)} trials finished"
-        if result.last_epoch is None:
+        last_epoch = max((run.last.epoch for run in result.trials if run.last), default=None)
+        if last_epoch is None:
             yield f"{start}, no epoch recorded yet."
         elif not result.num_finished:
-            yield f"{start}, epoch {result.last_epoch} reached; no final value, means over trials that got so far."
+            yield f"{start}, epoch {last_epoch} reached; no final value, means over trials that got so far."
         elif result.num_finished < len(result.trials):
             yield f"{start}; all numbers are over those."
     single = [result.method for result in analysis.methods if len(result.runs) == 1]
@@ -308,7 +285,7 @@ def _trial_notes(analysis: Analysis) -> Iterator[str]:
 def diverged_note(result: MethodResult, analysis: Analysis) -> str:
     """Return how many trials diverged, and over which the mean loss is then taken."""
     start = f"{result.method}: {result.num_diverged} of {len(result.trials)} trials diverged"
-    final = _final(result, Metric("val_loss", "lower"), analysis.experiment.length)
+    final = _final(result, LOSS, analysis.experiment.length)
     over = f"the final loss is a mean over {final.num_trials} that did not" if final else "there is no final loss"
     return f"{start} (no finite validation loss in the last epoch); {over}, the accuracy counts all that recorded one."
 
@@ -317,12 +294,7 @@ def diverged_note(result: MethodResult, analysis: Analysis) -> str:
 
 
 def gains_table(analysis: Analysis, gains: Sequence[Gain]) -> Table | None:
-    """Make the table of adaptive methods against fixed batches; None without gains.
-
-    Args:
-        analysis: The experiment's, from `analyse`.
-        gains: Those of `find_gains`.
-    """
+    """Make the table of adaptive methods against fixed batches; None without gains."""
     if not gains:
         return None
     rows = [
@@ -371,25 +343,37 @@ def _gain_notes(analysis: Analysis) -> Iterator[str]:
 
 
 def cost_table(analysis: Analysis) -> Table:
-    """Make the table of steps, samples, seconds and memory at the end of the trials that count, means over trials.
-
-    Args:
-        analysis: The experiment's, from `analyse`.
-    """
+    """Make the table of steps, samples, seconds and memory at the end of the trials that count, means over trials."""
     cells: dict[str, Callable[[MethodResult], str]] = {
         "batch size, first -> largest": lambda r: size_range(r.first_batch_size, r.largest_batch_size),
         "steps": lambda result: _number(result.final_mean("steps"), ".0f"),
-        "10^6 samples": lambda result: _number(result.final_mean("samples"), ".4g", scale=1e-6),
+        "10^6 samples": lambda result: _number(_scaled(result.final_mean("samples"), 1e-6), ".4g"),
         "samples per s": lambda result: _number(_samples_per_second(result), ".0f"),
         "train s": lambda result: _seconds(result.final_mean("train_seconds")),
         "eval s": lambda result: _seconds(result.final_mean("eval_seconds")),
         "compile s": lambda result: _seconds(result.final_mean("compile_seconds")),
-        "peak MiB": lambda result: _number(result.peak_bytes, ".0f", scale=1 / MEBIBYTE),
+        "peak MiB": lambda result: _number(_scaled(_peak_bytes(result), 1 / MEBIBYTE), ".0f"),
     }
     columns = {name: [cell(result) for result in analysis.methods] for name, cell in cells.items()}
     shown = {name: column for name, column in columns.items() if not set(column) <= {MISSING, seconds(0.0)}}
     rows = [[r.method, *(column[index] for column in shown.values())] for index, r in enumerate(analysis.methods)]
     return Table("cost", "Cost", ["method", *shown], rows, list(_cost_notes(analysis)))
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else scale * value
+
+
+def _samples_per_second(result: MethodResult) -> float | None:
+    """Return the mean over the runs that were timed."""
+    last = [run.last for run in result.runs if run.last]
+    known = [record.samples / record.train_seconds for record in last if record.train_seconds]
+    return fmean(known) if known else None
+
+
+def _peak_bytes(result: MethodResult) -> float | None:
+    peaks = [record.peak_memory_bytes for run in result.runs for record in run.epochs]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _cost_notes(analysis: Analysis) -> Iterator[str]:
@@ -406,13 +390,6 @@ def _cost_notes(analysis: Analysis) -> Iterator[str]:
     yield f"Peak MiB: the highest memory use of all epochs of all these trials.{'' if is_on_gpu else on_cpu}"
 
 
-def _samples_per_second(result: MethodResult) -> float | None:
-    """Return the mean over the runs that were timed."""
-    last = [run.last for run in result.runs if run.last]
-    known = [record.samples / record.train_seconds for record in last if record.train_seconds]
-    return fmean(known) if known else None
-
-
 # Memory
 
 
@@ -420,9 +397,6 @@ def memory_table(analysis: Analysis) -> Table | None:
     """Make the paper's memory table: memory of each method, beside fixed batches of the same sizes.
 
     None if no run on a GPU recorded its memory: a CPU's records hold the whole process's peak.
-
-    Args:
-        analysis: The experiment's, from `analyse`.
     """
     epochs = {result.method: _epochs_with_memory(result.runs) for result in analysis.methods}
     peaks: dict[int, list[float]] = defaultdict(list)
@@ -461,6 +435,10 @@ def _epochs_with_memory(runs: Sequence[RecordedRun]) -> list[EpochRecord]:
     return [r for run in runs if run.is_on_gpu for r in run.epochs if r.peak_memory_bytes is not None]
 
 
+def _peak(record: EpochRecord) -> float:
+    return float(record.peak_memory_bytes or 0)
+
+
 def _memory_ratio(epochs: Sequence[EpochRecord], expected: Mapping[int, float]) -> str:
     compared = [record for record in epochs if record.batch_size in expected]
     whole = sum(expected[record.batch_size] for record in compared)
@@ -475,23 +453,18 @@ def _listed_sizes(epochs: Sequence[EpochRecord]) -> str:
     return f"{len(sizes)} sizes, {sizes[0]} to {sizes[-1]}"
 
 
-def _peak(record: EpochRecord) -> float:
-    return float(record.peak_memory_bytes or 0)
-
-
 # Settings
 
 
 def settings_json(experiment: RecordedExperiment) -> str:
     """Return settings, versions and hardware that all runs share, and by method what differs, as JSON."""
     flat = {method: [_flat(_settings_of(run)) for run in runs] for method, runs in experiment.methods.items()}
-    keys = dict.fromkeys(key for group in flat.values() for run in group for key in run)
-    cells = {key: {method: _distinct(group, key) for method, group in flat.items()} for key in keys}
     blocks: dict[str, dict[str, Any]] = {"all runs": {}, **{method: {} for method in flat}}
-    for key, by_method in cells.items():
-        values = list(by_method.values())
-        if all(value == values[0] for value in values):
-            blocks["all runs"][key] = values[0]
+    for key in dict.fromkeys(key for group in flat.values() for run in group for key in run):
+        by_method = {method: _distinct(group, key) for method, group in flat.items()}
+        first, *others = by_method.values()
+        if all(value == first for value in others):
+            blocks["all runs"][key] = first
         else:
             for method, value in by_method.items():
                 blocks[method] |= {} if value is None else {key: value}
