@@ -8,7 +8,7 @@ import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import DataDir, Device, Settings, chosen_device, whole_numbers
-from divebatch.cli.results_files import make_folder, to_json, write_results
+from divebatch.cli.output import make_folder, to_json, write_results
 from divebatch.report.drawing import finish, require_matplotlib, styled
 
 
@@ -42,9 +42,6 @@ def advise(
     from divebatch.lab.advise import advise_as_trained, parts_of_experiment, parts_of_own
     from divebatch.lab.schema import parse_options
 
-    def say_time(size: int, seconds: float) -> None:
-        typer.echo(step_in_words(size, seconds), err=True)  # progress, not the answer
-
     with errors_exit_with(WRONG_USE):
         device, clip_norm = chosen_device(device), None
         require_matplotlib()
@@ -68,13 +65,13 @@ def advise(
             steps=steps,
             estimator=estimator,
             timing_seconds=timing_seconds,
-            on_time=say_time,
+            on_time=lambda size, seconds: typer.echo(step_in_words(size, seconds), err=True),  # progress, no answer
         )
     name = re.sub(r"[^\w.-]+", "-", Path(target).stem if target.endswith(".toml") else target)
     values = {"target": target, **advice.to_dict()}
     # Before the files: minutes of measuring must not be lost to a full disk.
     typer.echo(to_json(values) if json else str(advice))
     with errors_exit_with(FAILED), styled():
-        paths = write_results(out, name, values, finish(name, f"Advice for {name}", advice.draw(), (CAPTION,)))
+        paths = write_results(out, name, values, finish(name, f"Advice for {name}", advice.draw(), CAPTION))
     if not json:
         typer.echo("\n".join(map(str, paths)))

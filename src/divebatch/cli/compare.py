@@ -7,7 +7,7 @@ import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
 from divebatch.report import RecordedExperiment, analyse, load_runs
-from divebatch.report.compare import Comparison, compare_methods
+from divebatch.report.compare import compare_methods
 
 
 def compare(
@@ -22,17 +22,18 @@ def compare(
         if each is not None and not each.is_dir():
             raise leave(f"'{each}' is not a folder", WRONG_USE)
     with errors_exit_with(FAILED):
-        here = _by_name(folder)
-        there = _by_name(against) if against is not None else here
-    names = _common(here, there, first, second, experiment)
+        here = {each.name: each for each in load_runs(folder).experiments}
+        there = {each.name: each for each in load_runs(against).experiments} if against is not None else here
     label = f"{second} in {against}" if against is not None else second
-    for name in names:
+    for name in _common(here, there, first, second, experiment):
         other = analyse(there[name]) if against is not None else None
-        _show(compare_methods(analyse(here[name]), first, second, against=other, names=(first, label)))
-
-
-def _by_name(folder: Path) -> dict[str, RecordedExperiment]:
-    return {experiment.name: experiment for experiment in load_runs(folder).experiments}
+        found = compare_methods(analyse(here[name]), first, second, against=other, names=(first, label))
+        count, width = len(found.seeds), max(map(len, found.answers), default=0)
+        typer.echo(f"{name}: {first} against {label}, {count} seed{'s' * (count != 1)}")
+        for measure, answer in found.answers.items():
+            typer.echo(f"  {measure.ljust(width)}  {answer}")
+        for line in found.cautions:
+            typer.echo(f"  {line}")
 
 
 def _common(
@@ -42,7 +43,7 @@ def _common(
     second: str,
     wanted: str | None,
 ) -> list[str]:
-    """The experiments that have both methods, or an error that says what there is."""
+    """Return the experiments that have both methods, or end with what there is."""
     for experiments, method in ((here, first), (there, second)):
         known = sorted({name for experiment in experiments.values() for name in experiment.methods})
         if method not in known:
@@ -53,13 +54,3 @@ def _common(
     if not names:
         raise leave(f"no experiment has both {first} and {second}", FAILED)
     return names if wanted is None else [wanted]
-
-
-def _show(comparison: Comparison) -> None:
-    names, count = f"{comparison.first} against {comparison.second}", len(comparison.seeds)
-    typer.echo(f"{comparison.experiment}: {names}, {count} seed{'s' * (count != 1)}")
-    width = max(map(len, comparison.answers), default=0)
-    for measure, answer in comparison.answers.items():
-        typer.echo(f"  {measure.ljust(width)}  {answer}")
-    for line in comparison.cautions:
-        typer.echo(f"  {line}")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import typer
 
-from divebatch.errors import DivebatchError, RankError
+from divebatch.errors import DivebatchError, RankError, StoppedError
 
 FAILED = 1
 WRONG_USE = 2
@@ -30,6 +30,15 @@ def errors_exit_with(code: int) -> Iterator[None]:
         raise leave(str(error), FAILED, is_own=True) from error
     except DivebatchError as error:
         raise leave(str(error), code) from error
+
+
+@contextmanager
+def interrupts_say(way_on: str) -> Iterator[None]:
+    """End the program with `way_on` if it was asked to stop."""
+    try:
+        yield
+    except (StoppedError, KeyboardInterrupt) as error:
+        raise leave(f"{str(error) or 'interrupted'}; {way_on}", FAILED) from None
 
 
 def command_again(*more: str) -> str:

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from divebatch.cli.console import make_console
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.cli.output import print_table
 from divebatch.report.frontier import COLUMNS, Frontier, draw, read_trials, rows, score, write_csv
 
 
@@ -41,18 +40,11 @@ def frontier(
 
 
 def _show(found: Frontier) -> None:
-    console = make_console()
     sizes = ", ".join(f"{each.batch_size} ({each.lr:g})" for each in found.sizes)
-    console.print(f"[bold]{found.workload}[/bold]: fixed sizes (tuned rates) {sizes}", highlight=False)
-    if found.problems:
-        for problem in found.problems:
-            console.print(f"  not scored: {problem}", highlight=False)
-        return
-    noise = "" if found.noise is None else f"; two fixed sizes differ by chance by {found.noise:.2g}"
-    console.print(f"knee {found.knee}{noise}", style="dim")
-    table = Table(box=None, padding=(0, 1))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
-    for row in rows(found):
-        table.add_row(*row)
-    console.print(table)
+    typer.echo(f"{found.workload}: fixed sizes (tuned rates) {sizes}")
+    for problem in found.problems:
+        typer.echo(f"  not scored: {problem}")
+    if not found.problems:
+        noise = "" if found.noise is None else f"; two fixed sizes differ by chance by {found.noise:.2g}"
+        typer.echo(f"knee {found.knee}{noise}")
+        print_table(COLUMNS, rows(found), left=("method",))

@@ -43,12 +43,12 @@ def chosen_device(device: str) -> str:
 
 
 def comma_separated(text: str | None) -> list[str]:
-    """The words of a list such as `a,b`, each once; none where the option was left out."""
+    """Return the words of a list such as `a,b`, each once; none if the option was left out."""
     return list(dict.fromkeys(word.strip() for word in text.split(","))) if text is not None else []
 
 
 def whole_numbers(option: str, text: str | None) -> tuple[int, ...]:
-    """The numbers of a list such as `1,2,4`; none where the option was left out."""
+    """Return the numbers of a list such as `1,2,4`; none if the option was left out."""
     try:
         return tuple(int(word) for word in comma_separated(text))
     except ValueError as error:

@@ -10,7 +10,7 @@ import typer
 
 from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
 from divebatch.cli.options import DataDir, Device, ExperimentName, Settings, chosen_device, whole_numbers
-from divebatch.cli.results_files import make_folder, to_json, write_results
+from divebatch.cli.output import make_folder, print_table, to_json, write_results
 from divebatch.report.drawing import (
     LIMIT,
     MAIN,
@@ -121,42 +121,28 @@ def _coupling_of(text: str) -> Any:
 
 def _show(heading: str, found: "Probe", noises: Sequence["Noise"], word: str) -> None:
     """Print the branches, the critical batch size and the noise scales."""
-    from rich.table import Table
-
-    from divebatch.cli.console import make_console
-
-    console = make_console()
     coupling = found.coupling if isinstance(found.coupling, str) else f"the power {found.coupling:g}"
-    console.print(f"{heading}: branches of {found.window} samples, learning rate by {coupling}", highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("batch", "steps", word, f"above batch {found.batch_size}", "95 % interval"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    typer.echo(f"{heading}: branches of {found.window} samples, learning rate by {coupling}")
+    rows = []
     for gap in found.gaps:
         compared = (f"{100 * gap.mean:+.1f} %", f"{100 * gap.low:+.1f} .. {100 * gap.high:+.1f} %", gap.verdict)
         shown = compared if gap.factor > 1 else ("", "", "")
-        table.add_row(str(gap.batch_size), str(gap.steps), f"{gap.loss:.4f}", *shown)
-    console.print(table)
+        rows.append((str(gap.batch_size), str(gap.steps), f"{gap.loss:.4f}", *shown))
+    print_table(("batch", "steps", word, f"above batch {found.batch_size}", "95 % interval", ""), rows, left=("",))
     if found.problem:
-        console.print(found.problem, highlight=False, markup=False)
-    console.print(f"critical batch size: {found.critical}", highlight=False, style="bold")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("noise scale")
-    table.add_column("by")
-    for column in ("samples", "95 % interval"):
-        table.add_column(column, justify="right")
+        typer.echo(found.problem)
+    typer.secho(f"critical batch size: {found.critical}", bold=True)
+    measured = []
     for each in noises:
         if not each.problem:
             middle = "?" if each.noise_scale is None else f"{each.noise_scale:.0f}"
             high = "no end" if each.high is None else f"{each.high:.0f}"
-            table.add_row(each.norm, each.estimator, middle, f"{each.low or 0:.0f} .. {high}")
-    if table.rows:
-        console.print(table)
+            measured.append((each.norm, each.estimator, middle, f"{each.low or 0:.0f} .. {high}"))
+    if measured:
+        print_table(("noise scale", "by", "samples", "95 % interval"), measured, left=("noise scale", "by"))
     for each in noises:
         if each.problem:
-            console.print(
-                f"not measured: {each.norm}, by {each.estimator}: {each.problem}", highlight=False, markup=False
-            )
+            typer.echo(f"not measured: {each.norm}, by {each.estimator}: {each.problem}")
 
 
 def _draw(name: str, heading: str, probe: "Probe", noises: Sequence["Noise"], word: str) -> Drawing:
@@ -186,7 +172,7 @@ def _draw(name: str, heading: str, probe: "Probe", noises: Sequence["Noise"], wo
         caption = (
             f"{word.capitalize()} at the end of the window, relative to the present batch size on the same data; bars "
             "are 95 % intervals over repeats, the dashed line is the tolerance. The vertical line is the critical "
-            "batch size, in the band of sizes where it may lie; dotted lines are noise scales, at most at the edge.",
+            "batch size, in the band of sizes where it may lie; dotted lines are noise scales, at most at the edge."
         )
         return finish(name, heading, figure, caption)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from divebatch.lab import Run
 
 SECONDS_BETWEEN = 60.0
-"""Between two lines of a run that goes on."""
+"""Between two lines of a run that continues."""
 
 
 def duration(seconds: float | None) -> str:
@@ -66,18 +66,25 @@ def name_of(run: "Run") -> str:
 
 def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
     """Return the numbers of an epoch that people watch, the result first; the speed is that since `before`."""
-    parts = [] if record.val_accuracy is None else [f"accuracy {100 * record.val_accuracy:.2f} %"]
-    parts += [] if record.bits_per_byte is None else [f"{record.bits_per_byte:.4f} bits per byte"]
-    parts.append("val loss diverged" if record.val_loss is None else f"val loss {record.val_loss:.4f}")
-    parts += [f"batch {record.batch_size}", f"lr {record.lr:.4g}"]
-    if record.diversity is not None or record.noise_scale_low is not None:
-        parts.append(seen_in_words(record))
+    is_measured = record.diversity is not None or record.noise_scale_low is not None
     speed = rate(rate_between(before, record))
-    return "  ".join([*parts, f"{speed} samples/s"] if speed else parts)
+    parts = (
+        "" if record.val_accuracy is None else f"accuracy {100 * record.val_accuracy:.2f} %",
+        "" if record.bits_per_byte is None else f"{record.bits_per_byte:.4f} bits per byte",
+        "val loss diverged" if record.val_loss is None else f"val loss {record.val_loss:.4f}",
+        f"batch {record.batch_size}",
+        f"lr {record.lr:.4g}",
+        seen_in_words(record) if is_measured else "",
+        f"{speed} samples/s" if speed else "",
+    )
+    return "  ".join(filter(None, parts))
 
 
 class Display:
-    """Shows finished epochs until the output cannot be written: a closed pipe or a full disk must not end training."""
+    """Shows finished epochs until the output cannot be written: a closed pipe or a full disk must not end training.
+
+    This one is quiet: it shows nothing.
+    """
 
     def __init__(self, runs: Sequence["Run"]) -> None:
         self._runs = runs
@@ -112,10 +119,10 @@ class Display:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
     def _show(self, index: int, record: EpochRecord) -> None:
-        """Show nothing: what a quiet display does."""
+        pass
 
     def _show_resume(self, index: int, record: EpochRecord) -> None:
-        """Show nothing: neither quiet nor JSON has a line for it."""
+        pass
 
 
 class JsonLines(Display):
@@ -128,7 +135,7 @@ class JsonLines(Display):
 
 
 class Lines(Display):
-    """One line for each finished run, and one a minute for those that go on, without any escape codes."""
+    """One line for each finished run, and one a minute for those that continue, without any escape codes."""
 
     def __init__(self, runs: Sequence["Run"]) -> None:
         super().__init__(runs)
@@ -145,8 +152,8 @@ class Lines(Display):
 
     def _show_resume(self, index: int, record: EpochRecord) -> None:
         is_complete = record.epoch >= self._runs[index].experiment.epochs
-        what = "was complete" if is_complete else f"goes on after epoch {record.epoch}"
-        print(f"{name_of(self._runs[index])}: {what}", flush=True)
+        words = "was complete" if is_complete else f"goes on after epoch {record.epoch}"
+        print(f"{name_of(self._runs[index])}: {words}", flush=True)
 
 
 class ProgressBars(Display):
@@ -168,7 +175,6 @@ class ProgressBars(Display):
         self._tasks: dict[int, TaskID] = {}
 
     def _show(self, index: int, record: EpochRecord) -> None:
-        """Move both bars; a finished run's bar goes away."""
         run = self._runs[index]
         numbers = describe(record, self._before.get(index))
         self._move(index, record, numbers)

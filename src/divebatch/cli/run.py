@@ -1,7 +1,6 @@
 """`divebatch run EXPERIMENT`."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from divebatch.checks import require_choice
-from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, leave
+from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, interrupts_say, leave
 from divebatch.cli.options import (
     DataDir,
     Device,
@@ -21,9 +20,9 @@ from divebatch.cli.options import (
     comma_separated,
     whole_numbers,
 )
+from divebatch.cli.output import make_folder
 from divebatch.cli.progress import make_display, mode_of
-from divebatch.cli.results_files import make_folder
-from divebatch.errors import ArgumentError, DataError, StoppedError
+from divebatch.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
     from divebatch.lab import Experiment, Failure, Run
@@ -115,7 +114,7 @@ def run(
 
 
 def _planned(name: str, settings: Sequence[str], epochs: int | None) -> "Experiment":
-    """Return the experiment with these settings, over so many epochs."""
+    """Return the experiment with these settings, over this number of epochs."""
     from divebatch.lab import get_experiment
     from divebatch.report.figures import FIGURES
 
@@ -138,8 +137,10 @@ def _train(runs: "list[Run]", jobs: int, ranks: "Ranks", *, resume: bool, mode: 
     with errors_exit_with(FAILED):
         make_folder(out)
     first_does(ranks, check)
+    again = f"  {command_again('--resume')}"
+    way_on = f"the same command with --resume continues the runs in '{out}':\n{again}"
     with errors_exit_with(FAILED):
-        with _saying_how_to_continue(out), make_display(runs, mode) as display:
+        with interrupts_say(way_on), make_display(runs, mode) as display:
             failures = execute_all(
                 runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch, on_resume=display.on_resume
             )
@@ -149,8 +150,7 @@ def _train(runs: "list[Run]", jobs: int, ranks: "Ranks", *, resume: bool, mode: 
         if len(failures) == len(runs) and all(isinstance(each.error, CANNOT_BEGIN) for each in failures):
             raise leave("\n".join(lines), WRONG_USE)
         done = f"{len(runs) - len(failures)} of {len(runs)} runs are complete"
-        way_on = f"{done}; once the cause is mended, this continues the rest:\n  {command_again('--resume')}"
-        raise leave("\n".join([*lines, way_on]), FAILED)
+        raise leave("\n".join([*lines, f"{done}; once the cause is mended, this continues the rest:\n{again}"]), FAILED)
 
 
 def _lines(failures: "Sequence[Failure]") -> list[str]:
@@ -162,13 +162,3 @@ def _lines(failures: "Sequence[Failure]") -> list[str]:
         str(first) + (f" (the same for {len(others)} more of the runs)" if others else "")
         for first, *others in by_cause.values()
     ]
-
-
-@contextmanager
-def _saying_how_to_continue(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except (StoppedError, KeyboardInterrupt) as error:
-        what = str(error) or "interrupted"
-        way_on = f"the same command with --resume continues the runs in '{out}':\n  {command_again('--resume')}"
-        raise leave(f"{what}; {way_on}", FAILED) from None

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, leave
+from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, interrupts_say
 from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet, Settings, chosen_device, comma_separated
-from divebatch.cli.results_files import make_folder
-from divebatch.errors import StoppedError
+from divebatch.cli.output import make_folder, print_table
 
 if TYPE_CHECKING:
     from divebatch.lab.search import Search, Tried
@@ -89,13 +88,9 @@ def search(
                 say(f"waiting for {running} points of other processes")
             waited.append(running)
 
-        with errors_exit_with(FAILED):
-            try:
-                work(plan, on_result=lambda tried: say(_line(plan, tried)), on_wait=on_wait)
-            except (StoppedError, KeyboardInterrupt) as error:
-                what = str(error) or "interrupted"
-                again = f"the same command continues the search:\n  {command_again()}"
-                raise leave(f"{what}; {again}", FAILED) from None
+        way_on = f"the same command continues the search:\n  {command_again()}"
+        with errors_exit_with(FAILED), interrupts_say(way_on):
+            work(plan, on_result=lambda tried: say(_line(plan, tried)), on_wait=on_wait)
     paths = list(write_results(plan, plan.results(), apply_to=others))
     if not quiet:
         _show(plan, paths)
@@ -110,22 +105,14 @@ def _line(plan: "Search", tried: "Tried") -> str:
 
 
 def _show(plan: "Search", paths: list[Path]) -> None:
-    """Print the best points, the files, and what to do next."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from divebatch.cli.console import make_console
-
-    found, metric = plan.results(), plan.experiment.metric
+    """Print the best points, the files, and the next command."""
+    found, metric, names = plan.results(), plan.experiment.metric, plan.space.names
     typer.echo(f"{plan.name}: {len(found.tried)} of {found.total} trials, the best {ROWS}")
-    table = Table(box=None)
-    for name in (*plan.space.names, metric.word):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    rows = []
     for each in found.tried[:ROWS]:
         value = "failed" if each.value is None else metric.text(each.value)
-        table.add_row(*(f"{each.point[name]:g}" for name in plan.space.names), value, Text(each.note[:60]))
-    make_console().print(table)
+        rows.append((*(f"{each.point[name]:g}" for name in names), value, each.note[:60]))
+    print_table((*names, metric.word, ""), rows, left=("",))
     for path in paths:
         typer.echo(str(path))
     if found.best is not None:

@@ -10,15 +10,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from divebatch.cli.console import make_console
 from divebatch.cli.exits import WRONG_USE, leave
+from divebatch.cli.output import make_console
 from divebatch.cli.progress import duration, rate
-from divebatch.report.live import Standing, Watch, printable
+from divebatch.report.live import STATES, Standing, Watch, printable
 
 COLUMNS = ("run", "state", "epoch", "batch", "lr", "left", "val loss", "metric", "best", "samples/s", "noise scale")
 NARROW, WIDE = 8, 100
-"""Columns that a narrow terminal has room for, and from how many characters on a terminal is wide."""
-COLOURS = {"running": "green", "stopped": "yellow", "finished": ""}
+"""Columns that a narrow terminal has room for, and the characters of a wide one."""
+COLOURS = dict(zip(STATES, ("green", "yellow", ""), strict=True))
 
 
 def watch(
@@ -69,7 +69,7 @@ def _view(watched: Watch, width: int, *, room: int | None = None) -> Group:
 
 
 def _cells(standing: Standing) -> list[Text]:
-    record, metric = standing.last, standing.run.header.metric
+    record, metric = standing.run.last, standing.run.header.metric
     progress = f"{record.epoch if record else 0}/{standing.run.planned_epochs or '?'}"
     name = f"  {standing.name}"
     if record is None:
