@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
@@ -13,16 +14,15 @@ from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_typ
 from divebatch.errors import ArgumentError, RecordError
 
 LAST_BYTES = 4096
-"""Where the line of a stop is looked for, from the end of the file."""
+"""The end of a file in which the line of a stop is looked for."""
 LARGEST_COUNT = 2**63
-"""What no count of samples, steps or bytes reaches."""
+"""A bound that no count of samples, steps or bytes reaches."""
 TOO_LARGE = 10**300
-"""No float holds a whole number from about here on."""
+"""The size from about which no float holds a whole number."""
 
 
 MetricName = Literal["val_accuracy", "val_loss", "bits_per_byte"]
 WORDS = {"val_accuracy": "accuracy", "val_loss": "loss", "bits_per_byte": "bits per byte"}
-"""What each is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,58 +44,57 @@ class Metric:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether it is a share from 0 to 1, which is shown in percent."""
+        """Return whether it is a share from 0 to 1, which is shown in percent."""
         return self.name == "val_accuracy"
 
     @property
     def word(self) -> str:
-        """Its name in a sentence."""
+        """Return its name in a sentence."""
         return WORDS[self.name]
 
     @property
     def loss_word(self) -> str:
-        """What a loss is called in the unit of this metric, where a loss has it."""
+        """Return the name of a loss in the unit of this metric if a loss has that unit."""
         return self.word if self.name == "bits_per_byte" else WORDS["val_loss"]
 
     @property
     def loss_factor(self) -> float:
-        """The number that brings a loss into that unit: losses are in nats."""
+        """Return the factor that brings a loss, which is in nats, into that unit."""
         return 1 / math.log(2) if self.name == "bits_per_byte" else 1.0
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a run tries to raise it."""
         return self.better == "higher"
 
     def of(self, record: Any) -> float | None:
-        """The value of an `EpochRecord`; None where it has none or none that is finite."""
+        """Return the value of an `EpochRecord`; None without one that is finite."""
         value: float | None = getattr(record, self.name)
         return value if value is not None and math.isfinite(value) else None
 
     def text(self, value: float) -> str:
-        """A value with its unit, for instance `92.83 %` of accuracy, or a loss of `1.0826`."""
+        """Return a value with its unit, for instance `92.83 %` of accuracy, or a loss of `1.0826`."""
         return f"{100 * value:.2f} %" if self.is_accuracy else f"{value:.5g}"
 
     def best(self, values: Iterable[float]) -> float | None:
-        """The best of some values; None where there are none."""
+        """Return the best of some values; None if there are none."""
         return (max if self.higher_is_better else min)(values, default=None)
 
     @property
     def worst(self) -> float:
-        """What a run that diverged is worth: an accuracy of 0, an infinite loss."""
+        """Return the value of a run that diverged: an accuracy of 0, an infinite loss."""
         return 0.0 if self.higher_is_better else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
-    """What a report on an experiment should know that its numbers do not say. Nothing here changes the training.
+    """Settings of the report on an experiment. Nothing here changes the training.
 
     Args:
         baselines: Methods that the others are compared with. The first one that has finished gives the common target.
         order: Methods in the order of tables and figures; those that are not named follow by name.
-        chance: The metric's value of a model that has learned nothing; None where it is not known.
-        figures: The paper's figures that the experiment has, each with the methods it shows; all where none is named.
-        customary: The method with the batch size that one would take without thinking; None where there is none.
+        chance: The metric's value of a model that has learned nothing. None: it is not known.
+        figures: The paper's figures that the experiment has, each with the methods it shows; an empty list means all.
+        customary: The method with the batch size that one would take without thinking. None: there is none.
     """
 
     baselines: list[str] = field(default_factory=list)
@@ -113,7 +112,7 @@ class ReportSettings:
 
 
 class Change(NamedTuple):
-    """A change within an epoch: from `step` steps since the start of training on, this size and rate were in force."""
+    """A change within an epoch: size and rate from `step` steps since the start of training on."""
 
     step: int
     batch_size: int
@@ -122,21 +121,21 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What was run, with what, where: enough to run it again.
+    """Settings, versions and hardware of a run: enough to repeat it.
 
     Args:
         experiment: The experiment's name.
         method: The method's name, one of the experiment's.
-        seed: What the run's random numbers follow from.
-        label: The method in words, for legends; its name where empty.
-        metric: What the run is judged by.
-        report: What a report on the experiment should know.
+        seed: The seed of the run's random numbers.
+        label: The method in words, for legends; its name if empty.
+        metric: The number that the run is judged by.
+        report: Settings of the report on the experiment.
         config: All settings of the run.
         versions: Versions of the packages it ran with.
-        hardware: What it ran on: `device`, `name` and so on.
-        num_parameters: Numbers that are trained, each with its gradient; None where not known.
-        git_commit: Of the source, where known.
-        started: When, as ISO 8601.
+        hardware: The hardware it ran on: `device`, `name` and so on.
+        num_parameters: The number of trained parameters; None: not known.
+        git_commit: The commit of the source; None: not known.
+        started: The time of its start, as ISO 8601.
     """
 
     experiment: str
@@ -153,12 +152,12 @@ class RunHeader:
     started: str | None = None
 
     def to_json(self) -> str:
-        """One line, without the line end."""
+        """Return one line, without the line end."""
         return _line("run", self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back; keys of later versions are ignored."""
+        """Read it back; keys of later versions are ignored."""
         known = _known(cls, values)
         for key, kind in (("metric", Metric), ("report", ReportSettings)):
             if key in known:
@@ -168,44 +167,44 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord:
-    """One finished epoch. What was not measured is None, and so is a number that JSON cannot hold (NaN, infinity).
+    """One finished epoch. None: not measured, or a number that JSON cannot hold (NaN, infinity).
 
     Args:
         epoch: Its number, from 1.
-        batch_size: The size in force, in samples; the last one where `changes` has several.
+        batch_size: The batch size in samples; the last one if `changes` has several.
         lr: The rate of the first parameter group in the epoch's first step, such as 0 at the beginning of a warm-up by
-            steps; the first after the last of `changes` where there are some.
+            steps; the first after the last of `changes` if there are any.
         steps: Optimizer steps since the start of training.
         samples: Samples seen since the start of training.
         train_loss: The epoch's mean training loss.
         val_loss: The mean loss over held-out data after the epoch.
         val_accuracy: The part of held-out samples that are classified rightly, 0 to 1; None without classes.
         bits_per_byte: The bits that the model needs for a byte of held-out text.
-        diversity: What the estimator measured in the epoch; since the last of `changes` where there are some.
-        diversity_low: The lower end of its 95 % interval, where the estimator has one.
+        diversity: The estimator's measurement of the epoch, or since the last of `changes` if there are any.
+        diversity_low: The lower end of its 95 % interval, if the estimator has one.
         diversity_high: The upper end; None beside a lower end: there is none.
         noise_scale: The same as a noise scale, in samples, of an estimate at fixed weights; the paper's is none. If its
             interval is open, from 0 up, nothing is known: the value may be anything, and is not printed.
         noise_scale_low: The lower end of its 95 % interval.
         noise_scale_high: The upper end; None beside a lower end: there is none.
-        exact_diversity: That of all data at the weights the epoch ended with.
-        train_seconds: Since the start of training, without evaluating and compiling.
-        total_seconds: Since the start of training, all told.
+        exact_diversity: The diversity of all data at the weights the epoch ended with.
+        train_seconds: Time since the start of training, without evaluating and compiling.
+        total_seconds: Time since the start of training with everything.
         peak_memory_bytes: The device's peak in this epoch on a GPU, the process's peak so far on a CPU.
-        eval_seconds: Spent evaluating since the start of training.
-        compile_seconds: Spent compiling since the start of training.
+        eval_seconds: Time spent evaluating since the start of training.
+        compile_seconds: Time spent compiling since the start of training.
         measure_seconds: The part of `train_seconds` between epochs' last steps and the decisions.
         recompiles: Distinct shapes compiled since the start of training.
         micro_batch_size: Samples of one backward pass.
-        measured: Whether gradients were measured in this epoch; None where nothing asks for it in any epoch.
-        skipped_samples: Samples that were left out of what was measured: their gradients were not finite, or the loop
+        measured: Whether gradients were measured in this epoch; None if nothing asks for it in any epoch.
+        skipped_samples: Samples that were left out of the measurement: their gradients were not finite, or the loop
             made no step on them.
         next_batch_size: The size that was decided on.
         next_lr: The rate that comes with it.
         lr_owed: The factor by which the next decision raises the rate if the size stays; None: by none.
-        reason: Why, in words.
+        reason: The reason of the decision, in words.
         shadows: The next batch sizes that policies which only watch would have chosen, by name.
-        changes: Those made within the epoch, in JSON [step, batch size, learning rate] each; None: there were none.
+        changes: The changes within the epoch, in JSON [step, batch size, learning rate] each; None: there were none.
     """
 
     epoch: int
@@ -242,12 +241,12 @@ class EpochRecord:
     changes: list[Change] | None = None
 
     def to_json(self) -> str:
-        """One line, without the line end."""
+        """Return one line, without the line end."""
         return _line("epoch", self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back; keys of later versions are ignored."""
+        """Read it back; keys of later versions are ignored."""
         known = _known(cls, values)
         if known.get("changes") is not None:
             known["changes"] = _changes(known["changes"])
@@ -283,16 +282,16 @@ class EpochRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStop:
-    """A run that was asked to stop and has saved its state; a resume removes the line.
+    """The last line of a run that was asked to stop and has saved its state; a resume removes the line.
 
     Args:
-        reason: Why and where, in words.
+        reason: The cause and the place, in words.
     """
 
     reason: str = ""
 
     def to_json(self) -> str:
-        """One line, without the line end."""
+        """Return one line, without the line end."""
         return _line("stop", self)
 
 
@@ -320,7 +319,7 @@ class RecordWriter:
             raise RecordError(f"cannot write records to '{self.path}': {error.strerror}") from error
 
     def _require_own_file(self) -> None:
-        """An editor or `sed -i` puts another file in its place, and what is written here would be nowhere."""
+        """Raise if an editor or `sed -i` has put another file in its place: what is written here would be nowhere."""
         try:
             is_there = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except OSError:
@@ -331,7 +330,7 @@ class RecordWriter:
             )
 
     def close(self) -> None:
-        """Close the file; nothing is pending but what a full disk refused, and that was said already."""
+        """Close the file; a full disk's error was raised by `write`."""
         with suppress(OSError):
             self._file.close()
 
@@ -363,7 +362,9 @@ def _read_lines(path: Path, lines: Iterable[str]) -> tuple[RunHeader, list[Epoch
     try:
         header = RunHeader.from_dict(first)
         epochs = [EpochRecord.from_dict(value) for value in values if value.get("kind") == "epoch"]
-        _require_upward([record.epoch for record in epochs])
+        for before, epoch in pairwise([0, *(record.epoch for record in epochs)]):
+            if epoch <= before:
+                raise RecordError(f"epoch {epoch} follows epoch {before}")
         return header, epochs
     except TypeError as error:
         raise RecordError(f"'{path}' lacks a key: {error}") from error
@@ -372,25 +373,11 @@ def _read_lines(path: Path, lines: Iterable[str]) -> tuple[RunHeader, list[Epoch
 
 
 def was_stopped(path: Path) -> bool:
-    """Whether the last line says that the run was asked to stop, and nobody has resumed it since."""
+    """Return whether the last line says that the run was asked to stop, and nobody has resumed it since."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LAST_BYTES))
         last = file.read().splitlines()[-1:]
     return bool(last) and last[0].startswith(b'{"kind": "stop"')
-
-
-def rewrite_run(path: Path, header: RunHeader, epochs: list[EpochRecord]) -> None:
-    """Replace the file in one step, for a resume that goes back to an earlier epoch."""
-    scratch = path.with_suffix(".jsonl.tmp")
-    try:
-        scratch.unlink(missing_ok=True)
-        with RecordWriter(scratch) as writer:
-            writer.write(header)
-            for record in epochs:
-                writer.write(record)
-        scratch.replace(path)
-    except OSError as error:
-        raise RecordError(f"cannot write records to '{path}': {error.strerror}") from error
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -423,7 +410,7 @@ def _line(kind: str, record: RunHeader | EpochRecord | RunStop) -> str:
 
 
 def finite(value: Any) -> Any:
-    """NaN and infinities become null, at any depth: every line is JSON that any reader takes."""
+    """Replace NaN and infinities by None, at any depth, so that any reader takes the JSON."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -448,7 +435,7 @@ def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(values: list[Any]) -> list[Change]:
-    """What JSON holds as three numbers each."""
+    """Read changes from the three numbers each that JSON holds."""
     for value in values:
         is_three = isinstance(value, list) and len(value) == 3
         if not (is_three and all(type(number) in (int, float) and abs(number) < TOO_LARGE for number in value)):
@@ -456,14 +443,8 @@ def _changes(values: list[Any]) -> list[Change]:
     return [Change(*value) for value in values]
 
 
-def _require_upward(epochs: list[int]) -> None:
-    for before, epoch in zip([0, *epochs], epochs, strict=False):
-        if epoch <= before:
-            raise RecordError(f"epoch {epoch} follows epoch {before}")
-
-
 def _kinds(hint: Any) -> tuple[type, ...]:
-    """What JSON may hold for a field; a whole number is a float too."""
+    """Return the types that JSON may hold for a field; a whole number is a float too."""
     if get_origin(hint) is Literal:
         return (str,)
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -483,11 +464,7 @@ UNCLEAR = "noise scale unclear"
 
 
 def seen_in_words(record: EpochRecord) -> str:
-    """Return what a policy had to act on: the noise scale or the diversity; the loss where gradients do not matter.
-
-    Args:
-        record: The record of a finished epoch. Where its `measured` is None, nothing was to be measured.
-    """
+    """Return a policy's input: the noise scale or the diversity; the loss if gradients were not to be measured."""
     value, low, high = record.noise_scale, record.noise_scale_low, record.noise_scale_high
     if value is not None and low is not None and high is not None:
         return f"noise scale {value:.0f} ({low:.0f}-{high:.0f})"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SLACK = 0.05
 """A batch that takes at most this part longer than the best is as good; the smallest of several is taken."""
 MOST_APART = 4
-"""An advice is clear if the batch sizes for both ends of the noise scale's interval differ by this factor at most."""
+"""The largest factor between the batch sizes for both ends of the noise scale's interval of a clear advice."""
 MOST_MISFIT = 0.25
 """The part by which a step's time may be off a straight line for the line to be used."""
 
@@ -69,7 +69,6 @@ class StepTimes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The batch sizes that were timed."""
         return tuple(size for size, _ in self.measured)
 
     def line(self) -> tuple[float, float]:
@@ -78,13 +77,13 @@ class StepTimes:
 
     @property
     def misfit(self) -> float:
-        """The largest part by which a time is off the line."""
+        """Return the largest part by which a time is off the line."""
         fixed, per_sample = self.line()
         return max(abs(fixed + size * per_sample - seconds) / seconds for size, seconds in self.measured)
 
     @property
     def balance(self) -> float:
-        """Samples whose own time equals a step's fixed cost: a batch below it leaves the device idle."""
+        """Return the samples whose own time equals a step's fixed cost: a smaller batch leaves the device idle."""
         fixed, per_sample = self.line()
         return fixed / per_sample if per_sample else math.inf
 
@@ -148,24 +147,24 @@ class Advice:
 
     @property
     def batch_size_range(self) -> tuple[int, int]:
-        """The good batch sizes for both ends of the noise scale's interval."""
+        """Return the good batch sizes for both ends of the noise scale's interval."""
         return good_size(self.times, self.noise.now.low), good_size(self.times, self.noise.now.high)
 
     @property
     def is_clear(self) -> bool:
-        """Whether the measurement is sure enough for an advice."""
+        """Return whether the measurement is sure enough for an advice."""
         low, high = self.batch_size_range
         return self.noise.now.value is not None and high <= MOST_APART * low
 
     @property
     def batch_size(self) -> int | None:
-        """The smallest batch size that reaches the same progress about as fast as any; None: not clear."""
+        """Return the smallest batch size that reaches the same progress about as fast as any; None: not clear."""
         value = self.noise.now.value
         return good_size(self.times, value) if self.is_clear and value is not None else None
 
     @property
     def lr_factor(self) -> float | None:
-        """The factor of your learning rate; None: not clear."""
+        """Return the factor of your learning rate; None: not clear."""
         size, value = self.batch_size, self.noise.now.value
         if size is None or value is None:
             return None
@@ -173,28 +172,26 @@ class Advice:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate to start with; None: not clear, or no optimizer was given."""
+        """Return the learning rate to start with; None: not clear, or no optimizer was given."""
         factor = self.lr_factor
         return None if factor is None or self.reference_lr is None else self.reference_lr * factor
 
     @property
     def max_batch_size(self) -> int:
-        """The size at which growth stops paying, however large the noise: no more samples a second."""
+        """Return the size at which growth stops paying, however large the noise: no more samples a second."""
         return max(good_size(self.times, math.inf), self.batch_size or 1)
 
     @property
     def lr_coupling(self) -> Literal["linear", "sqrt"]:
-        """The coupling of the learning rate to the batch size from there on."""
+        """Return the coupling of the learning rate to the batch size from there on."""
         return "sqrt" if self.adaptive else "linear"
 
     @property
     def policy(self) -> Policy | None:
-        """`Auto` up to the cap; `Fixed` if nothing is gained by growth; None: not clear."""
+        """Return `Auto` up to the cap; `Fixed` if nothing is gained by growth; None: not clear."""
         if self.batch_size is None:
             return None
-        if self.max_batch_size <= self.batch_size:
-            return Fixed()
-        return Auto(self.max_batch_size)
+        return Auto(self.max_batch_size) if self.max_batch_size > self.batch_size else Fixed()
 
     def __str__(self) -> str:
         from divebatch.advice.text import in_words

@@ -1,4 +1,4 @@
-"""Measure noise and step times on copies: `advise`."""
+"""Measure noise and step times on copies of model, optimizer and loader: `advise`."""
 
 import copy
 import math
@@ -26,17 +26,17 @@ from divebatch.measurement import Diversity, Spread
 from divebatch.norms.meter import batch_pair
 
 LossFn = Callable[[Any, Any], Tensor]
-"""Gets the model's outputs and the targets; gives the mean loss over the samples."""
+"""A function of the model's outputs and the targets; it returns the mean loss over the samples."""
 Step = Callable[[Any], Tensor]
-"""Trains on one batch (inputs, targets); gives its mean loss at the weights before the step."""
+"""A training step on one batch (inputs, targets); it returns the mean loss at the weights before the step."""
 MakeStep = Callable[[nn.Module, Optimizer, int, Estimator | None], Step]
-"""Builds the step for a copy of the model, its optimizer, a batch size and an estimator.
+"""A builder of the step for a copy of the model, its optimizer, a batch size and an estimator.
 
 The estimator watches the backward passes: the step makes at least its `min_micro_batches` of them. It is None while
 steps are timed.
 """
 OnTime = Callable[[int, float], None]
-"""Gets each batch size and the seconds of its step, as soon as they are known."""
+"""A function that gets each batch size and the seconds of its step."""
 
 PRECISIONS = ("fp32", "bf16")
 STRETCHES = 6

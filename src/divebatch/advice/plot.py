@@ -1,4 +1,4 @@
-"""An advice as one picture. Matplotlib is imported only when something is drawn."""
+"""Draw an advice as one picture. Matplotlib is imported only when something is drawn."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -40,12 +40,10 @@ def draw_advice(advice: Advice) -> "Figure":
 
 
 def _draw_noise(axes: "Axes", advice: Advice) -> None:
-    stretches = advice.noise.stretches
-    known = [each for each in stretches if each.value is not None]
-    highest = max(
-        [each.value or 1.0 for each in known] + [each.high for each in known if math.isfinite(each.high)] + [1.0]
-    )
-    for each in stretches:
+    known = [each for each in advice.noise.stretches if each.value is not None]
+    ends = [end for each in known for end in (each.value or 1.0, each.high)]
+    highest = max([end for end in ends if math.isfinite(end)] + [1.0])
+    for each in advice.noise.stretches:
         middle, top = (each.first + each.last) / 2, each.high if math.isfinite(each.high) else 10 * highest
         axes.plot([middle, middle], [max(each.low, 0.5), top], color=COLOR, linewidth=1.2)
     middles = [(each.first + each.last) / 2 for each in known]

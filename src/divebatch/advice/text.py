@@ -1,4 +1,4 @@
-"""An advice in plain sentences, the answer first."""
+"""Say an advice in plain sentences, the answer first."""
 
 import math
 from collections.abc import Iterator
@@ -9,8 +9,7 @@ from divebatch.policies import Fixed
 
 def in_words(advice: Advice) -> str:
     """Say what to start with, then what was measured, then why."""
-    reasons = _reasons(advice) if advice.is_clear else ()
-    return "\n".join([_answer(advice), _noise(advice), _time(advice), *reasons, _growth(advice)])
+    return "\n".join([_answer(advice), _noise(advice), _time(advice), *_reasons(advice), _growth(advice)])
 
 
 def step_in_words(batch_size: int, seconds: float) -> str:
@@ -65,15 +64,15 @@ def _time(advice: Advice) -> str:
 
 def _reasons(advice: Advice) -> Iterator[str]:
     size, noise, reference = advice.batch_size, advice.noise.now.value, advice.reference_batch_size
-    assert size is not None
-    assert noise is not None
+    if size is None or noise is None:
+        return
     took, (low, high) = time_to_progress(advice.times, noise), advice.batch_size_range
     allowed = f" The interval allows {low} to {high}." if low != high else ""
     gain = ""
     if reference != size:
         ratio = took[reference] / took[size]
-        gain = " about as long" if ratio < 1 + SLACK else f" {ratio:.2g} times as long"
-        gain = f" Your batch {reference} would take{gain}."
+        longer = "about as long" if ratio < 1 + SLACK else f"{ratio:.2g} times as long"
+        gain = f" Your batch {reference} would take {longer}."
     yield (
         f"Batch {size} takes {1 + noise / size:.2g} times the fewest possible steps with this noise, and no other "
         f"batch that was timed gets more than 5 % faster to the same progress.{allowed}{gain}"

@@ -58,95 +58,68 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class FixedSize:
-    """A point of the frontier, or beside it: a fixed size at its tuned rate.
-
-    Args:
-        batch_size: In samples.
-        lr: The best of the rates that were tried on the first seed.
-        steps: Optimizer steps of a run.
-        losses: The loss of each seed.
-        problem: Why the rate does not count as tuned; empty if it does.
-    """
+    """A fixed batch size at its tuned rate: a point of the frontier, or beside it."""
 
     batch_size: int
     lr: float
+    """The best of the rates that were tried on the first seed."""
     steps: int
     losses: Mapping[int, float]
+    """The loss of each seed."""
     problem: str = ""
+    """The reason why the rate does not count as tuned; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A method on one workload; numbers are None where `problem` says why there is none.
-
-    Args:
-        method: Its name.
-        batch_size: Its first batch size.
-        steps: Optimizer steps, mean over seeds.
-        loss: Mean over seeds.
-        num_seeds: Seeds that the method and all fixed sizes have in common.
-        ratio: Its steps over the frontier's at equal loss.
-        interval: Of the ratio, 95 %, by a bootstrap over paired seeds; None for a single seed.
-        is_bound: Whether the true ratio is lower: the loss is better than the knee's, and the knee's was taken.
-        at_equal_steps: Its loss over the frontier's at equal steps, minus 1.
-        against_first: Its loss over that of the fixed batch it started with, minus 1.
-        problem: Why there is no ratio.
-    """
+    """A method on one workload; numbers are None if `problem` names the reason."""
 
     method: str
     batch_size: int
+    """The first one."""
     steps: float
+    """Mean over seeds, as is the loss."""
     loss: float
     num_seeds: int
+    """Seeds that the method and all fixed sizes have in common."""
     ratio: float | None = None
+    """Its steps over the frontier's at equal loss."""
     interval: tuple[float, float] | None = None
+    """The 95 % interval of the ratio, by a bootstrap over paired seeds; None for a single seed."""
     is_bound: bool = False
+    """Whether the true ratio is lower: the loss is better than the knee's, and the knee's was taken."""
     at_equal_steps: float | None = None
+    """Its loss over the frontier's at equal steps, minus 1."""
     against_first: float | None = None
+    """Its loss over that of the fixed batch it started with, minus 1."""
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """All of one workload.
-
-    Args:
-        workload: Its name.
-        sizes: The fixed sizes, the smallest first.
-        knee: The size with the fewest steps whose loss cannot be told from the best.
-        noise: Standard error of a difference of two mean losses of fixed sizes; None for a single seed.
-        scores: One for each method.
-        problems: Why nothing is scored; empty if all is well.
-    """
+    """The fixed sizes of one workload, the smallest first, and a score of each method."""
 
     workload: str
     sizes: Sequence[FixedSize]
     knee: int | None
+    """The size with the fewest steps whose loss cannot be distinguished from the best."""
     noise: float | None
+    """Standard error of a difference of two mean losses of fixed sizes; None for a single seed."""
     scores: Sequence[Score]
     problems: Sequence[str]
+    """Reasons why nothing is scored."""
 
 
 # From records to trials
 
 
 def read_trials(path: Path) -> list[Trial]:
-    """Return the trials of a file or folder: lines of trials in `.jsonl` files, or what `divebatch run` wrote.
-
-    Raises:
-        RecordError: A line cannot be read, or there is nothing to read.
-    """
+    """Return the trials of a file or folder: lines of trials in `.jsonl` files, or what `divebatch run` wrote."""
     files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
     trials = [trial for file in files for trial in _read_lines(file)]
     if not trials and path.is_dir():
-        experiments = load_runs(path).experiments
-        trials = [
-            trial
-            for experiment in experiments
-            for runs in experiment.methods.values()
-            for run in runs
-            if (trial := _from_run(experiment.name, run)) is not None
-        ]
+        found = [_from_run(each.name, run) for each in load_runs(path).experiments for run in each.runs]
+        trials = [trial for trial in found if trial is not None]
     if not trials:
         raise RecordError(f"'{path}' holds no finished runs: give a folder that `divebatch run --out` wrote, or trials")
     return trials
@@ -332,17 +305,12 @@ def _score_method(
     elif is_bound and value > 0:
         numbers["problem"] = "on the flat part: more steps than the knee, whose loss is as good"
     else:
-        drawn = _resampled(seeds) if len(seeds) > 1 else []
+        # The same choices of seeds every time.
+        drawn = np.random.default_rng(0).choice(seeds, (RESAMPLES, len(seeds))).tolist() if len(seeds) > 1 else []
         found = [each for each, _ in map(octaves, drawn) if each is not None]
         ends = np.exp2(np.quantile(found, [0.025, 0.975])).tolist() if found else None
         numbers |= {"ratio": 2**value, "interval": tuple(ends) if ends else None, "is_bound": is_bound}
     return Score(name, size, steps, loss, len(seeds), **numbers)
-
-
-def _resampled(seeds: Sequence[int]) -> list[list[int]]:
-    """Return the bootstrap's choices of seeds, the same every time."""
-    draws: list[list[int]] = np.random.default_rng(0).choice(seeds, (RESAMPLES, len(seeds))).tolist()
-    return draws
 
 
 # Tables and a picture
@@ -352,18 +320,14 @@ COLUMNS = ("method", "from", "steps", "loss", "ratio", "95 % interval", "at equa
 
 def rows(frontier: Frontier) -> list[tuple[str, ...]]:
     """Return the table of one workload: `COLUMNS` for each method, the lowest ratio first."""
-    ordered = sorted(frontier.scores, key=lambda each: math.inf if each.ratio is None else each.ratio)
-    return [_row(each) for each in ordered]
-
-
-def _row(each: Score) -> tuple[str, ...]:
-    ratio = each.problem if each.ratio is None else f"{'<= ' if each.is_bound else ''}{each.ratio:.3f}"
-    interval = "" if each.interval is None else f"{each.interval[0]:.2f} - {each.interval[1]:.2f}"
-    relative = ("" if part is None else f"{part:+.2%}" for part in (each.at_equal_steps, each.against_first))
-    return (
-        *(each.method, str(each.batch_size), f"{each.steps:.0f}", f"{each.loss:.4f}", ratio, interval),
-        *(*relative, str(each.num_seeds)),
-    )
+    found = []
+    for each in sorted(frontier.scores, key=lambda each: math.inf if each.ratio is None else each.ratio):
+        ratio = each.problem if each.ratio is None else f"{'<= ' if each.is_bound else ''}{each.ratio:.3f}"
+        interval = "" if each.interval is None else f"{each.interval[0]:.2f} - {each.interval[1]:.2f}"
+        relative = ("" if part is None else f"{part:+.2%}" for part in (each.at_equal_steps, each.against_first))
+        numbers = (str(each.batch_size), f"{each.steps:.0f}", f"{each.loss:.4f}", ratio, interval)
+        found.append((each.method, *numbers, *relative, str(each.num_seeds)))
+    return found
 
 
 def write_csv(frontiers: Iterable[Frontier], path: Path) -> None:
