@@ -218,5 +218,5 @@ def test_figures_and_tables_end_with_the_same_value(tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path, "e", "m", seed, ways(0.5, 0.9 - 0.1 * seed))
     (section,) = write_report(tmp_path).sections
-    curve = section.charts[0].panel.lines[0].curve
+    curve = section.charts[0].lines[0].curve
     assert section.summary.rows[0][3] == f"{curve.mean[-1]:.2f} ± {curve.standard_error[-1]:.2f} %" == "85.00 ± 5.00 %"

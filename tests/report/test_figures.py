@@ -15,6 +15,7 @@ from made_up_runs import SYNTHETIC, write_accuracies, write_cifar_like, write_pa
 from divebatch.report import Analysis, analyse, load_runs, write_report
 from divebatch.report.analysis import Curve, MethodResult
 from divebatch.report.drawing import (
+    CHART_SIZE,
     DASHED,
     PALETTE,
     Drawing,
@@ -23,10 +24,11 @@ from divebatch.report.drawing import (
     Panel,
     Track,
     band,
+    draw_panels,
     log_limits,
     looks_for,
 )
-from divebatch.report.figures import Chart, draw_paper_figures, make_bars, make_charts, make_tracks
+from divebatch.report.figures import draw_paper_figures, make_bars, make_charts, make_tracks
 from divebatch.report.page import make_sections, page_data
 
 
@@ -39,7 +41,7 @@ def tracks_of(analysis: Analysis) -> list[Track]:
     return make_tracks(analysis, looks_for(list(analysis.experiment.methods)))
 
 
-def charts_of(folder: Path) -> dict[str, Chart]:
+def charts_of(folder: Path) -> dict[str, Panel]:
     analysis = only(folder)
     return {chart.name: chart for chart in make_charts(analysis, tracks_of(analysis))}
 
@@ -83,9 +85,9 @@ def test_the_estimate_stands_against_the_exact_value(tmp_path: Path) -> None:
     write_run(tmp_path, "e", "divebatch", 0, rows)
     write_run(tmp_path, "e", "oracle", 0, [{"diversity": d, "exact_diversity": d} for d in (1.0, 2.0)])
     diversity = charts_of(tmp_path)["diversity"]
-    assert [line.label for line in diversity.panel.lines] == ["divebatch", "divebatch, exact", "oracle"]
-    assert diversity.panel.lines[0].curve.epochs.tolist() == [2, 3, 4]
-    steps = diversity.panel.lines[0].positions("steps")
+    assert [line.label for line in diversity.lines] == ["divebatch", "divebatch, exact", "oracle"]
+    assert diversity.lines[0].curve.epochs.tolist() == [2, 3, 4]
+    steps = diversity.lines[0].positions("steps")
     assert steps is not None
     assert steps.tolist() == [20, 30, 40]
     assert "divebatch: the estimate is 2.00 times the exact value in the median epoch" in diversity.caption
@@ -97,8 +99,8 @@ def test_memory_is_drawn_for_gpus_alone(tmp_path: Path) -> None:
     write_run(tmp_path, "e", "cpu", 0, rows)
     write_run(tmp_path, "e", "gpu", 0, rows, hardware={"device": "cuda"})
     memory = charts_of(tmp_path)["memory"]
-    assert [line.label for line in memory.panel.lines] == ["gpu"]
-    assert memory.panel.lines[0].curve.mean.tolist() == [3.0]
+    assert [line.label for line in memory.lines] == ["gpu"]
+    assert memory.lines[0].curve.mean.tolist() == [3.0]
 
 
 def test_bars_say_when_the_mean_got_there_and_dots_each_trial(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_bars_say_when_the_mean_got_there_and_dots_each_trial(tmp_path: Path) ->
 def test_losses_of_any_size_are_drawn(tmp_path: Path) -> None:
     for seed, losses in enumerate([(1e200, 1e-200, 1e290), (1e250, 1e-250, 1e299), (1e10, 1e-9, 0.0)]):
         write_run(tmp_path, "e", "m", seed, [{"val_loss": loss} for loss in losses])
-    assert charts_of(tmp_path)["loss"].draw("e").png.startswith(b"\x89PNG")
+    assert draw_panels("n", "t", "e", [charts_of(tmp_path)["loss"]], "", CHART_SIZE).png.startswith(b"\x89PNG")
 
 
 def test_no_line_is_lost_on_either_page() -> None:
@@ -167,7 +169,7 @@ def watched(*wishes: dict[str, int] | None, batch_size: int = 128) -> list[dict[
     return [{"batch_size": batch_size, "val_accuracy": 0.5, "val_loss": 0.5, "shadows": each} for each in wishes]
 
 
-def shadow_charts(folder: Path) -> list[Chart]:
+def shadow_charts(folder: Path) -> list[Panel]:
     return [chart for name, chart in charts_of(folder).items() if name.startswith("shadows")]
 
 
@@ -175,16 +177,16 @@ def test_a_wish_stands_at_the_epoch_it_was_for(tmp_path: Path) -> None:
     write_run(tmp_path, "e", "m", 0, watched({"noise": 256, "norm": 64}, {"noise": 512, "norm": 64}, {"noise": 9}))
     write_run(tmp_path, "e", "m", 1, watched({"noise": 512, "norm": 64}, {"noise": 1024}, None))
     (chart,) = shadow_charts(tmp_path)
-    driver, noise, norm = chart.panel.lines
+    driver, noise, norm = chart.lines
     assert (driver.label, noise.label, norm.label) == ("m, in force", "noise", "norm")
     assert driver.curve.mean.tolist() == [128, 128, 128]
     assert (noise.curve.epochs.tolist(), noise.curve.mean.tolist()) == ([2, 3], [384, 768])
     assert norm.curve.num_trials.tolist() == [2, 1]
     assert noise.positions("steps") is not None
-    assert [line.look.dashes for line in chart.panel.lines] == ["solid", DASHED, DASHED]
-    assert len({line.look.color for line in chart.panel.lines}) == 3
+    assert [line.look.dashes for line in chart.lines] == ["solid", DASHED, DASHED]
+    assert len({line.look.color for line in chart.lines}) == 3
     assert (driver.width or 0) > (noise.width or 0)
-    assert chart.panel.log_base == 2
+    assert chart.log_base == 2
 
 
 def test_one_figure_for_each_method_that_has_shadows(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_one_figure_for_each_method_that_has_shadows(tmp_path: Path) -> None:
     write_run(tmp_path, "e", "brief", 0, watched({"noise": 4}), config={"epochs": 1})
     for method in ("one", "two"):
         write_run(tmp_path, "e", method, 0, watched({"noise": 4}, {"noise": 4}))
-    titles = {chart.name: chart.panel.title.split(", ")[1] for chart in shadow_charts(tmp_path)}
+    titles = {chart.name: chart.title.split(", ")[1] for chart in shadow_charts(tmp_path)}
     assert titles == {"shadows1": "one driving", "shadows2": "two driving"}
 
 
@@ -200,7 +202,7 @@ def test_a_gap_between_epochs_is_no_wish_for_the_later_one(tmp_path: Path) -> No
     path = write_run(tmp_path, "e", "m", 0, watched({"noise": 4}, {"noise": 8}, {"noise": 16}))
     path.write_text(path.read_text().replace('"epoch": 3', '"epoch": 4'))
     (chart,) = shadow_charts(tmp_path)
-    assert chart.panel.lines[1].curve.epochs.tolist() == [2]
+    assert chart.lines[1].curve.epochs.tolist() == [2]
 
 
 def test_the_report_draws_them_and_the_page_has_their_colours(tmp_path: Path) -> None:

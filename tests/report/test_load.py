@@ -9,7 +9,7 @@ from made_up_runs import LOSS, write_run
 from divebatch.errors import RecordError
 from divebatch.records import ReportSettings
 from divebatch.report import analyse, load_runs
-from divebatch.report.drawing import looks_for
+from divebatch.report.drawing import CHART_SIZE, draw_panels, looks_for
 from divebatch.report.figures import make_charts, make_tracks
 from divebatch.report.live import Watch
 
@@ -154,5 +154,5 @@ def test_numbers_that_no_arithmetic_survives_end_in_no_traceback(tmp_path, key, 
     (experiment,) = load_runs(tmp_path).experiments
     analysis = analyse(experiment)
     for chart in make_charts(analysis, make_tracks(analysis, looks_for(["m"]))):
-        chart.draw("e")
+        draw_panels(chart.name, "t", "e", [chart], "", CHART_SIZE)
     assert Watch(tmp_path).look()

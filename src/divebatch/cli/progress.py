@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from divebatch.errors import ArgumentError
 from divebatch.records import EpochRecord, seen_in_words
 from divebatch.report.live import rate_between, time_left
 
@@ -50,13 +49,6 @@ def rate(per_second: float | None) -> str:
         if per_second < bound:
             return f"{per_second / divisor:.3g}{letter}"
     return "inf"
-
-
-def mode_of(*, quiet: bool, json: bool) -> str:
-    """Return `show`, `quiet` or `json`."""
-    if quiet and json:
-        raise ArgumentError("--quiet and --json exclude each other: leave one of them out")
-    return "quiet" if quiet else "json" if json else "show"
 
 
 def name_of(run: "Run") -> str:

@@ -21,7 +21,7 @@ from divebatch.cli.options import (
     whole_numbers,
 )
 from divebatch.cli.output import make_folder
-from divebatch.cli.progress import make_display, mode_of
+from divebatch.cli.progress import make_display
 from divebatch.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def run(
 
     with errors_exit_with(WRONG_USE), process_group(chosen_device(device)) as own_device:
         ranks = Ranks.here()
-        mode = mode_of(quiet=quiet, json=json)
+        if quiet and json:
+            raise ArgumentError("--quiet and --json exclude each other: leave one of them out")
+        mode = "quiet" if quiet else "json" if json else "show"
         plan = partial(_planned, experiment, [*(settings or []), *([f"model.kind={model}"] if model else [])])
         planned = plan(epochs)
         check_parts(planned)

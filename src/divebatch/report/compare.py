@@ -326,14 +326,9 @@ def note_on(result: MethodResult, gains: Sequence[Gain], best: MethodResult | No
 class Comparison:
     """Two methods of one experiment over the seeds that both have finished."""
 
-    experiment: str
-    first: str
-    second: str
     seeds: tuple[int, ...]
-    differences: dict[str, Difference | None]
-    """By measure, the first against the second; None if there is no fair average."""
     answers: dict[str, str]
-    """The same in words."""
+    """The difference of the first to the second in words, by measure."""
     cautions: tuple[str, ...]
 
 
@@ -352,44 +347,36 @@ def compare_methods(
         first: A method of it.
         second: Another one, of `against` if that is given.
         against: The same experiment from another folder.
-        names: Words for the two methods in the answers. None: their names.
+        names: Words for the two methods in the cautions. None: their names.
     """
     results = (analysis.method(first), (against or analysis).method(second))
-    metric, called = analysis.metric, names or (first, second)
-    pairs = seed_pairs(*results, metric)
-    found = list(_measured(results, pairs, analysis)) if len(pairs) > 1 else []
-    answers = {}
-    for measure, change, words in found:
-        answers[measure] = words
-        if change is not None and change.effect is not None:
-            word = next(word for bound, word in EFFECTS if abs(change.effect) < bound)
-            answers[measure] += f"; effect size {abs(change.effect):.2f}, {word}"
-    return Comparison(
-        analysis.experiment.name,
-        *called,
-        seeds=tuple(run.header.seed for run, _ in pairs),
-        differences={measure: change for measure, change, _ in found},
-        answers=answers,
-        cautions=tuple(_cautions(results, pairs, called)),
-    )
+    pairs = seed_pairs(*results, analysis.metric)
+    answers = dict(_answers(results, pairs, analysis)) if len(pairs) > 1 else {}
+    cautions = _cautions(results, pairs, names or (first, second))
+    return Comparison(tuple(run.header.seed for run, _ in pairs), answers, tuple(cautions))
 
 
-def _measured(
-    results: tuple[MethodResult, MethodResult], pairs: Pairs, analysis: Analysis
-) -> Iterator[tuple[str, Difference | None, str]]:
-    """Yield each measure with its difference and that in words."""
+def _answers(results: tuple[MethodResult, MethodResult], pairs: Pairs, analysis: Analysis) -> Iterator[tuple[str, str]]:
+    """Yield each measure with its difference in words."""
     metric, target = analysis.metric, analysis.target
     for kind, value in (("final", _final_value), ("best", _best_value)):
         change = _metric_difference(pairs, metric, value)
         values = [(value(one, metric), value(other, metric)) for one, other in pairs]
-        words = _unfair(values, "have one") if change is None else metric_in_words(change, metric)
-        yield f"{kind} {metric.word}", change, words
+        fair = change and metric_in_words(change, metric) + _effect_in_words(change)
+        yield f"{kind} {metric.word}", fair or _unfair(values, "have one")
     if target is not None:
         first, second = (_seconds_by_seed(result, metric, target.value) for result in results)
         times = [(first[one.header.seed], second[other.header.seed]) for one, other in pairs]
         change = _ratio(times)
-        words = _unfair(times, "reached it, with a time") if change is None else ratio_in_words(change)
-        yield f"seconds to {metric.text(target.value)}", change, words
+        fair = change and ratio_in_words(change) + _effect_in_words(change)
+        yield f"seconds to {metric.text(target.value)}", fair or _unfair(times, "reached it, with a time")
+
+
+def _effect_in_words(change: Difference) -> str:
+    if change.effect is None:
+        return ""
+    word = next(word for bound, word in EFFECTS if abs(change.effect) < bound)
+    return f"; effect size {abs(change.effect):.2f}, {word}"
 
 
 def _unfair(values: Sequence[tuple[float, float]], what: str) -> str:

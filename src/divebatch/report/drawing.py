@@ -156,6 +156,9 @@ class Panel:
     axis: str = "epochs"
     first_epoch: int = 1
     """The epoch at which the axis of epochs begins."""
+    name: str = ""
+    """The name of its own figure's file, without folder and suffix."""
+    caption: str = ""
 
     @property
     def is_log(self) -> bool:
@@ -227,7 +230,7 @@ def band(curve: Curve, bounds: tuple[float, float]) -> tuple[Floats, Floats]:
 PANEL_SIZE = (3.9, 3.3)
 """Width and height of a panel beside others, in inches."""
 CHART_SIZE = (6.4, 4.2)
-"""Of a figure with a single panel."""
+"""The same of a figure with a single panel."""
 BAR_HEIGHT = 0.34
 """Inches for each method."""
 PNG_DPI = 150

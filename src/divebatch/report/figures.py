@@ -12,7 +12,6 @@ import numpy as np
 from divebatch.report.analysis import UNITS, Analysis, Curve, MethodResult, average_curve
 from divebatch.report.drawing import (
     AXES,
-    CHART_SIZE,
     DOTTED,
     PANEL_SIZE,
     Drawing,
@@ -155,20 +154,7 @@ def _nested(lines: Sequence[Line], widest: float, thinnest: float) -> list[Line]
 # Charts
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A figure of one panel."""
-
-    name: str
-    panel: Panel
-    caption: str
-
-    def draw(self, heading: str) -> Drawing:
-        """Draw the chart as it is first shown: over epochs."""
-        return draw_panels(self.name, self.panel.title, heading, [self.panel], self.caption, CHART_SIZE)
-
-
-def make_charts(analysis: Analysis, tracks: Sequence[Track]) -> list[Chart]:
+def make_charts(analysis: Analysis, tracks: Sequence[Track]) -> list[Panel]:
     """Return the charts that the records can fill: metric, batch size and noise scale first, shadows last."""
     names = dict.fromkeys([METRICS[analysis.metric.name], "batchsize", "noise", "diversity", *QUANTITIES])
     charts = []
@@ -177,7 +163,7 @@ def make_charts(analysis: Analysis, tracks: Sequence[Track]) -> list[Chart]:
         lines = [line for track in tracks for line in _lines(quantity, track, track.method)]
         if lines:
             notes = [BANDS_NOTE, quantity.note, *(_ratio_notes(tracks) if name == "diversity" else ())]
-            charts.append(Chart(name, _panel(quantity, lines), " ".join(filter(None, notes))))
+            charts.append(replace(_panel(quantity, lines), name=name, caption=" ".join(filter(None, notes))))
     return charts + _shadow_charts(tracks)
 
 
@@ -194,19 +180,22 @@ def _ratio_notes(tracks: Sequence[Track]) -> Iterator[str]:
             )
 
 
-def _shadow_charts(tracks: Sequence[Track]) -> list[Chart]:
+def _shadow_charts(tracks: Sequence[Track]) -> list[Panel]:
     """Return one for each method whose runs have shadows, policies that only watch, and an epoch after the first."""
-    charts: list[Chart] = []
+    charts: list[Panel] = []
     for track in tracks:
         wishes = list(_wishes(track))
         if wishes:
             actual = track.result.curve("batch_size").measured()
             driver = Line(f"{track.method}, in force", replace(track.look, dashes="solid"), actual, track, width=3.5)
-            title = f"Batch size wanted (samples), {track.method} driving"
-            panel = replace(
-                _panel(QUANTITIES["batchsize"], []), title=title, lines=[driver, *_nested(wishes, 2.0, 1.0)]
+            chart = replace(
+                _panel(QUANTITIES["batchsize"], []),
+                name=f"shadows{len(charts) + 1}",
+                title=f"Batch size wanted (samples), {track.method} driving",
+                lines=[driver, *_nested(wishes, 2.0, 1.0)],
+                caption=f"{SHADOW_NOTE} {BANDS_NOTE}",
             )
-            charts.append(Chart(f"shadows{len(charts) + 1}", panel, f"{SHADOW_NOTE} {BANDS_NOTE}"))
+            charts.append(chart)
     return charts
 
 

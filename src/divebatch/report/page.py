@@ -21,16 +21,19 @@ from divebatch.report.analysis import Analysis, Floats, analyse
 from divebatch.report.compare import FEWEST_SEEDS, best_fixed, find_gains, verdict
 from divebatch.report.drawing import (
     AXES,
+    CHART_SIZE,
     Drawing,
     Line,
     Look,
+    Panel,
     TargetBars,
     Track,
     draw_bars,
+    draw_panels,
     looks_for,
     require_matplotlib,
 )
-from divebatch.report.figures import BARS_NOTE, Chart, draw_paper_figures, make_bars, make_charts, make_tracks
+from divebatch.report.figures import BARS_NOTE, draw_paper_figures, make_bars, make_charts, make_tracks
 from divebatch.report.load import RecordedExperiment, load_runs
 from divebatch.report.tables import (
     Table,
@@ -77,7 +80,7 @@ class Section:
     """JSON text."""
     looks: Mapping[str, Look]
     tracks: Sequence[Track]
-    charts: Sequence[Chart]
+    charts: Sequence[Panel]
     bars: Mapping[str, TargetBars]
     chart_drawings: Sequence[Drawing]
     """The charts, and the bars if there are any."""
@@ -171,7 +174,7 @@ def _section(experiment: RecordedExperiment, stem: str, looks: Mapping[str, Look
     charts = make_charts(analysis, tracks)
     tables = [result_table(analysis), gains_table(analysis, gains), cost_table(analysis), memory_table(analysis)]
     first = [best.method if best else None, *(gain.result.method for gain in gains[:1]), experiment.settings.customary]
-    drawings = [chart.draw(name) for chart in charts]
+    drawings = [draw_panels(each.name, each.title, name, [each], each.caption, CHART_SIZE) for each in charts]
     drawings += [draw_bars(each, name, BARS_NOTE) for each in list(bars.values())[:1]]  # in the first unit
     return Section(
         experiment=experiment,
@@ -232,10 +235,10 @@ def _files_of(section: Section) -> dict[str, bytes]:
     return found | {path: text.encode("utf-8", "replace") for path, text in texts.items()}
 
 
-def _points(chart: Chart) -> Iterator[Sequence[object]]:
+def _points(chart: Panel) -> Iterator[Sequence[object]]:
     """Yield one row for each point of each line, with its place on every axis."""
     yield ["line", *AXES, "mean", "standard_error", "trials"]
-    for line in chart.panel.lines:
+    for line in chart.lines:
         curve = line.curve
         places = [line.positions(axis) for axis in AXES]
         columns = [_column(values) for values in (*places, curve.mean, curve.standard_error)]
@@ -327,11 +330,13 @@ def page_data(sections: Sequence[Section]) -> dict[str, Any]:
 
 
 def _section_data(section: Section) -> dict[str, Any]:
-    charts = [(chart.panel, [line.outline() for line in chart.panel.lines]) for chart in section.charts]
+    charts = [replace(chart, lines=[line.outline() for line in chart.lines]) for chart in section.charts]
     methods: list[dict[str, Any]] = []
     epochs_of: dict[str, Floats] = {}
     for track in section.tracks:
-        drawn = {epoch for _, lines in charts for line in lines if line.track is track for epoch in line.curve.epochs}
+        drawn = {
+            epoch for chart in charts for line in chart.lines if line.track is track for epoch in line.curve.epochs
+        }
         kept = np.isin(track.epochs, list(drawn))
         epochs_of[track.method] = track.epochs[kept]
         axes = {axis: _rounded(values[kept]) for axis, values in track.axes.items()}
@@ -341,18 +346,18 @@ def _section_data(section: Section) -> dict[str, Any]:
         "methods": methods,
         "charts": [
             {
-                "title": panel.title,
-                "log": panel.is_log,
-                "base": panel.log_base,
-                "bounds": _rounded(panel.bounds),
-                "steps": panel.is_steps,
-                "focus": panel.focus and _rounded(panel.focus),
+                "title": chart.title,
+                "log": chart.is_log,
+                "base": chart.log_base,
+                "bounds": _rounded(chart.bounds),
+                "steps": chart.is_steps,
+                "focus": chart.focus and _rounded(chart.focus),
                 "lines": [
                     {"method": numbers[line.track.method], **_line_data(line, epochs_of[line.track.method])}
-                    for line in lines
+                    for line in chart.lines
                 ],
             }
-            for panel, lines in charts
+            for chart in charts
         ],
     }
 

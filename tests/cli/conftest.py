@@ -1,0 +1,22 @@
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from divebatch.cli import app
+from divebatch.lab import get_experiment
+from divebatch.lab.search import to_toml
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+@pytest.fixture(scope="session")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of an experiment that takes no time."""
+    text = to_toml(get_experiment("synthetic-convex"))
+    path = tmp_path_factory.mktemp("files") / "small.toml"
+    path.write_text(text.replace("num_samples = 20000", "num_samples = 400").replace("= 512\n", "= 8\n"))
+    return path
