@@ -193,6 +193,7 @@ WRONG_EPOCHS = {
     "changes must be": {"changes": [[1, 2]]},
     "changes must be .*": {"changes": [[1, "more", 0.1]]},
     "shadows must be names with batch sizes": {"shadows": {"a": 1.5}},
+    "shadows must be names with .*": {"shadows": {"a": True}},
     "steps is too large a number, of 401 digits": {"steps": 10**400},
     "epoch 1 follows epoch 1": {"epoch": 1},
     "lacks a key: .*batch_size": {"batch_size": ...},

@@ -61,19 +61,8 @@ def test_an_experiment_gets_words_a_file_and_a_picture(tmp_path):
 
 
 def test_batch_size_and_rate_can_be_ones_own(tmp_path):
-    words = (
-        "--steps",
-        24,
-        "--batch-sizes",
-        "8,16",
-        "--batch-size",
-        8,
-        "--set",
-        "methods.sgd-small.lr=0.25",
-        "--json",
-        "--out",
-        tmp_path,
-    )
+    own = ("--batch-size", 8, "--set", "methods.sgd-small.lr=0.25")
+    words = ("--steps", 24, "--batch-sizes", "8,16", *own, "--json", "--out", tmp_path)
     found = json.loads(call(probed_experiment(tmp_path), *words).stdout)
     assert (found["reference_batch_size"], found["reference_lr"]) == (8, 0.25)
 

@@ -1,16 +1,9 @@
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from divebatch.cli import app
 from divebatch.lab import get_experiment
 from divebatch.lab.search import to_toml
-
-
-def call(*words: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, words)))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from cli.commands import call
 from divebatch.cli import app
 from divebatch.lab import experiment_names, get_experiment
 from divebatch.lab.schema import FOLDER
@@ -19,10 +20,6 @@ lr = 16.0
 policy = { kind = "auto", max_batch_size = 4096 }
 """
 RUN = ["run", "synthetic-convex", "--epochs", "2", "--trials", "1", "--jobs", "1"]
-
-
-def call(*words: str):
-    return CliRunner().invoke(app, list(words))
 
 
 def test_list_shows_an_experiment_a_line_and_the_methods_of_one():
@@ -62,23 +59,22 @@ def test_wrong_use_exits_with_2_and_says_what_is_known(tmp_path, words, message)
 
 
 def test_run_report_and_run_again(tmp_path):
-    out = ["--out", str(tmp_path)]
-    first = call(*RUN, "--methods", "sgd-small,divebatch", "--log-exact", *out)
+    words = [*RUN, "--log-exact", "--out", str(tmp_path)]
+    first = call(*words, "--methods", "sgd-small,divebatch")
     assert first.exit_code == 0, first.output
     assert "divebatch seed 0: epoch 2/2  accuracy" in first.output
     assert "\x1b" not in first.output
-    again = call(*RUN, "--methods", "sgd-small,divebatch", "--log-exact", *out)
+    again = call(*words, "--methods", "sgd-small,divebatch")
     assert again.exit_code == 2
     assert "--resume" in again.output
-    resumed = call(*RUN, "--methods", "sgd-small,divebatch,oracle", "--log-exact", "--resume", *out)
+    resumed = call(*words, "--methods", "sgd-small,divebatch,oracle", "--resume")
     assert resumed.exit_code == 0, resumed.output
-    other = call("run", "synthetic-convex", "--epochs", "1", "--trials", "1", "--resume", *out)
+    other = call("run", "synthetic-convex", "--epochs", "1", "--trials", "1", "--resume", "--out", str(tmp_path))
     assert other.exit_code == 2
     assert "another configuration" in other.output
     report = call("report", str(tmp_path))
     assert report.exit_code == 0, report.output
-    assert (tmp_path / "report.html").exists()
-    assert (tmp_path / "report.md").exists()
+    assert {"report.html", "report.md"} <= {path.name for path in tmp_path.iterdir()}
     assert "synthetic-convex" in report.output
 
 
@@ -94,31 +90,10 @@ def test_auto_needs_nothing_but_its_cap(tmp_path):
     assert "peak" in records[0]["reason"]
 
 
-def test_seed_and_trials_choose_the_seeds(tmp_path):
-    call(
-        "run",
-        "synthetic-convex",
-        "--epochs",
-        "1",
-        "--seed",
-        "4",
-        "--trials",
-        "2",
-        "--methods",
-        "sgd-large",
-        "--jobs",
-        "1",
-        "--out",
-        str(tmp_path),
-    )
-    names = sorted(path.name for path in tmp_path.rglob("*.jsonl"))
-    assert names == ["seed-4.jsonl", "seed-5.jsonl"]
-
-
-def test_a_report_on_nothing_fails_with_1(tmp_path):
-    answer = call("report", str(tmp_path))
-    assert answer.exit_code == 1
-    assert str(tmp_path) in answer.output
+def test_seed_and_trials_choose_the_seeds(experiment, tmp_path):
+    words = ["--epochs", "1", "--seed", "4", "--trials", "2", "--methods", "sgd-large", "--jobs", "1"]
+    call("run", experiment, *words, "--out", tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == ["seed-4.jsonl", "seed-5.jsonl"]
 
 
 @pytest.mark.slow

@@ -6,14 +6,12 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import divebatch
-from divebatch.cli import app
+from cli.commands import call
 from divebatch.cli.options import chosen_device
 from divebatch.errors import ArgumentError
-from divebatch.lab import get_experiment
-from divebatch.lab.search import SAMPLERS, to_toml
+from divebatch.lab.search import SAMPLERS
 
 INTERRUPTED = """
 import sys
@@ -27,19 +25,6 @@ sys.meta_path.insert(0, Interrupt())
 from divebatch.__main__ import main
 main()
 """
-
-
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory):
-    """A file of an experiment that takes no time."""
-    text = to_toml(get_experiment("synthetic-convex"))
-    path = tmp_path_factory.mktemp("files") / "small.toml"
-    path.write_text(text.replace("num_samples = 20000", "num_samples = 400").replace("= 512\n", "= 8\n"))
-    return str(path)
-
-
-def call(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
 
 
 def test_the_version_is_the_package_s():
@@ -100,7 +85,7 @@ def test_advice_is_printed_before_a_file_is_written(experiment, tmp_path, monkey
 
     monkeypatch.setattr("divebatch.cli.advise.write_results", full)
     words = ["--batch-sizes", "8,16", "--timing-seconds", "0.1", "--steps", "40", "--out", tmp_path]
-    answer = CliRunner().invoke(app, ["advise", experiment, *map(str, words)])
+    answer = call("advise", experiment, *words)
     assert answer.exit_code == 1
     assert "start with" in answer.stdout.lower()
     assert "No space left on device" in answer.stderr

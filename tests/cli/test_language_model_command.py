@@ -96,16 +96,8 @@ def test_a_run_that_cannot_begin_beside_one_that_can_is_a_failure(tmp_path, data
     file = tmp_path / "mixed.toml"
     content = (FOLDER / "lm-bytes.toml").read_text()
     file.write_text(content.replace("every_steps = 32", 'every_steps = 32\nestimator = "trajectory"'))
-    words = [
-        "--methods",
-        "fixed-8,noise-doubling-8",
-        "--set",
-        "samples=32",
-        "--data-dir",
-        str(data),
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    words = ["--methods", "fixed-8,noise-doubling-8", "--set", "samples=32"]
+    words += ["--data-dir", str(data), "--out", str(tmp_path / "out")]
     answer = CliRunner().invoke(app, ["run", str(file), *RUN[2:], *words])
     assert answer.exit_code == 1
     assert "Trajectory sums over whole epochs" in answer.output

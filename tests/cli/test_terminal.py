@@ -11,31 +11,15 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from divebatch.cli import app
+from cli.commands import call
 from divebatch.cli.exits import command_again
 from divebatch.cli.progress import Lines, ProgressBars, describe
 from divebatch.lab import Run, get_experiment, load_checkpoint
-from divebatch.lab.search import to_toml
 from divebatch.records import EpochRecord, read_run
 from lab.helpers import CPU
 
 RUN = ["--epochs", "4", "--trials", "1", "--jobs", "1", "--methods", "divebatch"]
-
-
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory):
-    """A file of an experiment that takes no time."""
-    small = get_experiment("synthetic-convex")
-    text = to_toml(small).replace("num_samples = 20000", "num_samples = 400").replace("= 512\n", "= 8\n")
-    path = tmp_path_factory.mktemp("files") / "small.toml"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-def call(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
 
 
 def test_a_finished_run_is_a_line_of_result_batch_rate_diversity_and_speed(experiment, tmp_path):
@@ -97,16 +81,13 @@ def test_a_stream_that_closes_ends_no_training(monkeypatch, capsys):
         display.on_epoch(index, EpochRecord(epoch=1, batch_size=16, lr=0.1, steps=5, samples=80))
 
 
-def test_quiet_says_nothing(experiment, tmp_path):
+def test_quiet_says_nothing_but_what_went_wrong(experiment, tmp_path):
     answer = call("run", experiment, *RUN, "--out", tmp_path, "--quiet")
     assert (answer.exit_code, answer.output) == (0, "")
     assert len(list(tmp_path.rglob("*.jsonl"))) == 1
-
-
-def test_quiet_still_says_what_went_wrong(tmp_path):
-    answer = call("run", "poems", "--quiet", "--out", tmp_path)
-    assert answer.exit_code == 2
-    assert "unknown experiment 'poems'" in answer.output
+    wrong = call("run", "poems", "--quiet", "--out", tmp_path)
+    assert wrong.exit_code == 2
+    assert "unknown experiment 'poems'" in wrong.output
 
 
 def test_json_is_one_object_a_line_and_nothing_else(experiment, tmp_path):
@@ -119,16 +100,17 @@ def test_json_is_one_object_a_line_and_nothing_else(experiment, tmp_path):
     assert [line["val_accuracy"] for line in lines] == [record.val_accuracy for record in read_run(path)[1]]
 
 
-def test_quiet_and_json_exclude_each_other(experiment, tmp_path):
-    answer = call("run", experiment, "--quiet", "--json", "--out", tmp_path)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--quiet", "--json"], "exclude each other"),
+        (["--logger", "paper"], "unknown logger 'paper'; known: tensorboard, wandb"),
+    ],
+)
+def test_wrong_ways_to_show_are_found_before_any_work(experiment, tmp_path, words, message):
+    answer = call("run", experiment, *words, "--out", tmp_path)
     assert answer.exit_code == 2
-    assert "exclude each other" in answer.output
-
-
-def test_an_unknown_logger_is_found_before_any_work(experiment, tmp_path):
-    answer = call("run", experiment, "--logger", "paper", "--out", tmp_path)
-    assert answer.exit_code == 2
-    assert "unknown logger 'paper'; known: tensorboard, wandb" in answer.output
+    assert message in answer.output
     assert not list(tmp_path.iterdir())
 
 
@@ -152,7 +134,7 @@ def test_the_command_again_can_be_pasted(monkeypatch):
 
 @pytest.mark.slow
 def test_ctrl_c_saves_the_run_and_shows_the_command_that_resumes_it(experiment, tmp_path):
-    words = ["run", experiment, "--epochs", "100000", "--trials", "1", "--jobs", "1", "--methods", "sgd-small"]
+    words = ["run", str(experiment), "--epochs", "100000", "--trials", "1", "--jobs", "1", "--methods", "sgd-small"]
     words += ["--out", str(tmp_path)]
     command = [sys.executable, "-m", "divebatch", *words]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

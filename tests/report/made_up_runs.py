@@ -87,67 +87,25 @@ def write_accuracies(folder: Path, experiment: str, method: str, trials: Sequenc
         write_run(folder, experiment, method, seed, epochs)
 
 
-def write_paper_like(folder: Path, *, convex: bool, epochs: int = 100, trials: int = 10) -> None:
-    """Curves shaped like the paper's synthetic experiments, four methods, cheap to make."""
-    small, large = (128, 4096) if convex else (512, 5028)
-    for method in ("sgd-small", "sgd-large", "divebatch", "oracle"):
-        for seed in range(trials):
-            rows = _paper_like_rows(method, convex, epochs, small, large, seed)
-            name = "synthetic-convex" if convex else "synthetic-nonconvex"
-            config = {
-                "epochs": epochs,
-                "summary": "A made-up experiment",
-                "method": {"batch_size": rows[0]["batch_size"], "policy": {"kind": method}},
-                "seed": seed,
-            }
-            write_run(folder, name, method, seed, rows, config=config, report=SYNTHETIC)
-
-
-def _paper_like_rows(method: str, convex: bool, epochs: int, small: int, large: int, seed: int) -> list[dict[str, Any]]:
-    rng = np.random.default_rng([seed, len(method)])
-    adaptive = method in ("divebatch", "oracle")
-    cap = 4096 if convex else int(rng.integers(3000, 8192))
-    diverges = not convex and method == "sgd-large" and seed % 4 == 3
-    level = 0.01 * rng.random()
-    rows, steps, batch_size = [], 0, large if method == "sgd-large" else small
-    for epoch in range(1, epochs + 1):
-        steps += -(-16000 // batch_size)
-        exact = 1e-3 * epoch**1.2 * (0.3 + rng.random())
-        estimate = exact * (10 if convex else 4) * np.exp(0.3 * rng.normal())
-        progress = (1.3 if method == "divebatch" else 0.25 if method == "sgd-large" else 1.0) * epoch
-        spike = 6.0 * np.exp(-(epoch - 2) / 2) if convex and adaptive and epoch > 1 else 0.0
-        loss = 0.08 + 0.6 * np.exp(-progress / 12) + spike + 0.008 * rng.random()
-        rows.append(
-            {
-                "batch_size": batch_size,
-                "steps": steps,
-                "samples": 16000 * epoch,
-                "val_loss": 0.7 + rng.random() if diverges else float(loss),
-                "val_accuracy": 0.5 if diverges else float(0.985 - 0.4 * np.exp(-progress / 8) - 0.02 * spike - level),
-                "diversity": (estimate if method == "divebatch" else exact) if adaptive else None,
-                "exact_diversity": exact if adaptive else None,
-                "train_seconds": 0.002 * steps,
-            }
-        )
-        if adaptive:
-            grown = 4096 if convex else int(16000 * 0.1 * rows[-1]["diversity"] * 10)
-            batch_size = min(cap, max(batch_size, grown))
-    return rows
-
-
 GPU = {"device": "cuda", "name": "A made-up GPU"}
+SYNTHETIC_METHODS = {
+    # method: first and last batch size, policy, final accuracy
+    "sgd-small": (128, 128, "fixed", 0.981),
+    "sgd-large": (4096, 4096, "fixed", 0.984),
+    "divebatch": (128, 4096, "divebatch", 0.982),
+    "oracle": (128, 4096, "oracle", 0.983),
+}
 REAL_METHODS = {
-    # method: first batch size, policy, final accuracy
-    "sgd-small": (128, "fixed", 0.938),
-    "sgd-large": (2048, "fixed", 0.885),
-    "sgd-large-rescaled": (2048, "fixed", 0.905),
-    "sgd-large-warmup": (2048, "fixed", 0.921),
-    "sgd-tuned": (512, "fixed", 0.94),
-    "adabatch": (128, "adabatch", 0.915),
-    "adabatch-rescaled": (128, "adabatch", 0.929),
-    "divebatch": (128, "divebatch", 0.893),
-    "divebatch-rescaled": (128, "divebatch", 0.9345),
-    "divebatch-every-epoch": (128, "divebatch", 0.887),
+    "sgd-small": (128, 128, "fixed", 0.938),
+    "sgd-large": (2048, 2048, "fixed", 0.885),
+    "sgd-large-rescaled": (2048, 2048, "fixed", 0.905),
+    "sgd-large-warmup": (2048, 2048, "fixed", 0.921),
+    "sgd-tuned": (512, 512, "fixed", 0.94),
+    "adabatch": (128, 1024, "adabatch", 0.915),
+    "adabatch-rescaled": (128, 1024, "adabatch", 0.929),
+    "divebatch": (128, 2048, "divebatch", 0.893),
+    "divebatch-rescaled": (128, 2048, "divebatch", 0.9345),
+    "divebatch-every-epoch": (128, 2048, "divebatch", 0.887),
 }
 
 
@@ -170,43 +128,40 @@ def write_real(
             write_run(folder, "cifar10", method, seed, rows, config=config, hardware=GPU, report=REAL)
 
 
-def write_cifar_like(folder: Path, *, epochs: int = 40, trials: int = 3, experiment: str = "cifar10") -> None:
-    """Curves shaped like those of the ten methods on real data, with a GPU's times and memory."""
-    for method, (batch_size, policy, final) in REAL_METHODS.items():
+def write_synthetic(folder: Path, *, epochs: int = 3, trials: int = 2) -> None:
+    """Four methods on a CPU, with diversity and the paper's first two figures."""
+    for method, (first, last, policy, final) in SYNTHETIC_METHODS.items():
         for seed in range(trials):
-            rows = _cifar_like_rows(method, batch_size, final, epochs, seed)
+            rows = _curve(method, first, last, final, epochs, seed)
+            for row in rows if first < last else ():
+                exact = row["val_accuracy"] / row["batch_size"]
+                row |= {"diversity": exact * (4 if policy == "divebatch" else 1), "exact_diversity": exact}
+            config = {**real_config(epochs, policy, seed=seed), "summary": "A made-up experiment"}
+            write_run(folder, "synthetic", method, seed, rows, config=config, report=SYNTHETIC)
+
+
+def write_cifar_like(folder: Path, *, epochs: int, trials: int) -> None:
+    """The ten methods of real data, with a GPU's times and memory."""
+    for method, (first, last, policy, final) in REAL_METHODS.items():
+        for seed in range(trials):
+            rows = _curve(method, first, last, final, epochs, seed)
+            for row in rows:
+                peak = int((200 + 4.6 * row["batch_size"]) * 2**20)
+                row |= {"eval_seconds": 0.2, "peak_memory_bytes": peak, "train_loss": 1.1 * row["val_loss"]}
             config = real_config(epochs, policy, seed=seed)
-            write_run(folder, experiment, method, seed, rows, config=config, hardware=GPU, report=REAL)
+            write_run(folder, "cifar10", method, seed, rows, config=config, hardware=GPU, report=REAL)
 
 
-def _cifar_like_rows(method: str, batch_size: int, final: float, epochs: int, seed: int) -> list[dict[str, Any]]:
+def _curve(method: str, first: int, last: int, final: float, epochs: int, seed: int) -> list[dict[str, Any]]:
+    """Accuracies that rise to about `final`; the batch size changes after a third of the epochs."""
     rng = np.random.default_rng([seed, *method.encode()])
-    first, final, rows, steps, seconds = batch_size, final + 0.002 * rng.normal(), [], 0, 0.0
+    rows, steps, seconds = [], 0, 0.0
     for epoch in range(1, epochs + 1):
-        measured = method.startswith("divebatch") and batch_size < 2048 and (epoch % 4 == 0 or "every" in method)
-        steps += -(-50000 // batch_size)
-        seconds += 0.4 + 120 / batch_size + 0.3 * measured + 0.02 * rng.random()
-        lr = 0.05 * (1 + np.cos(np.pi * (epoch - 1) / epochs))
-        progress = epoch / epochs * (1.6 if batch_size > first else 1.0)
-        accuracy = final - 0.55 * np.exp(-5 * progress) - 0.03 * (1 - epoch / epochs) * rng.random()
-        rows.append(
-            {
-                "batch_size": batch_size,
-                "lr": float(lr * (batch_size / 128 if "rescaled" in method or "warmup" in method else 1)),
-                "steps": steps,
-                "samples": 50000 * epoch,
-                "val_loss": float(2.3 * (1 - accuracy)),
-                "val_accuracy": float(accuracy),
-                "train_seconds": seconds,
-                "eval_seconds": 0.2 * epoch,
-                "compile_seconds": 20.0 * len({row["batch_size"] for row in rows} | {batch_size}),
-                "recompiles": len({row["batch_size"] for row in rows} | {batch_size}),
-                "peak_memory_bytes": int((200 + 4.6 * batch_size * (1.3 if measured else 1)) * 2**20),
-                "measured": measured,
-            }
-        )
-        if method.startswith("adabatch") and epoch % 4 == 0:
-            batch_size = min(2048, 2 * batch_size)
-        elif measured:
-            batch_size = 2048
+        size = first if epoch <= max(1, epochs // 3) else last
+        steps += -(-50000 // size)
+        seconds += 0.4 + 120 / size + 0.02 * rng.random()
+        accuracy = float(final - 0.55 * np.exp(-5 * epoch / epochs) - 0.01 * rng.random())
+        lr = float(0.05 * (1 + np.cos(np.pi * (epoch - 1) / epochs)) * size / 128)
+        counts = {"batch_size": size, "lr": lr, "steps": steps, "samples": 50000 * epoch, "train_seconds": seconds}
+        rows.append({**counts, "val_accuracy": accuracy, "val_loss": 2.3 * (1 - accuracy)})
     return rows

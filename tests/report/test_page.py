@@ -9,10 +9,9 @@ import sys
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
-from made_up_runs import write_accuracies, write_cifar_like, write_paper_like, write_run
+from made_up_runs import write_accuracies, write_cifar_like, write_run, write_synthetic
 
 from divebatch.errors import MissingExtraError, RecordError
 from divebatch.report import Report, load_runs, write_report
@@ -50,15 +49,11 @@ class Page(HTMLParser):
         else:
             self.words += data
 
-    def data(self) -> dict[str, Any]:
-        """What the page's script draws."""
-        return dict(json.loads(self.scripts[0]))
-
 
 @pytest.fixture(scope="module")
-def convex(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    folder = tmp_path_factory.mktemp("convex")
-    write_paper_like(folder, convex=True, epochs=3, trials=2)
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("runs")
+    write_synthetic(folder)
     return write_report(folder)
 
 
@@ -66,16 +61,16 @@ def names(report: Report) -> list[str]:
     return [path.relative_to(report.html.parent).as_posix() for path in report.paths]
 
 
-def test_all_files_are_written_and_named(convex: Report) -> None:
-    both = [f"figures/synthetic-convex-figure{n}.{kind}" for n in (1, 2) for kind in ("svg", "png")]
+def test_all_files_are_written_and_named(synthetic: Report) -> None:
+    both = [f"figures/synthetic-figure{n}.{kind}" for n in (1, 2) for kind in ("svg", "png")]
     own = ("accuracy", "batchsize", "diversity", "loss", "lr", "target")
-    pictures = [f"figures/synthetic-convex-{name}.{kind}" for name in own for kind in ("svg", "png")]
-    numbers = [f"figures/synthetic-convex-{name}.csv" for name in own]
-    tables = [f"tables/synthetic-convex-{name}.csv" for name in ("summary", "results", "cost")]
-    settings = "tables/synthetic-convex-settings.json"
-    assert names(convex) == ["report.html", "report.md", *both, *pictures, *numbers, *tables, settings]
-    assert all(path.stat().st_size > 0 for path in convex.paths)
-    assert convex.problems == ()
+    pictures = [f"figures/synthetic-{name}.{kind}" for name in own for kind in ("svg", "png")]
+    numbers = [f"figures/synthetic-{name}.csv" for name in own]
+    tables = [f"tables/synthetic-{name}.csv" for name in ("summary", "results", "gains", "cost")]
+    settings = "tables/synthetic-settings.json"
+    assert names(synthetic) == ["report.html", "report.md", *both, *pictures, *numbers, *tables, settings]
+    assert all(path.stat().st_size > 0 for path in synthetic.paths)
+    assert synthetic.problems == ()
 
 
 @pytest.mark.usefixtures("quick_figures")
@@ -85,25 +80,26 @@ def test_a_tables_file_is_named_by_what_it_holds(tmp_path: Path) -> None:
     config = {"epochs": 2, "method": {"policy": {"kind": "fixed"}}}
     write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 2, "method": {"policy": {"kind": "auto"}}})
     write_run(tmp_path, "e", "sgd", 0, rows[:1], config=config)
-    before = {
-        path.name: path.read_text().splitlines()[0] for path in write_report(tmp_path).paths if path.suffix == ".csv"
-    }
+
+    def columns() -> dict[str, str]:
+        tables = [path for path in write_report(tmp_path).paths if path.suffix == ".csv"]
+        return {path.name: path.read_text().splitlines()[0] for path in tables}
+
+    before = columns()
     write_run(tmp_path, "e", "sgd", 0, rows, config=config)
-    after = {
-        path.name: path.read_text().splitlines()[0] for path in write_report(tmp_path).paths if path.suffix == ".csv"
-    }
+    after = columns()
     assert "e-gains.csv" in after.keys() - before.keys()
-    assert all(after[name] == columns for name, columns in before.items())
+    assert all(after[name] == first for name, first in before.items())
 
 
-def test_markdown_has_the_tables_the_figures_and_the_settings(convex: Report) -> None:
-    text = convex.html.with_name("report.md").read_text(encoding="utf-8")
+def test_markdown_has_the_tables_the_figures_and_the_settings(synthetic: Report) -> None:
+    text = synthetic.html.with_name("report.md").read_text(encoding="utf-8")
     for method in ("sgd-small", "sgd-large", "divebatch", "oracle"):
         assert f"\n| {method} | 2 of 2 |" in text
     links = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
     assert len(links) == 8
-    assert set(links) <= set(names(convex))
-    assert f"**{convex.sections[0].verdict}**" in text
+    assert set(links) <= set(names(synthetic))
+    assert f"**{synthetic.sections[0].verdict}**" in text
     assert "A made-up experiment" in text
     settings = json.loads(text.split("```json")[1].split("```")[0])
     assert (settings["all runs"]["epochs"], settings["all runs"]["seeds"]) == (3, [0, 1])
@@ -112,12 +108,12 @@ def test_markdown_has_the_tables_the_figures_and_the_settings(convex: Report) ->
 
 @pytest.mark.usefixtures("quick_figures")
 def test_a_terminal_gets_at_most_20_lines_an_experiment(tmp_path: Path) -> None:
-    write_paper_like(tmp_path, convex=False, epochs=3, trials=2)
+    write_synthetic(tmp_path)
     for number in range(30):
         write_accuracies(tmp_path, "many", f"method-{number}", [[0.5 + number / 100], [0.5]])
     many, few = write_report(tmp_path).sections
     lines = few.text()
-    assert lines[0] == "synthetic-nonconvex, 3 epochs, 2 seeds"
+    assert lines[0] == "synthetic, 3 epochs, 2 seeds"
     assert lines[1].split() == ["method", "batch", "steps", "accuracy", "seconds"]
     assert [line.split()[0] for line in lines[2:6]] == ["sgd-small", "sgd-large", "divebatch", "oracle"]
     assert " ".join(line.strip() for line in lines[6:]) == few.verdict
@@ -143,8 +139,8 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path) -> None:
     assert "@import" not in text
 
 
-def test_only_the_pages_own_scripts_may_run_and_nothing_be_fetched(convex: Report) -> None:
-    text = convex.html.read_text(encoding="utf-8")
+def test_only_the_pages_own_scripts_may_run_and_nothing_be_fetched(synthetic: Report) -> None:
+    text = synthetic.html.read_text(encoding="utf-8")
     policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[0]
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     assert len(scripts) == 2
@@ -154,17 +150,17 @@ def test_only_the_pages_own_scripts_may_run_and_nothing_be_fetched(convex: Repor
     assert policy.endswith(f"script-src 'sha256-{hashes[0]}' 'sha256-{hashes[1]}'")
 
 
-def test_verdict_small_table_and_three_charts_come_first_and_the_rest_is_folded(convex: Report) -> None:
-    text = convex.html.read_text(encoding="utf-8")
+def test_verdict_small_table_and_three_charts_come_first_and_the_rest_is_folded(synthetic: Report) -> None:
+    text = synthetic.html.read_text(encoding="utf-8")
     body, folded = text[text.index("<main") :].split('<details class="more">', 1)
-    assert body.index(html.escape(convex.sections[0].verdict)) < body.index("<table") < body.index("<figure")
+    assert body.index(html.escape(synthetic.sections[0].verdict)) < body.index("<table") < body.index("<figure")
     assert [body.count("<table"), body.count("<figure")] == [1, 3]
     assert [folded.count("data-chart="), folded.count('<figure class="bars"')] == [2, 1]
     assert "128 -&gt; 4096" in body
 
 
-def test_every_figure_has_its_controls_and_files(convex: Report) -> None:
-    page = Page(convex.html.read_text(encoding="utf-8"))
+def test_every_figure_has_its_controls_and_files(synthetic: Report) -> None:
+    page = Page(synthetic.html.read_text(encoding="utf-8"))
     assert page.tags.count("figure") == 6
     assert [v for n, v in page.attributes if n == "data-chart"] == ["0", "1", "2", "3", "4"]
     assert page.attributes.count(("type", "radio")) == 4
@@ -178,17 +174,15 @@ def test_every_figure_has_its_controls_and_files(convex: Report) -> None:
 
 def test_names_from_records_appear_as_text(tmp_path: Path) -> None:
     config = {"epochs": 1, EVIL: {"x": EVIL}, "summary": EVIL}
-    write_run(tmp_path, EVIL, EVIL, 0, [{"val_loss": 1.0}], config=config, place="e/m")
-    write_run(tmp_path, EVIL, 'a" onload="alert(1)', 0, [{"val_loss": 1.0}], place="e/n")
-    write_run(tmp_path, EVIL, "sgd-small", 0, [{"val_loss": 1.0}], place="e/s")
-    write_run(tmp_path, EVIL, EVIL, 0, [{}], place="e/twice")
+    for place, method in enumerate((EVIL, 'a" onload="alert(1)', "sgd-small", EVIL)):  # the last one is left out
+        write_run(tmp_path, EVIL, method, 0, [{"val_loss": 1.0}], config=config, place=f"e/{place}")
     report = write_report(tmp_path)
     page = Page(report.html.read_text(encoding="utf-8"))
     assert page.tags.count("script") == 3
     assert not any(name.startswith("on") for name, _ in page.attributes)
     assert page.words.count(EVIL) >= 5
     assert EVIL not in page.scripts[0]
-    assert page.data()["sections"][0]["methods"][1]["name"] == EVIL
+    assert json.loads(page.scripts[0])["sections"][0]["methods"][1]["name"] == EVIL
     assert "<script" not in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert {path.parent for path in report.paths} == {tmp_path, tmp_path / "figures", tmp_path / "tables"}
 
