@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from divebatch.errors import MissingExtraError, RecordError
-from divebatch.report.drawing import looks_for
+from divebatch.errors import RecordError
+from divebatch.report.drawing import looks_for, require_matplotlib
 from divebatch.report.load import RecordedRun, load_runs
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _score_workload(name: str, trials: Sequence[Trial]) -> Frontier:
     if problems:
         return Frontier(name, sizes, None, None, [], problems)
     noise = _noise(sizes, seeds)
-    curve = Curve.through(sizes, seeds)
+    curve = Envelope.through(sizes, seeds)
     knee = curve.knee(noise or 0.0)
     scores = [_score_method(trials, method, sizes, knee) for method in methods]
     knee_size = next(each.batch_size for each in sizes if each.steps == round(2**knee))
@@ -231,14 +231,14 @@ def _noise(sizes: Sequence[FixedSize], seeds: Sequence[int]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """The lower envelope: losses that fall as log2 of the steps rises."""
+class Envelope:
+    """The lower envelope of fixed sizes: losses that fall as log2 of the steps rises."""
 
     steps: Sequence[float]
     losses: Sequence[float]
 
     @classmethod
-    def through(cls, sizes: Sequence[FixedSize], seeds: Sequence[int]) -> "Curve":
+    def through(cls, sizes: Sequence[FixedSize], seeds: Sequence[int]) -> "Envelope":
         """Return the envelope of the mean losses over some seeds, which may repeat."""
         means = sorted((math.log2(each.steps), float(np.mean([each.losses[s] for s in seeds]))) for each in sizes)
         kept: list[tuple[float, float]] = []
@@ -289,9 +289,9 @@ def _score_method(
     def octaves(chosen: Sequence[int]) -> tuple[float | None, bool]:
         log_steps = math.log2(np.mean([own[s].steps for s in chosen]))
         mean = float(np.mean([own[s].loss for s in chosen]))
-        return Curve.through(sizes, chosen).octaves(log_steps, mean, knee)
+        return Envelope.through(sizes, chosen).octaves(log_steps, mean, knee)
 
-    curve = Curve.through(sizes, seeds)
+    curve = Envelope.through(sizes, seeds)
     beside = curve.loss_at(math.log2(steps))
     first = next((each for each in sizes if each.batch_size == size), None)
     against = float(np.mean([first.losses[s] for s in seeds])) if first is not None else None
@@ -349,16 +349,15 @@ def write_csv(frontiers: Iterable[Frontier], path: Path) -> None:
 
 def draw(frontier: Frontier) -> "Figure":
     """Draw loss against steps: the frontier as a line, methods as points, all fixed sizes as small dots."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import NullLocator
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "report") from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
     figure = Figure(figsize=(8.6, 4.4), layout="constrained")
     axes = figure.subplots()
     seeds = _common_seeds(frontier.sizes)
     if seeds:
-        curve = Curve.through(frontier.sizes, seeds)
+        curve = Envelope.through(frontier.sizes, seeds)
         axes.plot([2**each for each in curve.steps], curve.losses, color="#222222", linewidth=1.5, label="frontier")
     means = [float(np.mean(list(each.losses.values()))) for each in frontier.sizes]
     for each, mean in zip(frontier.sizes, means, strict=True):
