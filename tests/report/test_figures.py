@@ -254,7 +254,7 @@ def straight(values: list[float], std: float = 0.0) -> Curve:
 
 def panel_of(*curves: Curve) -> Panel:
     look = Look("#222222", "solid")
-    track = Track(cast(MethodResult, None), look, np.array([]), {})
+    track = Track(cast(MethodResult, None), look, {})
     return Panel("Loss", [Line("", look, curve, track) for curve in curves])
 
 

@@ -106,13 +106,12 @@ EARLY = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A method with its look, and where each of its epochs lies on every axis."""
+    """A method with its look, and the place of each of its epochs on every axis."""
 
     result: MethodResult
     look: Look
-    epochs: Floats
     axes: Mapping[str, Floats]
-    """Means over trials; only the axes that the runs recorded."""
+    """Means over trials; the epochs, and the other axes that the runs recorded."""
 
     @property
     def method(self) -> str:
@@ -133,7 +132,7 @@ class Line:
     def positions(self, axis: str) -> Floats | None:
         """Return where the points lie on an axis; None if the runs did not record that."""
         values = self.track.axes.get(axis)
-        return None if values is None else values[np.searchsorted(self.track.epochs, self.curve.epochs)]
+        return None if values is None else values[np.searchsorted(self.track.axes["epochs"], self.curve.epochs)]
 
     def outline(self) -> "Line":
         """Return the line with the points that a drawing needs."""

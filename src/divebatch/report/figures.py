@@ -109,7 +109,7 @@ def make_tracks(analysis: Analysis, looks: Mapping[str, Look]) -> list[Track]:
             means = {axis: result.curve(UNITS[axis]).mean for axis in AXES}
             # With fewer trials left a mean can fall; a line must not run backwards.
             axes = {axis: np.maximum.accumulate(mean) for axis, mean in means.items() if np.isfinite(mean).all()}
-            tracks.append(Track(result, looks[result.method], axes["epochs"], axes))
+            tracks.append(Track(result, looks[result.method], axes))
     return tracks
 
 

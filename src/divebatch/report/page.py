@@ -337,8 +337,8 @@ def _section_data(section: Section) -> dict[str, Any]:
         drawn = {
             epoch for chart in charts for line in chart.lines if line.track is track for epoch in line.curve.epochs
         }
-        kept = np.isin(track.epochs, list(drawn))
-        epochs_of[track.method] = track.epochs[kept]
+        kept = np.isin(track.axes["epochs"], list(drawn))
+        epochs_of[track.method] = track.axes["epochs"][kept]
         axes = {axis: _rounded(values[kept]) for axis, values in track.axes.items()}
         methods.append({"name": track.method, "color": track.look.color, "dark": track.look.dark_color, "x": axes})
     numbers = {method: number for number, method in enumerate(epochs_of)}
