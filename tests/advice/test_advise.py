@@ -289,6 +289,8 @@ def test_out_of_memory_ends_the_sizes():
         ({"steps": 3}, "steps must be an integer of at least 24"),
         ({"batch_size": 1}, "batch_size must be at least 2"),
         ({"batch_size": None}, "pass batch_size"),
+        ({"batch_size": 3000}, "batch_size=3000 is more than the 2048 samples there are"),
+        ({"model": dataset()}, "model must be a torch.nn.Module, got TensorDataset"),
         ({"batch_sizes": [8, 4096]}, "batch_sizes: 4096 is more than the 2048 samples there are"),
         ({"batch_sizes": [16]}, "nothing to choose from beside batch 16"),
         ({"estimator": "trajectory"}, "unknown estimator 'trajectory'; known: per-sample, split"),

@@ -24,9 +24,6 @@ def parts():
 def few():
     return parts()[:2]
 
-def turned():
-    return parts()[2::-1]
-
 COUNT = 3
 """
 
@@ -109,16 +106,12 @@ def test_out_of_memory_names_options_that_the_command_has(own, monkeypatch):
         (["my_training_code:nothing"], "cannot import 'my_training_code:nothing'"),
         (["no_such_module:parts"], "cannot import 'no_such_module:parts'"),
         (["my_training_code:few"], "or (model, loss_fn, dataset, optimizer), got 2 objects"),
-        (["my_training_code:parts"], "pass batch_size"),
-        (["my_training_code:parts", "--batch-size", "600"], "batch_size=600 is more than the 512 samples there are"),
         (["my_training_code:COUNT"], "must be a function that returns (model, loss_fn, dataset)"),
-        (["my_training_code:turned"], "model must be a torch.nn.Module, got TensorDataset"),
         (["synthetic-convex", "--set", "methods.sgd-small.lr=0.0"], "lr must be positive and finite, got lr=0.0"),
         (["my_training_code:parts", "--set", "lr=1"], "--set lr: no experiment file is used here, so only training"),
         (["cifar-11"], "unknown experiment 'cifar-11'"),
         (["synthetic-convex", "--method", "sgd-tiny"], "unknown method 'sgd-tiny'"),
         (["synthetic-convex", "--batch-sizes", "8,x"], "--batch-sizes must be whole numbers"),
-        (["synthetic-convex", "--steps", "5"], "steps must be an integer of at least 24"),
         (["synthetic-convex", "--device", "tpu"], "unknown device 'tpu'"),
     ],
 )

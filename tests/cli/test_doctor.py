@@ -38,9 +38,6 @@ def test_versions_devices_and_extras_fit_on_one_screen() -> None:
     assert any(line.startswith("[report]") and "matplotlib" in line for line in lines)
     assert len(lines) <= 24
     assert getpass.getuser() not in "".join(lines).replace("root", "")
-
-
-def test_json_has_the_same() -> None:
     found = json.loads(answer_of("--json"))
     assert (found["divebatch"], found["torch"]) == (divebatch.__version__, torch.__version__)
     assert "threads" in found["devices"]["cpu"]

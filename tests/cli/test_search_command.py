@@ -58,7 +58,6 @@ def test_a_sampler_tries_as_many_points_as_it_is_told(experiment, tmp_path):
         (["--sampler", "dice"], "unknown sampler 'dice'"),
         (["--held-out", "1.5"], "held_out must lie between 0 and 1"),
         (["--apply-to", "sgd-tiny"], "unknown method 'sgd-tiny'"),
-        (["--device", "tpu"], "unknown device 'tpu'"),
     ],
 )
 def test_wrong_use_exits_with_2_and_says_what_is_wrong(experiment, tmp_path, words, message):

@@ -33,6 +33,8 @@ def test_a_finished_run_is_a_line_of_result_batch_rate_diversity_and_speed(exper
         line,
     ), line
     assert "\x1b" not in answer.output
+    unmeasured = EpochRecord(epoch=1, batch_size=16, lr=0.1, steps=5, samples=80, val_loss=0.5, val_accuracy=0.25)
+    assert describe(unmeasured) == "accuracy 25.00 %  val loss 0.5000  batch 16  lr 0.1"
 
 
 def runs_of(name: str, *, epochs: int) -> list[Run]:
@@ -118,11 +120,6 @@ def test_log_writes_beside_the_records(experiment, tmp_path):
     answer = call("run", experiment, *RUN, "--logger", "tensorboard", "--out", tmp_path)
     assert answer.exit_code == 0, answer.output
     assert list((tmp_path / "synthetic-convex" / "divebatch" / "seed-0").glob("events.out.*"))
-
-
-def test_what_was_not_measured_is_not_shown():
-    record = EpochRecord(epoch=1, batch_size=16, lr=0.1, steps=5, samples=80, val_loss=0.5, val_accuracy=0.25)
-    assert describe(record) == "accuracy 25.00 %  val loss 0.5000  batch 16  lr 0.1"
 
 
 def test_the_command_again_can_be_pasted(monkeypatch):

@@ -46,20 +46,17 @@ def test_states_come_from_records_and_their_age(tmp_path):
 
 def test_a_run_of_long_epochs_is_not_called_stopped(tmp_path):
     slow = write_run(tmp_path, "e", "m", 0, [{"total_seconds": 1000.0}], config={"epochs": 3})
-    os.utime(slow, (time.time() - 4000, time.time() - 4000))
-    assert Watch(tmp_path).look()[0].state == "running"
-    os.utime(slow, (time.time() - 6000, time.time() - 6000))
-    assert Watch(tmp_path).look()[0].state == "stopped"
+    for age, state in ((4000, "running"), (6000, "stopped")):
+        os.utime(slow, (time.time() - age, time.time() - age))
+        assert Watch(tmp_path).look()[0].state == state
 
 
 def test_speed_and_time_left_need_their_numbers():
     record = epoch_record(1, train_seconds=2.0)
     assert rate_between(None, record) == 500.0
     assert rate_between(epoch_record(1), epoch_record(2, train_seconds=2.0)) is None
-    assert rate_between(None, epoch_record(1)) is None
     assert time_left(record, 10) is None
     assert time_left(epoch_record(2, total_seconds=6.0), 10) == 24.0
-    assert time_left(epoch_record(2, total_seconds=6.0), None) is None
 
 
 def test_a_file_is_read_again_when_it_grows(tmp_path, monkeypatch):
