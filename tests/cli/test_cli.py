@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -5,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.commands import call
 from divebatch.cli import app
+from divebatch.cli.output import print_table
 from divebatch.lab import experiment_names, get_experiment
 from divebatch.lab.schema import FOLDER
 
@@ -31,6 +34,17 @@ def test_list_shows_an_experiment_a_line_and_the_methods_of_one():
     assert "delta=0.01," in one.output
     assert "…" not in one.output  # at 80 columns settings are wrapped, not cut
     assert call("list", "cifar-11").exit_code == 2
+
+
+def test_a_narrow_terminal_breaks_names_before_numbers(monkeypatch):
+    console = Console(file=io.StringIO(), width=40)
+    monkeypatch.setattr("divebatch.cli.output.make_console", lambda: console)
+    print_table(
+        ("method", "95 %", "note"), [("a-long-name-of-a-method", "0.48-0.99", "some words on it")], left=("note",)
+    )
+    shown = console.file.getvalue()
+    assert "0.48-0.99" in shown
+    assert max(map(len, shown.splitlines())) <= 40
 
 
 def test_help_at_80_columns_cuts_no_name():

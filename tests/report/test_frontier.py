@@ -138,6 +138,7 @@ def test_the_command_shows_a_table_and_writes_what_it_found(tmp_path):
     answer = CliRunner().invoke(app, words)
     assert answer.exit_code == 0, answer.output
     assert "0.500" in answer.output
+    assert "no ratio for lost from 64" in answer.output
     table = list(csv.DictReader((tmp_path / "out" / "frontier.csv").read_text().splitlines()))
     assert [float(row["ratio"]) for row in table if row["method"] == "rule"] == [pytest.approx(0.5)]
     assert sum(row["method"] == "fixed" for row in table) == len(SIZES)

@@ -48,3 +48,9 @@ def _show(found: Frontier) -> None:
         noise = "" if found.noise is None else f"; two fixed sizes differ by chance by {found.noise:.2g}"
         typer.echo(f"knee {found.knee}{noise}")
         print_table(COLUMNS, rows(found), left=("method",))
+        for each in found.scores:
+            if each.ratio is None:
+                relative = {"at equal steps": each.at_equal_steps, "against fixed": each.against_first}
+                known = [f"{part:+.2%} {name}" for name, part in relative.items() if part is not None]
+                numbers = ", ".join([f"{each.steps:.0f} steps", f"loss {each.loss:.4f}", *known])
+                typer.echo(f"no ratio for {each.method} from {each.batch_size} ({numbers}): {each.problem}")

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 FILE_WIDTH = 10_000
 """Columns where no terminal shows the output: programs read it, and nothing may be cut or wrapped."""
+LONGEST_NUMBER = 12
+"""Characters of a word that a narrow terminal may not break."""
 
 
 def make_console() -> "Console":
@@ -26,14 +28,16 @@ def make_console() -> "Console":
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str]) -> None:
-    """Print plain text in columns; those in `left` begin at the left, numbers end at the right."""
+    """Print plain text in columns; those in `left` begin at the left, and none breaks a number."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
-    for row in rows:
+    table, cells = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False), list(rows)
+    for place, column in enumerate(columns):
+        longest = max(len(word) for row in (columns, *cells) for word in row[place].split() or [""])
+        least = longest if longest <= LONGEST_NUMBER else None
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold", min_width=least)
+    for row in cells:
         table.add_row(*map(Text, row))  # as text: names may look like markup
     make_console().print(table)
 

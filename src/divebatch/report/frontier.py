@@ -315,18 +315,19 @@ def _score_method(
 
 # Tables and a picture
 
-COLUMNS = ("method", "from", "steps", "loss", "ratio", "95 % interval", "at equal steps", "against fixed", "seeds")
+COLUMNS = ("method", "from", "steps", "loss", "ratio", "95 %", "at equal\nsteps", "against\nfixed", "seeds")
 
 
 def rows(frontier: Frontier) -> list[tuple[str, ...]]:
-    """Return the table of one workload: `COLUMNS` for each method, the lowest ratio first."""
+    """Return the table of one workload: `COLUMNS` for each method that has a ratio, the lowest first."""
     found = []
-    for each in sorted(frontier.scores, key=lambda each: math.inf if each.ratio is None else each.ratio):
-        ratio = each.problem if each.ratio is None else f"{'<= ' if each.is_bound else ''}{each.ratio:.3f}"
-        interval = "" if each.interval is None else f"{each.interval[0]:.2f} - {each.interval[1]:.2f}"
-        relative = ("" if part is None else f"{part:+.2%}" for part in (each.at_equal_steps, each.against_first))
-        numbers = (str(each.batch_size), f"{each.steps:.0f}", f"{each.loss:.4f}", ratio, interval)
-        found.append((each.method, *numbers, *relative, str(each.num_seeds)))
+    for each in sorted(frontier.scores, key=lambda each: each.ratio or math.inf):
+        if each.ratio is not None:
+            ratio = f"{'<= ' if each.is_bound else ''}{each.ratio:.3f}"
+            interval = "" if each.interval is None else f"{each.interval[0]:.2f}-{each.interval[1]:.2f}"
+            relative = ("" if part is None else f"{part:+.2%}" for part in (each.at_equal_steps, each.against_first))
+            numbers = (str(each.batch_size), f"{each.steps:.0f}", f"{each.loss:.4f}", ratio, interval)
+            found.append((each.method, *numbers, *relative, str(each.num_seeds)))
     return found
 
 
