@@ -14,7 +14,7 @@ from divebatch.lab import Run, execute, experiment_names, get_experiment
 from divebatch.lab.data import DATASETS, DataPlace
 from divebatch.lab.models import MODELS
 from divebatch.lab.schema import Part
-from divebatch.lab.tasks import TASKS, Counts
+from divebatch.lab.tasks import TASKS
 from divebatch.records import read_run
 from lab.data.image_files import write_cifar10, write_cifar100
 from lab.data.text_files import write_corpus
@@ -80,7 +80,7 @@ def test_a_linear_model_starts_at_zero_and_a_regression_is_a_mean_of_squares():
     assert not outputs.any()
     targets = torch.arange(7.0)
     assert task.loss_fn(outputs, targets) == 13.0
-    assert task.conclude(task.judge(outputs, targets).tolist(), Counts(7, 7)).loss == 13.0
+    assert task.conclude(task.judge(outputs, targets).tolist(), 7, 7).loss == 13.0
     with pytest.raises(ArgumentError, match="one number"):
         task.judge(outputs, targets[:, None])
 

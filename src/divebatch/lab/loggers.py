@@ -16,19 +16,16 @@ from divebatch.records import EpochRecord, RunHeader
 
 
 class Logger(Protocol):
-    """Told of one run from its start to its end. Records are written anyway; a logger shows them elsewhere as well."""
+    """Shows the epochs of one run, which are written to its records anyway."""
 
     def start(self, header: RunHeader, folder: Path, *, epochs_done: int) -> None:
-        """The run begins, or goes on after `epochs_done` epochs. `folder` is the run's own, for files."""
-        ...
+        """Begin, or continue after `epochs_done` epochs; `folder` is the run's own, for files."""
 
     def log(self, record: EpochRecord) -> None:
-        """An epoch has ended."""
-        ...
+        """Show an epoch that has ended."""
 
     def close(self) -> None:
-        """The run has ended, or stopped: write down what is pending."""
-        ...
+        """Write down what is pending: the run has ended, or stopped."""
 
 
 SCALARS = {
@@ -50,7 +47,7 @@ SCALARS = {
 
 
 def scalars(record: EpochRecord) -> dict[str, float]:
-    """The values of an epoch by the name to show; those that were not measured are left out."""
+    """Return the values of an epoch by the name to show, without those that were not measured."""
     values = {name: getattr(record, field) for name, field in SCALARS.items()}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -67,7 +64,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, header: RunHeader, folder: Path, *, epochs_done: int) -> None:
-        """A resumed run goes back to its checkpoint: what was shown beyond it is taken back."""
+        # A resumed run goes back to its checkpoint: what was shown beyond it is taken back.
         self._writer = self._make(str(folder), purge_step=epochs_done + 1)
         if not epochs_done:
             self._writer.add_text("config", f"```\n{json.dumps(header.config, indent=1)}\n```", 0)
@@ -81,9 +78,6 @@ class TensorBoard:
         self._writer.close()
 
 
-PROJECT = "divebatch"
-
-
 class WeightsAndBiases:
     """One W&B run for each of ours, grouped by experiment; WANDB_PROJECT and W&B's other variables hold as usual."""
 
@@ -95,11 +89,11 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def start(self, header: RunHeader, folder: Path, *, epochs_done: int) -> None:
-        """A resumed run goes on in the same place: its name there follows from where its records are."""
         folder.mkdir(parents=True, exist_ok=True)
+        # A resumed run continues in the same place: its name there follows from the place of its records.
         place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
         self._run = self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            project=os.environ.get("WANDB_PROJECT", "divebatch"),
             group=header.experiment,
             name=f"{header.method} seed {header.seed}",
             id=f"{header.experiment}-{header.method}-{header.seed}-{place}",
@@ -128,7 +122,7 @@ def make_logger(kind: str) -> Logger:
 def logging_to(
     kinds: Sequence[str], header: RunHeader, folder: Path, *, epochs_done: int
 ) -> Iterator[Callable[[EpochRecord], None]]:
-    """Inside, loggers of these kinds are open; yields what tells them all of an epoch."""
+    """Open loggers of these kinds; yield a function that shows an epoch in all of them."""
     open_loggers = {kind: make_logger(kind) for kind in kinds}
     for logger in open_loggers.values():
         logger.start(header, folder, epochs_done=epochs_done)
@@ -148,7 +142,7 @@ def logging_to(
 
 @contextmanager
 def _leaving_out(kind: str, loggers: dict[str, Logger]) -> Iterator[None]:
-    """A logger that fails (a full disk, no network) must not end the training: it is left out from here on."""
+    # A logger that fails (a full disk, no network) must not end the training.
     try:
         yield
     except Exception as error:  # of somebody else's library

@@ -17,18 +17,18 @@ from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError
 
 Fraction = Callable[[], float]
-"""How much of the run will be over after the next batch, from 0 to 1."""
+"""Gives the part of the run that will be over after the next batch, from 0 to 1."""
 
 
 class ScheduleSettings(ABC):
     """A dataclass of settings that can drive an optimizer."""
 
     epoch_settings: ClassVar[frozenset[str]] = frozenset()
-    """Its settings that count epochs: an experiment that is shortened shortens them with it."""
+    """Its settings that count epochs, which shrink with the experiment."""
     has_end: ClassVar[bool] = False
-    """Whether it is made for one length of training: a run cannot go on beyond that."""
+    """Whether it is made for one length of training, beyond which no run continues."""
     is_by_samples: ClassVar[bool] = False
-    """Whether it is stepped after every batch, and not after every epoch, and goes by how much of the run is over."""
+    """Whether it follows the part of the run that is over, and is stepped after every batch, not every epoch."""
 
     @abstractmethod
     def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
@@ -98,7 +98,7 @@ class Milestones(ScheduleSettings):
 
 
 class FractionLR(LRScheduler):
-    """The first rates times `course` of how much of the run is over; stepping it twice at one place changes nothing."""
+    """The first rates times `course` of the part of the run that is over; a second step there changes nothing."""
 
     def __init__(self, optimizer: Optimizer, course: Callable[[float], float], fraction: Fraction) -> None:
         self._course, self._fraction = course, fraction
@@ -109,7 +109,7 @@ class FractionLR(LRScheduler):
         return [rate * factor for rate in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch keeps; course and run are the configuration's."""
+        """Return torch's entries; course and run belong to the configuration."""
         return {name: value for name, value in super().state_dict().items() if name not in ("_course", "_fraction")}
 
 
@@ -149,5 +149,5 @@ SCHEDULES: dict[str, type[ScheduleSettings]] = {
 
 
 def warm_up(optimizer: Optimizer, steps: int) -> LRScheduler | None:
-    """A factor beside any schedule, stepped with every batch: 1/steps at the first, 2/steps, ..., 1 from then on."""
+    """Make a factor beside any schedule, stepped with every batch: 1/steps at the first, 2/steps, ..., then 1."""
     return LinearLR(optimizer, start_factor=1 / steps, total_iters=steps - 1) if steps > 1 else None

@@ -31,24 +31,11 @@ class Evaluation:
     bits_per_byte: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """The amount of held-out data that was judged.
-
-    Args:
-        samples: Entries of the batch dimension.
-        targets: Numbers in their targets; several a sample where each position has its own.
-    """
-
-    samples: int
-    targets: int
-
-
 class Task(ABC):
-    """A loss to train with, and a judgement of held-out data in two halves: sums of batches, then what they mean."""
+    """A loss to train with, and a judgement of held-out data in two halves: sums of batches, then their meaning."""
 
     metrics: ClassVar[tuple[Metric, ...]]
-    """What its runs may be judged by; the first where an experiment names none."""
+    """The metrics that its runs may be judged by; the first if an experiment names none."""
 
     # Static: a method of an object would be another function in each run, and be compiled again for each.
     @staticmethod
@@ -61,8 +48,11 @@ class Task(ABC):
         """Return sums over a batch, in float64 and left on the device: reading each batch's would wait for it."""
 
     @abstractmethod
-    def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
-        """Return what the sums over all batches, of all ranks, amount to."""
+    def conclude(self, sums: Sequence[float], num_samples: int, num_targets: int) -> Evaluation:
+        """Turn the sums over all batches, of all ranks, into the score.
+
+        A sample has several targets where each of its positions has its own.
+        """
 
 
 @torch.no_grad()
@@ -85,8 +75,8 @@ def evaluate(
     model.train(was_training)
     own = torch.stack(sums).sum(0).tolist()
     # Sums and not means: ranks may hold unequal numbers of samples.
-    *totals, all_targets, all_samples = (ranks or Ranks.alone()).sum_numbers([*own, num_targets, num_samples])
-    return task.conclude(totals, Counts(samples=int(all_samples), targets=int(all_targets)))
+    *totals, all_samples, all_targets = (ranks or Ranks.alone()).sum_numbers([*own, num_samples, num_targets])
+    return task.conclude(totals, int(all_samples), int(all_targets))
 
 
 # Tasks by kind
@@ -107,25 +97,20 @@ class Classification(Task):
 
     def judge(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the sums of losses and of right answers."""
-        loss_sum = Classification.loss_fn(outputs, targets).double() * len(targets)
-        return torch.stack([loss_sum, is_right(outputs, targets).sum()])
+        loss_sum = self.loss_fn(outputs, targets).double() * len(targets)
+        if outputs.shape[-1] == 1:
+            return torch.stack([loss_sum, ((outputs > 0) == (targets > 0.5)).sum()])
+        predicted = outputs.argmax(-1)
+        if predicted.shape != targets.shape:
+            raise ArgumentError(
+                f"classification wants one label a sample and the scores of its classes: outputs of shape "
+                f"{tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}"
+            )
+        return torch.stack([loss_sum, (predicted == targets).sum()])
 
-    def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
+    def conclude(self, sums: Sequence[float], num_samples: int, num_targets: int) -> Evaluation:
         loss_sum, num_right = sums
-        return Evaluation(loss_sum / counts.samples, accuracy=num_right / counts.targets)
-
-
-def is_right(outputs: Tensor, targets: Tensor) -> Tensor:
-    """For each target: one output column is a logit of class 1, several are scores of which the largest wins."""
-    if outputs.shape[-1] == 1:
-        return (outputs > 0) == (targets > 0.5)
-    predicted = outputs.argmax(-1)
-    if predicted.shape != targets.shape:
-        raise ArgumentError(
-            f"classification wants one label a sample and the scores of its classes: outputs of shape "
-            f"{tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}"
-        )
-    return predicted == targets
+        return Evaluation(loss_sum / num_samples, accuracy=num_right / num_targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +133,8 @@ class NextToken(Task):
             )
         return torch.stack([self.loss_fn(outputs, targets).double() * targets.numel()])
 
-    def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
-        loss = sums[0] / counts.targets
+    def conclude(self, sums: Sequence[float], num_samples: int, num_targets: int) -> Evaluation:
+        loss = sums[0] / num_targets
         return Evaluation(loss, bits_per_byte=loss / math.log(2))
 
 
@@ -173,8 +158,8 @@ class Regression(Task):
             )
         return torch.stack([self.loss_fn(outputs, targets).double() * len(targets)])
 
-    def conclude(self, sums: Sequence[float], counts: Counts) -> Evaluation:
-        return Evaluation(sums[0] / counts.samples)
+    def conclude(self, sums: Sequence[float], num_samples: int, num_targets: int) -> Evaluation:
+        return Evaluation(sums[0] / num_samples)
 
 
 TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken, "regression": Regression}

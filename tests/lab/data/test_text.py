@@ -82,9 +82,9 @@ def test_a_search_holds_out_whole_training_documents(tmp_path):
 
 
 def test_a_missing_folder_or_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"no data folder was given: pass --data-dir with the folder that holds 'text'"):
+    with pytest.raises(DataError, match=r"no data folder was given: pass data_dir=FOLDER, the one that holds 'text'"):
         split(None)
-    with pytest.raises(DataError, match=r"nowhere' does not exist: pass --data-dir with the folder that holds 'text'"):
+    with pytest.raises(DataError, match=r"nowhere' does not exist: pass --data-dir FOLDER, the one that holds 'text'"):
         split(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"there is no folder '.*text'"):
         split(tmp_path)
@@ -92,7 +92,7 @@ def test_a_missing_folder_or_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"holds no text: there must be files NAME.train.xz"):
         split(tmp_path)
     write_corpus(tmp_path)
-    with pytest.raises(DataError, match=r"name that folder 'text' and give the one it is in"):
+    with pytest.raises(DataError, match=r"is the dataset itself: pass --data-dir .*, which holds it"):
         split(tmp_path / "text")
     with pytest.raises(DataError, match=r"x.train.xz' is missing; .* holds: tiny.train.xz, tiny.valid.xz"):
         split(tmp_path, corpora=["x"])

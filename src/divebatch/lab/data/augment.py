@@ -1,13 +1,13 @@
 """Random crops, flips, rotations and resized crops of whole batches of images.
 
 A transform works in two steps. `plan` turns the uniform numbers of an epoch, one row a sample, into whole numbers that
-say where each sample's pixels come from; it runs once an epoch on the CPU, so that every device gets the same plan.
+say where each sample's pixels come from. It runs once an epoch on the CPU, so that every device gets the same plan.
 `apply` carries out the rows of one batch. Images are uint8 of shape (samples, height, width, 3).
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,46 +17,37 @@ FIXED_POINT = 32
 """Bits behind the point of a sine: whole numbers pick the same pixel on every device."""
 TRIES = 10
 """Random boxes drawn before the whole image is taken."""
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+"""Bounds of a box's part of the image, and of its width over its height."""
 
 
-class Transform(Protocol):
+class Transform(ABC):
     """Turns stored images into those a model sees, before normalisation."""
 
-    @property
-    def num_uniforms(self) -> int:
-        """Random numbers one sample needs an epoch."""
-        ...
-
-    @property
-    def padding(self) -> int:
-        """Zero pixels that must surround the images `apply` gets."""
-        ...
-
-    def plan(self, uniforms: Tensor) -> Tensor:
-        """From (samples, num_uniforms) in [0, 1) to one row a sample for `apply`."""
-        ...
-
-    def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
-        """The images numbered `which`, changed by their rows of `plan`: (batch, height, width, 3)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Images as they are."""
-
     num_uniforms: int = 0
+    """Random numbers of a sample in an epoch."""
     padding: int = 0
+    """Zero pixels that must surround the images which `apply` gets."""
 
     def plan(self, uniforms: Tensor) -> Tensor:
+        """Turn (samples, num_uniforms) numbers in [0, 1) into one row a sample for `apply`."""
         return uniforms
+
+    @abstractmethod
+    def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
+        """Return the images numbered `which`, changed by their rows of `plan`: (batch, height, width, 3)."""
+
+
+@dataclass(frozen=True)
+class Whole(Transform):
+    """Images as they are."""
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
         return images.index_select(0, which)
 
 
-@dataclass(frozen=True, slots=True)
-class CropFlip:
+@dataclass(frozen=True)
+class CropFlip(Transform):
     """A crop of `size` x `size` pixels from the image with its zero margin, mirrored half of the time."""
 
     size: int = 32
@@ -64,21 +55,20 @@ class CropFlip:
     num_uniforms: int = 3
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """Columns: first row, first column, step from column to column (-1 where mirrored)."""
+        """Return the first row, the first column, and the step from column to column (-1 where mirrored)."""
         top, left = (whole_below(2 * self.padding + 1, uniforms[:, k]) for k in (0, 1))
         mirrored = uniforms[:, 2] < 0.5
         first = torch.where(mirrored, left + self.size - 1, left)
         return torch.stack([top, first, 1 - 2 * mirrored.long()], dim=1)
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
-        """One gather, crop and mirror in its indices."""
         places = torch.arange(self.size, device=plan.device)
         top, first, step = plan[:, :, None, None].unbind(1)
         return images[which[:, None, None], top + places[:, None], torch.addcmul(first, step, places)]
 
 
-@dataclass(frozen=True, slots=True)
-class CropFlipRotate:
+@dataclass(frozen=True)
+class CropFlipRotate(Transform):
     """The same, then turned about its centre by at most `degrees`: nearest pixel, zeros from outside the crop."""
 
     size: int = 32
@@ -87,7 +77,7 @@ class CropFlipRotate:
     num_uniforms: int = 4
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """The columns of CropFlip, then in fixed point: cosine, sine, and where the first pixel's middle comes from."""
+        """Return CropFlip's columns, then in fixed point: cosine, sine, and the origin of the first pixel's middle."""
         upright = CropFlip(self.size, self.padding).plan(uniforms)
         angles = torch.deg2rad((2 * uniforms[:, 3].double() - 1) * self.degrees)
         cosine, sine = angles.cos(), angles.sin()
@@ -99,7 +89,7 @@ class CropFlipRotate:
         return torch.cat([upright, (turn * 2**FIXED_POINT).round().long()], dim=1)
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
-        """One gather; what lies outside the crop points at the corner of the margin, which is zero."""
+        # What lies outside the crop points at the corner of the margin, which is zero.
         top, first, step, cosine, sine, row, column = plan[:, :, None, None].unbind(1)
         across = torch.arange(self.size, device=plan.device)
         down = across[:, None]
@@ -110,12 +100,12 @@ class CropFlipRotate:
 
 
 def with_margin(images: Tensor, padding: int) -> Tensor:
-    """`images` with `padding` zero pixels on each side."""
+    """Return `images` with `padding` zero pixels on each side."""
     return pad(images, (0, 0, padding, padding, padding, padding)) if padding else images
 
 
 def whole_below(count: int | Tensor, uniforms: Tensor) -> Tensor:
-    """Whole numbers 0 .. count - 1, each equally likely."""
+    """Return whole numbers 0 .. count - 1, each equally likely."""
     # In double: a float32 just below 1 times `count` may round up to `count` itself.
     return (uniforms.double() * count).long()
 
@@ -123,23 +113,19 @@ def whole_below(count: int | Tensor, uniforms: Tensor) -> Tensor:
 # Crops that are resized to the model's input, bilinearly
 
 
-@dataclass(frozen=True, slots=True)
-class RandomResizedCrop:
+@dataclass(frozen=True)
+class RandomResizedCrop(Transform):
     """A box of random area and shape, resized to `size` x `size`, mirrored half of the time.
 
-    The box covers 8 to 100 % of the square image of `side` pixels, its width is 3/4 to 4/3 of its height. Nothing is
-    averaged, so `size` should not be smaller than `side`.
+    The image is a square of `side` pixels. Nothing is averaged, so `size` should not be smaller than `side`.
     """
 
     side: int
     size: int
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    padding: int = 0
     num_uniforms: int = 2 * TRIES + 3
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """Columns: top, left, height, width of the box in pixels, 1 where mirrored."""
+        """Return top, left, height and width of the box in pixels, and 1 where mirrored."""
         areas, shapes, (down, across, mirror) = uniforms[:, :TRIES], uniforms[:, TRIES:-3], uniforms[:, -3:].unbind(1)
         height, width = self._first_that_fits(areas.double(), shapes.double())
         top = whole_below(self.side - height + 1, down)
@@ -147,10 +133,9 @@ class RandomResizedCrop:
         return torch.stack([top, left, height, width, mirror < 0.5], dim=1).float()
 
     def _first_that_fits(self, areas: Tensor, shapes: Tensor) -> tuple[Tensor, Tensor]:
-        """Height and width of each sample's first box inside the image; of the whole image where none is."""
-        low, high = self.scale
-        area = (low + (high - low) * areas) * self.side**2
-        log_low, log_high = map(math.log, self.ratio)
+        """Return height and width of each sample's first box inside the image; of the whole image if none is."""
+        area = (SCALE[0] + (SCALE[1] - SCALE[0]) * areas) * self.side**2
+        log_low, log_high = map(math.log, RATIO)
         ratio = torch.exp(log_low + (log_high - log_low) * shapes)
         sizes = torch.stack([area / ratio, area * ratio]).sqrt().round().long()  # (2, samples, tries)
         fits = ((sizes > 0) & (sizes <= self.side)).all(0)
@@ -167,17 +152,12 @@ class RandomResizedCrop:
         return _sample(images.index_select(0, which), rows, columns)
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeCentreCrop:
+@dataclass(frozen=True)
+class ResizeCentreCrop(Transform):
     """The square image resized to `resize` pixels a side, of which the middle `size` x `size` remain."""
 
     size: int
     resize: int
-    num_uniforms: int = 0
-    padding: int = 0
-
-    def plan(self, uniforms: Tensor) -> Tensor:
-        return uniforms
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
         side = images.shape[1]
@@ -188,17 +168,17 @@ class ResizeCentreCrop:
 
 
 def _middles(size: int, device: torch.device) -> Tensor:
-    """The middles of `size` pixels on a line of length 1."""
+    """Return the middles of `size` pixels on a line of length 1."""
     return (torch.arange(size, device=device) + 0.5) / size
 
 
 def _inside(places: Tensor, length: Tensor) -> Tensor:
-    """Distances from an edge as pixel coordinates (0 is the first pixel's middle), none outside the box."""
+    """Turn distances from an edge into pixel coordinates (0 is the first pixel's middle), none outside the box."""
     return (places - 0.5).clamp(min=0).minimum(length - 1)
 
 
 def _sample(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """`images` at all pairs of each sample's `rows` and `columns`, in pixel coordinates."""
+    """Return `images` at all pairs of each sample's `rows` and `columns`, in pixel coordinates."""
     side = images.shape[1]
     grid = torch.stack(torch.broadcast_tensors(columns[:, None, :], rows[:, :, None]), dim=-1)
     grid = (2 * grid + 1) / side - 1  # -1 and 1 are the outer edges

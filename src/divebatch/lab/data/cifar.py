@@ -21,7 +21,7 @@ PIXELS = 3 * SIDE * SIDE
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain containers and numpy arrays; whatever else a file names, it does not get."""
+    """Reads plain containers and numpy arrays, and refuses everything else that a file names."""
 
     def find_class(self, module: str, name: str) -> Any:
         arrays = module.removeprefix("numpy.").replace("_core.", "core.")
@@ -36,7 +36,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cifar(DatasetSettings):
-    """The official split, whatever the seed."""
+    """A dataset with the official split, whatever the seed."""
 
     origin: ClassVar[Origin]
     train_files: ClassVar[tuple[str, ...]]
@@ -63,7 +63,7 @@ class Cifar(DatasetSettings):
         return self.read(folder, self.train_files), lambda: self.read(folder, self.test_files), split
 
     def read(self, folder: Path, names: Sequence[str]) -> LabelledSamples:
-        """All images of these files, in order."""
+        """Return all images of these files, in order."""
         parts = [self._read_file(self.origin.require_file(folder / name)) for name in names]
         planes = torch.from_numpy(np.concatenate([images for images, _ in parts])).view(-1, 3, SIDE, SIDE)
         labels = torch.tensor([label for _, labels in parts for label in labels])

@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError, DataError
-from divebatch.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class DataPlace:
-    """Where data is read from and where batches must end up."""
+    """The folder that data is read from, and the device and layout of batches."""
 
     device: torch.device
     folder: Path | None = None
@@ -37,11 +36,11 @@ class DataSplit:
     """Training data to batch, and validation data in batches."""
 
     loader: Callable[..., AdaptiveLoader]
-    """Called as `loader(batch_size, seed=seed)`: a new loader over the training data."""
+    """Makes a loader over the training data: `loader(batch_size, seed=seed)`."""
     validation: Iterable[Any]
     """(inputs, targets) on the device, of several ranks each its own; can be iterated again and again."""
     has_parts: bool = False
-    """Whether the data can be gone through once, in parts: no sample has its own augmentation each epoch."""
+    """Whether a run can be one pass in parts: no sample has its own augmentation each epoch."""
     num_features: int = 0
     """Length of a flat sample; 0 for images and sequences."""
     num_classes: int = 1
@@ -66,7 +65,7 @@ class Samples(Protocol):
         ...
 
     def content(self) -> Iterable[Tensor | bytes]:
-        """Return what tells these samples from others."""
+        """Return content that differs if samples differ."""
         ...
 
 
@@ -131,15 +130,6 @@ def _fingerprint(*samples: Samples) -> str:
     return digest.hexdigest()
 
 
-def shard_for_rank(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the samples that this rank evaluates: all, where there is one rank."""
-    ranks = Ranks.here()
-    if len(targets) < ranks.size:
-        raise ArgumentError(f"{len(targets)} samples for validation cannot be shared by {ranks.size} ranks")
-    # Without padding: a sample seen by two ranks would count twice.
-    return inputs.tensor_split(ranks.size)[ranks.rank], targets.tensor_split(ranks.size)[ranks.rank]
-
-
 def require_fraction(name: str, value: float) -> None:
     """Raise unless both parts of a split get something."""
     if not 0 < value < 1:
@@ -147,7 +137,7 @@ def require_fraction(name: str, value: float) -> None:
 
 
 class FixedOrder:
-    """The batches of a loader in fixed order, as often as they are asked for, each prepared when its turn comes."""
+    """The batches of a loader in fixed order; can be iterated again and again."""
 
     def __init__(self, loader: AdaptiveLoader) -> None:
         self.loader = loader
@@ -159,9 +149,25 @@ class FixedOrder:
 # On disk, with errors that say where to get it
 
 
+def find_folder(data_dir: Path | None, name: str, contents: str) -> Path:
+    """Return the folder `name` inside `data_dir`; `contents` describes it in an error."""
+    wanted = f"the one that holds '{name}' ({contents})"
+    if data_dir is None:
+        raise DataError(f"no data folder was given: pass data_dir=FOLDER, {wanted}")
+    found = data_dir / name
+    if found.is_dir():
+        return found
+    if data_dir.resolve().name == name:
+        raise DataError(
+            f"'{data_dir}' is the dataset itself: pass --data-dir '{data_dir.resolve().parent}', which holds it"
+        )
+    missing = f"'{data_dir}' does not exist" if not data_dir.is_dir() else f"there is no folder '{found}'"
+    raise DataError(f"{missing}: pass --data-dir FOLDER, {wanted}")
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A dataset's folder as its archive unpacks, where that archive is, and its MD5 checksum in hexadecimal digits.
+    """A dataset's folder as its archive unpacks, the archive's address, and its MD5 checksum in hexadecimal digits.
 
     MD5 is what CIFAR's publisher gives. It finds a broken download; against a forged archive it is weak, but
     nothing in the files is executed.
@@ -173,21 +179,7 @@ class Origin:
 
     def find(self, data_dir: Path | None) -> Path:
         """Return the dataset's folder inside `data_dir`."""
-        if data_dir is None:
-            raise DataError(f"no data folder was given: pass data_dir=FOLDER, the one that holds {self._wanted}")
-        found = data_dir / self.folder
-        if found.is_dir():
-            return found
-        if data_dir.resolve().name == self.folder:
-            raise DataError(
-                f"'{data_dir}' is the dataset itself: pass --data-dir '{data_dir.resolve().parent}', which holds it"
-            )
-        missing = f"'{data_dir}' does not exist" if not data_dir.is_dir() else f"there is no folder '{found}'"
-        raise DataError(f"{missing}: pass --data-dir FOLDER, the one that holds {self._wanted}")
-
-    @property
-    def _wanted(self) -> str:
-        return f"'{self.folder}' (unpacked from {self.url}, md5 {self.md5})"
+        return find_folder(data_dir, self.folder, f"unpacked from {self.url}, md5 {self.md5}")
 
     def require_file(self, path: Path) -> Path:
         """Return `path` if it is a file."""

@@ -36,7 +36,7 @@ def prepare(
 
 @cache
 def _compiled() -> Callable[..., Batch]:
-    """One for all loaders of a process: a second one of the same transform and layout takes what is there."""
+    """Compile once for all loaders of a process: a second one of the same transform and layout takes what is there."""
     import torch._dynamo  # takes a second to import, and only compiled runs need it
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
@@ -48,8 +48,8 @@ def prepare_compiled(
 ) -> Batch:
     """Return what `prepare` does, to the last bit or so, in few kernels, which keep places and pixels out of memory.
 
-    The compiler makes code once for a transform, a layout and a store; only the number of samples stays open. It takes
-    1 for a constant, so a single sample goes without it.
+    The compiler makes code once for a transform, a layout and a store; only the number of samples stays open. A single
+    sample goes without it, for it takes 1 for a constant.
     """
     if len(index) == 1:
         return prepare(index, stored, plan, transform, normalise)
@@ -72,7 +72,7 @@ class Colours:
 
 
 class Normaliser:
-    """From pixel values 0 .. 255 in NHWC to what the model sees: (value / 255 - mean) / std, float32, NCHW."""
+    """Turns pixel values 0 .. 255 in NHWC into (value / 255 - mean) / std, float32, NCHW."""
 
     def __init__(self, colours: Colours, place: DataPlace) -> None:
         mean, std = (torch.tensor(values, dtype=torch.float64) for values in (colours.mean, colours.std))
@@ -81,7 +81,7 @@ class Normaliser:
         self.memory_format = torch.channels_last if place.channels_last else torch.contiguous_format
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """In one kernel, and one more where the layout must change."""
+        # One kernel, and one more where the layout must change.
         normal = torch.addcmul(self.shift, pixels, self.scale)
         return normal.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
 
@@ -89,8 +89,8 @@ class Normaliser:
 class ImageLoader(AdaptiveLoader):
     """An AdaptiveLoader of image batches: (inputs float32 NCHW, targets int64), on the device.
 
-    What happens to sample i in epoch e depends on (seed, e, i) alone: not on batch size, order, device or a resume.
-    `full_pass` sees the samples as the epoch to come will.
+    The changes of sample i in epoch e depend on (seed, e, i) alone: not on batch size, order, device or a resume.
+    `full_pass` shows the samples as the coming epoch will.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ImageLoader(AdaptiveLoader):
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        numbers = Numbers(len(stored.labels), stored.labels.device)
+        numbers = Numbers(len(stored), stored.labels.device)
         super().__init__(numbers, batch_size, seed=seed, transform=self._prepare)
         self._stored, self._augment, self._normalise = stored, transform, normalise
         self._make = prepare_compiled if compile else prepare
@@ -115,14 +115,12 @@ class ImageLoader(AdaptiveLoader):
         """Turn a batch of sample numbers into images; all that is random is drawn at an epoch's first batch."""
         if self._planned != (self.seed, self.epoch):
             self._planned = (self.seed, self.epoch)
-            self._plan = self._augment.plan(self._uniforms()).to(self._normalise.shift.device)
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, AUGMENTATION))
+            # For all samples at once: what happens to one must not depend on the batch it comes in.
+            uniforms = torch.rand(len(self.dataset), self._augment.num_uniforms, generator=generator)
+            self._plan = self._augment.plan(uniforms).to(self._normalise.shift.device)
         (index,) = batch
         return self._make(index, self._stored, self._plan, self._augment, self._normalise)
-
-    def _uniforms(self) -> Tensor:
-        # For all samples at once: what happens to one must not depend on the batch it comes in.
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, AUGMENTATION))
-        return torch.rand(len(self.dataset), self._augment.num_uniforms, generator=generator)
 
 
 def image_split(

@@ -19,8 +19,8 @@ from divebatch.lab.data.dataset import (
     LabelledSamples,
     Parts,
     require_fraction,
-    shard_for_rank,
 )
+from divebatch.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,16 @@ class DrawnData(DatasetSettings):
 
     @staticmethod
     def split(train: LabelledSamples, validation: LabelledSamples) -> DataSplit:
-        """Return both as they are."""
+        """Train on all of the one, and let each rank judge its own part of the other."""
+        ranks = Ranks.here()
+        if len(validation) < ranks.size:
+            raise ArgumentError(f"{len(validation)} samples for validation cannot be shared by {ranks.size} ranks")
+        # Without padding: a sample seen by two ranks would count twice.
+        judged = tuple(each.tensor_split(ranks.size)[ranks.rank] for each in validation.content())
         return DataSplit(
             loader=partial(AdaptiveLoader, TensorDataset(train.inputs, train.labels)),
             has_parts=True,
-            validation=[shard_for_rank(validation.inputs, validation.labels)],
+            validation=[judged],
             num_features=train.inputs.shape[1],
         )
 
@@ -95,7 +100,7 @@ class DrawnRegression(DrawnData):
     """
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
-        """Draw on the CPU, so that a seed means the same data on every device."""
+        """Draw as `Synthetic` does."""
         generator = torch.Generator().manual_seed(seed)
         truth = self._truth(generator)
         with torch.no_grad():

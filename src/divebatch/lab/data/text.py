@@ -20,7 +20,7 @@ from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.errors import ArgumentError, DataError
-from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, FixedOrder, Parts
+from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, FixedOrder, Parts, find_folder
 
 NUM_BYTES = 256
 """Values of a byte: the tokens."""
@@ -28,7 +28,6 @@ EVALUATED_AT_ONCE, ON_A_CPU = 2**15, 2**12
 """Bytes of a batch of validation data: a third of a CPU's time went to memory for the scores of the larger one."""
 ORDER = 1
 """The purpose of the order of documents, apart from what else follows from a trial's data seed."""
-FOLDER = "text"
 END = 0
 """The byte that ends a document."""
 Bytes = NDArray[np.uint8]
@@ -64,26 +63,6 @@ class Documents:
         """Return a hash of each document: equal for equal ones."""
         return [hashlib.blake2b(self.text[start:end].data, digest_size=16).digest() for start, end in self.bounds]
 
-    def opening(self, number: int) -> str:
-        """Return the first words of a document."""
-        start, end = self.bounds[number]
-        return bytes(self.text[start : min(end - 1, start + 60)]).decode(errors="ignore")
-
-
-def find_folder(data_dir: Path | None) -> Path:
-    """Return the folder `text` inside `data_dir`."""
-    wanted = f"pass --data-dir with the folder that holds '{FOLDER}', with files NAME.train.xz and NAME.valid.xz in it"
-    if data_dir is None:
-        raise DataError(f"no data folder was given: {wanted}")
-    found = data_dir / FOLDER
-    if found.is_dir():
-        return found
-    if not data_dir.is_dir():
-        raise DataError(f"'{data_dir}' does not exist: {wanted}")
-    if any(data_dir.glob("*.train.xz")):
-        raise DataError(f"'{data_dir}' holds the text itself: name that folder '{FOLDER}' and give the one it is in")
-    raise DataError(f"there is no folder '{found}': {wanted}")
-
 
 def corpus_names(folder: Path) -> list[str]:
     """Return every NAME of a NAME.train.xz, sorted."""
@@ -113,9 +92,11 @@ def require_apart(train: Documents, valid: Documents) -> None:
     known = set(train.content())
     shared = [number for number, digest in enumerate(valid.content()) if digest in known]
     if shared:
+        start, end = valid.bounds[shared[0]]
+        opening = bytes(valid.text[start : min(end - 1, start + 60)]).decode(errors="ignore")
         raise DataError(
             f"{len(shared)} of the {len(valid)} validation documents are training documents too, the first one "
-            f"beginning {valid.opening(shared[0])!r}: take them out of one of the files"
+            f"beginning {opening!r}: take them out of one of the files"
         )
 
 
@@ -160,9 +141,9 @@ class Text(DatasetSettings):
 
     Args:
         corpora: Names of corpora, such as "novels" for `novels.train.xz` and `novels.valid.xz`; all by default.
-        sequence_length: Bytes of a sequence; None for as many as the model takes.
-        validation_bytes: How much of the held-out text is judged at most, in sequences taken evenly from all of it;
-            None for all of it.
+        sequence_length: Bytes of a sequence. None: as many as the model takes.
+        validation_bytes: The most bytes of the held-out text that are judged, in sequences taken evenly from all of
+            it. None: all of it.
     """
 
     corpora: list[str] = field(default_factory=list)
@@ -175,8 +156,8 @@ class Text(DatasetSettings):
                 require_count(name, getattr(self, name))
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
-        """Read the files; `seed` decides on the order of the training documents, and so on where they are cut."""
-        folder = find_folder(place.folder)
+        """Read the files; the order of the training documents, and so their cuts, follow from `seed`."""
+        folder = find_folder(place.folder, "text", "files NAME.train.xz and NAME.valid.xz")
         names = self.corpora or corpus_names(folder)
         train = read_documents(folder, names, "train")
 
@@ -191,16 +172,17 @@ class Text(DatasetSettings):
         length = self._length(place)
         generator = torch.Generator().manual_seed(mixed_seed(seed, ORDER))
         shuffled = train.select(torch.randperm(len(train), generator=generator))
-        training = Sequences(_cut(shuffled.joined(), length, "training"), place)
-        held_out = Sequences(_cut(validation.joined(), length, "validation"), place)
-        if self.validation_bytes is not None:
-            held_out = held_out.evenly(self.validation_bytes // length)
+        training = _cut(shuffled.joined(), length, "training").to(place.device)
+        held_out = _cut(validation.joined(), length, "validation")
+        if self.validation_bytes is not None and (count := self.validation_bytes // length) < len(held_out):
+            # Evenly from all of it, at least one.
+            numbers = torch.linspace(0, len(held_out) - 1, max(1, count), dtype=torch.float64).round().long()
+            held_out = held_out[numbers]
         at_once = ON_A_CPU if place.device.type == "cpu" else EVALUATED_AT_ONCE
-        evaluated = held_out.loader(max(1, at_once // length), seed=0)
         return DataSplit(
-            loader=training.loader,
+            loader=partial(_loader, training),
             has_parts=True,
-            validation=FixedOrder(evaluated),
+            validation=FixedOrder(_loader(held_out.to(place.device), max(1, at_once // length), seed=0)),
             num_classes=NUM_BYTES,
         )
 
@@ -230,29 +212,12 @@ def _cut(text: Bytes, length: int, what: str) -> Tensor:
     return torch.from_numpy(np.concatenate([[np.uint8(END)], text])).unfold(0, length + 1, length)
 
 
-class Sequences:
-    """Sequences of bytes on the device."""
+def _loader(rows: Tensor, batch_size: int, *, seed: int) -> AdaptiveLoader:
+    """Return a loader of (inputs, targets): at each position a byte and the one after it, as int64."""
 
-    def __init__(self, rows: Tensor, place: DataPlace) -> None:
-        self._place = place
-        self._rows = rows.to(place.device)
-        self._numbers = Numbers(len(rows), place.device)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def evenly(self, count: int) -> "Sequences":
-        """Return `count` of them at equal distances, at least one; all where there are no more."""
-        if count >= len(self):
-            return self
-        places = torch.linspace(0, len(self) - 1, max(1, count), dtype=torch.float64).round().long()
-        return Sequences(self._rows[places.to(self._place.device)], self._place)
-
-    def loader(self, batch_size: int, *, seed: int) -> AdaptiveLoader:
-        """Return a loader of (inputs, targets): at each position a byte and the one after it, as int64."""
-        return AdaptiveLoader(self._numbers, batch_size, seed=seed, transform=self._fetched)
-
-    def _fetched(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def fetched(batch: Any) -> tuple[Tensor, Tensor]:
         (index,) = batch
-        rows = self._rows[index].long()
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        chosen = rows[index].long()
+        return chosen[:, :-1].contiguous(), chosen[:, 1:].contiguous()
+
+    return AdaptiveLoader(Numbers(len(rows), rows.device), batch_size, seed=seed, transform=fetched)

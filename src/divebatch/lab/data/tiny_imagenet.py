@@ -50,7 +50,7 @@ class TinyImageNet(DatasetSettings):
             raise ArgumentError(f"image_size={self.image_size} cannot be cut out of resize={self.resize}")
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
-        """The official parts, whatever the seed; the classes are the lines of wnids.txt."""
+        """Read the official parts, whatever the seed; the classes are the lines of wnids.txt."""
         _pillow()  # before any work
         folder = ORIGIN.find(place.folder)
         classes = read_classes(folder)
@@ -70,8 +70,8 @@ class ImageFiles:
     Args:
         paths: The files.
         labels: The class of each.
-        cache: Where `in_memory` keeps all of them decoded; None keeps nothing.
-        part_of: The files that these are some of, and their numbers there; None if they are all.
+        cache: The beginning of the name of a file with all of them decoded. None: nothing is kept.
+        part_of: The files that these were taken from, and their numbers there. None: they are all.
     """
 
     def __init__(
@@ -93,19 +93,19 @@ class ImageFiles:
         return ImageFiles(paths, self.labels[numbers].tolist(), part_of=(self, numbers))
 
     def content(self) -> Iterator[Any]:
-        """Names and sizes of the files: to read them all would take as long as an epoch."""
+        """Yield labels, and names and sizes of the files: reading them all would take as long as an epoch."""
         yield self.labels
         yield "\n".join(f"{Path(path).name} {os.path.getsize(path)}" for path in self.paths).encode()
 
     def in_memory(self) -> LabelledSamples:
-        """All decoded; from the cache where there is one."""
+        """Return all of them decoded, from the cache if there is one."""
         if self._part_of is not None:
             whole, numbers = self._part_of
             return whole.in_memory().select(numbers)
         return LabelledSamples(torch.from_numpy(self._decoded()), self.labels)
 
     def _decoded(self) -> NDArray[np.uint8]:
-        """Decoding a large set takes minutes, and reading it back seconds."""
+        # Decoding a large set takes minutes, and reading it back seconds.
         if self._cache is None:
             return self._decode_all()
         digest = hashlib.sha256()
@@ -136,7 +136,6 @@ class ImageFiles:
         return images
 
     def _decode_all(self) -> NDArray[np.uint8]:
-        """By as many threads as there are processors."""
         images = np.empty((len(self), SIDE, SIDE, 3), np.uint8)
 
         def fill(number: int) -> None:
@@ -157,7 +156,7 @@ def _pillow() -> ModuleType:
 
 
 def decode(path: str) -> NDArray[np.uint8]:
-    """One file as (64, 64, 3); grey becomes RGB."""
+    """Return one file as (64, 64, 3); grey becomes RGB."""
     pillow = _pillow()
     try:
         with pillow.open(path, formats=("JPEG",)) as image:
@@ -169,7 +168,7 @@ def decode(path: str) -> NDArray[np.uint8]:
 
 
 def read_classes(folder: Path) -> dict[str, int]:
-    """The class numbers of the names in wnids.txt, by sorted name."""
+    """Return the class numbers of the names in wnids.txt, by sorted name."""
     path = ORIGIN.require_file(folder / "wnids.txt")
     names = path.read_text(encoding="utf-8", errors="replace").split()
     if not names or len(set(names)) < len(names):
@@ -178,7 +177,7 @@ def read_classes(folder: Path) -> dict[str, int]:
 
 
 def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
-    """train/CLASS/images/*.JPEG, by class and name."""
+    """Find train/CLASS/images/*.JPEG, by class and name."""
     paths: list[Path] = []
     labels: list[int] = []
     for name, number in classes.items():
@@ -194,7 +193,7 @@ def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
 
 
 def validation_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
-    """The lines of val/val_annotations.txt (file, class, box), by file name."""
+    """Read the lines of val/val_annotations.txt (file, class, box), by file name."""
     path = ORIGIN.require_file(folder / "val" / "val_annotations.txt")
     there = {image.name for image in (folder / "val" / "images").glob("*.JPEG")}
     labels: dict[str, int] = {}

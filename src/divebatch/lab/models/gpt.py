@@ -1,6 +1,6 @@
 """A GPT: a stack of causal attention and two-layer networks over learned positions, normalised before each part."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -104,14 +104,8 @@ class Gpt(ModelSettings):
             raise ArgumentError(f"heads must divide width={self.width}, got heads={self.heads}")
 
     def build(self, num_features: int, num_classes: int) -> nn.Module:
-        return GptNetwork(
-            num_classes,
-            self.sequence_length,
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            tied=self.tied,
-        )
+        settings = asdict(self)
+        return GptNetwork(num_classes, settings.pop("sequence_length"), **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a model is to an experiment."""
+"""The settings of a model, from which an experiment builds it."""
 
 from abc import ABC, abstractmethod
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from divebatch.checks import require_choice
 from divebatch.lab.models.model import ModelSettings
 
 Norm = Callable[[int], nn.Module]
+Stem = Callable[[int, Norm], nn.Module]
 
 
 class BasicBlock(nn.Module):
@@ -55,33 +57,28 @@ class ResNet(nn.Module):
 
 
 def group_norm(channels: int) -> nn.Module:
-    """Groups of at least eight channels: per-sample statistics in the place of BatchNorm."""
+    """Normalise groups of at least eight channels: per-sample statistics in the place of BatchNorm."""
     return nn.GroupNorm(max(1, channels // 8), channels)
 
 
 def small_stem(channels: int, norm: Norm) -> nn.Module:
-    """For images of 32 x 32: a 3x3 convolution that keeps the size."""
+    """Keep the size of images of 32 x 32: a 3x3 convolution."""
     return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1, bias=False), norm(channels), nn.ReLU())
 
 
 def imagenet_stem(channels: int, norm: Norm) -> nn.Module:
-    """For images of 224 x 224: a 7x7 convolution and a pooling, each of which halves the size."""
+    """Make images of 224 x 224 a quarter as wide: a 7x7 convolution and a pooling, each of which halves the size."""
     conv = nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)
     return nn.Sequential(conv, norm(channels), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
 
 
-def resnet18(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNet:
-    """64-128-256-512 channels, two blocks a stage, for small images: 11 173 962 parameters for 10 classes."""
-    return ResNet(small_stem(64, norm), (64, 128, 256, 512), 2, num_classes, norm)
-
-
-def resnet18_imagenet(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNet:
-    """The same stages behind ImageNet's stem: 11 689 512 parameters for 1000 classes."""
-    return ResNet(imagenet_stem(64, norm), (64, 128, 256, 512), 2, num_classes, norm)
+def resnet18(num_classes: int, *, norm: Norm = nn.BatchNorm2d, stem: Stem = small_stem) -> ResNet:
+    """Build 64-128-256-512 channels, two blocks a stage: 11 173 962 parameters for small images of 10 classes."""
+    return ResNet(stem(64, norm), (64, 128, 256, 512), 2, num_classes, norm)
 
 
 def resnet20(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNet:
-    """16-32-64 channels, three blocks a stage, for small images: 272 474 parameters for 10 classes."""
+    """Build 16-32-64 channels, three blocks a stage, for small images: 272 474 parameters for 10 classes."""
     return ResNet(small_stem(16, norm), (16, 32, 64), 3, num_classes, norm)
 
 
@@ -92,31 +89,31 @@ NORMS: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": group_norm}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageModel(ModelSettings):
-    """A network of `network`'s kind. `norm` is "batch", as in the paper, or "group" (no statistics over the batch)."""
+    """A residual network. `norm` is "batch", as in the paper, or "group" (no statistics over the batch)."""
 
-    network: ClassVar[Callable[..., nn.Module]]
+    network: ClassVar[partial[ResNet]]
     norm: str = "batch"
 
     def __post_init__(self) -> None:
         require_choice("norm", self.norm, tuple(NORMS))
 
     def build(self, num_features: int, num_classes: int) -> nn.Module:
-        return type(self).network(num_classes, norm=NORMS[self.norm])
+        return self.network(num_classes, norm=NORMS[self.norm])
 
 
 class ResNet18(ImageModel):
-    """With the stem for small images."""
+    """ResNet-18 with the stem for small images."""
 
-    network = staticmethod(resnet18)
+    network = partial(resnet18)
 
 
 class ResNet18ImageNet(ImageModel):
-    """With ImageNet's stem."""
+    """ResNet-18 with ImageNet's stem."""
 
-    network = staticmethod(resnet18_imagenet)
+    network = partial(resnet18, stem=imagenet_stem)
 
 
 class ResNet20(ImageModel):
-    """The small one of the original paper for CIFAR-10."""
+    """ResNet-20, which the original paper has for CIFAR-10."""
 
-    network = staticmethod(resnet20)
+    network = partial(resnet20)
