@@ -108,7 +108,7 @@ class Watch(Policy):
 
 
 def watched_trainer(options: argparse.Namespace, seed: int, folder: Path) -> tuple[Trainer, Together]:
-    experiment = get_experiment("cifar10").with_model(options.model).scaled(options.epochs)
+    experiment = get_experiment("cifar10", [f"model.kind={options.model}"]).scaled(options.epochs)
     experiment = experiment.with_training(precision=options.precision, compile=options.compile)
     trainer = make_trainer(Run(experiment, options.method, seed, folder, options.device, data_dir=options.data_dir))
     trainer.control.close()

@@ -38,7 +38,7 @@ METHODS = {
 
 
 def experiment_for(options: argparse.Namespace, batch_size: int) -> Experiment:
-    experiment = get_experiment("cifar10").with_model(options.model)
+    experiment = get_experiment("cifar10", [f"model.kind={options.model}"])
     experiment = experiment.with_training(precision=options.precision, compile=options.compile, norms=options.norms)
     methods = {
         name: Method(label=name, batch_size=batch_size, lr=0.1, policy=policy) for name, policy in METHODS.items()

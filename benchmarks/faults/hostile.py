@@ -92,7 +92,7 @@ def checkpoints(folder: Path) -> Iterator[Outcome]:
 def datasets(folder: Path) -> Iterator[Outcome]:
     os.chdir(folder)
     write_images(folder / "data" / "cifar-10-batches-py", per_file=4)
-    experiment = get_experiment("cifar10").scaled(1).with_model("resnet20")
+    experiment = get_experiment("cifar10", ["model.kind=resnet20"]).scaled(1)
     for number, (name, payload) in enumerate(PICKLES.items()):
         (folder / "data" / "cifar-10-batches-py" / "data_batch_1").write_bytes(payload)
         run = Run(experiment, "sgd-small", number, folder / "runs", data_dir=folder / "data")

@@ -61,7 +61,7 @@ def images_swapped(folder: Path) -> Iterator[Outcome]:
     """The data themselves: other pixels in files of the same names and sizes."""
     for number in (0, 1):
         write_images(folder / str(number) / "cifar-10-batches-py", per_file=4, seed=number)
-    experiment = get_experiment("cifar10").scaled(2).with_model("resnet20")
+    experiment = get_experiment("cifar10", ["model.kind=resnet20"]).scaled(2)
     run = begin(Run(experiment, "sgd-small", 0, folder / "run", data_dir=folder / "0"), epochs=1)
     verdict, detail = resumed(replace(run, data_dir=folder / "1"), run)
     yield judged("checkpoint of another run", "other images", verdict, detail)

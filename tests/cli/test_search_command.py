@@ -87,7 +87,7 @@ def test_another_search_under_the_same_name_is_refused(experiment, tmp_path):
 
 def test_by_default_the_first_baseline_is_searched(tmp_path):
     """A language model has no method `sgd-small`."""
-    experiment = get_experiment("lm-bytes").with_model("gpt-tiny")
+    experiment = get_experiment("lm-bytes", ["model.kind=gpt-tiny"])
     path = tmp_path / "tiny.toml"
     path.write_text(to_toml(experiment), encoding="utf-8")
     data = write_corpus(tmp_path / "data", train=60)

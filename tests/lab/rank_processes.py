@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from divebatch.data.micro_batches import BatchPlan
 from divebatch.lab import Experiment, Run, execute, parse_experiment
 from divebatch.lab.models import MODELS, ModelSettings
 from divebatch.lab.models.resnet import ResNet, group_norm, small_stem
@@ -194,10 +193,10 @@ def die_in_step(number: int) -> None:
     """SIGKILL before that step's gradients, for which the other ranks wait."""
     backward, steps = TrainStep._backward, itertools.count(1)
 
-    def last(self: TrainStep, batch: Any, plan: BatchPlan) -> Tensor:
+    def last(self: TrainStep, batch: Any) -> Tensor:
         if next(steps) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return backward(self, batch, plan)
+        return backward(self, batch)
 
     TrainStep._backward = last  # type: ignore[method-assign]
 

@@ -122,7 +122,7 @@ def images(tmp_path, monkeypatch) -> tuple[Experiment, Path]:
     write_cifar10(tmp_path / "data", per_file=8)
     method = {"batch_size": 8, "lr": 0.1, "lr_coupling": "linear", "warmup_epochs": 2}
     policy = Part(kind="divebatch", settings={"delta": 0.3, "max_batch_size": 32})
-    experiment = get_experiment("cifar10").scaled(4).with_model("dropping-net")
+    experiment = get_experiment("cifar10", ["model.kind=dropping-net"]).scaled(4)
     return with_method(experiment, **method, policy=policy), tmp_path / "data"
 
 
@@ -233,7 +233,7 @@ def test_divergence_before_any_checkpoint_says_so_and_exits_with_1(tmp_path, mon
     assert "No checkpoint was written yet" in answer.output
 
 
-CIFAR10 = get_experiment("cifar10").with_model("resnet20")
+CIFAR10 = get_experiment("cifar10", ["model.kind=resnet20"])
 
 
 LIMIT = 60.0

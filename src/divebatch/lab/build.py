@@ -11,58 +11,56 @@ from divebatch.checks import require_choice
 from divebatch.controller import Controller, estimator_of, training_context
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
-from divebatch.estimators import Estimator, TrainingContext
 from divebatch.lab.clock import Clock
-from divebatch.lab.data import DATASETS, DataPlace, DataSplit
+from divebatch.lab.data import DATASETS, DataPlace, DatasetSettings, DataSplit
 from divebatch.lab.data.dataset import drawing
 from divebatch.lab.length import PartSampler, RunLength
 from divebatch.lab.models import MODELS, ModelSettings
-from divebatch.lab.optimizers import OPTIMIZERS
+from divebatch.lab.optimizers import OPTIMIZERS, OptimizerSettings
 from divebatch.lab.ranks import spread
 from divebatch.lab.schedules import SCHEDULES, ScheduleSettings, warm_up
-from divebatch.lab.schema import (
-    ANY_LENGTH,
-    Experiment,
-    Method,
-    Part,
-    build_estimator,
-    build_policy,
-    build_settings,
-)
+from divebatch.lab.schema import ANY_LENGTH, Experiment, Part, build_estimator, build_policy, build_table
 from divebatch.lab.step import LossFn, device_settings
 from divebatch.lab.tasks import TASKS, Task
 from divebatch.lab.trainer import Trainer
 from divebatch.lr import ADAM_RULES
 from divebatch.norms.sketch import seed_signs
-from divebatch.policies import Policy, Rounded
+from divebatch.policies import Rounded
 from divebatch.ranks import Ranks
 from divebatch.research import QuantizedGradients
 
 if TYPE_CHECKING:
     from divebatch.lab.runs import Run
 
-# Apart from each other and from the epochs' orders, whose purpose is one number.
+REGISTRIES: dict[str, dict[str, type[Any]]] = {
+    "task": TASKS,
+    "data": DATASETS,
+    "model": MODELS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+}
+# Purposes of random numbers, apart from each other and from the epochs' orders, whose purpose is one number.
 DATA, MODEL, SIGNS, QUANTIZER = (0, 2), (0, 3), (0, 5), (0, 7)
 NO_END = 2**62
 """Samples of a run that ends by the clock alone."""
 
 
 def make_trainer(run: "Run") -> Trainer:
-    """Data, model, optimizer, schedule and controller as configured; everything random follows from the seed."""
+    """Build data, model, optimizer, schedule and controller; everything random follows from the seed."""
     experiment, method, device = run.experiment, run.method, torch.device(run.device)
     seed_signs(device, mixed_seed(run.seed, *SIGNS))
     with device_settings(experiment.training.precision, device):  # code is compiled for the settings it will meet
-        split = _load_data(run)
+        data: DatasetSettings = _settings(experiment, "data")
+        split = data.load(mixed_seed(run.seed, *DATA), place_for(run), held_out=experiment.held_out)
         clock = Clock(device)
         length = _make_loader(run, split, clock)
-    task: Task = _settings(TASKS, experiment.task, "task")
+    task: Task = _settings(experiment, "task")
     ranks = Ranks.here()
     parallel = spread(_build_model(run, split), ranks, sharding=run.sharding)
     model = parallel.model
     is_fused = device.type == "cuda" and not parallel.is_sharded
-    optimizer: Optimizer = _settings(OPTIMIZERS, experiment.optimizer, "optimizer").build(
-        model, method.lr, fused=True if is_fused else None
-    )
+    settings: OptimizerSettings = _settings(experiment, "optimizer")
+    optimizer = settings.build(model, method.lr, fused=True if is_fused else None)
     schedulers, step_schedulers = _make_schedulers(run, optimizer, length)
     quantize: QuantizedGradients | None = None
     if method.quantize is not None:
@@ -134,7 +132,7 @@ def _make_schedulers(
     run: "Run", optimizer: Optimizer, length: RunLength
 ) -> tuple[list[LRScheduler], list[LRScheduler]]:
     """Return those that are stepped after each epoch, and those that are stepped after each batch."""
-    course: ScheduleSettings = _settings(SCHEDULES, run.experiment.schedule, "schedule")
+    course: ScheduleSettings = _settings(run.experiment, "schedule")
     schedule = course.build(optimizer, length.fraction)
     warming = warm_up(optimizer, run.method.warmup_epochs * len(length.loader))
     an_epoch, a_step = ([], [schedule, warming]) if course.is_by_samples else ([schedule], [warming])
@@ -150,13 +148,19 @@ def _make_controller(
     schedulers: list[Any],
 ) -> Controller:
     method = run.method
+    policy = build_policy(method.policy, length.samples)
+    if method.multiple_of > 1:
+        policy = Rounded(policy, method.multiple_of)
     shadows = {name: build_policy(part, length.samples) for name, part in (method.shadows or {}).items()}
+    context = training_context(module, [optimizer], length.loader)
+    chosen = method.estimator or estimator_of(policy, context, shadows=shadows)
+    estimator = Part(kind=chosen) if isinstance(chosen, str) else chosen
     return Controller(
         module,
         optimizer,
         length.loader,
-        _policy(method, length.samples),
-        estimator=_estimator(run, loss_fn, training_context(module, [optimizer], length.loader), shadows),
+        policy,
+        estimator=build_estimator(estimator, run.experiment.training, loss_fn),
         lr_coupling=method.lr_coupling,
         base_batch_size=method.base_batch_size,
         every_steps=method.every_steps,
@@ -167,20 +171,11 @@ def _make_controller(
     )
 
 
-REGISTRIES = (
-    (TASKS, "task"),
-    (DATASETS, "data"),
-    (MODELS, "model"),
-    (OPTIMIZERS, "optimizer"),
-    (SCHEDULES, "schedule"),
-)
-
-
 def check_parts(experiment: Experiment) -> None:
     """Raise before any work for what is unknown, has a wrong setting, or does not go together."""
-    for registry, where in REGISTRIES:
+    for name in REGISTRIES:
         try:
-            _settings(registry, getattr(experiment, where), where)
+            _settings(experiment, name)
         except ArgumentError as error:
             raise ArgumentError(f"{experiment.name}: {error}") from error
     for name, method in experiment.methods.items():
@@ -193,8 +188,8 @@ def check_parts(experiment: Experiment) -> None:
 
 
 def place_for(run: "Run") -> DataPlace:
-    """Where a run's data is read from, and how its batches must be."""
-    device, model = torch.device(run.device), _settings(MODELS, run.experiment.model, "model")
+    """Return the place that a run's data is read from, with the device and layout of its batches."""
+    device, model = torch.device(run.device), _settings(run.experiment, "model")
     return DataPlace(
         device,
         folder=run.data_dir,
@@ -204,31 +199,16 @@ def place_for(run: "Run") -> DataPlace:
     )
 
 
-def _load_data(run: "Run") -> DataSplit:
-    data = _settings(DATASETS, run.experiment.data, "data")
-    split: DataSplit = data.load(mixed_seed(run.seed, *DATA), place_for(run), held_out=run.experiment.held_out)
-    return split
-
-
 def _build_model(run: "Run", split: DataSplit) -> nn.Module:
-    settings: ModelSettings = _settings(MODELS, run.experiment.model, "model")
+    settings: ModelSettings = _settings(run.experiment, "model")
     torch.manual_seed(mixed_seed(run.seed, *MODEL))
     model = settings.build(split.num_features, split.num_classes).to(torch.device(run.device))
     memory_format = torch.channels_last if run.experiment.training.channels_last else torch.contiguous_format
     return model.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
 
 
-def _policy(method: Method, total_samples: int) -> Policy:
-    policy = build_policy(method.policy, total_samples)
-    return policy if method.multiple_of == 1 else Rounded(policy, method.multiple_of)
-
-
-def _estimator(run: "Run", loss_fn: LossFn, context: TrainingContext, shadows: dict[str, Policy]) -> Estimator:
-    chosen = run.method.estimator or estimator_of(_policy(run.method, ANY_LENGTH), context, shadows=shadows)
-    part = Part(kind=chosen) if isinstance(chosen, str) else chosen
-    return build_estimator(part, run.experiment.training, loss_fn)
-
-
-def _settings(registry: dict[str, type[Any]], part: Part, where: str) -> Any:
-    require_choice(f"{where} kind", part.kind, tuple(registry))
-    return build_settings(registry[part.kind], part, where)
+def _settings(experiment: Experiment, name: str) -> Any:
+    """Return the settings of one part of an experiment, as the class of its kind."""
+    registry, part = REGISTRIES[name], getattr(experiment, name)
+    require_choice(f"{name} kind", part.kind, tuple(registry))
+    return build_table(registry[part.kind], part.settings, f"{name} {part.kind!r}")

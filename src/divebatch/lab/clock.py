@@ -1,4 +1,4 @@
-"""What training costs: seconds and bytes."""
+"""The costs of training: seconds and bytes."""
 
 import resource
 import sys
@@ -26,22 +26,22 @@ class Clock:
 
     @property
     def train_seconds(self) -> float:
-        """Steps, measuring and deciding; neither evaluation nor the compiler."""
+        """Seconds of steps, measuring and deciding; neither of evaluation nor of the compiler."""
         return self.seconds("train") + self.seconds("measure")
 
     @property
     def total_seconds(self) -> float:
-        """Everything: training, compiler, evaluation, records, checkpoints."""
+        """Seconds of everything: training, compiler, evaluation, records, checkpoints."""
         return self._total_before + time.perf_counter() - self._started
 
     def seconds(self, name: str) -> float:
-        """Seconds of all laps of this name, one under way included."""
+        """Return the seconds of all laps of this name, one under way included."""
         is_running = bool(self._running) and self._running[-1] == name
         return self._laps[name] + (time.perf_counter() - self._since if is_running else 0.0)
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
-        """Count what runs inside as `name`; waits for the device at both ends."""
+        """Count the time inside as `name`; waits for the device at both ends."""
         self._turn()
         self._running.append(name)
         try:
@@ -76,7 +76,7 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """A GPU's peak of allocated bytes since `forget_peak_memory`; on a CPU the process's peak resident bytes."""
+    """Return a GPU's peak of allocated bytes since `forget_peak_memory`, or a CPU process's peak resident bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # getrusage counts in bytes on macOS and in kibibytes on Linux.

@@ -29,7 +29,7 @@ class MicroBatch:
     """Whether no other pass of its batch follows."""
 
     def variant(self, plan: BatchPlan) -> Variant:
-        """What kind of pass it takes."""
+        """Return the kind of its pass."""
         return len(self.targets), plan.measuring
 
 
@@ -66,19 +66,19 @@ class Recording:
                 parameter.grad = waiting[name]
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run the pass on new data; its loss, valid until the next one. The parameters' gradients stay as they are."""
+        """Run the pass on new data and leave the parameters' gradients; return its loss, valid until the next one."""
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)
         self._graph.replay()
         return self._loss
 
     def hand_over(self) -> None:
-        """The last replay's gradients become the parameters'."""
+        """Make the last replay's gradients the parameters'."""
         for name, parameter in self._parameters.items():
             parameter.grad = self.gradients[name]
 
     def add_up(self, weight: float) -> None:
-        """The last replay's gradients times `weight` are added to the parameters'; costs one copy of them."""
+        """Add the last replay's gradients times `weight` to the parameters'; costs one copy of them."""
         first: list[str] = []
         others: list[str] = []
         for name, parameter in self._parameters.items():
@@ -107,11 +107,11 @@ class GraphedPasses:
     batches go through in parts and some as a whole, there is one for each.
 
     Args:
-        model: whose parameters' gradients are made.
-        loss_of: gives the mean loss of full inputs and targets, to be recorded.
-        run_eagerly: runs a pass kernel by kernel.
-        clock: recording counts as the compiler's time.
-        is_enabled: whether there is a GPU that may record.
+        model: The model whose parameters get gradients.
+        loss_of: Gives the mean loss of full inputs and targets, to be recorded.
+        run_eagerly: Runs a pass kernel by kernel.
+        clock: Counts recording as the compiler's time.
+        is_enabled: Whether there is a GPU that may record.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class GraphedPasses:
         self._batch_size = 0
         self._recorded: dict[Variant, _Recorded] = {}
         self._ran: dict[Variant, object] = {}
-        """The tokens with which passes ran last kernel by kernel, so that nothing is left to compile or to choose."""
+        """The tokens with which passes last ran kernel by kernel."""
 
     def expect(self, full_size: int, batch_size: int) -> None:
-        """Full passes have `full_size` samples from now on and are parts of batches of `batch_size`, or all of one.
+        """Expect full passes of `full_size` samples, which are parts of batches of `batch_size`, or all of one.
 
-        With another batch size, what was recorded of passes of other sizes is dropped.
+        With another batch size, recordings of passes of other sizes are dropped.
         """
         if batch_size != self._batch_size:
             self._keep(lambda variant, _: variant[0] == full_size)
@@ -173,7 +173,7 @@ class GraphedPasses:
         return loss
 
     def _record(self, part: MicroBatch, plan: BatchPlan) -> _Recorded:
-        """A pass by itself, whatever its weight, so that it serves for parts of batches of all sizes."""
+        """Record a pass by itself, whatever its weight, so that it serves for parts of batches of all sizes."""
         size, measuring = part.variant(plan)
         token = plan.replay_token  # no memory for more recordings than are needed at a time
         self._keep(lambda other, made: other[0] != size and (other[1], made.token) == (measuring, token))

@@ -1,4 +1,4 @@
-"""How long a run is, how far it has come, and the parts that a run over one pass of data is recorded in."""
+"""The length of a run, its progress, and the parts that a run over one pass of data is recorded in."""
 
 import math
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ class RunLength:
 
     Args:
         loader: The loader that counts the run's samples.
-        clock: The clock that counts its seconds. After a resume it goes on from the checkpoint's, so that neither the
-            pause counts nor what was trained after the checkpoint and is trained again.
+        clock: The clock that counts its seconds, from the checkpoint's after a resume: neither the pause counts nor
+            what was trained after the checkpoint and is trained again.
         samples: Samples of the whole run.
         parts: The number of its parts.
-        seconds: Seconds of training, without evaluation and compilation; None where samples alone end it.
+        seconds: Seconds of training, without evaluation and compilation. None: samples alone end it.
     """
 
     loader: AdaptiveLoader
@@ -40,30 +40,28 @@ class RunLength:
     """Parts that are over. One batch may carry a run over several, of which the last counts."""
 
     def fraction(self) -> float:
-        """How much of the run will be over when the next batch is done, from 0 to 1.
+        """Return the part of the run that will be over after the next batch, from 0 to 1.
 
-        The end of the batch and not its beginning: the last step has then reached the end, whatever its size.
+        At the end of that batch and not at its beginning, so that the last step reaches 1, whatever its size.
         """
         by_samples = (self.loader.samples_delivered + self.loader.batch_size) / self.samples
         by_seconds = 0.0 if self.seconds is None else self.clock.train_seconds / self.seconds
         return min(1.0, max(by_samples, by_seconds))
 
     def next_part(self) -> int:
-        """Samples from here to the end of the next part, in whole batches but for the end of the run."""
+        """Return the samples to the end of the next part, in whole batches but for the end of the run."""
         seen, size = self.loader.samples_delivered, self.loader.batch_size
         wanted = math.ceil((self.done + 1) * self.samples / self.parts) - seen
         if self.seconds is not None:
-            wanted = min(wanted, self._samples_by_clock(seen, size)) if seen else FIRST_STEPS * size
+            if seen:  # the part's seconds, at the speed so far, to the nearest batch
+                left = (self.done + 1) * self.seconds / self.parts - self.clock.train_seconds
+                wanted = min(wanted, round(left * seen / self.clock.train_seconds / size) * size)
+            else:
+                wanted = FIRST_STEPS * size
         return min(max(1, math.ceil(wanted / size)) * size, self.samples - seen)
 
-    def _samples_by_clock(self, seen: int, size: int) -> int:
-        """What the next part's seconds are enough for, at the speed so far, to the nearest batch."""
-        assert self.seconds is not None
-        left = (self.done + 1) * self.seconds / self.parts - self.clock.train_seconds
-        return round(left * seen / self.clock.train_seconds / size) * size
-
     def end_part(self) -> int:
-        """A part has ended: return the number of parts that are over now."""
+        """End a part; return the number of parts that are over now."""
         seen = self.loader.samples_delivered
         by_samples = seen * self.parts // self.samples
         by_seconds = 0
@@ -74,9 +72,9 @@ class RunLength:
 
 
 class PartSampler(Sampler[int]):
-    """The samples of a run's next part: each epoch of the loader is one, and a pass over the data goes on through them.
+    """The samples of a run's next part. Each epoch of the loader is a part, and passes continue from part to part.
 
-    The order of a pass is a function of (seed, pass). Its length is that of the data, which is what policies must know.
+    The order of a pass is a function of (seed, pass). Its length is that of the data, as policies must know it.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -88,7 +86,7 @@ class PartSampler(Sampler[int]):
         return self._size
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: where the next part begins follows from the samples that were delivered, after a resume too."""
+        """Do nothing: the next part begins after the samples that were delivered, after a resume too."""
 
     def __iter__(self) -> Iterator[int]:
         assert self.length is not None

@@ -1,4 +1,4 @@
-"""Several processes that train one model: the group a launcher announces, DDP and FSDP2, and stopping together."""
+"""Several processes that train one model: their group, DDP and FSDP2, and stopping together."""
 
 import os
 import signal
@@ -45,8 +45,8 @@ def is_restarted() -> bool:
 def process_group(device: str) -> Iterator[str]:
     """Join the processes that a launcher such as torchrun announced, if any; yield the device of this one.
 
-    CPU tensors go through gloo and a GPU's through NCCL. An error names the ranks that do not answer. After it the
-    group is left to the end of the process: taking leave of ranks that are stuck could take for ever.
+    CPU tensors go through gloo and a GPU's through NCCL. An error names the ranks that do not answer. After an error
+    the group ends with the process: taking leave of ranks that are stuck could take for ever.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield device
@@ -55,7 +55,13 @@ def process_group(device: str) -> Iterator[str]:
         raise ArgumentError(f"device {device}: each rank takes a GPU of its own; use device cuda")
     on_gpu = device == "cuda"
     if on_gpu:
-        device = f"cuda:{_local_gpu()}"
+        local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= count:
+            raise ArgumentError(
+                f"local rank {local} has no GPU: torch finds {count} here. Start at most {count} processes on this "
+                f"machine"
+            )
+        device = f"cuda:{local}"
         torch.cuda.set_device(torch.device(device))
     limit = timedelta(seconds=TIMEOUT)
     try:
@@ -85,18 +91,8 @@ def process_group(device: str) -> Iterator[str]:
     dist.destroy_process_group()
 
 
-def _local_gpu() -> int:
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= count:
-        raise ArgumentError(
-            f"local rank {local} has no GPU: torch finds {count} here. Start at most {count} processes on this machine"
-        )
-    return local
-
-
 def _is_about_ranks(error: Exception) -> bool:
-    """Whether torch tells of other ranks with it; gloo's errors have no class of their own."""
-    words = ("gloo", "NCCL", "ProcessGroup")
+    words = ("gloo", "NCCL", "ProcessGroup")  # gloo's errors have no class of their own
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
@@ -167,7 +163,7 @@ class Parallel:
 
     @contextmanager
     def adding_up(self, *, is_last: bool) -> Iterator[None]:
-        """Keep gradients on their rank inside, unless this is the last backward pass of the batch."""
+        """Keep gradients on their rank, unless this is the last backward pass of the batch."""
         model: Any = self.model
         if self.is_sharded:
             model.set_requires_gradient_sync(is_last)
@@ -258,9 +254,9 @@ AGREE_EVERY = 8
 
 
 class StopRequest:
-    """SIGTERM and Ctrl-C as a request to stop after the current step; a second Ctrl-C interrupts at once.
+    """SIGTERM or Ctrl-C as a request to stop after the current step; a second Ctrl-C interrupts at once.
 
-    A request to any rank stops all of them after the same step: one that stopped alone would leave the others stuck.
+    A request to any rank stops all ranks after the same step: one that stopped alone would leave the others stuck.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:

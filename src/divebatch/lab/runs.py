@@ -1,4 +1,4 @@
-"""Runs: an experiment's method with one seed, its files, and training from wherever these stand to its end."""
+"""Runs: an experiment's method with one seed, its files, and training from their state to its end."""
 
 import gc
 import hashlib
@@ -57,9 +57,9 @@ class Run:
     keep_epochs: tuple[int, ...] = ()
     """Epochs whose checkpoints stay, each in a file of its own, where others are replaced by later ones."""
     sharding: str = "ddp"
-    """The ways in which several ranks train one model: "ddp", a copy on each, or "fsdp", a part on each."""
+    """The model on several ranks: "ddp", a copy on each, or "fsdp", a part on each."""
     loggers: tuple[str, ...] = ()
-    """Kinds, as `divebatch.lab.loggers` knows them: where epochs are shown beside the records."""
+    """Kinds of loggers, as `divebatch.lab.loggers` knows them, that also show the epochs."""
 
     def __post_init__(self) -> None:
         require_choice("sharding", self.sharding, SHARDINGS)
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def records_path(self) -> Path:
-        """DIR/EXPERIMENT/METHOD/seed-K.jsonl, as the records' contract has it."""
+        """DIR/EXPERIMENT/METHOD/seed-K.jsonl: other programs read records by this path."""
         return self.folder / self.experiment.name / self.method_name / f"seed-{self.seed}.jsonl"
 
     @property
@@ -91,18 +91,9 @@ class Run:
         """The last checkpoint, beside the records."""
         return self.records_path.with_suffix(".ckpt")
 
-    def kept_checkpoint(self, epoch: int) -> Path:
-        """Return the place of the checkpoint after an epoch of `keep_epochs`."""
-        return self.records_path.with_suffix(f".epoch-{epoch}.ckpt")
-
-    @property
-    def log_folder(self) -> Path:
-        """The folder that loggers write to: the records' path without its suffix."""
-        return self.records_path.with_suffix("")
-
     @property
     def config(self) -> dict[str, Any]:
-        """All settings of this run, as a record holds them: what must be equal for a resume."""
+        """All settings of this run that must be equal for a resume, as a record holds them."""
         values = asdict(self.experiment)
         # How a run is shown is not how it is trained: naming another baseline must not prevent a resume.
         del values["methods"], values["report"], values["metric"]
@@ -153,44 +144,32 @@ def _hardware(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    names = []
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _git_commit() -> str | None:
-    """Return the commit of this source tree, with "-dirty" where it was changed; None outside of a checkout."""
-    package = Path(__file__).parents[1]
-    # Installed into an environment that lies in somebody's repository, git would tell of theirs.
-    if _git("rev-parse", "--show-toplevel") != str(package.parents[1].resolve()):
+    """Return the commit of this source tree, with "-dirty" if it was changed; None outside of a checkout."""
+    root = Path(__file__).parents[3]
+    # Installed into an environment that lies in somebody's repository, git would give their commit.
+    if _git("rev-parse", "--show-toplevel") != str(root.resolve()):
         return None
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _git(*words: str) -> str | None:
-    command = ["git", *words]
     try:
-        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        place = Path(__file__).parent
+        answer = subprocess.run(["git", *words], cwd=place, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None if answer.returncode == 0 else None
 
 
-# Files: one process writes a run's at a time
-
-
-@contextmanager
-def _alone(run: Run) -> Iterator[None]:
-    """Keep every other process from this run."""
-    with locked(run.records_path.with_suffix(".lock")) as is_ours:
-        if not is_ours:
-            raise RecordError(
-                f"another process is working on '{run.records_path}', and two would spoil its files: wait for its "
-                f"end, stop it, or choose another folder"
-            )
-        yield
+# Files
 
 
 def check_can_write(run: Run, *, resume: bool) -> None:
@@ -243,7 +222,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A run's records up to its checkpoint, and the checkpoint; nothing where it begins anew."""
+    """A run's records up to its checkpoint, and the checkpoint; neither if it begins anew."""
 
     header: RunHeader | None = None
     epochs: list[EpochRecord] = field(default_factory=list)
@@ -263,16 +242,17 @@ class Progress:
             return cls(), {}
         header, epochs = read_run(run.records_path)
         found = cls(header=header, epochs=epochs)
+        complete = replace(found, is_complete=True)
         was_last = found.last_epoch >= run.experiment.epochs
         try:
             newest = load_newest(run.checkpoint_path, device=torch.device(run.device))
         except CheckpointError:
-            if not was_last:
-                raise
-            newest = None
-        if newest is None and was_last:
-            return replace(found, is_complete=True), {}
+            if was_last:
+                return complete, {}
+            raise
         if newest is None:
+            if was_last:
+                return complete, {}
             if len(epochs) > run.checkpoint_every:  # else it was killed before its first checkpoint
                 raise CheckpointError(
                     f"'{run.records_path}' holds {len(epochs)} epochs, but its checkpoint "
@@ -286,7 +266,7 @@ class Progress:
         _require_own(run, path, state)
         done = replace(found, epochs=epochs[: state["run"]["records"]], checkpoint=path)
         if done.last_epoch >= run.experiment.epochs:
-            return replace(found, is_complete=True), {}
+            return complete, {}
         planned = replace(header, config=run.config)  # perhaps for more epochs than before
         _cut_records(run, planned, len(done.epochs))
         return replace(done, header=planned), state
@@ -310,7 +290,7 @@ def _require_own(run: Run, path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _records_hash(run: Run, num_epochs: int) -> str:
-    """Return a hash of the first line, without the configuration, and of so many epochs."""
+    """Return a hash of the first line, without the configuration, and of the first epochs."""
     first, *others = run.records_path.read_bytes().split(b"\n")[:-1]  # complete lines
     header = {**json.loads(first), "config": None}
     lines = [json.dumps(header).encode(), *others[:num_epochs]]
@@ -350,24 +330,20 @@ def lengthened(run: Run, plan: Callable[[int], Experiment]) -> Run:
 # Training
 
 
-def _say_nothing(_: EpochRecord) -> None:
-    pass
-
-
 def execute(
     run: Run,
     *,
     resume: bool = False,
-    on_epoch: Callable[[EpochRecord], None] = _say_nothing,
-    on_resume: Callable[[EpochRecord], None] = _say_nothing,
+    on_epoch: Callable[[EpochRecord], None] = lambda _: None,
+    on_resume: Callable[[EpochRecord], None] = lambda _: None,
     stop: StopRequest | None = None,
 ) -> None:
     """Train to the end, with a record after every epoch and checkpoints as the run says.
 
-    `on_epoch` gets each epoch that is trained here, `on_resume` the last one that was there before, if any. A run that
-    was killed is resumed from its last checkpoint. Asked to stop (by a signal, or by `stop`, which then listens for
-    them), it finishes the current step, saves, and raises `StoppedError`. Under an initialised process group all ranks
-    call it; rank 0 alone writes. Only one process at a time gets a run: `RecordError` for any other.
+    `on_epoch` gets each epoch that is trained here, `on_resume` the last one before, if any. A run that was killed
+    resumes from its last checkpoint. Asked to stop (by a signal, or by `stop`, which then listens for them), it
+    finishes the current step, saves, and raises `StoppedError`. Under an initialised process group all ranks call this
+    function, and rank 0 alone writes. Only one process at a time gets a run: `RecordError` for any other.
     """
     if stop is not None and stop.now():
         raise StoppedError(f"stopped before {run.records_path} was begun")
@@ -375,7 +351,11 @@ def execute(
     state: dict[str, Any] = {}
 
     def begin() -> Progress:
-        held.enter_context(_alone(run))
+        if not held.enter_context(locked(run.records_path.with_suffix(".lock"))):
+            raise RecordError(
+                f"another process is working on '{run.records_path}', and two would spoil its files: wait for its "
+                f"end, stop it, or choose another folder"
+            )
         check_can_write(run, resume=resume)
         progress, found = Progress.of(run)
         state.update(found)
@@ -419,8 +399,8 @@ def _load(run: Run, trainer: Trainer, path: Path, state: dict[str, Any]) -> None
     before, now = found["config"]["training"].get("micro_batch_size"), run.experiment.training.micro_batch_size
     if before != now and has_batch_norm(trainer.model) and trainer.ranks.is_first:
         logger.warning(
-            "'%s' goes on with micro_batch_size=%s after %s: BatchNorm takes its statistics from each micro-batch, so "
-            "the run is no longer the one that was begun",
+            "'%s' continues with micro_batch_size=%s after %s: BatchNorm takes its statistics from each micro-batch, "
+            "so the run is no longer the one that was begun",
             *(run.records_path, now, before),
         )
     try:
@@ -434,15 +414,16 @@ def _load(run: Run, trainer: Trainer, path: Path, state: dict[str, Any]) -> None
 def _writing(run: Run, trainer: Trainer, progress: Progress) -> Iterator[Callable[[EpochRecord], None]]:
     """Open records and loggers, on rank 0; yield a function that writes an epoch to all of them."""
     if not trainer.ranks.is_first:
-        yield _say_nothing
+        yield lambda _: None
         return
     with RecordWriter(run.records_path) as writer:
         header = progress.header
         if header is None:
             trained = [each.numel() for each in trainer.model.parameters() if each.requires_grad]
-            header = run.header(num_parameters=sum(trained))  # fsdp's parts tell their whole
+            header = run.header(num_parameters=sum(trained))  # fsdp's parts have the size of their whole
             writer.write(header)
-        with logging_to(run.loggers, header, run.log_folder, epochs_done=len(progress.epochs)) as log:
+        folder = run.records_path.with_suffix("")
+        with logging_to(run.loggers, header, folder, epochs_done=len(progress.epochs)) as log:
 
             def write(record: EpochRecord) -> None:
                 writer.write(record)
@@ -457,7 +438,7 @@ def _writing(run: Run, trainer: Trainer, progress: Progress) -> Iterator[Callabl
 
 
 class _Keeper:
-    """Trains epochs of a run, and decides when its state is written down."""
+    """Trains epochs of a run, and saves its state when that is due."""
 
     def __init__(self, run: Run, trainer: Trainer, stop: StopRequest, progress: Progress) -> None:
         self.run, self.trainer, self.stop = run, trainer, stop
@@ -467,25 +448,23 @@ class _Keeper:
         try:
             record = self.trainer.run_epoch(after_step=self._after_step)
             self._require_finite()
+            return record
         except DivergedError as error:
             path = self.run.checkpoint_path
             saved = f"The last good checkpoint is '{path}'." if path.exists() else "No checkpoint was written yet."
             raise DivergedError(f"{error}. {saved} A smaller learning rate may help.") from error
-        return record
 
     def after_epoch(self, record: EpochRecord) -> None:
         """Save, now that the record is on disk."""
         before, self.epoch = self.epoch, record.epoch
         self._records += 1
-        is_last, is_asked = (
-            self.epoch == self.run.experiment.epochs,
-            self.stop.now(),
-        )  # once: a signal may come any time
+        is_last = self.epoch == self.run.experiment.epochs
+        is_asked = self.stop.now()  # once: a signal may come any time
         if is_last or is_asked or self.epoch % self.run.checkpoint_every == 0:
             self._save(self.run.checkpoint_path)
         # One batch may carry a run over several parts of its pass, and so over the epoch that is to be kept.
         if any(before < kept <= self.epoch for kept in self.run.keep_epochs):
-            self._save(self.run.kept_checkpoint(self.epoch))
+            self._save(self.run.records_path.with_suffix(f".epoch-{self.epoch}.ckpt"))
         if is_asked and not is_last:
             raise self._stopped()
 

@@ -18,7 +18,7 @@ from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.schedules import SCHEDULES
 from divebatch.lab.step import DeviceOptions
-from divebatch.lab.tasks import TASKS
+from divebatch.lab.tasks import TASKS, Classification
 from divebatch.lr import Coupling, require_coupling
 from divebatch.policies import POLICIES, Policy, make_policy
 from divebatch.records import Metric, ReportSettings
@@ -81,20 +81,19 @@ def _table_of(cls: type[T], value: Any) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A thing chosen by name (data, model, optimizer, schedule, policy) with its own settings."""
+    """A part chosen by name (data, model, optimizer, schedule, policy) with its own settings."""
 
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def scaled(self, ratio: float, registry: Mapping[str, Any]) -> "Part":
-        """Settings that count epochs, as the kind's class says, times `ratio`, rounded, at least 1."""
+        """Multiply settings that count epochs, as the kind's class says, by `ratio`: rounded, at least 1."""
         counted = registry[self.kind].epoch_settings if self.kind in registry else ()
         scaled = {key: _scaled(value, ratio) for key, value in self.settings.items() if key in counted}
         return replace(self, settings={**self.settings, **scaled})
 
 
 def _scaled(epochs: Any, ratio: float) -> Any:
-    """A number of epochs, or a list of them."""
     if isinstance(epochs, list):
         return [_scaled(each, ratio) for each in epochs]
     return max(1, round(epochs * ratio))
@@ -124,20 +123,20 @@ def _estimator(value: Any) -> str | Part | None:
     if value is None:
         return None
     part = _part(value, ESTIMATORS)
-    build_estimator(part, DeviceOptions(), _no_loss)
+    build_estimator(part, DeviceOptions(), Classification.loss_fn)  # any loss: nothing is measured
     return part if part.settings else part.kind
 
 
 AnyPart = Annotated[Part, PlainValidator(_part)]
 PolicyPart = Annotated[Part, PlainValidator(_policy)]
-DeviceOptionsTable = Annotated[DeviceOptions, PlainValidator(partial(_table_of, DeviceOptions))]
+OptionsTable = Annotated[DeviceOptions, PlainValidator(partial(_table_of, DeviceOptions))]
 MetricTable = Annotated[Metric, PlainValidator(partial(_table_of, Metric))]
-ReportSettingsTable = Annotated[ReportSettings, PlainValidator(partial(_table_of, ReportSettings))]
+ReportTable = Annotated[ReportSettings, PlainValidator(partial(_table_of, ReportSettings))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way of training: its first batch size and rate, and what becomes of them.
+    """One way of training: its first batch size and rate, and their course.
 
     The rate grows linearly, step by step, over the first `warmup_epochs`, on top of the experiment's schedule.
     `every_steps`, `base_batch_size` and `shadows` (policies by name that only watch) are the controller's.
@@ -155,21 +154,21 @@ class Method:
     every_steps: int | None = None
     base_batch_size: int | None = None
     multiple_of: int = 1
-    """What the policy's sizes are rounded down to."""
+    """A divisor of all sizes of the policy, which are rounded down to it."""
     measure_always: bool = False
-    """Whether epochs are measured for the record that the policy does not ask for."""
+    """Whether epochs are measured for the record too that the policy does not ask for."""
     quantize: int | None = None
-    """Levels that gradients are rounded to at random (`research/quantized.py`); None: they are left alone."""
+    """Levels that gradients are rounded to at random (`research/quantized.py`). None: they are left alone."""
     shadows: Mapping[str, PolicyPart] | None = None
 
     def scaled(self, ratio: float) -> "Method":
-        """Epoch-counted settings times `ratio`."""
+        """Multiply settings that count epochs by `ratio`."""
         warmup = _scaled(self.warmup_epochs, ratio) if self.warmup_epochs else 0
         shadows = {name: part.scaled(ratio, POLICIES) for name, part in (self.shadows or {}).items()}
         return replace(self, policy=self.policy.scaled(ratio, POLICIES), warmup_epochs=warmup, shadows=shadows or None)
 
     def for_compiler(self) -> "Method":
-        """Sizes that follow a measurement are rounded down: each new one costs the compiler half a minute."""
+        """Round sizes that follow a measurement: each new one costs the compiler half a minute."""
         if self.multiple_of > 1 or "multiple_of" in self.policy.settings:
             return self
         return replace(self, multiple_of=COMPILED_MULTIPLE) if POLICIES[self.policy.kind].has_many_sizes else self
@@ -206,36 +205,28 @@ class Experiment:
     optimizer: AnyPart
     methods: Mapping[str, Annotated[Method, PlainValidator(_method)]]
     task: AnyPart = field(default_factory=lambda: Part(kind="classification"))
-    """What the model is trained for."""
-    training: Annotated[DeviceOptions, PlainValidator(partial(_table_of, DeviceOptions))] = field(
-        default_factory=DeviceOptions
-    )
+    training: OptionsTable = field(default_factory=DeviceOptions)
     metric: MetricTable = field(default_factory=Metric)
-    """What its runs are judged by; the task's own where the file names none."""
-    report: Annotated[ReportSettings, PlainValidator(partial(_table_of, ReportSettings))] = field(
-        default_factory=ReportSettings
-    )
+    """The metric that judges its runs; the task's own if the file names none."""
+    report: ReportTable = field(default_factory=ReportSettings)
     one_pass: bool = False
     """Whether a run is one pass over the data, or the `samples` or `seconds` of it; `epochs` are its equal parts."""
     samples: int | None = None
-    """Samples of a run where that is not the whole pass."""
+    """Samples of a run. None: a whole pass."""
     seconds: float | None = None
     """Seconds of training after which a run ends."""
     repeat: bool = False
     """Whether the data may be gone through again where `samples` or `seconds` ask for more than there is."""
     clip_norm: float | None = None
-    """The largest norm of the gradient that a step is made with; None for any."""
+    """The largest norm of the gradient that a step is made with. None: any."""
     held_out: float = 0.0
-    """Fraction of the training samples to validate on, which the seed chooses; 0 for the test samples."""
+    """Fraction of the training samples to validate on, which the seed chooses. 0: the test samples."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
             raise ArgumentError(f"held_out must be at least 0 and below 1, got held_out={self.held_out}")
         if self.clip_norm is not None:
             require_positive("clip_norm", self.clip_norm)
-        self._require_end()
-
-    def _require_end(self) -> None:
         if self.samples is not None:
             require_count("samples", self.samples)
         if self.seconds is not None:
@@ -256,7 +247,7 @@ class Experiment:
             )
 
     def ending(self, *, samples: int | None = None, seconds: float | None = None, repeat: bool = False) -> "Experiment":
-        """The same experiment with another end; its schedule is fitted to it. What is left out stays as it is."""
+        """Return the experiment with another end, which its schedule is fitted to; the defaults change nothing."""
         if samples is None and seconds is None and not repeat:
             return self
         return replace(
@@ -267,32 +258,28 @@ class Experiment:
         )
 
     def scaled(self, epochs: int) -> "Experiment":
-        """The same experiment over another number of epochs, every epoch-counted setting with it."""
+        """Return the experiment over another number of epochs, with all settings that count them."""
         if epochs < 1:
             raise ArgumentError(f"epochs must be at least 1, got epochs={epochs}")
         ratio = epochs / self.epochs
         methods = {name: method.scaled(ratio) for name, method in self.methods.items()}
         return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio, SCHEDULES), methods=methods)
 
-    def with_model(self, kind: str) -> "Experiment":
-        """The same experiment with another network, at its own settings."""
-        return replace(self, model=Part(kind=kind))
-
     def with_training(self, **changes: Any) -> "Experiment":
-        """Another use of the device; None leaves a setting as it is. Batch sizes are rounded for the compiler."""
+        """Return the experiment with other device options, but for None, and with batch sizes for the compiler."""
         training = replace(self.training, **{key: value for key, value in changes.items() if value is not None})
         methods = {name: method.for_compiler() if training.compile else method for name, method in self.methods.items()}
         return replace(self, training=training, methods=methods)
 
     def method(self, name: str) -> Method:
-        """The method called `name`, or an error that lists those there are."""
+        """Return the method called `name`, or raise an error that lists all names."""
         if name not in self.methods:
             raise ArgumentError(f"{self.name}: {unknown('method', name, self.methods)}")
         return self.methods[name]
 
 
 def experiment_names() -> list[str]:
-    """The experiments that come with the package, sorted."""
+    """Return the names of the experiments that come with the package, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
@@ -364,11 +351,10 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
         raise ArgumentError(f"{where}: task: {error}") from error
     values.setdefault("metric", asdict(TASKS[task].metrics[0]))
     experiment = build_table(Experiment, values, where)
-    known = [metric.name for metric in TASKS[task].metrics]
-    if experiment.metric.name not in known:  # every value of it would be missing
+    known, metric = [each.name for each in TASKS[task].metrics], experiment.metric.name
+    if metric not in known:  # every value of it would be missing
         raise ArgumentError(
-            f"{where}: metric.name must be one of {', '.join(known)} for the task {task!r}, "
-            f"got {experiment.metric.name!r}"
+            f"{where}: metric.name must be one of {', '.join(known)} for the task {task!r}, got {metric!r}"
         )
     if not experiment.methods:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
@@ -405,12 +391,3 @@ def build_policy(part: Part, total_samples: int) -> Policy:
     known = {"total_samples": total_samples}
     own = POLICIES[part.kind].run_settings if part.kind in POLICIES else ()
     return make_policy(part.kind, **{name: known[name] for name in own}, **part.settings)
-
-
-def _no_loss(outputs: Any, targets: Any) -> Tensor:
-    raise AssertionError("an estimator that is built to check its settings measures nothing")
-
-
-def build_settings(cls: type[T], part: Part, where: str) -> T:
-    """A part's settings as the dataclass its kind wants."""
-    return build_table(cls, part.settings, f"{where} {part.kind!r}")

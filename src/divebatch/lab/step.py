@@ -3,9 +3,9 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -30,7 +30,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """Speed, memory and rounding of a run; the method it follows is stated elsewhere.
+    """Speed, memory and rounding of a run, whatever its method.
 
     Args:
         precision: "fp32", "tf32" or "bf16"; weights are float32 in all of them.
@@ -58,10 +58,7 @@ class DeviceOptions:
 
 @contextmanager
 def device_settings(precision: str, device: torch.device) -> Iterator[None]:
-    """Inside, a GPU multiplies float32 as `precision` says and tries its convolution kernels once for each shape.
-
-    What was set before is put back.
-    """
+    """Let a GPU multiply float32 as `precision` says, and try its convolution kernels once for each shape."""
     if device.type != "cuda":
         yield
         return
@@ -79,14 +76,14 @@ def device_settings(precision: str, device: torch.device) -> Iterator[None]:
 # From a batch to its loss, plain or compiled
 
 LossFn = Callable[[Any, Any], Tensor]
-"""The mean loss of a batch, from the model's outputs and the targets."""
+"""Gives the mean loss of a batch, from the model's outputs and the targets."""
 
 MOST_VARIANTS = 256
 """Versions of one function that the compiler may make: batch sizes times measuring or not, for all runs together."""
 
 
 def predict(model: nn.Module, inputs: Any, precision: str) -> Any:
-    """The model's outputs; float32 where they were computed in less."""
+    """Return the model's outputs, in float32 even if they were computed in less."""
     if precision != "bf16":
         return model(inputs)
     with torch.autocast(inputs.device.type, torch.bfloat16):
@@ -100,15 +97,15 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def loss_of(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any, precision: str) -> Tensor:
-    """The mean loss of a batch."""
+    """Return the mean loss of a batch."""
     return loss_fn(predict(model, inputs, precision), targets)
 
 
 @cache
 def compiled_loss_of(*, fullgraph: bool = True) -> Callable[..., Tensor]:
-    """One for all runs of a process: a second model of the same build takes the code compiled for the first.
+    """Compile once for all runs of a process: a second model of the same build takes the code of the first.
 
-    DDP's own part of the forward pass is not compiled, which breaks the graph: not `fullgraph`.
+    DDP's own part of the forward pass breaks the graph, and so must not be compiled with `fullgraph`.
     """
     import torch._dynamo  # takes a second to import, and only compiled runs need it
 
@@ -124,17 +121,17 @@ class TrainStep:
     shorter last batch run uncompiled.
 
     Args:
-        parallel: the model, and how ranks run it together (`Parallel.alone(model)` for one process).
-        loss_fn: the mean loss of a batch, `loss_fn(outputs, targets)`.
-        optimizer: the one that steps.
-        options: precision, compiling, micro-batches.
-        clock: books the compiler's time apart from training; also says which device is used.
-        plan: asked once for each batch how it must go through the model: `control.plan`, or the default, for which
-            nothing is measured and each batch is as large as the others.
-        on_outgrown: told of the batch that did not fit into memory and the largest that did, in samples, before the
-            step is made again in passes that fit: it must see to it that later batches are no larger, and that nothing
-            is measured in this epoch. None: a batch that does not fit is an error.
-        clip_norm: a gradient whose norm is above it is scaled down to it for the step; None leaves all as they are.
+        parallel: The model, and how ranks run it together (`Parallel.alone(model)` for one process).
+        loss_fn: The mean loss of a batch, `loss_fn(outputs, targets)`.
+        optimizer: The optimizer that steps.
+        options: Precision, compiling, micro-batches.
+        clock: Books the compiler's time apart from training, and knows the device.
+        plan: Called once for each batch; says how it must go through the model. `control.plan`, or the default: nothing
+            is measured, and each batch is as large as the others.
+        on_outgrown: Called with the size of a batch that did not fit into memory, and the largest that did, before the
+            step is made again in passes that fit. It must keep later batches within that size, and measuring out of
+            this epoch. None: a batch that does not fit is an error.
+        clip_norm: The norm that larger gradients are scaled down to for the step. None: all stay as they are.
     """
 
     def __init__(
@@ -166,44 +163,31 @@ class TrainStep:
         """Variants that the run had compiled before it was resumed."""
         on_gpu = clock.device.type == "cuda" and parallel.ranks.is_alone
         may_record = on_gpu and options.compile and options.cuda_graphs
-        self.graphs = GraphedPasses(parallel.model, self._full_loss, self._run, clock, is_enabled=may_record)
+        full_loss = partial(self._loss, is_full=True)
+        self.graphs = GraphedPasses(parallel.model, full_loss, self._run, clock, is_enabled=may_record)
 
     def __call__(self, batch: Any) -> Tensor:
-        """Forward, backward, step. Returns the batch's mean loss, at the weights before the step."""
-        plan = self.plan()
-        self._expect(batch, plan)
-        self.optimizer.zero_grad()
-        loss = self._backward(batch, plan)
-        with self._clipping():
+        """Go forward, backward, and step; return the batch's mean loss at the weights before the step."""
+        loss = self._backward(batch)
+        # As the last hook before the step: estimators look at gradients in one of theirs, and must see them whole.
+        clips = self.clip_norm is not None
+        with self.optimizer.register_step_pre_hook(self._clip) if clips else nullcontext():
             self.optimizer.step()
         return loss
 
-    @contextmanager
-    def _clipping(self) -> Iterator[None]:
-        """Inside, a step clips its gradient first."""
-        if self.clip_norm is None:
-            yield
-            return
-        # As the last hook before the step: estimators look at gradients in one of theirs, and must see them whole.
-        hook = self.optimizer.register_step_pre_hook(lambda *_: self._clip())
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _clip(self) -> None:
+    def _clip(self, *_: Any) -> None:
         assert self.clip_norm is not None
         clip_grad_norm_(self.parallel.model.parameters(), self.clip_norm)
 
     def under(self, plan: Callable[[], BatchPlan]) -> Self:
-        """The same step, with all that was compiled, under another controller's plan."""
+        """Return the same step, with all that was compiled, under another controller's plan."""
         other = copy.copy(self)
         other.plan = plan
         return other
 
     @property
     def num_compiled(self) -> int:
-        """Variants the compiler was asked for; a resumed run asks again."""
+        """Variants that the compiler was asked for; a resumed run asks again."""
         return self.compiled_before + (len(self.variants) if self.options.compile else 0)
 
     @property
@@ -211,46 +195,49 @@ class TrainStep:
         """The peak since the epoch began; what a recording takes was allocated when it was made."""
         return max(peak_memory_bytes(self.clock.device), self.graphs.peak_bytes)
 
-    def _expect(self, batch: Any, plan: BatchPlan) -> None:
-        """Find out what a full batch is: the controller may have changed its size, or want it in other parts."""
+    def _backward(self, batch: Any) -> Tensor:
+        """Make the gradients of a batch's mean loss, if need be in passes that fit into memory; return that loss."""
+        plan, num_samples = self.plan(), batch_length(batch)
+        size = self._micro_batch_size(num_samples, plan)
+        loss = self._try(batch, size, plan)
+        if loss is not None:
+            if num_samples > self.fitted:
+                self.fitted, self.fitted_micro = num_samples, size
+            return loss
+        if self.on_outgrown is not None and 0 < self.fitted < num_samples and self.fitted_micro < size:
+            self.on_outgrown(num_samples, self.fitted)
+            # The same step in passes that fitted before: no sample is lost, and it is still one step.
+            size = self.fitted_micro
+            loss = self._try(batch, size, self.plan())
+            if loss is not None:
+                return loss
+        ranks = self.parallel.ranks
+        where = "" if ranks.is_alone else f" on rank {ranks.rank}"
+        way_out = f"Try micro_batch_size={size // 2}" if size > 1 else "Not even one sample fits"
+        raise BatchTooLargeError(
+            f"out of memory{where}: batch of {num_samples} samples in micro-batches of {size}. {way_out}"
+        )
+
+    def _try(self, batch: Any, size: int, plan: BatchPlan) -> Tensor | None:
+        """Go through a batch in passes of `size` samples; return its mean loss, or None if memory runs out."""
+        # What a full batch is: the controller may have changed its size, or want it in other parts.
         self.counts = plan.rank_shard is None or not plan.rank_shard.is_stand_in
         batch_size = plan.batch_size or batch_length(batch)
         self.full_size = self._micro_batch_size(batch_size, plan)
         self.graphs.expect(self.full_size, batch_size)
+        self.optimizer.zero_grad()
+        try:
+            return self._accumulate(batch, math.ceil(batch_length(batch) / size), size, plan)
+        except torch.OutOfMemoryError:
+            return None  # what failed holds memory until here, and what follows needs it
 
     def _micro_batch_size(self, num_samples: int, plan: BatchPlan) -> int:
-        """Samples of one backward pass of a batch."""
+        """Return the samples of one backward pass of a batch."""
         most = self.options.micro_batch_size or num_samples
         return min(most, math.ceil(num_samples / plan.min_micro_batches))
 
-    def _backward(self, batch: Any, plan: BatchPlan) -> Tensor:
-        num_samples = batch_length(batch)
-        size = self._micro_batch_size(num_samples, plan)
-        try:
-            loss = self._accumulate(batch, math.ceil(num_samples / size), size, plan)
-            if num_samples > self.fitted:
-                self.fitted, self.fitted_micro = num_samples, size
-            return loss
-        except torch.OutOfMemoryError:
-            pass  # what failed holds memory until here, and what follows needs it
-        if self.on_outgrown is not None and 0 < self.fitted < num_samples and self.fitted_micro < size:
-            self.on_outgrown(num_samples, self.fitted)
-            return self._again(batch, num_samples)
-        raise self._too_large(num_samples, size)
-
-    def _again(self, batch: Any, num_samples: int) -> Tensor:
-        """The same step in passes that fitted before: no sample is lost, and it is still one step."""
-        plan, size = self.plan(), self.fitted_micro
-        self._expect(batch, plan)
-        self.optimizer.zero_grad()
-        try:
-            return self._accumulate(batch, math.ceil(num_samples / size), size, plan)
-        except torch.OutOfMemoryError:
-            pass
-        raise self._too_large(num_samples, size)
-
     def _accumulate(self, batch: Any, count: int, size: int, plan: BatchPlan) -> Tensor:
-        """All micro-batches of a batch, `count` of at most `size` samples: the sum of their weighted losses."""
+        """Run all micro-batches of a batch, `count` of at most `size` samples; return the sum of weighted losses."""
         for _ in range(count, self._num_passes_of_all(plan)):
             self._run_dummy(batch, plan)
         total: Tensor | None = None
@@ -263,7 +250,7 @@ class TrainStep:
         return total
 
     def _num_passes_of_all(self, plan: BatchPlan) -> int:
-        """The passes of the rank that has most: a sharded model's parameters come from all ranks in every pass."""
+        """Return the passes of the rank that has most: a sharded model needs all ranks in every pass."""
         shard = plan.rank_shard
         if shard is None or not self.parallel.is_sharded:
             return 0
@@ -271,14 +258,14 @@ class TrainStep:
         return max(math.ceil(size / self._micro_batch_size(size, plan)) for size in sizes)
 
     def _run_dummy(self, batch: Any, plan: BatchPlan) -> None:
-        """A pass that counts for nothing, before those that do, so that this rank takes part in every collective."""
+        """Run a pass that counts for nothing, so that this rank takes part in every collective."""
         inputs, targets = cut(batch, 0, 1)
         with pausing_meters():
             part = MicroBatch(inputs=inputs, targets=targets, weight=LossWeight(0.0))
             self._run(part, BatchPlan(min_micro_batches=plan.min_micro_batches))
 
     def _run(self, part: MicroBatch, plan: BatchPlan) -> Tensor:
-        """One forward and backward pass, kernel by kernel; its mean loss times its weight."""
+        """Go forward and backward, kernel by kernel; return the mean loss times the weight."""
         # Passes that are compared on shards must each be averaged: FSDP2 shows them in no other way.
         averages = part.is_last or (self.parallel.is_sharded and plan.min_micro_batches > 1)
         with self._first_time(part, plan), self.parallel.adding_up(is_last=averages):
@@ -288,18 +275,17 @@ class TrainStep:
         return loss.detach()
 
     def _loss(self, inputs: Any, targets: Any, *, is_full: bool) -> Tensor:
-        # Only full ones: an epoch's short rest would double the number of shapes for one step an epoch.
+        # Full ones alone: an epoch's short rest would double the number of shapes for one step an epoch.
         is_compiled = self.options.compile and is_full
         function = compiled_loss_of(fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
         return function(self.parallel.module, self.loss_fn, inputs, targets, self.options.precision)
 
-    def _full_loss(self, inputs: Any, targets: Any) -> Tensor:
-        return self._loss(inputs, targets, is_full=True)
-
     @contextmanager
     def _first_time(self, part: MicroBatch, plan: BatchPlan) -> Iterator[None]:
-        """The first pass of its kind is the compiler's time, or that of a GPU's library, which takes a second for the
-        convolutions of a short batch it has not seen. The memory a compiler takes to try kernels is no peak."""
+        """Book the first pass of its kind as compiling; the memory that a compiler takes to try kernels is no peak.
+
+        Uncompiled it counts as training, though a GPU's library takes a second for convolutions of a new shape.
+        """
         variant, known = part.variant(plan), self.variants if part.is_full else self._short
         if variant in known:
             yield
@@ -311,29 +297,21 @@ class TrainStep:
         if part.is_full:
             forget_peak_memory(self.clock.device)
 
-    def _too_large(self, num_samples: int, tried: int) -> BatchTooLargeError:
-        ranks = self.parallel.ranks
-        where = "" if ranks.is_alone else f" on rank {ranks.rank}"
-        way_out = f"Try micro_batch_size={tried // 2}" if tried > 1 else "Not even one sample fits"
-        return BatchTooLargeError(
-            f"out of memory{where}: batch of {num_samples} samples in micro-batches of {tried}. {way_out}"
-        )
-
 
 @dataclass(slots=True)
 class Tally:
-    """The mean loss over the samples of an epoch, each at the weights it met."""
+    """The loss summed over the samples of an epoch, each at the weights it met."""
 
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
     num_samples: int = 0
 
     def add(self, loss: Tensor, num_samples: int) -> None:
-        """Summed on the device: reading each loss would wait for every step."""
+        """Add a batch's mean loss, on the device: reading each loss would wait for every step."""
         self.loss_sum = self.loss_sum.to(loss.device) + loss * num_samples
         self.num_samples += num_samples
 
     def mean(self, ranks: Ranks) -> float:
-        """Over the samples of all ranks. Waits for the device."""
+        """Return the mean over the samples of all ranks; waits for the device."""
         loss_sum, num_samples = ranks.sum_numbers([self.loss_sum.item(), self.num_samples])
         return loss_sum / num_samples
 
@@ -341,7 +319,7 @@ class Tally:
 def train_epoch(
     step: TrainStep, batches: Iterable[Any], tally: Tally, after_step: Callable[[], None] = lambda: None
 ) -> float:
-    """One step on each batch; the mean loss over the epoch's samples of all ranks."""
+    """Step once on each batch; return the mean loss over the epoch's samples of all ranks."""
     for batch in batches:
         loss = step(batch)
         if step.counts:

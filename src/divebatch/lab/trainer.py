@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,13 +31,9 @@ RANK = 6
 """The purpose of a rank's random numbers, apart from those of orders, workers, data, model, augmentation and signs."""
 
 
-def _go_on() -> None:
-    """After a step nothing is to be done."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """Everything one run needs; `run_epoch` is the whole story of an epoch."""
+    """All parts of one run; `run_epoch` is the whole story of an epoch."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -45,21 +41,21 @@ class Trainer:
     """Stepped after each epoch."""
     control: Controller
     task: Task
-    """Its loss is trained on, and it judges the validation data."""
+    """Has the loss of training, and judges the validation data."""
     validation: Iterable[Any]
     clock: Clock
     step_schedulers: Sequence[LRScheduler] = ()
     """Stepped after each optimizer step."""
     length: RunLength | None = None
-    """Where the epochs are parts of one pass: how long the run is. None where epochs are passes."""
+    """The length of a run whose epochs are parts of one pass. None: epochs are passes."""
     clip_norm: float | None = None
-    """The largest norm of the gradient that a step is made with; None for any."""
+    """The largest norm of the gradient that a step is made with. None: any."""
     options: DeviceOptions = field(default_factory=DeviceOptions)
     log_exact: bool = False
     data_fingerprint: str = ""
     """A hash of the samples that are trained and validated on."""
     parallel: Parallel = None  # type: ignore[assignment]
-    """How the model runs on several ranks; by default on one."""
+    """The model on its ranks; by default on one."""
     quantize: QuantizedGradients | None = None
     """Rounds the gradients of `model` at random."""
     step: TrainStep = field(init=False)
@@ -88,7 +84,12 @@ class Trainer:
         """The ranks that train this model together."""
         return self.parallel.ranks
 
-    def run_epoch(self, *, after_step: Callable[[], None] = _go_on) -> EpochRecord:
+    @property
+    def all_schedulers(self) -> list[LRScheduler]:
+        """Those that are stepped after each epoch, before those that are stepped after each optimizer step."""
+        return [*self.schedulers, *self.step_schedulers]
+
+    def run_epoch(self, *, after_step: Callable[[], None] = lambda: None) -> EpochRecord:
         """Train, let the controller decide, evaluate.
 
         Measuring counts as training; evaluation and the compiler's work do not. `after_step` may save or raise.
@@ -120,9 +121,14 @@ class Trainer:
         )
 
     def _train(self, after_step: Callable[[], None]) -> float:
+        def step_schedulers() -> None:
+            for scheduler in self.step_schedulers:
+                scheduler.step()
+            after_step()
+
         self.model.train()
         forget_peak_memory(self.clock.device)
-        train_loss = train_epoch(self.step, self.control.loader, self.tally, lambda: self._after_step(after_step))
+        train_loss = train_epoch(self.step, self.control.loader, self.tally, step_schedulers)
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss of epoch {self.control.epoch + 1} is {train_loss}")
         self.tally = Tally()
@@ -130,20 +136,15 @@ class Trainer:
             scheduler.step()
         return train_loss
 
-    def _after_step(self, then: Callable[[], None]) -> None:
-        for scheduler in self.step_schedulers:
-            scheduler.step()
-        then()
-
     def _outgrown(self, failed: int, fitted: int) -> None:
-        """A batch does not fit into memory after a growth: go back to the size that did, and stay there."""
+        """Return for good to the batch size that fitted into memory, after a growth to one that did not."""
         logger.warning(
             "out of memory: a batch of %d samples does not fit, %d did; no larger one follows", failed, fitted
         )
         self.control.limit_batch_size(fitted)
 
     def _costs(self, peak: int) -> dict[str, Any]:
-        """Seconds and bytes so far, each of the rank that took most."""
+        """Return seconds and bytes so far, each of the rank that took most."""
         seconds = {
             "train_seconds": self.clock.train_seconds,
             "eval_seconds": self.clock.seconds("evaluate"),
@@ -160,6 +161,10 @@ class Trainer:
         All ranks must call it; rank 0 gets whole tensors and the sums of all.
         """
         self.parallel.average_buffers()
+        loss_sum, num_samples = self.tally.loss_sum, self.tally.num_samples
+        if not self.ranks.is_alone:
+            total, count = self.ranks.sum_numbers([loss_sum.item(), num_samples])
+            loss_sum, num_samples = torch.tensor(total, dtype=torch.float64), int(count)
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -168,7 +173,7 @@ class Trainer:
             "clock": self.clock.state_dict(),
             "compiled": self.step.num_compiled,
             "parts_done": self.length.done if self.length is not None else None,
-            "tally": self._whole_tally(),
+            "tally": (loss_sum, num_samples),
             "random": torch.get_rng_state(),
             "signs": signs_state(self.clock.device),
             "quantize": self.quantize.state_dict() if self.quantize is not None else None,
@@ -191,45 +196,30 @@ class Trainer:
         self.step.compiled_before = state["compiled"]
         if self.length is not None:
             self.length.done = state["parts_done"]
-        # The saved sums are those of all ranks: the first one goes on with them, the others from nothing.
+        # The saved sums are those of all ranks: the first one continues with them, the others with nothing.
         self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
         # Steps were made before the resume; a scheduler would warn where an epoch has none left.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self.ranks.is_first:
-            self._load_random(state)
-        else:
+        if not self.ranks.is_first:
             self.draw_apart()
-
-    def _load_random(self, state: dict[str, Any]) -> None:
+            return
         torch.set_rng_state(state["random"].cpu())
         load_signs_state(self.clock.device, state["signs"])
         if self._on_cuda and state["cuda_random"] is not None:
             torch.cuda.set_rng_state(state["cuda_random"].cpu(), self.clock.device)
 
     def draw_apart(self) -> None:
-        """Random numbers that no other rank draws: dropout and sketches of equal signs would not be independent."""
+        """Draw other random numbers than all other ranks: their dropout and sketches must be independent."""
         loader = self.control.loader
         seed = mixed_seed(loader.seed, loader.samples_delivered, RANK, self.ranks.rank)
         torch.manual_seed(seed)
         seed_signs(self.clock.device, seed)
-
-    def _whole_tally(self) -> tuple[Tensor, int]:
-        """The tally's sums over all ranks."""
-        if self.ranks.is_alone:
-            return (self.tally.loss_sum, self.tally.num_samples)
-        loss_sum, num_samples = self.ranks.sum_numbers([self.tally.loss_sum.item(), self.tally.num_samples])
-        return (torch.tensor(loss_sum, dtype=torch.float64), int(num_samples))
-
-    @property
-    def all_schedulers(self) -> list[LRScheduler]:
-        """Those that are stepped after each epoch, then those that are stepped after each optimizer step."""
-        return [*self.schedulers, *self.step_schedulers]
 
     @property
     def _on_cuda(self) -> bool:
         return self.clock.device.type == "cuda"
 
     def _exact_diversity(self) -> float | None:
-        """The diversity of the whole training set at the weights the epoch ended with; None where it is undefined."""
+        """Return the diversity of the whole training set at the present weights, or None if it is undefined."""
         exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass(), ranks=self.ranks)
         return exact.value if exact.is_defined else None

@@ -23,7 +23,7 @@ from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 
 LOOK = 0.1
-"""Seconds from one look at a request to stop to the next."""
+"""Seconds between two looks at a request to stop."""
 OnEpoch = Callable[[int, EpochRecord], None]
 """Called in the parent with the run's index and each finished epoch."""
 
@@ -44,17 +44,13 @@ def default_jobs(device: str, num_runs: int) -> int:
     return max(1, min(num_runs, num_cores())) if device == "cpu" else 1
 
 
-def _say_nothing(_: int, __: EpochRecord) -> None:
-    pass
-
-
 def execute_all(
-    runs: Sequence[Run], *, jobs: int, resume: bool, on_epoch: OnEpoch, on_resume: OnEpoch = _say_nothing
+    runs: Sequence[Run], *, jobs: int, resume: bool, on_epoch: OnEpoch, on_resume: OnEpoch = lambda *_: None
 ) -> list[Failure]:
     """Execute every run; one that fails does not stop the others. Asked to stop, all save and `StoppedError` rises.
 
     `on_resume` gets the last epoch that a run had before, and `on_epoch` those that follow. Several ranks train each
-    run together, one after the other; there an error that not all of them have ends all of them.
+    run together, one run after the other; there an error that not all ranks have ends all of them.
     """
     ranks = Ranks.here()
     with StopRequest(ranks) as stop:
@@ -120,7 +116,7 @@ def _in_processes(
 
 
 class _Worker(threading.Thread):
-    """A thread with a process of its own, which takes run after run from those that wait; a new one if it dies."""
+    """A thread that takes run after run to a process of its own, and to a new process if that one dies."""
 
     def __init__(
         self, waiting: deque[tuple[int, Run]], messages: queue.SimpleQueue[Any], resume: bool, threads: int
@@ -214,7 +210,7 @@ def _outcome(line: Connection, run: Run, resume: bool, stop: StopRequest) -> Bas
 
 
 def _die_with_parent() -> None:
-    """End with a killed parent: who outlived it would go on with runs that nobody watches."""
+    """End with a killed parent, rather than continue runs that nobody watches."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
