@@ -63,7 +63,7 @@ QUESTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A branch: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate, and how it ended."""
+    """A branch: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate, and its losses."""
 
     factor: int
     batch_size: int
@@ -72,16 +72,16 @@ class Branch:
     repeat: int
     """From 0. All branches of a repeat see the same data in the same order, another repeat another order."""
     coupling: Coupling = "sqrt"
-    """The coupling of the optimizer to the batch size: a name, or a power of it."""
+    """The optimizer's coupling to the batch size: a name, or a power of it."""
     loss: float = math.nan
-    """The loss that it is judged by."""
+    """The loss that judges it."""
     course: tuple[float, ...] = ()
     """The smoothed training loss after each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The loss of a factor above that of factor 1 on the same data, as a part of it, with its 95 % interval."""
+    """The loss of a factor above that of factor 1 on the same data, relative to it, with its 95 % interval."""
 
     factor: int
     batch_size: int
@@ -112,9 +112,9 @@ class Critical:
     size: int
     low: int
     high: int | None
-    """None: no size that was tried surely falls behind."""
+    """None: no size surely falls behind."""
     is_open: bool
-    """Whether even the largest size that was tried keeps up."""
+    """Whether even the largest size keeps up."""
 
     def __str__(self) -> str:
         """Return text like `512 (surely 256, perhaps up to 1024)`."""
@@ -126,7 +126,7 @@ class Critical:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """All branches. `window` is the samples of each, `problem` the reason why large factors are missing."""
+    """All branches, of `window` samples each; `problem` is the reason why large factors are missing."""
 
     batch_size: int
     window: int
@@ -137,12 +137,12 @@ class Probe:
 
     @property
     def gaps(self) -> list[Gap]:
-        """One for each factor, smallest first."""
+        """The gap of each factor, smallest first."""
         return [self._gap(factor) for factor in sorted({branch.factor for branch in self.branches})]
 
     @property
     def critical(self) -> Critical:
-        """The largest size that keeps up with all smaller ones keeping up too."""
+        """The largest size that keeps up, as do all smaller ones."""
         gaps = self.gaps
 
         def last_while(holds: Callable[[Gap], bool]) -> int:
@@ -216,12 +216,12 @@ def probe_critical_batch(
     tolerance: float = 0.02,
     on_branch: Callable[[Branch], None] | None = None,
 ) -> Probe:
-    """Train a branch for each factor and repeat from the checkpoint, and say which ones keep up with factor 1.
+    """Train a branch for each factor and repeat from the checkpoint, and compare each factor with factor 1.
 
     Each branch sees `window` samples, rounded down to whole steps of the largest. Its loss is the exponential mean of
-    the last ones, or the held-out loss at its end. A branch keeps up if that is at most `tolerance`, as a part, above
-    the loss of factor 1 on the same data. A branch that does not fit into memory ends the factors there. The last thing
-    that happens here is a return to the checkpoint.
+    its last losses, or the held-out loss at its end. A branch keeps up if that is at most the part `tolerance` above
+    the loss of factor 1 on the same data. A branch that does not fit into memory ends the factors there. At the end the
+    trainer is back at the checkpoint.
     """
     # All branches must see the same samples, or their losses could not be compared.
     window -= window % (factors[-1] * trainer.batch_size)
@@ -273,7 +273,7 @@ def smoothed(losses: Iterable[float], batch_size: int, horizon: float) -> list[f
 
 
 def require_settings(coupling: Coupling, tolerance: float) -> None:
-    """Raise for settings of no use."""
+    """Raise if a coupling or tolerance cannot be used."""
     if isinstance(coupling, str):
         require_choice("coupling", coupling, tuple(name for name in COUPLINGS if name not in BY_NOISE))  # not measured
     else:
@@ -282,7 +282,7 @@ def require_settings(coupling: Coupling, tolerance: float) -> None:
 
 
 def chosen_factors(factors: Sequence[int] | None, batch_size: int, window: int, dataset_size: int) -> list[int]:
-    """Return the factors in rising order, with 1 among them: by default powers of two that leave the largest 4 steps.
+    """Return the factors in rising order, from 1 on: by default powers of two that leave the largest 4 steps.
 
     >>> chosen_factors(None, 128, 4400, 60_000)
     [1, 2, 4, 8]
@@ -322,15 +322,15 @@ class Start:
     header: RunHeader
     state: dict[str, Any]
     epoch: int
-    """The number of epochs trained before it; of a run over one pass, the number of its parts."""
+    """The number of epochs before it, or of parts of a run over one pass."""
     samples: int
-    """The samples that the run had seen, of all epochs."""
+    """The samples before it, of all epochs."""
     batch_size: int
-    """The batch size from here on, which may have changed since the last record."""
+    """The batch size from there on, which may have changed since the last record."""
 
     @property
     def place(self) -> str:
-        """Its place in the run, in words."""
+        """The checkpoint's place in the run, in words."""
         config = self.header.config
         return f"part {self.epoch} of {config['epochs']}" if config["one_pass"] else f"epoch {self.epoch}"
 
@@ -362,13 +362,12 @@ def find_start(path: Path, experiment: str) -> Start:
 
 
 def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = (), **of_run: Any) -> Run:
-    """Return the run as it was, but for `of_run`, settings of `Run`, and `settings` like `training.precision=bf16`."""
+    """Return the run as it was, with changes: `of_run`, fields of `Run`, and `settings` like `training.precision=bf16`."""
     config = start.header.config
     options = parse_options([each for each in settings if each.startswith("training.")], config["training"])
     planned = replace(experiment.scaled(int(config["epochs"])), model=Part(**config["model"]))
-    run = Run(
-        planned.with_training(**asdict(options)), start.header.method, start.header.seed, start.path.parent, **of_run
-    )
+    planned = planned.with_training(**asdict(options))
+    run = Run(planned, start.header.method, start.header.seed, start.path.parent, **of_run)
     for key in PROBLEM:
         here, there = run.config[key], config.get(key)
         if here != there:
@@ -380,14 +379,9 @@ def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = ()
 
 
 class RestOfPass(Sampler[int]):
-    """The samples that are left of a pass. Each epoch of the loader is a repeat, and each but the first mixes them.
+    """The samples that are left of a pass, after `seen` of all passes over data of `size`, the sampler's length.
 
-    The first continues as the run itself would. Its length is that of the data.
-
-    Args:
-        size: Samples of the data.
-        seed: The run's, on which its orders depend.
-        seen: Samples that the run had seen, of all passes.
+    Each epoch of the loader is a repeat: the first continues as the run itself would, and all others mix the samples.
     """
 
     def __init__(self, size: int, seed: int, seen: int) -> None:
@@ -395,7 +389,7 @@ class RestOfPass(Sampler[int]):
         self._left = order_of_pass(size, seed, number)[start:]
         self._size, self._seed, self._repeat = size, seed, 0
         self.num_left = self.window = len(self._left)
-        """`window`: the samples after which an epoch ends."""
+        """`window`: the samples of an epoch."""
 
     def __len__(self) -> int:
         return self._size
@@ -415,14 +409,10 @@ class RestOfPass(Sampler[int]):
 class BranchTrainer:
     """A run's trainer at a checkpoint, without its controller: batch size and learning rate are the branch's.
 
-    The learning rate is the checkpoint's times the branch's factor; schedules stand still. Batches of another size, at
-    the end of an epoch, are left out: at the rate of a long batch a short one says nothing. A run over one pass
-    continues with the rest of it.
-
-    Args:
-        run: The run.
-        start: Its checkpoint.
-        judge: "train" to compare smoothed training losses, "validation" for the held-out loss at a branch's end.
+    The learning rate is the checkpoint's times the branch's factor; schedules stand still. Shorter batches, at the end
+    of an epoch, are left out: at the rate of a long batch a short one says nothing. A run over one pass continues with
+    the rest of it. `judge` is "train" to compare smoothed training losses, or "validation" for the held-out loss at a
+    branch's end.
     """
 
     def __init__(self, run: Run, start: Start, judge: str = "train") -> None:
@@ -462,18 +452,18 @@ class BranchTrainer:
 
     @property
     def dataset_size(self) -> int:
-        """Samples of a whole pass."""
+        """The samples of a whole pass."""
         size = self.loader.dataset_size
         assert size is not None  # our datasets are no streams
         return size
 
     def require_coupling(self, coupling: Coupling) -> None:
-        """Raise if the run's optimizer cannot follow the batch size by it."""
+        """Raise if the run's optimizer cannot follow the batch size by this coupling."""
         if coupling == "adam":
             require_adam(self.trainer.optimizer)
 
     def window(self, wanted: int | None) -> int:
-        """Return the samples of each branch: by default an epoch, or a tenth of a pass as far as it is left."""
+        """Return the samples of each branch: by default an epoch, or a tenth of a pass, or its rest."""
         start, config, left = self.start, self.start.header.config, sys.maxsize
         if self.lr == 0:
             raise ArgumentError(
@@ -501,12 +491,12 @@ class BranchTrainer:
         return window
 
     def save(self) -> dict[str, Any]:
-        """Return weights, statistics and the optimizer's memory."""
+        """Return a copy of weights, statistics and the optimizer's memory."""
         trainer = self.trainer
         return copy.deepcopy({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to a state of `save`, which stays as it is."""
+        """Return to a state of `save`, which does not change."""
         self.trainer.model.load_state_dict(state["model"])
         # A copy: an optimizer works on with the very tensors that it is given, and the next branch needs them too.
         self.trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -529,14 +519,14 @@ class BranchTrainer:
         return [loss * self.metric.loss_factor for loss in torch.stack(losses).tolist()]
 
     def evaluate(self) -> float:
-        """Return the held-out loss of the present weights, in the same unit."""
+        """Return the held-out loss of the present weights, in the unit of the run's metric."""
         trainer = self.trainer
         with device_settings(trainer.options.precision, trainer.clock.device):
             seen = evaluate(trainer.model, trainer.validation, trainer.task, precision=trainer.options.precision)
         return seen.loss * self.metric.loss_factor
 
     def first_epoch(self, repeat: int) -> int:
-        """Return the loader's epoch that a repeat begins with; repeat 0 continues as the run itself would."""
+        """Return the loader's epoch that begins a repeat; repeat 0 continues as the run itself would."""
         return repeat if self.rest is not None else self.start.epoch + repeat * EPOCHS_A_REPEAT
 
     def _full_batches(self, branch: Branch) -> Iterator[Any]:
@@ -552,9 +542,9 @@ class BranchTrainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """A noise scale in samples, with its 95 % interval; an end is None if the interval has none.
+    """A noise scale in samples with its 95 % interval, or the `problem` why none was measured.
 
-    `problem` is the reason why nothing could be measured.
+    An end of the interval is None if there is none.
     """
 
     norm: str
@@ -568,7 +558,7 @@ class Noise:
 def measure_noise_scales(branches: BranchTrainer, *, samples: int) -> list[Noise]:
     """Measure each noise scale at the present batch size, always from the checkpoint.
 
-    It looks at one epoch, and of a run over one pass at the next `samples` samples.
+    Each takes one epoch, or the next `samples` samples of a run over one pass.
     """
     state, found = branches.save(), []
     if branches.rest is not None:
@@ -602,8 +592,6 @@ def _measured(branches: BranchTrainer, noise: Noise, estimator: Part) -> Noise:
     ):
         loss = train_epoch(trainer.step.under(control.plan), loader, Tally())
         record = control.step(loss=loss)
-    scales = [
-        None if diversity is None else max(0.0, size * diversity - 1)
-        for diversity in (record.diversity, record.diversity_low, record.diversity_high)
-    ]
-    return replace(noise, noise_scale=scales[0], low=scales[1], high=scales[2])
+    found = (record.diversity, record.diversity_low, record.diversity_high)
+    scale, low, high = (None if each is None else max(0.0, size * each - 1) for each in found)
+    return replace(noise, noise_scale=scale, low=low, high=high)

@@ -2,8 +2,8 @@
 
 Every point has a folder with its runs' records, a lock file, and, once it is trained, its result. A process works on a
 point only while it holds the lock, which the system takes back when the process ends. So each point is trained once,
-and the point of a killed process is continued by another from its last checkpoint. A grid knows its points; the others
-are chosen by Optuna, which keeps them in a journal file.
+and another process continues the point of a killed one from its last checkpoint. A grid knows its points; Optuna
+chooses all others, and keeps them in a journal file.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from divebatch.checks import require_choice
+from divebatch.checks import require_choice, require_positive
 from divebatch.errors import ArgumentError, DivebatchError, DivergedError, MissingExtraError, RecordError, StoppedError
 from divebatch.lab import Experiment, Method, Run, StopRequest, check_parts, execute
 from divebatch.lab.data.dataset import require_fraction
@@ -44,12 +44,12 @@ SAMPLERS = ("grid", "random", "tpe")
 POLL_SECONDS = 0.5
 
 
-# What is searched over
+# Settings and their values
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """A setting with a list of `values`, or a range on a logarithmic scale. Whole `bounds` stand for whole numbers."""
+    """A setting with a list of `values`, or with the `bounds` of a logarithmic range, of whole numbers if both are."""
 
     name: str
     values: tuple[int | float, ...] = ()
@@ -57,9 +57,8 @@ class Dimension:
 
     def __str__(self) -> str:
         """Return the text that `parse_space` reads."""
-        return f"{self.name}=" + (
-            "..".join(map(repr, self.bounds)) if self.bounds else ",".join(map(repr, self.values))
-        )
+        values = "..".join(map(repr, self.bounds)) if self.bounds else ",".join(map(repr, self.values))
+        return f"{self.name}={values}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Space:
         return all(dimension.bounds is None for dimension in self.dimensions)
 
     def points(self) -> Iterator[Point]:
-        """Yield every combination, the last dimension changing fastest; a range stands for its ends."""
+        """Yield every combination, the last dimension changing fastest; a range has its ends."""
         for values in itertools.product(*(dimension.bounds or dimension.values for dimension in self.dimensions)):
             yield dict(zip(self.names, values, strict=True))
 
@@ -141,14 +140,12 @@ def with_point(method: Method, point: Mapping[str, int | float]) -> Method:
 def check_point(method: Method, point: Mapping[str, int | float]) -> None:
     """Raise before any work if a run with these settings could not start."""
     policy: Any = make_policy(method.policy.kind, **method.policy.settings)
-    known = {entry.name for entry in fields(policy)}
+    known = (*OF_METHOD, *sorted(entry.name for entry in fields(policy)))
     for name in point:
-        if name not in OF_METHOD and name not in known:
-            names = ", ".join((*OF_METHOD, *sorted(known)))
-            raise ArgumentError(f"nothing to search over called {name!r}; known: {names}")
+        if name not in known:
+            raise ArgumentError(f"nothing to search over called {name!r}; known: {', '.join(known)}")
     changed = with_point(method, point)
-    if not (changed.lr > 0 and math.isfinite(changed.lr)):
-        raise ArgumentError(f"lr must be positive, got lr={changed.lr}")
+    require_positive("lr", changed.lr)
     make_policy(changed.policy.kind, **changed.policy.settings).check_start(changed.batch_size)
 
 
@@ -175,35 +172,26 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A search for settings of `method_name`: the value of a point is the mean final metric on the held-out part.
-
-    Args:
-        experiment: The experiment to tune, at its full length; the trials may be shorter.
-        method_name: The method whose settings are searched.
-        folder: The folder of records and results.
-        space: The settings and their values.
-        epochs: The length of a trial; None: the experiment's.
-        sampler: "grid", "random" or "tpe".
-        num_trials: Points to try, for samplers other than the grid.
-        seed: The first seed of each point.
-        num_seeds: The number of seeds of each point.
-        held_out: The part of the training data that points are judged by.
-        study_name: The name of the search; EXPERIMENT-METHOD by default.
-        run_settings: Arguments of `Run` that change no result: device, data folder and the like.
-    """
+    """A search for settings of `method_name`: the value of a point is the mean final metric on the held-out part."""
 
     experiment: Experiment
+    """At its full length; trials may be shorter."""
     method_name: str
     folder: Path
     space: Space
     epochs: int | None = None
+    """Epochs of a trial. None: the experiment's."""
     sampler: str = "grid"
     num_trials: int | None = None
+    """Points to try, for samplers other than the grid."""
     seed: int = 0
+    """The first of the `num_seeds` seeds of each point."""
     num_seeds: int = 1
     held_out: float = 0.2
+    """The part of the training data that points are judged by."""
     study_name: str = ""
     run_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `Run` that change no result: device, data folder and the like."""
 
     def __post_init__(self) -> None:
         method = self.experiment.method(self.method_name)
@@ -255,17 +243,15 @@ class Search:
         return replace(self.experiment, name=f"{self.experiment.name}-tuned", methods=methods)
 
     def begin(self) -> None:
-        """Note what is searched, or raise if the folder holds another search of this name."""
+        """Write down the search's settings, or raise if the folder holds another search of this name."""
         experiment = self.searched()
-        shared = {key: value for key, value in asdict(experiment).items() if key not in OF_NO_POINT}
-        wanted = {
-            **shared,
+        wanted = {key: value for key, value in asdict(experiment).items() if key not in OF_NO_POINT} | {
             "space": [str(dimension) for dimension in self.space.dimensions],
             "sampler": self.sampler,
             "seeds": [self.seed, self.num_seeds],
             "method": asdict(experiment.method(self.method_name)),
         }
-        wanted = json.loads(json.dumps(wanted))
+        wanted = json.loads(json.dumps(wanted))  # as it will be read
         path = self.folder / f"{self.name}.json"
         with locked(self._lock, wait=True):
             if not path.exists():
@@ -279,7 +265,7 @@ class Search:
                 )
 
     def points(self) -> list[Point]:
-        """Return the points that are chosen so far, by all processes."""
+        """Return the points that all processes have chosen so far."""
         if self.is_grid:
             return list(self.space.points())
         return [point for trial in self._study.get_trials(deepcopy=False) if (point := self._point_of(trial))]
@@ -296,11 +282,17 @@ class Search:
                 return False
             trial = self._study.ask()
             for dimension in self.space.dimensions:
-                _suggest(trial, dimension)
+                name, bounds = dimension.name, dimension.bounds
+                if bounds is None:
+                    trial.suggest_categorical(name, dimension.values)
+                elif all(isinstance(bound, int) for bound in bounds):
+                    trial.suggest_int(name, *bounds, log=True)
+                else:
+                    trial.suggest_float(name, *bounds, log=True)
         return True
 
     def result(self, point: Point) -> Tried | None:
-        """Return the result of a point; None: it has none yet."""
+        """Return the result of a point, or None if it has none yet."""
         path = self._folder_of(point) / "result.json"
         if not path.exists():
             return None
@@ -308,14 +300,14 @@ class Search:
         return Tried(point, None if found["value"] is None else float(found["value"]), found["note"])
 
     def keep(self, tried: Tried) -> None:
-        """Write a result."""
+        """Write a result, and tell the sampler."""
         # As text, for an infinite loss is no number in JSON.
         value = None if tried.value is None else repr(tried.value)
         _write(self._folder_of(tried.point) / "result.json", {"value": value, "note": tried.note})
         self.tell()
 
     def tell(self) -> None:
-        """Tell the sampler of results that it does not know, also of those whose process died before it could."""
+        """Tell the sampler all results that it does not know, also those of a process that died before it could."""
         if self.is_grid:
             return
         state = _optuna().trial.TrialState
@@ -328,11 +320,11 @@ class Search:
                     self._study.tell(trial.number, **outcome, skip_if_finished=True)
 
     def held(self, point: Point) -> Any:
-        """Return a context that says whether this process has the point to itself."""
+        """Return a context that yields whether this process has the point to itself."""
         return locked(self._folder_of(point) / ".lock")
 
     def results(self) -> "Results":
-        """Return all results there are, whoever ran the trials; the best first, of equal ones the earlier."""
+        """Return the results of all processes; the best first, of equal ones the earlier."""
         metric = self.experiment.metric
         sign = -1 if metric.higher_is_better else 1
         tried = [found for point in self.points() if (found := self.result(point)) is not None]
@@ -347,7 +339,7 @@ class Search:
         return self.folder / self.name / f"{self.method_name}_{slug(point)}"
 
     def _point_of(self, trial: Any) -> Point:
-        """Return the point of a trial; empty as long as it is not chosen."""
+        """Return the point of a trial, empty until it is chosen."""
         names = self.space.names
         return {name: trial.params[name] for name in names} if trial.params.keys() == set(names) else {}
 
@@ -367,15 +359,6 @@ class Search:
         direction = "maximize" if self.experiment.metric.higher_is_better else "minimize"
         settings = {"storage": storage, "sampler": sampler, "direction": direction}
         return optuna.create_study(study_name=self.name, load_if_exists=True, **settings)
-
-
-def _suggest(trial: Any, dimension: Dimension) -> None:
-    if dimension.bounds is None:
-        trial.suggest_categorical(dimension.name, dimension.values)
-    elif all(isinstance(bound, int) for bound in dimension.bounds):
-        trial.suggest_int(dimension.name, *dimension.bounds, log=True)
-    else:
-        trial.suggest_float(dimension.name, *dimension.bounds, log=True)
 
 
 def _optuna() -> Any:
@@ -410,8 +393,8 @@ def work(
 ) -> None:
     """Train points until every one has a result, also those that other processes leave behind.
 
-    `on_wait` gets the number of points that others work on when nothing else is left. Asked to stop, this process saves
-    the current point for others, and `StoppedError` rises.
+    If only points of other processes are left, `on_wait` gets their number. Asked to stop, this process saves the
+    current point for others, and `StoppedError` rises.
     """
     with StopRequest() as stop:
         while True:
@@ -438,7 +421,7 @@ def work(
 
 
 def _train(search: Search, point: Point, stop: StopRequest) -> Tried:
-    """Return the mean final value over the seeds. A run that diverges has the worst value there is."""
+    """Return the mean final value over the seeds; a run that diverges has the worst value there is."""
     metric, values, num_diverged = search.experiment.metric, [], 0
     try:
         for run in search.runs(point):
@@ -455,14 +438,10 @@ def _train(search: Search, point: Point, stop: StopRequest) -> Tried:
 
 
 def _final_value(run: Run, metric: Metric, stop: StopRequest) -> float:
-    last: list[EpochRecord] = []
-
-    def keep(record: EpochRecord) -> None:
-        last[:] = [record]
-
-    execute(run, resume=True, on_epoch=keep, on_resume=keep, stop=stop)  # continues what a dead process left
-    value = metric.of(last[0])
-    if value is None or last[0].val_loss is None:
+    seen: list[EpochRecord] = []
+    execute(run, resume=True, on_epoch=seen.append, on_resume=seen.append, stop=stop)  # perhaps a dead process's
+    value = metric.of(seen[-1])
+    if value is None or seen[-1].val_loss is None:
         raise DivergedError("its last validation loss is not finite")
     return value
 
@@ -486,7 +465,7 @@ class Results:
 
 
 def write_results(search: Search, results: Results, *, apply_to: Sequence[str] = ()) -> Iterator[Path]:
-    """Write FOLDER/STUDY.toml, .png and .svg; yield what was written. Without matplotlib there is no picture."""
+    """Write FOLDER/STUDY.toml, .png and .svg, and yield their paths; without matplotlib there is no picture."""
     best = results.best
     if best is None or best.value is None:
         return
@@ -503,10 +482,9 @@ def write_results(search: Search, results: Results, *, apply_to: Sequence[str] =
 
 
 def draw(space: Space, results: Results, stem: Path) -> Iterator[Path]:
-    """Write STEM.png and STEM.svg; nothing if the space has fewer than two dimensions.
+    """Write STEM.png and STEM.svg, of a space with at least two dimensions: a heat map of a grid, points of ranges.
 
-    A grid becomes a heat map, ranges become points. Of more than two dimensions the first two are shown, each place
-    with the best that the others reached there.
+    Of more dimensions the first two are shown, each place with the best that the others reached there.
     """
     if len(space.dimensions) < 2:
         return
@@ -582,7 +560,7 @@ def to_toml(experiment: Experiment, *, comment: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return dataclasses as tables, without entries that are None: a missing key means the same."""
+    """Return dataclasses as tables, without None: a missing key means the same."""
     if isinstance(value, Part):
         return {"kind": value.kind, **_plain(value.settings)}
     if hasattr(value, "__dataclass_fields__"):
