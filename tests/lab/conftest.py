@@ -1,23 +1,12 @@
 import pytest
 
-from divebatch.lab import Run, execute
-from divebatch.records import EpochRecord
-from lab.helpers import small
-
-
-class StopHereError(Exception):
-    pass
+from divebatch.lab import Run
+from lab.helpers import kill_after, small
 
 
 @pytest.fixture
 def begun(tmp_path) -> Run:
     """A run after its second of four epochs."""
-    run = Run(small(), "divebatch", 0, tmp_path)
-
-    def stop(record: EpochRecord) -> None:
-        if record.epoch == 2:
-            raise StopHereError
-
-    with pytest.raises(StopHereError):
-        execute(run, on_epoch=stop)
+    run = Run(small(), "divebatch", 0, tmp_path / "begun")
+    kill_after(run, 2)
     return run

@@ -5,27 +5,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from divebatch.lab import Experiment, Run, execute, get_experiment, load_checkpoint
 from divebatch.lab.schema import Part
 from divebatch.lab.search import Search, parse_space, to_toml
+from divebatch.records import EpochRecord
+
+
+def shrunk(name: str, epochs: int, samples: int, features: int) -> Experiment:
+    """An experiment on drawn data, at another size."""
+    experiment = get_experiment(name).scaled(epochs)
+    settings = {**experiment.data.settings, "num_samples": samples, "num_features": features}
+    return replace(experiment, data=replace(experiment.data, settings=settings))
 
 
 def small() -> Experiment:
     """Four epochs on a hundred samples."""
-    experiment = get_experiment("synthetic-nonconvex").scaled(4)
-    settings = {**experiment.data.settings, "num_samples": 100, "num_features": 4}
-    return replace(experiment, data=replace(experiment.data, settings=settings))
+    return shrunk("synthetic-nonconvex", 4, 100, 4)
 
 
 OVER = ("lr=0.5,2.0", "batch_size=16,32,64")
 
 
 def tiny_experiment() -> Experiment:
-    experiment = get_experiment("synthetic-convex").scaled(4)
-    settings = {**experiment.data.settings, "num_samples": 250, "num_features": 4}
-    return replace(experiment, data=replace(experiment.data, settings=settings))
+    return shrunk("synthetic-convex", 4, 250, 4)
 
 
 def tiny_search(folder: Path, *, over: tuple[str, ...] = OVER, method: str = "sgd-small", **settings: Any) -> Search:
@@ -34,12 +39,21 @@ def tiny_search(folder: Path, *, over: tuple[str, ...] = OVER, method: str = "sg
 
 
 CPU = torch.device("cpu")
-
-
 COSTS = {
     *("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds"),
     "peak_memory_bytes",
 }
+
+
+def kill_after(run: Run, epochs: int) -> None:
+    """Train so many epochs, and be killed."""
+
+    def kill(record: EpochRecord) -> None:
+        if record.epoch == epochs:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(run, on_epoch=kill)
 
 
 def records(run: Run) -> list[dict[str, Any]]:
@@ -66,19 +80,14 @@ def assert_same_end(run: Run, whole: Run) -> None:
 NAME = "tiny"
 
 
-def probed_experiment(folder: Path, *, optimizer: Part | None = None, **data: int) -> Path:
+def probed_experiment(folder: Path, *, optimizer: Part | None = None, num_samples: int = 1250) -> Path:
     """The path of its file; methods `sgd-small` and `divebatch` at batch 16."""
-    experiment = replace(get_experiment("synthetic-convex").scaled(4), name=NAME)
-    settings = {**experiment.data.settings, "num_samples": 1250, "num_features": 6, **data}
+    experiment = shrunk("synthetic-convex", 4, num_samples, 6)
     methods = {
         name: replace(experiment.methods[name], batch_size=16, lr=0.1) for name in ("sgd-small", "divebatch", "oracle")
     }
-    experiment = replace(
-        experiment,
-        data=replace(experiment.data, settings=settings),
-        methods=methods,
-        optimizer=optimizer or experiment.optimizer,
-    )
+    optimizer = optimizer or experiment.optimizer
+    experiment = replace(experiment, name=NAME, methods=methods, optimizer=optimizer)
     path = folder / f"{NAME}.toml"
     path.write_text(to_toml(experiment), encoding="utf-8")
     return path

@@ -135,21 +135,17 @@ def train(
     stop_after: dict[int, int] | None = None,
     seen: Path | None = None,
     dies_at: tuple[int, int] = (-1, 0),
-    dies_renaming: str = "",
 ) -> None:
     """One run after the other, in float64, resuming what there is.
 
     `stop_after` is steps by rank: when each rank gets its signal. `seen` is where each rank notes which samples it
-    trained on. `dies_at` is a rank and the step in which it is killed. `dies_renaming` is the name of what rank 0 is
-    about to rename when it is killed.
+    trained on. `dies_at` is a rank and the step in which it is killed.
     """
     compute_in_double()
     if seen is not None:
         note_samples(seen)
     if os.environ["RANK"] == str(dies_at[0]):
         die_in_step(dies_at[1])
-    if dies_renaming and os.environ["RANK"] == "0":
-        die_renaming(dies_renaming)
     with process_group("cpu"):
         ranks = Ranks.here()
         for run in runs:
@@ -199,18 +195,6 @@ def die_in_step(number: int) -> None:
         return backward(self, batch)
 
     TrainStep._backward = last  # type: ignore[method-assign]
-
-
-def die_renaming(name: str) -> None:
-    """SIGKILL before the third time that a file or folder of that name gets another one."""
-    rename, times = Path.replace, itertools.count(1)
-
-    def last(path: Path, target: Path) -> Path:
-        if path.name == name and next(times) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return rename(path, target)
-
-    Path.replace = last  # type: ignore[method-assign]
 
 
 def note_samples(folder: Path) -> None:

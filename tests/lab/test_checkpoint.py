@@ -246,10 +246,7 @@ class Call:
 
 
 TOUCH = f"touch {SENTINEL}"
-
-
 WRITE = f"open({SENTINEL!r}, 'w').close()"
-
 
 CALLS = {
     "os.system": Call(os.system, TOUCH),
@@ -258,7 +255,6 @@ CALLS = {
     "getattr": Call(getattr, Call(importlib.import_module, "os"), "system"),
     "torch.load": Call(torch.load, "other.ckpt", CPU, None),
 }
-
 
 IN_TEXT = {
     "posix.system": f"cposix\nsystem\n(S'{TOUCH}'\ntR.".encode(),

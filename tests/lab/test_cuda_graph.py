@@ -172,8 +172,6 @@ def test_whole_batches_and_halves_have_a_recording_each_until_the_size_changes(p
 
 
 INPUTS = torch.linspace(-1, 2, 183, dtype=torch.float64).view(61, 3).sin()
-
-
 DATA = TensorDataset(INPUTS, 3 + INPUTS.sum(1, keepdim=True))
 
 
@@ -212,8 +210,6 @@ def test_what_is_replayed_trains_and_is_measured_as_what_is_not(kind, micro_batc
 
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 SIZES = [32, 32, 32, 32, 7, 32, 64, 64, 64, 5]
 """A first pass, a recorded one, replays, a short last batch; then another size."""
 

@@ -24,8 +24,6 @@ from lab.helpers import CPU, assert_same_end, records
 
 PATIENCE = 60.0
 """Seconds until a wait for another process is given up."""
-
-
 RUN = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--epochs", "8", "--trials", "1"]
 
 

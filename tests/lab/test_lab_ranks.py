@@ -26,8 +26,6 @@ from lab.helpers import COSTS, records
 from lab.rank_processes import PATIENCE, Job, average_of_buffers, free_port, launch, runs_in, train
 
 CPU = torch.device("cpu")
-
-
 pytestmark = pytest.mark.slow
 
 
@@ -153,11 +151,7 @@ def samples_of_steps(folder: Path) -> list[list[str]]:
 
 
 ROOT = Path(__file__).parents[2]
-
-
 EXAMPLE = ROOT / "examples" / "ddp_loop.py"
-
-
 WORDS = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--trials", "1", "--epochs", "4"]
 
 
@@ -283,8 +277,6 @@ def test_the_docs_show_the_loop_of_the_example():
 
 
 QUIET = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--trials", "1", "--epochs", "4", "--quiet"]
-
-
 CAUSES = "killed, stopped, out of reach, or ended by an error of its own"
 
 

@@ -28,14 +28,13 @@ from divebatch.lab.schema import Experiment, Method, Part
 from divebatch.lab.search import to_toml
 from divebatch.records import read_run
 from lab.data.image_files import write_cifar10
-from lab.helpers import CPU, assert_same_end, records, small
+from lab.helpers import CPU, assert_same_end, kill_after, records, shrunk, small
 
 
 def growing(name: str = "synthetic-nonconvex", epochs: int = 3) -> Experiment:
-    experiment = get_experiment(name).scaled(epochs)
-    settings = {**experiment.data.settings, "num_samples": 300, "num_features": 8}
+    experiment = shrunk(name, epochs, 300, 8)
     methods = {name: eager(method) for name, method in experiment.methods.items() if method.policy.kind != "fixed"}
-    return replace(experiment, data=replace(experiment.data, settings=settings), methods=methods)
+    return replace(experiment, methods=methods)
 
 
 def eager(method: Method) -> Method:
@@ -80,6 +79,14 @@ def stopped(run: Run, steps: int, *, resume: bool) -> bool:
     return False
 
 
+def resumed_every(steps: int, broken: Run) -> int:
+    """Train in lives of so many steps; return their number."""
+    lives = 1
+    while stopped(broken, steps, resume=lives > 1):
+        lives += 1
+    return lives
+
+
 @pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize("checkpoint_steps", [None, 2])
 def test_stopped_after_any_step_it_resumes_to_the_same_bits(tmp_path, checkpoint_steps):
@@ -99,10 +106,7 @@ def test_quantized_gradients_resume_to_the_same_bits(tmp_path):
     name, experiment = "divebatch-16-levels", growing("inducing")
     whole, broken = (Run(experiment, name, 0, tmp_path / folder) for folder in ("whole", "broken"))
     execute(whole)
-    lives = 1
-    while stopped(broken, 3, resume=lives > 1):
-        lives += 1
-    assert lives > 2
+    assert resumed_every(3, broken) > 2
     assert_same_end(broken, whole)
 
 
@@ -128,16 +132,12 @@ def images(tmp_path, monkeypatch) -> tuple[Experiment, Path]:
 
 @pytest.mark.usefixtures("counting")
 def test_images_with_dropout_and_sketches_resume_to_the_same_bits(tmp_path, images):
-    steps = 3
     experiment, data = images
     whole = Run(experiment, "divebatch", 0, tmp_path / "whole", data_dir=data)
     execute(whole)
     assert len({line["batch_size"] for line in records(whole)}) > 1
     broken = Run(experiment, "divebatch", 0, tmp_path / "broken", data_dir=data)
-    lives = 1
-    while stopped(broken, steps, resume=lives > 1):
-        lives += 1
-    assert lives >= records(whole)[-1]["steps"] // steps
+    assert resumed_every(3, broken) >= records(whole)[-1]["steps"] // 3
     assert_same_end(broken, whole)
 
 
@@ -233,31 +233,8 @@ def test_divergence_before_any_checkpoint_says_so_and_exits_with_1(tmp_path, mon
     assert "No checkpoint was written yet" in answer.output
 
 
-CIFAR10 = get_experiment("cifar10", ["model.kind=resnet20"])
-
-
 LIMIT = 60.0
 """Seconds until a command that hangs is given up."""
-
-
-def stop_after(run: Run, epochs: int) -> None:
-    """Train so many epochs, and be killed."""
-
-    def kill(record: Any) -> None:
-        if record.epoch == epochs:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        execute(run, on_epoch=kill)
-
-
-@pytest.fixture
-def broken(tmp_path) -> Run:
-    run = Run(small(), "divebatch", 0, tmp_path / "broken")
-    stop_after(run, 2)
-    return run
-
-
 SWAPS = {
     "seed": (lambda run: replace(run, seed=1), r"seed is 1 there and 0 here"),
     "method": (lambda run: replace(run, method_name="oracle"), r"method\.\w+ is .* there and .* here"),
@@ -270,63 +247,65 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("swap", list(SWAPS))
-def test_a_checkpoint_of_another_run_is_refused_and_the_error_names_what_differs(tmp_path, broken, swap):
+def test_a_checkpoint_of_another_run_is_refused_and_the_error_names_what_differs(tmp_path, begun, swap):
     change, message = SWAPS[swap]
-    other = replace(change(broken), folder=tmp_path / "other")
-    stop_after(other, 2)
-    shutil.copy(other.checkpoint_path, broken.checkpoint_path)
-    before = broken.records_path.read_bytes()
+    other = replace(change(begun), folder=tmp_path / "other")
+    kill_after(other, 2)
+    shutil.copy(other.checkpoint_path, begun.checkpoint_path)
+    before = begun.records_path.read_bytes()
     with pytest.raises(CheckpointError, match=f"belongs to another run: {message}"):
-        execute(broken, resume=True)
-    assert broken.records_path.read_bytes() == before
+        execute(begun, resume=True)
+    assert begun.records_path.read_bytes() == before
 
 
 def test_a_checkpoint_of_other_data_of_the_same_size_is_refused(tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         write_cifar10(tmp_path / name, per_file=4, seed=seed)
-    run = Run(CIFAR10.scaled(3), "sgd-small", 0, tmp_path / "runs", data_dir=tmp_path / "a")
-    stop_after(run, 1)
+    run = Run(
+        get_experiment("cifar10", ["model.kind=resnet20"]).scaled(3),
+        "sgd-small",
+        0,
+        tmp_path / "runs",
+        data_dir=tmp_path / "a",
+    )
+    kill_after(run, 1)
     with pytest.raises(CheckpointError, match=r"the fingerprint of the data is '.*' there and '.*' here"):
         execute(replace(run, data_dir=tmp_path / "b"), resume=True)
     execute(run, resume=True)
     assert len(read_run(run.records_path)[1]) == 3
 
 
-def test_a_checkpoint_of_another_version_is_refused(broken, monkeypatch):
+def test_a_checkpoint_of_another_version_is_refused(begun, monkeypatch):
     monkeypatch.setattr(runs, "__version__", "9.9")
     with pytest.raises(CheckpointError, match=r"version of divebatch is '\d+\.\d+\.\d+' there and '9\.9' here"):
-        execute(broken, resume=True)
+        execute(begun, resume=True)
 
 
-def test_records_that_were_changed_are_noticed(broken):
+def test_records_that_were_changed_are_noticed(begun):
     """Any digit of any line, in the header and in an epoch; what stands behind the checkpoint is written again."""
-    lines = broken.records_path.read_text().splitlines(keepends=True)
+    lines = begun.records_path.read_text().splitlines(keepends=True)
     changes = {0: '"cpus": ', 1: '"train_loss": ', 2: '"train_seconds": '}
     for number, key in changes.items():
         at = lines[number].index(key) + len(key)
         digit = "1" if lines[number][at] != "1" else "2"
         changed = lines[number][:at] + digit + lines[number][at + 1 :]
-        broken.records_path.write_text("".join([*lines[:number], changed, *lines[number + 1 :]]))
+        begun.records_path.write_text("".join([*lines[:number], changed, *lines[number + 1 :]]))
         with pytest.raises(CheckpointError, match=r"seed-0\.jsonl' was changed after its checkpoint .*seed-0\.ckpt'"):
-            execute(broken, resume=True)
-    broken.records_path.write_text("".join([*lines, lines[-1].replace('"epoch": 2', '"epoch": 3')]))
-    execute(broken, resume=True)
-    assert len(read_run(broken.records_path)[1]) == 4
+            execute(begun, resume=True)
+    begun.records_path.write_text("".join([*lines, lines[-1].replace('"epoch": 2', '"epoch": 3')]))
+    execute(begun, resume=True)
+    assert len(read_run(begun.records_path)[1]) == 4
 
 
 # Another micro-batch
 
 
-def with_micro_batch(run: Run, size: int) -> Run:
-    return replace(run, experiment=run.experiment.with_training(micro_batch_size=size))
-
-
-def test_another_micro_batch_continues_the_run_up_to_rounding(tmp_path, broken, caplog):
+def test_another_micro_batch_continues_the_run_up_to_rounding(tmp_path, begun, caplog):
     """What the advice for a run that is out of memory says."""
-    whole = replace(broken, folder=tmp_path / "whole")
+    whole = replace(begun, folder=tmp_path / "whole")
     execute(whole)
-    execute(with_micro_batch(broken, 7), resume=True)
-    ours, theirs = read_run(broken.records_path), read_run(whole.records_path)
+    execute(replace(begun, experiment=begun.experiment.with_training(micro_batch_size=7)), resume=True)
+    ours, theirs = read_run(begun.records_path), read_run(whole.records_path)
     assert [epoch.micro_batch_size for epoch in ours[1]] == [None, None, 7, 7]
     assert ours[0].config["training"]["micro_batch_size"] == 7
     for one, other in zip(ours[1], theirs[1], strict=True):
@@ -340,18 +319,18 @@ def test_another_micro_batch_continues_the_run_up_to_rounding(tmp_path, broken, 
 # What is gone
 
 
-def test_records_without_their_checkpoint_are_kept(broken):
-    for path in (broken.checkpoint_path, previous(broken.checkpoint_path)):
+def test_records_without_their_checkpoint_are_kept(begun):
+    for path in (begun.checkpoint_path, previous(begun.checkpoint_path)):
         path.unlink()
-    before = broken.records_path.read_bytes()
+    before = begun.records_path.read_bytes()
     with pytest.raises(CheckpointError, match=r"holds 2 epochs, but its checkpoint 'seed-0\.ckpt' is gone"):
-        execute(broken, resume=True)
-    assert broken.records_path.read_bytes() == before
+        execute(begun, resume=True)
+    assert begun.records_path.read_bytes() == before
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, caplog):
     run, whole = (Run(small(), "divebatch", 0, tmp_path / name, checkpoint_every=3) for name in ("a", "b"))
-    stop_after(run, 2)
+    kill_after(run, 2)
     execute(run, resume=True)
     execute(whole)
     assert_same_end(run, whole)
@@ -359,11 +338,11 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, caplog)
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_checkpoint_without_its_records_is_kept(broken, resume):
-    broken.records_path.unlink()
+def test_a_checkpoint_without_its_records_is_kept(begun, resume):
+    begun.records_path.unlink()
     with pytest.raises(RecordError, match=r"seed-0\.ckpt' is a checkpoint, but the records of its run"):
-        execute(broken, resume=resume)
-    assert broken.checkpoint_path.exists()
+        execute(begun, resume=resume)
+    assert begun.checkpoint_path.exists()
 
 
 @pytest.mark.parametrize("change", ["unlinked", "replaced"])
@@ -411,32 +390,32 @@ def test_a_report_does_not_wait_for_a_pipe(tmp_path):
 # A longer run
 
 
+def command(folder: Path, experiment: Experiment, *words: str) -> Any:
+    (folder / "it.toml").write_text(to_toml(experiment))
+    start = ["run", str(folder / "it.toml"), "--methods", "divebatch", "--trials", "1", "--jobs", "1", "--quiet"]
+    return CliRunner().invoke(app, [*start, "--out", str(folder / "out"), *words])
+
+
 def test_more_epochs_continue_a_run_with_its_settings_as_they_were(tmp_path):
-    text = to_toml(small())
-    (tmp_path / "it.toml").write_text(text)
-    words = ["run", str(tmp_path / "it.toml"), "--methods", "divebatch", "--trials", "1", "--quiet"]
-    out = ["--out", str(tmp_path / "out")]
-    assert CliRunner().invoke(app, [*words, "--epochs", "4", *out]).exit_code == 0
+    assert command(tmp_path, small()).exit_code == 0
     path = tmp_path / "out" / "synthetic-nonconvex" / "divebatch" / "seed-0.jsonl"
     before = path.read_text().splitlines()
-    longer = CliRunner().invoke(app, [*words, "--epochs", "6", "--resume", *out])
+    longer = command(tmp_path, small(), "--epochs", "6", "--resume")
     assert longer.exit_code == 0, longer.output
     after = path.read_text().splitlines()
     assert after[1:5] == before[1:]
     assert [json.loads(line)["epoch"] for line in after[1:]] == [1, 2, 3, 4, 5, 6]
     configs = [json.loads(lines[0])["config"] for lines in (before, after)]
     assert configs[1] == {**configs[0], "epochs": 6}
-    shorter = CliRunner().invoke(app, [*words, "--epochs", "3", "--resume", *out])
+    shorter = command(tmp_path, small(), "--epochs", "3", "--resume")
     assert shorter.exit_code == 2
     assert "epochs is 6 there and 3 now" in shorter.output
 
 
 def test_a_schedule_that_ended_is_not_continued(tmp_path):
     cosine = replace(small(), schedule=Part(kind="cosine", settings={"over_epochs": 4}))
-    (tmp_path / "it.toml").write_text(to_toml(cosine))
-    words = ["run", str(tmp_path / "it.toml"), "--methods", "divebatch", "--trials", "1", "--out", str(tmp_path)]
-    assert CliRunner().invoke(app, words).exit_code == 0
-    longer = CliRunner().invoke(app, [*words, "--epochs", "6", "--resume"])
+    assert command(tmp_path, cosine).exit_code == 0
+    longer = command(tmp_path, cosine, "--epochs", "6", "--resume")
     assert longer.exit_code == 2
     assert "planned for 4 epochs, where its cosine schedule ends" in longer.output
 
@@ -513,9 +492,7 @@ def test_a_run_that_another_process_has_is_refused_and_a_killed_one_holds_nothin
             execute(run)
         assert not run.records_path.exists()
         execute(Run(small(), "divebatch", 1, run.folder))
-        (tmp_path / "it.toml").write_text(to_toml(small()))
-        words = ["run", str(tmp_path / "it.toml"), "--methods", "divebatch", "--trials", "1", "--jobs", "1"]
-        answer = CliRunner().invoke(app, [*words, "--out", str(run.folder)])
+        answer = command(tmp_path, small())
         assert answer.exit_code == 1
         assert "another process is working on" in answer.output
         holder.kill()

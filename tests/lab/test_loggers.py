@@ -2,25 +2,22 @@ import ast
 import json
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import divebatch
 from divebatch.errors import ArgumentError, MissingExtraError
-from divebatch.lab import Run, execute, get_experiment
+from divebatch.lab import Run, execute
 from divebatch.lab.loggers import LOGGERS, logging_to, make_logger, scalars
 from divebatch.records import EpochRecord, RunHeader, read_run
+from lab.helpers import kill_after, shrunk
 
 HEADER = RunHeader(experiment="e", method="m", seed=3, config={"epochs": 2})
 
 
-def tiny_run(folder, *loggers: str, epochs: int = 3) -> Run:
-    experiment = get_experiment("synthetic-convex").scaled(epochs)
-    settings = {**experiment.data.settings, "num_samples": 100, "num_features": 4}
-    experiment = replace(experiment, data=replace(experiment.data, settings=settings))
-    return Run(experiment, "divebatch", 0, folder, loggers=loggers)
+def tiny_run(folder, *loggers: str) -> Run:
+    return Run(shrunk("synthetic-convex", 3, 100, 4), "divebatch", 0, folder, loggers=loggers)
 
 
 def record(epoch: int = 1, **values) -> EpochRecord:
@@ -58,12 +55,7 @@ def test_a_logger_hears_of_start_every_epoch_and_end(tmp_path, calls):
 
 
 def test_a_resumed_run_goes_on_where_it_stood(tmp_path, calls):
-    def stop(record):
-        if record.epoch == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        execute(tiny_run(tmp_path, "listener"), on_epoch=stop)
+    kill_after(tiny_run(tmp_path, "listener"), 2)
     assert calls[-1] == "close"
     calls.clear()
     execute(tiny_run(tmp_path, "listener"), resume=True)
@@ -112,13 +104,7 @@ def events(folder) -> dict[str, dict[int, float]]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_reads_what_the_records_hold_also_after_a_resume(tmp_path):
     run = tiny_run(tmp_path, "tensorboard")
-
-    def stop(record):
-        if record.epoch == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        execute(run, on_epoch=stop)
+    kill_after(run, 2)
     execute(run, resume=True)
     shown = events(tmp_path / "synthetic-convex" / "divebatch" / "seed-0")
     _, epochs = read_run(run.records_path)

@@ -231,8 +231,6 @@ def test_the_previous_checkpoint_can_be_probed_in_another_precision(place, tmp_p
 
 
 SMALL = ["--model", "gpt-tiny", "--set", "training.precision=fp32", "--epochs", "8", "--jobs", "1", "--quiet"]
-
-
 BOTH = ["adamw"]
 
 

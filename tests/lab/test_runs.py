@@ -15,6 +15,7 @@ from divebatch.lab import Experiment, Run, default_jobs, execute, execute_all, g
 from divebatch.lab.checkpoint import previous
 from divebatch.lab.schema import Part
 from divebatch.records import read_run
+from lab.helpers import assert_same_end, kill_after, records, shrunk
 from reference.per_sample import diversity as diversity_by_loop
 
 KEYS = {
@@ -23,34 +24,8 @@ KEYS = {
 }
 
 
-TIMES = {
-    *("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds"),
-    "peak_memory_bytes",
-}
-
-
 def small(name: str = "synthetic-nonconvex", epochs: int = 4) -> Experiment:
-    experiment = get_experiment(name).scaled(epochs)
-    settings = {**experiment.data.settings, "num_samples": 2_000, "num_features": 16}
-    return replace(experiment, data=replace(experiment.data, settings=settings))
-
-
-def without_times(path: Path) -> list[dict]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines[1:]]
-
-
-class StopRunError(Exception):
-    pass
-
-
-def interrupted(run: Run, after: int) -> None:
-    def stop(record) -> None:
-        if record.epoch == after:
-            raise StopRunError
-
-    with pytest.raises(StopRunError):
-        execute(run, on_epoch=stop)
+    return shrunk(name, epochs, 2_000, 16)
 
 
 @pytest.mark.parametrize("method", ["sgd-small", "sgd-large", "divebatch", "oracle"])
@@ -97,12 +72,12 @@ def test_exact_diversity_is_the_loop_over_samples_at_the_epochs_last_weights(tmp
 def test_a_kill_between_record_and_checkpoint_takes_the_record_back(tmp_path):
     whole, broken = Run(small(), "divebatch", 0, tmp_path / "a"), Run(small(), "divebatch", 0, tmp_path / "b")
     execute(whole)
-    interrupted(broken, 2)
+    kill_after(broken, 2)
     lines = whole.records_path.read_text().splitlines(keepends=True)
-    with broken.records_path.open("a") as records:
-        records.write(lines[3] + lines[4][:20])  # epoch 3 recorded, epoch 4 half-written
+    with broken.records_path.open("a") as file:
+        file.write(lines[3] + lines[4][:20])  # epoch 3 recorded, epoch 4 half-written
     execute(broken, resume=True)
-    assert without_times(broken.records_path) == without_times(whole.records_path)
+    assert_same_end(broken, whole)
 
 
 def test_resume_starts_what_is_not_there_and_leaves_what_is_done(tmp_path):
@@ -139,7 +114,7 @@ def test_parallel_processes_give_what_one_gives(tmp_path):
         assert failed == []
         assert sorted(heard[-4:]) == [(i, epoch) for i in range(2) for epoch in (1, 2)]
     for one, two in zip(runs(tmp_path / "one"), runs(tmp_path / "two"), strict=True):
-        first, second = without_times(one.records_path), without_times(two.records_path)
+        first, second = records(one), records(two)
         assert [line["batch_size"] for line in first] == [line["batch_size"] for line in second]
         assert [line["val_loss"] for line in first] == pytest.approx([line["val_loss"] for line in second], rel=1e-4)
 
@@ -157,7 +132,7 @@ def test_jobs_count_the_cores_that_this_process_may_use():
 
 def test_a_damaged_checkpoint_fails_its_own_run_alone(tmp_path):
     broken, good = (Run(small(epochs=3), "sgd-small", seed, tmp_path) for seed in (0, 1))
-    interrupted(broken, 2)
+    kill_after(broken, 2)
     for path in (broken.checkpoint_path, previous(broken.checkpoint_path)):
         path.write_bytes(b"bad")
     failures = execute_all([broken, good], jobs=1, resume=True, on_epoch=lambda *_: None)
@@ -226,14 +201,13 @@ BRING_THEIR_OWN = {"divebatch", "noise-doubling"}
 """Methods that measure without naming an estimator."""
 
 
-def all_policies(name: str = "policies-synthetic", epochs: int = 3) -> Experiment:
-    experiment = get_experiment(name).scaled(epochs)
-    settings = {**experiment.data.settings, "num_samples": 1_500, "num_features": 16}
+def all_policies() -> Experiment:
+    experiment = shrunk("policies-synthetic", 3, 1_500, 16)
     methods = {
         key: replace(method, every_steps=2 if method.every_steps else None)
         for key, method in experiment.methods.items()
     }
-    return replace(experiment, data=replace(experiment.data, settings=settings), methods=methods)
+    return replace(experiment, methods=methods)
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # the experiment has no momentum
@@ -272,10 +246,8 @@ def watched(experiment: Experiment) -> Experiment:
 
 
 def test_shadows_of_a_method_are_recorded_and_change_nothing(tmp_path: Path):
-    run, alone = (
-        Run(watched(all_policies()), "sgd-small", 0, tmp_path / "a"),
-        Run(all_policies(), "sgd-small", 0, tmp_path / "b"),
-    )
+    run = Run(watched(all_policies()), "sgd-small", 0, tmp_path / "a")
+    alone = Run(all_policies(), "sgd-small", 0, tmp_path / "b")
     execute(run)
     execute(alone)
     header, epochs = read_run(run.records_path)

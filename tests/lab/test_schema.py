@@ -260,8 +260,6 @@ def test_wrong_settings_name_their_key(setting, message):
 # Records
 
 HEADER = {"kind": "run", "experiment": "a", "method": "b", "seed": 0}
-
-
 EPOCH = {"kind": "epoch", "epoch": 1, "batch_size": 8, "lr": 0.1, "steps": 3, "samples": 20}
 
 
@@ -326,7 +324,6 @@ def test_a_run_with_hostile_records_fails_alone_and_keeps_its_files(begun, damag
 # Experiment files
 
 GOOD = (FOLDER / "synthetic-nonconvex.toml").read_text()
-
 
 EDITS = [
     *(("epochs = 100", f"epochs = {value}") for value in ("0", "1.5", "true", "[]")),
@@ -399,7 +396,6 @@ def test_every_error_survives_the_way_between_processes(make):
 # Words of the command line
 
 RUN = ["run", "synthetic-convex", "--epochs", "1", "--trials", "1", "--jobs", "1"]
-
 
 WORDS = [
     (["--model", "resnet9000"], "synthetic-convex: unknown model kind 'resnet9000': did you mean 'resnet20'"),

@@ -18,7 +18,7 @@ from divebatch.lab.models import MODELS, ModelSettings
 from divebatch.lab.ranks import Parallel
 from divebatch.lab.schema import Method, Part
 from divebatch.records import read_run
-from lab.helpers import assert_same_end, small
+from lab.helpers import assert_same_end, kill_after, small
 
 CPU = torch.device("cpu")
 
@@ -187,13 +187,7 @@ def test_a_run_that_outgrows_the_memory_goes_back_says_so_and_stays_there(run, c
 def test_the_limit_survives_a_resume(run, tmp_path):
     whole = replace(run, folder=tmp_path / "whole")
     execute(whole)
-
-    def stop(record: Any) -> None:
-        if record.epoch == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        execute(run, on_epoch=stop)
+    kill_after(run, 3)
     execute(run, resume=True)
     assert_same_end(run, whole)
 

@@ -24,7 +24,6 @@ import frontier_runs
 
 CPU = DataPlace(torch.device("cpu"))
 
-
 SMALL = {
     "linear": {"num_samples": 512, "num_features": 20, "noise_variance": 0.5},
     "mlp": {"num_samples": 512, "num_features": 8, "noise_variance": 0.1, "teacher_width": 4, "num_judged": 64},

@@ -362,7 +362,7 @@ def find_start(path: Path, experiment: str) -> Start:
 
 
 def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = (), **of_run: Any) -> Run:
-    """Return the run as it was, with changes: `of_run`, fields of `Run`, and `settings` like `training.precision=bf16`."""
+    """Return the run as it was, but for `of_run`, fields of `Run`, and settings like `training.precision=bf16`."""
     config = start.header.config
     options = parse_options([each for each in settings if each.startswith("training.")], config["training"])
     planned = replace(experiment.scaled(int(config["epochs"])), model=Part(**config["model"]))

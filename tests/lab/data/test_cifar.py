@@ -144,8 +144,6 @@ def test_an_evaluation_batch_must_hold_something(tmp_path, size):
 
 
 GOOD = python2_pickle({"batch_label": "a", "labels": [1, 2], "data": cifar_pixels(2)})
-
-
 SENTINEL = "harm-was-done"
 
 

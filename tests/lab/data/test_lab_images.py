@@ -21,18 +21,10 @@ from divebatch.lab.data.dataset import LabelledSamples
 from divebatch.lab.data.images import Colours, image_split
 
 CPU = torch.device("cpu")
-
-
 COLOURS = Colours(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 """Neighbouring pixel values are at least 0.009 apart once normalised."""
-
-
 PLAIN = {"crop": CropFlip(), "rotate": CropFlipRotate(), "resized": RandomResizedCrop(side=32, size=36)}
-
-
 WHOLE = Whole()
-
-
 TOTAL = 23
 
 
@@ -137,15 +129,12 @@ def test_the_global_random_state_is_left_alone():
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # torch's own
 
-
 NEEDS_COMPILER = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler"
 )
 
-
 LAST_BIT = 1e-6
 """Of values up to 3."""
-
 
 TRANSFORMS = {
     "crop": (CropFlip(), Whole()),

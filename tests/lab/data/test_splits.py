@@ -11,8 +11,6 @@ from divebatch.lab.data import DATASETS, DataPlace
 from divebatch.lab.data.synthetic import Synthetic
 
 CPU = DataPlace(torch.device("cpu"))
-
-
 PAPER = Synthetic(num_samples=20_000, num_features=512, noise_variance=0.1, train_fraction=0.8)
 
 
