@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from divebatch.__main__ import main
@@ -22,10 +21,9 @@ from divebatch.cli import app
 from divebatch.lab import Run, execute, get_experiment, load_checkpoint, ranks
 from lab import failing_command
 from lab.data.image_files import write_cifar10
-from lab.helpers import COSTS, records
+from lab.helpers import CPU, records
 from lab.rank_processes import PATIENCE, Job, average_of_buffers, free_port, launch, runs_in, train
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.slow
 
 
@@ -37,16 +35,21 @@ def data_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., Job]]:
+def launched(tmp_path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def begin(size: int, *arguments: Any) -> Job:
-        jobs.append(launch(tmp_path / f"log-{len(jobs)}", size, train, *arguments))
+    def begin(*arguments: Any, **settings: Any) -> Job:
+        jobs.append(launch(tmp_path / f"log-{len(jobs)}", *arguments, **settings))
         return jobs[-1]
 
     yield begin
     for job in jobs:
         job.kill()
+
+
+@pytest.fixture
+def start(launched) -> Callable[..., Job]:
+    return lambda size, *arguments: launched(size, train, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +61,9 @@ def alone(tmp_path_factory, data_dir) -> Path:
     return folder
 
 
-def epochs(run: Run) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in run.records_path.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in COSTS} for line in lines[1:]]
-
-
 def assert_same_course(run: Run, other: Run) -> None:
-    assert len(epochs(run)) == run.experiment.epochs
-    for one, two in zip(epochs(run), epochs(other), strict=True):
+    assert len(records(run)) == run.experiment.epochs
+    for one, two in zip(records(run), records(other), strict=True):
         numbers = {key for key, value in two.items() if isinstance(value, float)} - ignored(run)
         assert {key: one[key] for key in numbers} == pytest.approx({key: two[key] for key in numbers}, rel=1e-9)
         for key in two.keys() - numbers - ignored(run) - {"reason"}:
@@ -77,19 +75,17 @@ def ignored(run: Run) -> set[str]:
     return {"exact_diversity", "micro_batch_size"} if run.sharding == "fsdp" else set()
 
 
-@pytest.mark.parametrize("size", [4])
-def test_ranks_take_the_course_of_one_process(tmp_path, start, alone, data_dir, size):
+def test_ranks_take_the_course_of_one_process(tmp_path, start, alone, data_dir):
     """DDP and FSDP2; of four ranks one needs two micro-batches for its part of 37 and the others one."""
-    sharded = runs_in(tmp_path, data_dir, "fsdp")
-    if size == 4:
-        sharded = [replace(sharded[0], experiment=sharded[0].experiment.with_training(micro_batch_size=9))]
-    ours = [*runs_in(tmp_path, data_dir), *sharded]
-    job = start(size, ours)
+    sharded = runs_in(tmp_path, data_dir, "fsdp")[0]
+    sharded = replace(sharded, experiment=sharded.experiment.with_training(micro_batch_size=9))
+    ours = [*runs_in(tmp_path, data_dir), sharded]
+    job = start(4, ours)
     assert set(job.ends()) == {0}, job.log.read_text()
     for run, other in zip(ours, runs_in(alone, data_dir) * 2, strict=False):
         assert_same_course(run, other)
         header = json.loads(run.records_path.read_text().splitlines()[0])
-        assert header["hardware"]["ranks"] == size
+        assert header["hardware"]["ranks"] == 4
         assert header["hardware"]["sharding"] == run.sharding
     assert not job.log.read_text()
 
@@ -161,17 +157,11 @@ def run(tmp_path) -> Run:
 
 
 @pytest.fixture
-def command(tmp_path, run) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
+def command(launched, run) -> Callable[..., Job]:
     def start(*words: str, size: int = 2, **changes: str) -> Job:
-        arguments = [*WORDS, "--out", str(run.folder), *words]
-        jobs.append(launch(tmp_path / f"log-{len(jobs)}", size, _command, arguments, changes))
-        return jobs[-1]
+        return launched(size, _command, [*WORDS, "--out", str(run.folder), *words], changes)
 
-    yield start
-    for job in jobs:
-        job.kill()
+    return start
 
 
 def _command(words: list[str], changes: dict[str, str]) -> None:
@@ -276,31 +266,23 @@ def test_the_docs_show_the_loop_of_the_example():
     assert [line for line in shown[0].splitlines()[1:] if line.strip() not in lines] == []
 
 
-QUIET = ["run", "synthetic-nonconvex", "--methods", "divebatch", "--trials", "1", "--epochs", "4", "--quiet"]
 CAUSES = "killed, stopped, out of reach, or ended by an error of its own"
 
 
 def frail_command(words: list[str], changes: dict[str, str]) -> None:
     """`divebatch` with a rank that fails, and with less patience for it."""
     ranks.TIMEOUT, ranks.PATIENCE = 4.0, 2.0
-    failing_command.make_fail(**changes)
-    sys.argv = ["divebatch", *words]
-    main()
+    _command(words, changes)
 
 
 @pytest.fixture
-def frail(tmp_path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def begin(size: int, failure: str, rank: int, *words: str, by_hand: bool = False) -> Job:
+def frail(launched, run) -> Callable[..., Job]:
+    def begin(size: int, failure: str, rank: int, *, by_hand: bool = False) -> Job:
         changes = {"FAILURE": failure, "FAILING_RANK": str(rank), "FAILING_STEP": "5"}
-        arguments = [*QUIET, "--out", str(tmp_path / "out"), *words]
-        jobs.append(launch(tmp_path / "log", size, frail_command, arguments, changes, by_hand=by_hand))
-        return jobs[-1]
+        words = [*WORDS, "--quiet", "--out", str(run.folder)]
+        return launched(size, frail_command, words, changes, by_hand=by_hand)
 
-    yield begin
-    for job in jobs:
-        job.kill()
+    return begin
 
 
 def said(job: Job) -> list[str]:

@@ -162,26 +162,3 @@ def test_a_run_is_one_line_and_is_not_run_again(tmp_path, monkeypatch):
     assert lines == [fixed, grown]
     missing = list(frontier_runs.wanted({"w": lines}, ["w"]))
     assert frontier_runs.Point("w", "fixed", 8, 0.05, 0) not in missing
-
-
-TINY_GPT = Part(kind="gpt-tiny", settings={"layers": 1, "width": 16, "heads": 2, "sequence_length": 16})
-
-
-@pytest.mark.parametrize("method", ["sgd-small", "noise-doubling-256"])
-def test_cifar100_runs(tmp_path: Path, method: str) -> None:
-    write_cifar100(tmp_path)
-    experiment = replace(get_experiment("policies-cifar100").scaled(1), model=Part(kind="resnet20"))
-    run = Run(experiment, method, 0, tmp_path / "out", data_dir=tmp_path)
-    execute(run)
-    assert read_run(run.records_path)[1][-1].epoch == 1
-
-
-def test_a_language_model_ends_after_its_seconds(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    experiment = replace(get_experiment("lm-124m"), model=TINY_GPT).with_training(precision="fp32")
-    assert (experiment.seconds, experiment.repeat) == (300.0, True)
-    run = Run(experiment.scaled(4).ending(seconds=0.2), "auto-16", 0, tmp_path / "out", data_dir=tmp_path)
-    execute(run)
-    _, epochs = read_run(run.records_path)
-    assert epochs[-1].epoch == 4
-    assert epochs[-1].bits_per_byte is not None
