@@ -100,6 +100,12 @@ def test_points_that_cannot_be_run_are_found_before_any_work(method, point, mess
         check_point(CONVEX.method(method), point)
 
 
+def test_a_policy_that_needs_the_length_of_the_run_can_be_searched(tmp_path):
+    space = parse_space(["lr=0.001,0.002"])
+    search = Search(experiment=get_experiment("lm-bytes"), method_name="late-switch", folder=tmp_path, space=space)
+    assert [each.method.lr for each in search.runs({"lr": 0.002})] == [0.002]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

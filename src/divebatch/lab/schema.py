@@ -176,6 +176,12 @@ class Method:
 
 def _method(value: Any) -> Method:
     method = _table_of(Method, value)
+    check_method(method)
+    return method if method.shadows else replace(method, shadows=None)
+
+
+def check_method(method: Method) -> None:
+    """Raise for values that no run can start with."""
     require_count("batch_size", method.batch_size)
     require_positive("lr", method.lr)
     if method.warmup_epochs < 0:
@@ -187,7 +193,6 @@ def _method(value: Any) -> Method:
     policy.check_start(method.batch_size)
     if method.lr_coupling is not None:
         require_coupling(policy, method.lr_coupling)
-    return method if method.shadows else replace(method, shadows=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

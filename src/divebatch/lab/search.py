@@ -20,13 +20,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from divebatch.checks import require_choice, require_positive
+from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, DivebatchError, DivergedError, MissingExtraError, RecordError, StoppedError
 from divebatch.lab import Experiment, Method, Run, StopRequest, check_parts, execute
 from divebatch.lab.data.dataset import require_fraction
 from divebatch.lab.files import locked, write_whole
-from divebatch.lab.schema import Part, require_name
-from divebatch.policies import make_policy
+from divebatch.lab.schema import ANY_LENGTH, Part, build_policy, check_method, require_name
 from divebatch.records import EpochRecord, Metric
 
 Point = dict[str, int | float]
@@ -139,14 +138,12 @@ def with_point(method: Method, point: Mapping[str, int | float]) -> Method:
 
 def check_point(method: Method, point: Mapping[str, int | float]) -> None:
     """Raise before any work if a run with these settings could not start."""
-    policy: Any = make_policy(method.policy.kind, **method.policy.settings)
+    policy: Any = build_policy(method.policy, ANY_LENGTH)
     known = (*OF_METHOD, *sorted(entry.name for entry in fields(policy)))
     for name in point:
         if name not in known:
             raise ArgumentError(f"nothing to search over called {name!r}; known: {', '.join(known)}")
-    changed = with_point(method, point)
-    require_positive("lr", changed.lr)
-    make_policy(changed.policy.kind, **changed.policy.settings).check_start(changed.batch_size)
+    check_method(with_point(method, point))
 
 
 def slug(point: Mapping[str, int | float]) -> str:
