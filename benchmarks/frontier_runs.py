@@ -300,7 +300,8 @@ def train(point: Point, data_dir: Path, device: str) -> Line:
     start = METHODS.get(point.method, Start("fixed", cap=None, every_steps=None))
     method = start.method(point.batch_size * start.under, point.lr)
     experiment = replace(get_experiment(workload.experiment), methods={point.method: method})
-    experiment = experiment.ending(samples=workload.samples)
+    if workload.samples is not None:
+        experiment = replace(experiment, samples=workload.samples)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(
             experiment,

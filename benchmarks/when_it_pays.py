@@ -66,10 +66,9 @@ def planned(options: argparse.Namespace) -> list[Run]:
 def _experiment(options: argparse.Namespace) -> Experiment:
     experiment = get_experiment(options.experiment, [f"model.kind={options.model}"] if options.model else ())
     experiment = experiment.scaled(options.epochs) if options.epochs else experiment
+    experiment = replace(experiment, samples=options.samples) if options.samples else experiment
     is_gpu = options.device.startswith("cuda")
-    return experiment.with_training(precision="bf16" if is_gpu else "fp32", compile=is_gpu).ending(
-        samples=options.samples
-    )
+    return experiment.with_training(precision="bf16" if is_gpu else "fp32", compile=is_gpu)
 
 
 def diverged_path(run: Run) -> Path:

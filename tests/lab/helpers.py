@@ -39,10 +39,7 @@ def tiny_search(folder: Path, *, over: tuple[str, ...] = OVER, method: str = "sg
 
 
 CPU = torch.device("cpu")
-COSTS = {
-    *("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds"),
-    "peak_memory_bytes",
-}
+COSTS = {*("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds"), "peak_memory_bytes"}
 
 
 def kill_after(run: Run, epochs: int) -> None:

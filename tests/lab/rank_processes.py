@@ -26,12 +26,7 @@ PATIENCE = 60.0
 """Seconds until a wait for another process is given up."""
 GRACE = 10.0
 """Seconds that ranks have to find out by themselves that another one has failed."""
-PRELOADED = [
-    "divebatch.cli",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "PIL.Image",
-]
+PRELOADED = ["divebatch.cli", "torch.distributed.fsdp", "torch._dynamo", "PIL.Image"]
 
 
 @dataclass

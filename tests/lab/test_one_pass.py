@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,14 @@ from lab.helpers import assert_same_end, records
 TINY = {"layers": 1, "width": 16, "heads": 2, "sequence_length": 16}
 
 
-def language_model() -> Experiment:
+def language_model(**end: Any) -> Experiment:
     """With a model so small that a step takes a millisecond; `noise-doubling-8` decides every four steps."""
     experiment = get_experiment("lm-bytes")
     methods = dict(experiment.methods)
     auto = Part(kind="noise-doubling", settings={"max_batch_size": 16, "step_cost": 1e6})
     methods["noise-doubling-8"] = replace(methods["noise-doubling-8"], every_steps=4, policy=auto)
     model = Part(kind="gpt-tiny", settings=TINY)
-    return replace(experiment, model=model, methods=methods).with_training(precision="fp32")
+    return replace(experiment, model=model, methods=methods, **end).with_training(precision="fp32")
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_batch_larger_than_a_part_carries_the_run_over_several(tmp_path, data)
 
 
 def test_the_late_switch_is_at_three_quarters_of_the_run(tmp_path, data):
-    experiment = language_model().ending(samples=400).scaled(8)
+    experiment = language_model(samples=400).scaled(8)
     methods = {"late-switch": replace(experiment.method("late-switch"), every_steps=1)}
     run = Run(replace(experiment, methods=methods), "late-switch", 0, tmp_path, data_dir=data)
     execute(run)
@@ -119,7 +120,7 @@ def test_the_late_switch_is_at_three_quarters_of_the_run(tmp_path, data):
 
 
 def test_a_run_ends_after_the_samples_it_was_told(tmp_path, data):
-    trainer = make_trainer(Run(language_model().ending(samples=200), "fixed-8", 0, tmp_path, data_dir=data))
+    trainer = make_trainer(Run(language_model(samples=200), "fixed-8", 0, tmp_path, data_dir=data))
     numbers, rates, _ = seen_in(trainer)
     whole = make_trainer(Run(language_model(), "fixed-8", 0, tmp_path, data_dir=data))
     assert numbers == seen_in(whole)[0][:200]
@@ -127,10 +128,10 @@ def test_a_run_ends_after_the_samples_it_was_told(tmp_path, data):
 
 
 def test_more_samples_than_there_are_need_to_be_asked_for(tmp_path, data):
-    run = Run(language_model().ending(samples=1500), "fixed-64", 0, tmp_path, data_dir=data)
+    run = Run(language_model(samples=1500), "fixed-64", 0, tmp_path, data_dir=data)
     with pytest.raises(ArgumentError, match=r"samples=1500 are more than the \d+ training samples .* repeat=True"):
         make_trainer(run)
-    trainer = make_trainer(replace(run, experiment=run.experiment.ending(repeat=True)))
+    trainer = make_trainer(replace(run, experiment=replace(run.experiment, repeat=True)))
     numbers, rates, _ = seen_in(trainer)
     total = len(trainer.control.loader.dataset)
     assert len(numbers) == 1500
@@ -153,7 +154,7 @@ class SteadyClock:
 @pytest.mark.parametrize("repeat", [False, True])
 def test_a_run_ends_after_the_seconds_it_was_told_and_the_schedule_with_it(tmp_path, data, repeat):
     seconds = 10.0 if repeat else 3.0
-    experiment = language_model().ending(seconds=seconds, repeat=repeat)
+    experiment = language_model(seconds=seconds, repeat=repeat)
     trainer = make_trainer(Run(experiment, "fixed-8", 0, tmp_path, data_dir=data))
     trainer.length.clock = SteadyClock(trainer)
     numbers, rates, _ = seen_in(trainer)
@@ -163,7 +164,7 @@ def test_a_run_ends_after_the_seconds_it_was_told_and_the_schedule_with_it(tmp_p
 
 
 def test_a_pass_that_is_over_before_the_seconds_are_ends_the_run_at_the_floor(tmp_path, data):
-    trainer = make_trainer(Run(language_model().ending(seconds=3600.0), "fixed-8", 0, tmp_path, data_dir=data))
+    trainer = make_trainer(Run(language_model(seconds=3600.0), "fixed-8", 0, tmp_path, data_dir=data))
     trainer.length.clock = SteadyClock(trainer)
     numbers, rates, _ = seen_in(trainer)
     assert sorted(numbers) == list(range(len(trainer.control.loader.dataset)))
@@ -173,11 +174,11 @@ def test_a_pass_that_is_over_before_the_seconds_are_ends_the_run_at_the_floor(tm
 def test_an_experiment_of_epochs_ends_by_epochs():
     for end in ({"samples": 10}, {"seconds": 1.5}):
         with pytest.raises(ArgumentError, match=r"cifar10 goes over its data 200 times and ends by epochs, not by s"):
-            get_experiment("cifar10").ending(**end)
+            replace(get_experiment("cifar10"), **end)
     with pytest.raises(ArgumentError, match=r"repeat=True needs an end"):
-        get_experiment("lm-bytes").ending(repeat=True)
+        replace(get_experiment("lm-bytes"), repeat=True)
     with pytest.raises(ArgumentError, match=r"samples must be an integer of at least 1"):
-        get_experiment("lm-bytes").ending(samples=0)
+        replace(get_experiment("lm-bytes"), samples=0)
 
 
 # Resuming inside of a pass

@@ -109,7 +109,7 @@ def test_out_of_memory_names_the_sizes_and_what_to_try(fits, micro_batch_size, m
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_the_first_pass_of_each_size_is_compiling_where_it_is_compiled(compiles, monkeypatch):
-    monkeypatch.setattr(module, "compiled_loss_of", lambda **_: module.loss_of)
+    monkeypatch.setattr(module, "compiled", lambda function, **_: function)
     step = make_step(nn.Linear(3, 1), compile=compiles).under(lambda: BatchPlan(batch_size=4))
     laps = []
     monkeypatch.setattr(step.clock, "lap", lambda name: laps.append(name) or nullcontext())

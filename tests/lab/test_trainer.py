@@ -22,10 +22,7 @@ from divebatch.policies import GradientDamp, SampleSchedule
 
 CPU = torch.device("cpu")
 NUM_SAMPLES, NUM_FEATURES, EPOCHS = 44, 6, 4
-COSTS = {
-    *("train_seconds", "eval_seconds", "compile_seconds", "measure_seconds", "total_seconds"),
-    "peak_memory_bytes",
-}
+COSTS = {*("train_seconds", "eval_seconds", "compile_seconds", "measure_seconds", "total_seconds"), "peak_memory_bytes"}
 
 
 class OneByOne(Dataset[Any]):

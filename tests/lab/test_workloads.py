@@ -91,7 +91,7 @@ def small(name: str, folder: Path):
     if kind == "text":
         write_corpus(folder)
         settings = {**experiment.model.settings, "width": 16, "sequence_length": 16}
-        experiment = experiment.ending(samples=256)
+        experiment = replace(experiment, samples=256)
         return replace(experiment, model=Part(kind=experiment.model.kind, settings=settings))
     if kind in ("linear-spectrum", "teacher-student"):
         settings = SMALL["linear" if kind == "linear-spectrum" else "mlp"]

@@ -27,12 +27,7 @@ WANTED = "(model, loss_fn, dataset) or (model, loss_fn, dataset, optimizer)"
 
 
 def parts_of_experiment(
-    experiment: Experiment,
-    method: str | None,
-    *,
-    batch_size: int | None = None,
-    seed: int = 0,
-    **settings: Any,
+    experiment: Experiment, method: str | None, *, batch_size: int | None = None, seed: int = 0, **settings: Any
 ) -> dict[str, Any]:
     """Return the arguments of `advise` for a method, by default the first baseline, perhaps with another size.
 

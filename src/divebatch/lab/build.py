@@ -140,12 +140,7 @@ def _make_schedulers(
 
 
 def _make_controller(
-    run: "Run",
-    module: nn.Module,
-    optimizer: Optimizer,
-    length: RunLength,
-    loss_fn: LossFn,
-    schedulers: list[Any],
+    run: "Run", module: nn.Module, optimizer: Optimizer, length: RunLength, loss_fn: LossFn, schedulers: list[Any]
 ) -> Controller:
     method = run.method
     policy = build_policy(method.policy, length.samples)

@@ -41,11 +41,7 @@ class Recording:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        run: Callable[[Tensor, Tensor], Tensor],
-        inputs: Tensor,
-        targets: Tensor,
+        self, parameters: Mapping[str, Tensor], run: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
     ) -> None:
         # A replay reads and writes the addresses it was recorded with, so its inputs need a fixed place.
         self._inputs, self._targets = inputs.clone(), targets.clone()

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -20,13 +20,7 @@ class OptimizerSettings(ABC):
 
     @abstractmethod
     def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> Optimizer:
-        """Make the optimizer of all trainable parameters of `model`.
-
-        Args:
-            model: The model to train.
-            lr: The learning rate.
-            fused: Whether one kernel updates all parameters; None leaves it to torch.
-        """
+        """Make the optimizer of all trainable parameters; `fused` is torch's, with None for torch's own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +61,14 @@ class AdamW(OptimizerSettings):
 
     def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> Optimizer:
         betas = (self.beta1, self.beta2)
-        return torch.optim.AdamW(self._groups(list(model.parameters())), lr=lr, betas=betas, eps=self.eps, fused=fused)
-
-    def _groups(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-        decaying = [each for each in parameters if self.decay_vectors or each.ndim >= 2]
-        others = [each for each in parameters if not self.decay_vectors and each.ndim < 2]
-        groups = [
-            {"params": decaying, "weight_decay": self.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
+        decaying: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for parameter in model.parameters():
+            (decaying if self.decay_vectors or parameter.ndim >= 2 else others).append(parameter)
+        groups = [{"params": decaying, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=lr, betas=betas, eps=self.eps, fused=fused
+        )
 
 
 OPTIMIZERS: dict[str, type[OptimizerSettings]] = {"sgd": Sgd, "adamw": AdamW}

@@ -251,17 +251,6 @@ class Experiment:
                 f"method {counting[0]} has warmup_epochs, and {self.name} is one pass: set the schedule's warmup"
             )
 
-    def ending(self, *, samples: int | None = None, seconds: float | None = None, repeat: bool = False) -> "Experiment":
-        """Return the experiment with another end, which its schedule is fitted to; the defaults change nothing."""
-        if samples is None and seconds is None and not repeat:
-            return self
-        return replace(
-            self,
-            samples=self.samples if samples is None else samples,
-            seconds=self.seconds if seconds is None else seconds,
-            repeat=self.repeat or repeat,
-        )
-
     def scaled(self, epochs: int) -> "Experiment":
         """Return the experiment over another number of epochs, with all settings that count them."""
         if epochs < 1:

@@ -102,8 +102,8 @@ def loss_of(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any, precis
 
 
 @cache
-def compiled_loss_of(*, fullgraph: bool = True) -> Callable[..., Tensor]:
-    """Compile once for all runs of a process: a second model of the same build takes the code of the first.
+def compiled(function: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
+    """Compile a function once for all runs of a process: a second model of the same build takes the first one's code.
 
     DDP's own part of the forward pass breaks the graph, and so must not be compiled with `fullgraph`.
     """
@@ -111,7 +111,7 @@ def compiled_loss_of(*, fullgraph: bool = True) -> Callable[..., Tensor]:
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
     # Code for one shape is faster than code for any, and a run has few shapes.
-    return torch.compile(loss_of, dynamic=False, fullgraph=fullgraph)
+    return torch.compile(function, dynamic=False, fullgraph=fullgraph)
 
 
 class TrainStep:
@@ -277,8 +277,9 @@ class TrainStep:
     def _loss(self, inputs: Any, targets: Any, *, is_full: bool) -> Tensor:
         # Full ones alone: an epoch's short rest would double the number of shapes for one step an epoch.
         is_compiled = self.options.compile and is_full
-        function = compiled_loss_of(fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
-        return function(self.parallel.module, self.loss_fn, inputs, targets, self.options.precision)
+        function = compiled(loss_of, fullgraph=self.parallel.ranks.is_alone) if is_compiled else loss_of
+        loss: Tensor = function(self.parallel.module, self.loss_fn, inputs, targets, self.options.precision)
+        return loss
 
     @contextmanager
     def _first_time(self, part: MicroBatch, plan: BatchPlan) -> Iterator[None]:

@@ -57,12 +57,7 @@ class Task(ABC):
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    batches: Iterable[Any],
-    task: Task,
-    *,
-    precision: str = "fp32",
-    ranks: Ranks | None = None,
+    model: nn.Module, batches: Iterable[Any], task: Task, *, precision: str = "fp32", ranks: Ranks | None = None
 ) -> Evaluation:
     """Judge the model in evaluation mode; the mode is put back afterwards. `batches` are this rank's own."""
     was_training = model.training
@@ -96,7 +91,6 @@ class Classification(Task):
         return cross_entropy(outputs, targets)
 
     def judge(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the sums of losses and of right answers."""
         loss_sum = self.loss_fn(outputs, targets).double() * len(targets)
         if outputs.shape[-1] == 1:
             return torch.stack([loss_sum, ((outputs > 0) == (targets > 0.5)).sum()])
@@ -150,7 +144,6 @@ class Regression(Task):
         return mse_loss(outputs.squeeze(-1), targets)
 
     def judge(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the sum of squared errors."""
         if outputs.shape != (*targets.shape, 1):
             raise ArgumentError(
                 f"regression wants one number a sample: outputs of shape {tuple(outputs.shape)} do not fit targets "

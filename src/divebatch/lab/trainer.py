@@ -76,17 +76,15 @@ class Trainer:
 
     @property
     def loss_fn(self) -> LossFn:
-        """The task's mean loss of a batch."""
         return self.task.loss_fn
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that train this model together."""
         return self.parallel.ranks
 
     @property
     def all_schedulers(self) -> list[LRScheduler]:
-        """Those that are stepped after each epoch, before those that are stepped after each optimizer step."""
+        """All schedulers: of epochs, then of optimizer steps."""
         return [*self.schedulers, *self.step_schedulers]
 
     def run_epoch(self, *, after_step: Callable[[], None] = lambda: None) -> EpochRecord:

@@ -180,7 +180,6 @@ def _cause_of_death(code: int) -> str:
 
 
 def _work(line: Connection, threads: int) -> None:
-    """Execute one run after the other, as the parent sends them, until it sends none."""
     torch.set_num_threads(threads)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with StopRequest() as stop:

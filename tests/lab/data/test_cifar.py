@@ -81,10 +81,7 @@ def test_the_inner_folder_in_place_of_the_outer(tmp_path, monkeypatch, relative)
     inner = write_cifar10(tmp_path)
     monkeypatch.chdir(inner)
     given = os.curdir if relative else inner
-    with pytest.raises(
-        DataError,
-        match=re.escape(f"is the dataset itself: pass --data-dir '{tmp_path}'"),
-    ):
+    with pytest.raises(DataError, match=re.escape(f"is the dataset itself: pass --data-dir '{tmp_path}'")):
         load(inner.__class__(given))
 
 

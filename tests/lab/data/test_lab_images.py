@@ -10,13 +10,7 @@ from torch._dynamo.utils import counters
 from divebatch.lab import Run, get_experiment
 from divebatch.lab.build import place_for
 from divebatch.lab.data import DataPlace, images
-from divebatch.lab.data.augment import (
-    CropFlip,
-    CropFlipRotate,
-    RandomResizedCrop,
-    ResizeCentreCrop,
-    Whole,
-)
+from divebatch.lab.data.augment import CropFlip, CropFlipRotate, RandomResizedCrop, ResizeCentreCrop, Whole
 from divebatch.lab.data.dataset import LabelledSamples
 from divebatch.lab.data.images import Colours, image_split
 
@@ -165,7 +159,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's front end alone, which is quick: it decides what is compiled anew and what its code computes."""
     torch.compiler.reset()  # one function has a limited number of variants, and each test adds some
     traced = torch.compile(images.prepare, backend="aot_eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(images, "_compiled", lambda: traced)
+    monkeypatch.setattr(images, "compiled", lambda _: traced)
 
 
 @NEEDS_COMPILER

@@ -63,7 +63,6 @@ class Cifar(DatasetSettings):
         return self.read(folder, self.train_files), lambda: self.read(folder, self.test_files), split
 
     def read(self, folder: Path, names: Sequence[str]) -> LabelledSamples:
-        """Return all images of these files, in order."""
         parts = [self._read_file(self.origin.require_file(folder / name)) for name in names]
         planes = torch.from_numpy(np.concatenate([images for images, _ in parts])).view(-1, 3, SIDE, SIDE)
         labels = torch.tensor([label for _, labels in parts for label in labels])

@@ -178,16 +178,13 @@ class Origin:
     md5: str
 
     def find(self, data_dir: Path | None) -> Path:
-        """Return the dataset's folder inside `data_dir`."""
         return find_folder(data_dir, self.folder, f"unpacked from {self.url}, md5 {self.md5}")
 
     def require_file(self, path: Path) -> Path:
-        """Return `path` if it is a file."""
         if not path.is_file():
             what = "is not a file" if path.exists() else "is missing"
             raise DataError(f"'{path}' {what}: unpack the archive from {self.url} again")
         return path
 
     def damaged(self, path: Path, what: str) -> DataError:
-        """Return the error for a file that is there but wrong."""
         return DataError(f"'{path}': {what}. If the file is damaged, get it again from {self.url} (md5 {self.md5})")

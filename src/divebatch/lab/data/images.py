@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.lab.data.augment import Transform, with_margin
 from divebatch.lab.data.dataset import DataPlace, DataSplit, FixedOrder, LabelledSamples
-from divebatch.lab.step import MOST_VARIANTS
+from divebatch.lab.step import compiled
 
 AUGMENTATION = 4
 """The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
@@ -34,15 +34,6 @@ def prepare(
     return normalise(pixels), stored.labels.index_select(0, index)
 
 
-@cache
-def _compiled() -> Callable[..., Batch]:
-    """Compile once for all loaders of a process: a second one of the same transform and layout takes what is there."""
-    import torch._dynamo  # takes a second to import, and only compiled runs need it
-
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-    return torch.compile(prepare, dynamic=False, fullgraph=True)
-
-
 def prepare_compiled(
     index: Tensor, stored: LabelledSamples, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
 ) -> Batch:
@@ -56,7 +47,7 @@ def prepare_compiled(
     # This code hardly gains from a known number of samples, so it is compiled once for all.
     torch._dynamo.maybe_mark_dynamic(index, 0)
     with torch.no_grad():  # whatever the caller does: the compiler makes code for either mode
-        inputs, targets = _compiled()(index, stored, plan, transform, normalise)
+        inputs, targets = compiled(prepare)(index, stored, plan, transform, normalise)
     return inputs.detach(), targets.detach()  # what comes out is marked too: a model would be compiled for any size
 
 

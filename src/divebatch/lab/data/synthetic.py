@@ -12,14 +12,7 @@ from torch.utils.data import TensorDataset
 from divebatch.checks import require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
-from divebatch.lab.data.dataset import (
-    DataPlace,
-    DatasetSettings,
-    DataSplit,
-    LabelledSamples,
-    Parts,
-    require_fraction,
-)
+from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, LabelledSamples, Parts, require_fraction
 from divebatch.ranks import Ranks
 
 
@@ -100,7 +93,6 @@ class DrawnRegression(DrawnData):
     """
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
-        """Draw as `Synthetic` does."""
         generator = torch.Generator().manual_seed(seed)
         truth = self._truth(generator)
         with torch.no_grad():

@@ -52,11 +52,9 @@ class Documents:
         return len(self.bounds)
 
     def select(self, numbers: Tensor) -> "Documents":
-        """Return those with these numbers, in this order."""
         return Documents(self.text, self.bounds[numbers.numpy()])
 
     def joined(self) -> Bytes:
-        """Return their bytes, one document after the other."""
         return np.concatenate([self.text[start:end] for start, end in self.bounds])
 
     def content(self) -> list[bytes]:
