@@ -4,6 +4,7 @@ import errno
 import functools
 import importlib
 import io
+import itertools
 import logging
 import os
 import pickle
@@ -90,34 +91,34 @@ def test_the_one_before_stays_beside_it(path):
 # Writes that fail
 
 
-def fail_at(monkeypatch, stage: str) -> None:
-    """Let the disk be full at one stage of a save."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    calls = {"fsync": 0, "replace": 0}
-
-    def failing(name, real, at):
-        def call(*args, **kwargs):
-            calls[name] += 1
-            if calls[name] == at:
-                raise full
-            return real(*args, **kwargs)
-
-        return call
-
-    if stage in ("fsync", "folder sync"):
-        monkeypatch.setattr(os, "fsync", failing("fsync", os.fsync, 1 if stage == "fsync" else 2))
-    else:
-        at = {"first rename": 1, "second rename": 2}[stage]
-        monkeypatch.setattr(Path, "replace", failing("replace", Path.replace, at))
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+STAGES = {"fsync": (os, "fsync", 1), "first rename": (Path, "replace", 1), "second rename": (Path, "replace", 2)}
+STAGES["folder sync"] = (os, "fsync", 2)
 
 
-@pytest.mark.parametrize("stage", ["fsync", "first rename", "second rename", "folder sync"])
-def test_a_failing_save_leaves_a_good_checkpoint_and_no_scratch(path, monkeypatch, stage):
+def fail_at(monkeypatch, stage: str, error: BaseException) -> None:
+    """Let a save fail at one stage."""
+    owner, name, at = STAGES[stage]
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def failing(*args, **kwargs):
+        if next(calls) == at:
+            raise error
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full", "interrupted"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failing_save_leaves_a_good_checkpoint_and_no_scratch(path, monkeypatch, stage, error):
     save_checkpoint(path, some_state(1))
     save_checkpoint(path, some_state(2))
+    raised = CheckpointError if error is FULL else KeyboardInterrupt
+    message = r"cannot write checkpoint '.*seed-0\.ckpt': No space left on device" if error is FULL else None
     with monkeypatch.context() as broken:
-        fail_at(broken, stage)
-        with pytest.raises(CheckpointError, match=r"cannot write checkpoint '.*seed-0\.ckpt': No space left on device"):
+        fail_at(broken, stage, error)
+        with pytest.raises(raised, match=message):
             save_checkpoint(path, some_state(3))
     newest = some_state(3 if stage == "folder sync" else 2)
     assert_bit_equal(load_checkpoint(path, device=CPU), newest)
@@ -137,20 +138,6 @@ def test_a_write_cut_short_harms_nothing(path, most_bytes):
             save_checkpoint(path, some_state(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names(path) == {"seed-0.ckpt"}
-    assert_bit_equal(load_checkpoint(path, device=CPU), some_state(1))
-
-
-def test_an_interrupted_save_leaves_no_scratch(path, monkeypatch):
-    save_checkpoint(path, some_state(1))
-
-    def interrupt(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "fsync", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(path, some_state(2))
     assert names(path) == {"seed-0.ckpt"}
     assert_bit_equal(load_checkpoint(path, device=CPU), some_state(1))
 

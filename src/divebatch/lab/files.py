@@ -30,7 +30,7 @@ def write_whole(path: Path, content: bytes | memoryview, *, previous: Path | Non
             path.replace(previous)
             try:
                 scratch.replace(path)
-            except OSError:
+            except BaseException:  # a full disk, or a second Ctrl-C
                 previous.replace(path)
                 raise
         else:
