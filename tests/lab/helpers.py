@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from divebatch.lab import Experiment, Run, execute, get_experiment, load_checkpoint
+from divebatch.lab import Experiment, Run, StopRequest, execute, get_experiment, load_checkpoint
 from divebatch.lab.schema import Part
 from divebatch.lab.search import Search, parse_space, to_toml
+from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 
 
@@ -40,6 +41,19 @@ def tiny_search(folder: Path, *, over: tuple[str, ...] = OVER, method: str = "sg
 
 CPU = torch.device("cpu")
 COSTS = {*("train_seconds", "total_seconds", "eval_seconds", "measure_seconds", "compile_seconds"), "peak_memory_bytes"}
+
+
+class StopAfter(StopRequest):
+    """Asked to stop when so many steps were made; None: never."""
+
+    def __init__(self, steps: int | None, ranks: Ranks | None = None) -> None:
+        super().__init__(ranks)
+        self._left = steps or 0
+
+    def after_step(self) -> bool:
+        self._left -= 1
+        self.is_set = self.is_set or self._left == 0
+        return super().after_step()
 
 
 def kill_after(run: Run, epochs: int) -> None:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from divebatch.lab import Experiment, Run, execute, parse_experiment
 from divebatch.lab.models import MODELS, ModelSettings
 from divebatch.lab.models.resnet import ResNet, group_norm, small_stem
-from divebatch.lab.ranks import StopRequest, process_group, spread
+from divebatch.lab.ranks import process_group, spread
 from divebatch.lab.step import TrainStep
 from divebatch.ranks import Ranks
+from lab.helpers import StopAfter
 
 PATIENCE = 60.0
 """Seconds until a wait for another process is given up."""
@@ -144,7 +145,7 @@ def train(
     with process_group("cpu"):
         ranks = Ranks.here()
         for run in runs:
-            stop = SignalAfter(ranks, (stop_after or {}).get(ranks.rank)) if not ranks.is_alone else None
+            stop = StopAfter((stop_after or {}).get(ranks.rank), ranks) if not ranks.is_alone else None
             execute(run, resume=True, stop=stop)
 
 
@@ -164,20 +165,6 @@ def average_of_buffers() -> None:
         assert parallel.model.num_batches_tracked == 1
         assert torch.allclose(before, torch.full((3,), 0.1 * (1.5 + ranks.rank)))
         assert torch.allclose(parallel.model.running_mean, torch.full((3,), 0.1 * (1.5 + (ranks.size - 1) / 2)))
-
-
-class SignalAfter(StopRequest):
-    """Asked to stop when so many steps were made; None: never."""
-
-    def __init__(self, ranks: Ranks, steps: int | None) -> None:
-        super().__init__(ranks)
-        self._left = steps
-
-    def after_step(self) -> bool:
-        if self._left is not None:
-            self._left -= 1
-            self.is_set = self.is_set or self._left == 0
-        return super().after_step()
 
 
 def die_in_step(number: int) -> None:

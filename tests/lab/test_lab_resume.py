@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.errors import CheckpointError, DivergedError, RecordError, StoppedError
-from divebatch.lab import Run, StopRequest, execute, get_experiment, load_checkpoint, runs
+from divebatch.lab import Run, execute, get_experiment, load_checkpoint, runs
 from divebatch.lab.checkpoint import previous
 from divebatch.lab.files import locked
 from divebatch.lab.models import MODELS, ModelSettings
@@ -28,7 +28,7 @@ from divebatch.lab.schema import Experiment, Method, Part
 from divebatch.lab.search import to_toml
 from divebatch.records import read_run
 from lab.data.image_files import write_cifar10
-from lab.helpers import CPU, assert_same_end, kill_after, records, shrunk, small
+from lab.helpers import CPU, StopAfter, assert_same_end, kill_after, records, shrunk, small
 
 
 def growing(name: str = "synthetic-nonconvex", epochs: int = 3) -> Experiment:
@@ -49,28 +49,6 @@ def with_method(experiment: Experiment, **settings: Any) -> Experiment:
 # Stopped after any step
 
 
-class StopAfter(StopRequest):
-    """Asked to stop when so many steps were made."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-
-@pytest.fixture
-def counting(monkeypatch) -> None:
-    after_step = _Keeper._after_step
-
-    def counted(saver: _Keeper) -> None:
-        stop = saver.stop
-        if isinstance(stop, StopAfter):
-            stop.steps -= 1
-            stop.is_set = stop.steps == 0
-        after_step(saver)
-
-    monkeypatch.setattr(_Keeper, "_after_step", counted)
-
-
 def stopped(run: Run, steps: int, *, resume: bool) -> bool:
     try:
         execute(run, resume=resume, stop=StopAfter(steps))
@@ -87,7 +65,6 @@ def resumed_every(steps: int, broken: Run) -> int:
     return lives
 
 
-@pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize("checkpoint_steps", [None, 2])
 def test_stopped_after_any_step_it_resumes_to_the_same_bits(tmp_path, checkpoint_steps):
     whole = Run(growing(), "divebatch", 0, tmp_path / "whole")
@@ -101,7 +78,6 @@ def test_stopped_after_any_step_it_resumes_to_the_same_bits(tmp_path, checkpoint
         assert_same_end(broken, whole)
 
 
-@pytest.mark.usefixtures("counting")
 def test_quantized_gradients_resume_to_the_same_bits(tmp_path):
     name, experiment = "divebatch-16-levels", growing("inducing")
     whole, broken = (Run(experiment, name, 0, tmp_path / folder) for folder in ("whole", "broken"))
@@ -130,7 +106,6 @@ def images(tmp_path, monkeypatch) -> tuple[Experiment, Path]:
     return with_method(experiment, **method, policy=policy), tmp_path / "data"
 
 
-@pytest.mark.usefixtures("counting")
 def test_images_with_dropout_and_sketches_resume_to_the_same_bits(tmp_path, images):
     experiment, data = images
     whole = Run(experiment, "divebatch", 0, tmp_path / "whole", data_dir=data)

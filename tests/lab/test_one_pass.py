@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from divebatch.errors import ArgumentError, StoppedError
-from divebatch.lab import Experiment, Run, StopRequest, Trainer, execute, get_experiment, make_trainer
+from divebatch.lab import Experiment, Run, Trainer, execute, get_experiment, make_trainer
 from divebatch.lab.schema import Part
 from lab.data.text_files import write_corpus
-from lab.helpers import assert_same_end, records
+from lab.helpers import StopAfter, assert_same_end, records
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "sequence_length": 16}
 
@@ -182,16 +182,6 @@ def test_an_experiment_of_epochs_ends_by_epochs():
 
 
 # Resuming inside of a pass
-
-
-class StopAfter(StopRequest):
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def after_step(self) -> bool:
-        self.steps -= 1
-        return self.steps == 0
 
 
 @pytest.mark.parametrize("steps", [1, 17])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, StepLR
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from divebatch import AdaBatch, AdaptiveLoader, Controller, DiveBatch, Fixed
 from divebatch.errors import CheckpointError, DivergedError
@@ -23,19 +23,6 @@ from divebatch.policies import GradientDamp, SampleSchedule
 CPU = torch.device("cpu")
 NUM_SAMPLES, NUM_FEATURES, EPOCHS = 44, 6, 4
 COSTS = {*("train_seconds", "eval_seconds", "compile_seconds", "measure_seconds", "total_seconds"), "peak_memory_bytes"}
-
-
-class OneByOne(Dataset[Any]):
-    """The same data behind a DataLoader."""
-
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[index]
 
 
 def step_lr(optimizer: SGD) -> list[LRScheduler]:
@@ -72,7 +59,7 @@ CASES = {
     "adabatch with warm-up": Case(policy=AdaBatch(32, every_epochs=1, lr_decay=0.9), schedulers=cosine_with_warm_up),
     "dropout": Case(dropout=0.5),
     "dropout, sketch, through a DataLoader": Case(
-        dropout=0.5, estimator=lambda: make_estimator("trajectory", mode="sketch"), wrap=OneByOne
+        dropout=0.5, estimator=lambda: make_estimator("trajectory", mode="sketch"), wrap=list
     ),
     "micro-batches": Case(options=DeviceOptions(micro_batch_size=3)),
     "within epochs": Case(

@@ -17,8 +17,12 @@ from divebatch.lab.data.images import Colours, image_split
 CPU = torch.device("cpu")
 COLOURS = Colours(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 """Neighbouring pixel values are at least 0.009 apart once normalised."""
-PLAIN = {"crop": CropFlip(), "rotate": CropFlipRotate(), "resized": RandomResizedCrop(side=32, size=36)}
-WHOLE = Whole()
+TRANSFORMS = {
+    "crop": (CropFlip(), Whole()),
+    "rotate": (CropFlipRotate(), Whole()),
+    "resized": (RandomResizedCrop(side=32, size=36), ResizeCentreCrop(size=36, resize=40)),
+}
+"""For training and for validation."""
 TOTAL = 23
 
 
@@ -29,10 +33,12 @@ def numbered_images(count: int) -> LabelledSamples:
     return LabelledSamples(images, torch.arange(count))
 
 
-def make_split(transform=PLAIN["crop"], evaluation=WHOLE, **place):
-    train, validation = numbered_images(TOTAL), numbered_images(10)
-    place = DataPlace(CPU, **place)
-    return image_split((train, transform), (validation, evaluation), COLOURS, 10, eval_batch_size=4, place=place)
+CROP, WHOLE = TRANSFORMS["crop"]
+
+
+def make_split(training=CROP, evaluation=WHOLE, **place):
+    train, validation = (numbered_images(TOTAL), training), (numbered_images(10), evaluation)
+    return image_split(train, validation, COLOURS, 10, eval_batch_size=4, place=DataPlace(CPU, **place))
 
 
 def epoch_by_sample(loader) -> torch.Tensor:
@@ -50,9 +56,9 @@ def assert_same_batches(some, others):
         assert torch.equal(y, other_y)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(name):
-    split = make_split(PLAIN[name])
+    split = make_split(TRANSFORMS[name][0])
     small, large, other_seed = split.loader(3, seed=1), split.loader(16, seed=1), split.loader(3, seed=2)
     epochs = [epoch_by_sample(small) for _ in range(3)]
     large.set_epoch(2)
@@ -61,9 +67,9 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(name):
     assert not torch.equal(epochs[0], epoch_by_sample(other_seed))
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_resume_in_the_middle_gives_the_rest_bit_by_bit(name):
-    split = make_split(PLAIN[name])
+    split = make_split(TRANSFORMS[name][0])
     loader = split.loader(4, seed=5)
     list(loader)
     batches = iter(loader)
@@ -130,16 +136,9 @@ NEEDS_COMPILER = pytest.mark.skipif(
 LAST_BIT = 1e-6
 """Of values up to 3."""
 
-TRANSFORMS = {
-    "crop": (CropFlip(), Whole()),
-    "rotate": (CropFlipRotate(), Whole()),
-    "resized": (RandomResizedCrop(side=32, size=36), ResizeCentreCrop(size=36, resize=40)),
-}
-
 
 def compiled_split(name: str, *, compile: bool, **place):
-    (training, evaluation), place = TRANSFORMS[name], DataPlace(torch.device("cpu"), compile=compile, **place)
-    return image_split((numbered_images(TOTAL), training), (numbered_images(10), evaluation), COLOURS, 10, 4, place)
+    return make_split(*TRANSFORMS[name], compile=compile, **place)
 
 
 def num_compiled() -> int:
