@@ -153,7 +153,7 @@ def test_what_a_kill_leaves_behind_is_good_and_goes_away(path, caplog, moment):
         path.replace(previous(path))
     assert_bit_equal(newest(path), some_state(2))
     if moment == "between the renames":
-        assert f"'{path}' is gone; going on from the one before it, '{previous(path)}'" in caplog.text
+        assert f"'{path}' is gone; continuing from the one before it, '{previous(path)}'" in caplog.text
     save_checkpoint(path, some_state(3))
     assert not scratch.exists()
     assert_bit_equal(newest(path), some_state(3))
@@ -193,7 +193,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(path, caplog, damage)
     with caplog.at_level(logging.WARNING):
         assert_bit_equal(newest(path), some_state(1))
     assert f"'{path}'" in caplog.text
-    assert f"going on from the one before it, '{previous(path)}'" in caplog.text
+    assert f"continuing from the one before it, '{previous(path)}'" in caplog.text
 
 
 def test_where_both_are_damaged_both_are_named(path):

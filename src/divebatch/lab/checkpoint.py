@@ -47,7 +47,7 @@ def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
         raise
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint '{path}': {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:  # whose own message tells how to run it all the same
+    except pickle.UnpicklingError as error:  # whose own message says how to run it all the same
         raise CheckpointError(f"'{path}' holds more than tensors and plain data; nothing in it was executed") from error
     except Exception as error:  # a damaged file may fail in any way
         raise CheckpointError(
@@ -70,7 +70,7 @@ def load_newest(path: Path, *, device: torch.device) -> tuple[Path, dict[str, An
             problems.append(str(error))
             continue
         if problems:
-            logger.warning("%s; going on from the one before it, '%s'", problems[0], candidate)
+            logger.warning("%s; continuing from the one before it, '%s'", problems[0], candidate)
         return candidate, state
     if not candidates:
         return None

@@ -104,8 +104,15 @@ class Run:
 
     def header(self, *, num_parameters: int | None = None) -> RunHeader:
         """Return the first line of the records; `num_parameters` is known once the model is built."""
-        report, ranks = self.experiment.report, Ranks.here()
-        shared = {} if ranks.is_alone else {"ranks": ranks.size, "sharding": self.sharding}
+        report, ranks, device = self.experiment.report, Ranks.here(), torch.device(self.device)
+        hardware: dict[str, Any] = {
+            "device": device.type,
+            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+            "cpus": num_cores(),
+            "threads": torch.get_num_threads(),
+        }
+        if not ranks.is_alone:
+            hardware |= {"ranks": ranks.size, "sharding": self.sharding}
         return RunHeader(
             experiment=self.experiment.name,
             method=self.method_name,
@@ -115,7 +122,7 @@ class Run:
             report=replace(report, order=report.order or list(self.experiment.methods)),
             config=self.config,
             versions=_versions(),
-            hardware={**_hardware(torch.device(self.device)), **shared},
+            hardware=hardware,
             num_parameters=num_parameters,
             git_commit=_git_commit(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -136,11 +143,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:  # run from source
             found[package] = "source"
     return found
-
-
-def _hardware(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {"device": device.type, "name": name, "cpus": num_cores(), "threads": torch.get_num_threads()}
 
 
 def _processor() -> str:

@@ -105,7 +105,11 @@ class Trainer:
                 seen = evaluate(
                     self.model, self.validation, self.task, precision=self.options.precision, ranks=self.ranks
                 )
-            exact = self._exact_diversity() if self.log_exact else None
+            exact: float | None = None
+            if self.log_exact:  # of the whole training set, at the weights that the epoch ended with
+                batches = self.control.loader.full_pass()
+                diversity = gradient_diversity(self.model, self.loss_fn, batches, ranks=self.ranks)
+                exact = diversity.value if diversity.is_defined else None
         return replace(
             record,
             train_loss=train_loss,
@@ -216,8 +220,3 @@ class Trainer:
     @property
     def _on_cuda(self) -> bool:
         return self.clock.device.type == "cuda"
-
-    def _exact_diversity(self) -> float | None:
-        """Return the diversity of the whole training set at the present weights, or None if it is undefined."""
-        exact = gradient_diversity(self.model, self.loss_fn, self.control.loader.full_pass(), ranks=self.ranks)
-        return exact.value if exact.is_defined else None
