@@ -37,7 +37,7 @@ PATIENCE = 5.0
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started this job anew, after a process had failed."""
+    """Return whether torchrun has started this job anew, after a process had failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

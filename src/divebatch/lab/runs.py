@@ -202,7 +202,7 @@ def check_can_write(run: Run, *, resume: bool) -> None:
 
 
 def _is_begun(run: Run) -> bool:
-    """Whether the first line of the records is complete."""
+    """Return whether the first line of the records is complete."""
     try:
         return run.records_path.is_file() and b"\n" in run.records_path.read_bytes()
     except OSError as error:

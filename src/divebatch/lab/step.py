@@ -92,7 +92,7 @@ def predict(model: nn.Module, inputs: Any, precision: str) -> Any:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether the samples of a pass change each other's outputs, so that none has a gradient of its own."""
+    """Return whether the samples of a pass change each other's outputs, so that none has its own gradient."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
