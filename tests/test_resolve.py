@@ -22,10 +22,10 @@ from divebatch import (
     Policy,
     Trajectory,
 )
-from divebatch.controller import resolve_estimator
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Moments, PerSample, Split
 from divebatch.lr import coupling_for, couplings_of
+from divebatch.parts import resolve_estimator
 from divebatch.policies import POLICIES, InnerProductTest, NoiseDoubling, NoiseScale, Seesaw, SmithSchedule
 from reference.per_sample import dataset, mean_loss, mlp
 

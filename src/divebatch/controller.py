@@ -23,27 +23,31 @@ from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import EpochProgress
 from divebatch.data.source import rank_shard_of
 from divebatch.errors import ArgumentError, UsageError
-from divebatch.estimators import ESTIMATORS, Estimator, TrainingContext, make_estimator, names_where, require_fit
+from divebatch.estimators import Estimator, require_fit
 from divebatch.lr import BY_NOISE, SURE, Coupling, LrCoupling, Rates, Unit, couplings_of, position_of
 from divebatch.measurement import Decision, Diversity, History, Measurement, StepEvent
-from divebatch.norms.loss_scale import LossReduction
 from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.norms.sharded import local
+from divebatch.parts import (
+    as_list,
+    require_parts,
+    require_same_setup,
+    require_step_cadence,
+    resolve_estimator,
+    training_context,
+)
 from divebatch.policies import Fixed, Policy
-from divebatch.policies.policy import require_policy, settings_of
-from divebatch.ranks import inside_ddp
+from divebatch.policies.policy import settings_of
 from divebatch.records import Change, EpochRecord
 
 STATE_VERSION = 3
-DEFAULT_ESTIMATOR = "moments"
-"""For shadows, couplings and policies that name none: right at fixed weights, for every model and optimizer."""
 
 
 class Controller:
     """Lets a policy set the loader's batch size after each epoch, and the learning rate follow it.
 
-    Call `step()` once after each epoch, after the scheduler's own step. What the policy does not need is not
-    measured: an epoch without measuring runs without any hook on the model.
+    Call `step()` once after each epoch, after the scheduler's own step. Only what the policy needs is measured: an
+    epoch without measuring runs without any hook on the model.
 
     `group["lr"]` stays the schedule's own rate. It is multiplied by the batch size's factor for the time of each
     optimizer step; `control.lr` and the records give the product.
@@ -57,15 +61,15 @@ class Controller:
         optimizer: The torch optimizer that trains it, or a list of all whose rates shall follow.
         loader: The `AdaptiveLoader` whose batch size is set.
         policy: The rule that sets it, such as `Auto(max_batch_size=4096)`.
-        estimator: What measures the gradients: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or
-            an object such as `Oracle(loss_fn)`. None: the policy's own.
+        estimator: The estimator: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or an object
+            such as `Oracle(loss_fn)`. None: the policy's own.
         lr_coupling: How the learning rate follows the batch size: "none"; "linear", "adascale" or "1/(1+B/b)" (SGD);
             "sqrt" or "adascale-sqrt" (Adam-like optimizers); "adam-beta1" (Adam, AdamW, NAdam, Adamax: the root, and
             beta1 follows too) or "adam" (betas, eps and weight decay follow); a number p such as 0.6 for the p-th power
             of the batch size; or a list with one for each optimizer. None: the policy's own, "none" if it has none.
         scheduler: The scheduler that drives the optimizer, or a list. Only one that is stepped after every optimizer
             step is needed here.
-        scheduler_unit: What a call of `scheduler.step` means: an "epoch"; a "step" of the first batch size, which
+        scheduler_unit: The meaning of a call of `scheduler.step`: an "epoch"; a "step" of the first batch size, which
             samples then count; or a "call", one step of the schedule whatever the batch size. A list: one for each.
         accumulate: The number of the loader's batches that one optimizer step takes, for a loop that adds up their
             gradients. All sizes that policies see and choose, and those of records, are those of a step: the loader's
@@ -199,7 +203,7 @@ class Controller:
     # The loop: a batch is fetched, an optimizer steps, an epoch ends
 
     def _on_batch(self, current: EpochProgress) -> None:
-        """The loop has come for its next batch, so the steps on those before are made. The loader calls this."""
+        """Look at the loop, which comes for its next batch, and has made the steps before. The loader calls this."""
         size = current.batch_size * self._unit
         if size != self._rates.batch_size:  # it was set by hand
             self._rates.follow(size, step=self.steps)
@@ -219,7 +223,7 @@ class Controller:
             self.then(current)
 
     def _begin_epoch(self) -> None:
-        """Only here are hooks put on the model. What was seen of an epoch that was broken off does not count."""
+        """Begin an epoch, and forget one that was broken off. Only here are hooks put on the model."""
         if not self._has_begun:
             self._warn_if_state_is_missing()
         self._changes, self._is_under_way, self._has_begun = [], True, True
@@ -232,7 +236,7 @@ class Controller:
         self._measure_if_due()
 
     def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An optimizer is about to step: the only hook before it."""
+        """Count a step that begins, and set its rates: the only hook before it."""
         coupling = self._rates.couplings.get(optimizer)
         if coupling is None:  # a deep copy, which has the hook too
             return None
@@ -248,7 +252,7 @@ class Controller:
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
     def _begin_step(self, optimizer: Optimizer) -> StepEvent | None:
-        """Count the step and put its rates in force; return the event if the optimizer trains the model."""
+        """Count the step and set its rates; return the event if the optimizer trains the model."""
         coupling, event, number, before = self._rates.couplings[optimizer], None, -1, 0
         if self._is_under_way and optimizer in self._training:
             batches, samples, local_samples = self.loader.since_last_step()
@@ -281,7 +285,7 @@ class Controller:
         return result
 
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
-        """An optimizer has made its step: the only hook after it."""
+        """Restore the rates: the only hook after a step."""
         coupling = self._rates.couplings.get(optimizer)
         if coupling is not None and (coupling.undo or self._rates.schedules):
             self._rates.after_step(coupling, self._samples)
@@ -290,7 +294,7 @@ class Controller:
     _on_step._torchdynamo_disable = _after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
-        """Measure the epoch that has ended, decide, and apply; return what was in force and what comes next.
+        """Measure the epoch that has ended, decide, and apply; return the record of the epoch and the decision.
 
         `loss` is the epoch's mean training loss, for policies that need it and for the record: of this rank's samples,
         or of all.
@@ -370,7 +374,7 @@ class Controller:
         return self._rates.gains.at(self.steps)
 
     def take_scheduler_steps(self) -> int:
-        """Return how often to step, now, a scheduler that is stepped with every batch, to follow `effective_steps`.
+        """Return the number of steps that a scheduler stepped with every batch must now make for `effective_steps`.
 
         Each call takes what has come together since the last one, so a second call returns 0.
         """
@@ -389,7 +393,7 @@ class Controller:
             self.loader.resize_now(max(1, most // self._unit))
 
     def plan(self) -> BatchPlan:
-        """Return how the batch delivered last must go through the model. Ask once a batch, before its forward pass."""
+        """Return instructions for the batch delivered last. Ask once a batch, before its forward pass."""
         full, shard = rank_shard_of(self.loader.batch_size, self.ranks).mine, self.loader.rank_shard
         if self._at_work is None:
             return BatchPlan(batch_size=full, rank_shard=shard)
@@ -404,7 +408,7 @@ class Controller:
 
     @contextmanager
     def around_step(self, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Do around a step that no hook sees what the hooks do around `optimizer.step()`.
+        """Do the work of the hooks around a step that they do not see.
 
         For a CUDA graph that holds the optimizer's step: `with control.around_step(): graph.replay()`. Its rates must
         be tensors (`capturable=True`), which are changed in place.
@@ -447,7 +451,7 @@ class Controller:
         else:
             self._detach()
 
-    # Checks of what was said
+    # Checks of the arguments against the loop
 
     def _batches_per_step(self, batch_size: int) -> int:
         delivered = self.loader.delivery_size
@@ -600,7 +604,7 @@ class Controller:
         return agreed
 
     def _decided(self, policy: Policy, seen: Measurement) -> Decision:
-        """No batch has more samples than an epoch, or fewer than ranks and estimator need, and no rate follows one."""
+        """Return the decision within the samples of an epoch, the memory, and the needs of ranks and estimator."""
         most = sys.maxsize if seen.dataset_size is None else seen.dataset_size
         needed = 1 if self._estimator is None else self._estimator.min_batch_size
         least = min(max(self.ranks.size, needed), most)
@@ -646,7 +650,7 @@ class Controller:
         }
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the saved one."""
+        """Return the settings that a resumed run must share with the saved one."""
         parameters = self._context.model.named_parameters()
         return {
             "policy": settings_of(self.policy),
@@ -658,7 +662,7 @@ class Controller:
         }
 
     def require_fits(self, place: str, state: dict[str, Any]) -> None:
-        """Raise if a saved state is another run's; `place` says in the error where it stands."""
+        """Raise if a saved state is another run's; `place` names it in the error."""
         for name, mine in (("version", STATE_VERSION), ("settings", self._settings())):
             require_same(f"{place}.{name}", state.get(name), mine)
         self.loader.require_same_data(state["loader"], f"{place}.loader")
@@ -710,9 +714,9 @@ def in_multiples(
     """Return what `policy` decides, rounded down to a multiple of `unit`, but not to nothing.
 
     Args:
-        policy: Who decides.
-        seen: What it sees.
-        unit: What a size must be a multiple of: a step's batches, or the samples of one backward pass.
+        policy: The policy.
+        seen: Its input.
+        unit: The number that sizes are multiples of: a step's batches, or the samples of one backward pass.
         at_most: The most samples that a step may hold.
         at_least: The fewest units that a step may hold.
     """
@@ -724,154 +728,3 @@ def in_multiples(
         decision = replace(policy.next(replace(seen, largest_batch_size=size)), reason=decision.reason)
     reason = f"{decision.reason}; in multiples of {unit}".lstrip("; ")
     return decision if size == decision.batch_size else replace(decision, batch_size=size, reason=reason)
-
-
-# What a controller is made of
-
-
-def as_list(given: Any) -> list[Any]:
-    """Return what was given as one, as several or as None, as a list."""
-    return list(given) if isinstance(given, Sequence) else [] if given is None else [given]
-
-
-def training_context(
-    model: nn.Module, optimizers: Sequence[Optimizer], loader: AdaptiveLoader, loss_reduction: LossReduction = "mean"
-) -> TrainingContext:
-    """Return what an estimator may look at. The first optimizer is the one that holds most of the model."""
-    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
-
-    def held(optimizer: Optimizer) -> int:
-        return sum(sizes.get(id(each), 0) for group in optimizer.param_groups for each in group["params"])
-
-    holding = sorted((each for each in optimizers if held(each)), key=held, reverse=True)
-    if not holding:
-        names = ", ".join(type(each).__name__ for each in optimizers)
-        raise ArgumentError(
-            f"the optimizer ({names}) holds no parameter of the model ({type(model).__name__}): pass one that was made "
-            f"with this very model's parameters, and make it after the model was moved, sharded or copied"
-        )
-    first, *others = holding
-    return TrainingContext(
-        inside_ddp(model), loader, first, other_optimizers=tuple(others), loss_reduction=loss_reduction
-    )
-
-
-def estimator_of(
-    policy: Policy, context: TrainingContext | None = None, *, shadows: Mapping[str, Policy] | None = None
-) -> str:
-    """Return the name of the estimator that measures for `policy` if none is given.
-
-    That is the policy's own, or its stand-in if policies would not act on what it measures there.
-    """
-    # Controller, adapters and experiment files all ask here, so a default means the same everywhere.
-    name = policy.estimator or DEFAULT_ESTIMATOR
-    if context is None or "diversity" not in policy.needs:
-        return name
-    stand_in = make_estimator(name).stand_in(context, context.loader.delivery_size or context.loader.batch_size)
-    needing = any("inner_variance" in each.needs for each in (policy, *(shadows or {}).values()))
-    return name if not stand_in or (needing and not ESTIMATORS[stand_in].has_inner_variance) else stand_in
-
-
-def resolve_estimator(
-    policy: Policy,
-    estimator: str | Estimator | None,
-    context: TrainingContext | None = None,
-    *,
-    shadows: Mapping[str, Policy] | None = None,
-    grad_scaler: Any = None,
-) -> Estimator:
-    """Return the estimator that measures for `policy`: the one that was given, else as `estimator_of` says.
-
-    Args:
-        policy: The policy that decides.
-        estimator: A name, an object, or None for the policy's own.
-        context: What would be measured, for the choice of one if none is given.
-        shadows: Policies that only watch; they take what measures for `policy`.
-        grad_scaler: The GradScaler that multiplies the losses, if there is one; an object must know it already.
-    """
-    if isinstance(estimator, Estimator):
-        made = estimator
-    else:
-        name = estimator or estimator_of(policy, context, shadows=shadows)
-        made = make_estimator(name)
-        if grad_scaler is not None and made.takes("grad_scaler"):
-            made = make_estimator(name, grad_scaler=grad_scaler)
-    for each in (policy, *(shadows or {}).values()):
-        if "inner_variance" in each.needs and not made.has_inner_variance:
-            raise ArgumentError(
-                f"{type(each).__name__} needs the noise along the gradient, which {type(made).__name__} does not "
-                f"measure: use one of the estimators {names_where(lambda kind: kind.has_inner_variance)}"
-            )
-    return made
-
-
-def require_parts(
-    model: nn.Module,
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    loader: object,
-    policy: Policy,
-    estimator: object,
-    shadows: Mapping[str, Any],
-) -> None:
-    """Raise for what is no optimizer, loader, policy or estimator, and if there is nothing to train."""
-    for prepared in (*optimizers, *schedulers):
-        if type(prepared).__module__.startswith("accelerate."):
-            raise ArgumentError(
-                f"{type(prepared).__name__} was made by accelerator.prepare, and Controller takes torch's own: use "
-                f"divebatch.integrations.accelerate.make_controller(accelerator, model, optimizer, loader, policy), "
-                f"which takes what was prepared"
-            )
-    for optimizer in optimizers or [None]:
-        if not isinstance(optimizer, Optimizer):
-            raise ArgumentError(
-                f"optimizer must be a torch optimizer or a list of such, got {type(optimizer).__name__}"
-            )
-    for each in (policy, *shadows.values()):
-        require_policy(each)
-    if isinstance(estimator, type):
-        raise ArgumentError(f"estimator must be a name or an object such as {estimator.__name__}(), got the class")
-    if not isinstance(estimator, str | Estimator | None):
-        raise ArgumentError(f"estimator must be a name or an Estimator such as Split(), got {estimator!r}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ArgumentError(f"{type(model).__name__} has no trainable parameter")
-    if not isinstance(loader, AdaptiveLoader):
-        raise ArgumentError(
-            f"loader must be an AdaptiveLoader, got {type(loader).__name__}; "
-            f"for a DataLoader: AdaptiveLoader.wrap(dataloader)"
-        )
-
-
-def require_step_cadence(every_steps: int, policy: Policy, estimator: Estimator | None) -> None:
-    """Raise unless policy and estimator can do with a part of an epoch."""
-    require_count("every_steps", every_steps)
-    if not policy.decides_within_epochs:
-        raise ArgumentError(
-            f"{type(policy).__name__} decides after whole epochs, by their number, loss or speed: leave "
-            f"every_steps={every_steps} out. A policy of your own may say decides_within_epochs = True"
-        )
-    if estimator is None:
-        return
-    if not estimator.has_window:
-        raise ArgumentError(
-            f"{type(estimator).__name__} sums over whole epochs and cannot serve every_steps={every_steps}: "
-            f"use one of the estimators {names_where(lambda kind: kind.has_window)}"
-        )
-    if every_steps < (least := estimator.min_steps_between_decisions):
-        raise ArgumentError(
-            f"every_steps={every_steps} leaves a decision less than two estimates of {type(estimator).__name__}, and "
-            f"one has no spread: take every_steps of at least {least}, a smaller one of the estimator, or decay below 1"
-        )
-
-
-def require_same_setup(optimizers: Sequence[Optimizer], loader: AdaptiveLoader, **settings: Any) -> None:
-    """Raise on all ranks if they differ: different settings would cause silent divergence or a deadlock."""
-    facts = {
-        "the number of samples": loader.dataset_size,
-        "batch_size": loader.batch_size,
-        "seed": loader.seed,
-        "drop_last": loader.drop_last,
-        "the epoch": loader.epoch,
-        "the learning rate": [float(group["lr"]) for each in optimizers for group in each.param_groups],
-    }
-    loader.ranks.require_same({**facts, **settings})

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -24,9 +23,9 @@ class NoiseScale:
     noise scale 812 (640-990) samples
 
     Args:
-        value: The estimate; NaN where the noise hides the gradient or the steps were too few.
-        low: The lower end; 0 where nothing bounds it from below, as without momentum.
-        high: The upper end; infinite where the gradient cannot be told from zero.
+        value: The estimate; NaN if the noise hides the gradient or the steps were too few.
+        low: The lower end; 0 if nothing bounds it from below, as without momentum.
+        high: The upper end; infinite if the gradient cannot be told from zero.
         steps: Optimizer steps since the reading before.
     """
 
@@ -34,6 +33,11 @@ class NoiseScale:
     low: float
     high: float
     steps: int
+
+    def known(self) -> dict[str, float]:
+        """Return the finite ones of `noise_scale`, `noise_scale_low` and `noise_scale_high`, as loggers take them."""
+        values = {"noise_scale": self.value, "noise_scale_low": self.low, "noise_scale_high": self.high}
+        return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def __str__(self) -> str:
         if math.isnan(self.value) or self.high == math.inf:
@@ -45,14 +49,14 @@ class NoiseScale:
 
 
 class NoiseMeter:
-    """Tells the gradient noise scale tr(Sigma) / ||G||^2 of a training, whatever its loop looks like.
+    """A meter of the gradient noise scale tr(Sigma) / ||G||^2 in a training loop of any kind.
 
         meter = NoiseMeter(optimizer)
         ...
         print(meter.read(batch_size=256))  # every few hundred steps: noise scale 812 (640-990) samples
 
-    It compares the gradients of successive optimizer steps, as the estimator `moments` does (`estimators.Moments` tells
-    how exact that is), and keeps sketches of large models' gradients: at most 1 % of the parameters' memory. It changes
+    It compares the gradients of successive optimizer steps, as the estimator `moments` does (`estimators.Moments` says
+    how exactly), and keeps sketches of large models' gradients: at most 1 % of the parameters' memory. It changes
     nothing and waits for the device only in `read`.
 
     It sees steps and nothing else: accumulated gradients are those of one step, and a step that a GradScaler skips is
@@ -72,8 +76,8 @@ class NoiseMeter:
             is told of each step.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them: divided by the root of its
             second moment.
-        every_steps: Compares gradients once in so many steps, or in as few as it takes; the others cost nothing.
-        sketch: Whether gradients are kept as sketches or whole; None for sketches where the model is large.
+        every_steps: Compare gradients once in this number of steps, or the least that works; the others cost nothing.
+        sketch: Whether gradients are kept as sketches or whole. None: sketches if the model is large.
         momentum: That of your own update (of an Adam-like one: beta1), if there is no torch optimizer to ask.
     """
 
@@ -168,19 +172,16 @@ class NoiseMeter:
 
     def close(self) -> None:
         """Stop watching and free the memory. Nothing can be read any more."""
-        if self._is_closed:
-            return
-        if self._handle is not None:
-            self._handle.remove()
-        del self._gradients
+        if not self._is_closed:
+            if self._handle is not None:
+                self._handle.remove()
+            del self._gradients
         self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _require_open(self) -> None:
@@ -218,7 +219,7 @@ class NoiseMeter:
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside those that Lightning and Accelerate put around it; raises for what is none."""
+    """Return the optimizer inside those that Lightning and Accelerate put around it."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     if not isinstance(optimizer, Optimizer):

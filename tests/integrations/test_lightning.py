@@ -248,7 +248,7 @@ def test_a_checkpoint_without_our_state_is_refused(max_steps, tmp_path):
     bare = pl.Trainer(max_epochs=2, max_steps=max_steps, accelerator="cpu", **QUIET)
     bare.fit(module(), DataLoader(Numbered(), batch_size=6))
     bare.save_checkpoint(tmp_path / "bare.ckpt")
-    with pytest.raises(UsageError, match=r"goes on after step \d+, but its checkpoint has nothing of this callback"):
+    with pytest.raises(UsageError, match=r"continues after step \d+, but its checkpoint has nothing of this callback"):
         Run(DIVEBATCH).fit(ckpt_path=tmp_path / "bare.ckpt")
 
 

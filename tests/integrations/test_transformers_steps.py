@@ -96,8 +96,7 @@ def test_a_size_that_stays_is_the_plain_trainers_course(tmp_path):
 )
 def test_steps_that_are_left_are_those_of_a_loop(sizes, first, steps, epoch, unit):
     """A loop that takes the passes of one step after the other, whose size changes, ends when it should."""
-    length_of = adapter.RunLength
-    length = length_of.of(first_steps=steps, first_batch_size=first * unit, epoch_samples=epoch, pass_samples=unit)
+    length = adapter.RunLength(first_steps=steps, first_batch_size=first * unit, epoch_samples=epoch, pass_samples=unit)
     assert taken_by_hand(length, [first] * steps)[0] == length.samples
     seen = 0
     for size in sizes + [sizes[-1]] * 200:

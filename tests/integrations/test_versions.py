@@ -7,9 +7,12 @@ import pytest
 
 from divebatch.errors import MissingExtraError
 from divebatch.integrations import versions
-from divebatch.integrations.versions import Requirement, UnsupportedVersionError
+from divebatch.integrations.versions import UnsupportedVersionError, require_installed
 
-FRAMEWORK = Requirement(["framework", "py-framework"], extra="frame", oldest="2.6", too_new="2.7", excluded=["2.6.2"])
+
+def installed() -> list[str]:
+    names = ["framework", "py-framework"]
+    return require_installed(names, extra="frame", oldest="2.6", too_new="2.7", excluded=["2.6.2"])
 
 
 def having(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
@@ -18,13 +21,13 @@ def having(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
 
 def test_what_is_installed_is_listed(monkeypatch):
     having(monkeypatch, py_framework="2.6.6.post1")
-    assert FRAMEWORK.installed() == ["py-framework"]
+    assert installed() == ["py-framework"]
 
 
 def test_a_missing_framework_names_the_extra(monkeypatch):
     having(monkeypatch)
     with pytest.raises(MissingExtraError, match=r"framework is not installed; .* 'divebatch\[frame\]'"):
-        FRAMEWORK.installed()
+        installed()
 
 
 @pytest.mark.parametrize("there", ["2.5.9", "2.7", "2.7.0rc1", "2.6.2", "10.0"])
@@ -33,7 +36,7 @@ def test_a_version_nobody_tried_names_those_that_work(there, monkeypatch):
     with pytest.raises(
         UnsupportedVersionError, match=rf"framework {there} .*2.6 up to, not including, 2.7 without 2.6.2"
     ):
-        FRAMEWORK.installed()
+        installed()
 
 
 def test_each_adapter_says_what_it_lacks():

@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from divebatch.controller import Controller, as_list, require_step_cadence
+from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation import InMultiples, StepPasses, deliver_in_passes, load_state, state_of
-from divebatch.integrations.versions import Requirement
+from divebatch.integrations.versions import require_installed
 from divebatch.norms.loss_scale import LossReduction
+from divebatch.parts import as_list, require_step_cadence
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_policy
 
-REQUIREMENT = Requirement(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
-REQUIREMENT.installed()
+require_installed(["accelerate"], extra="accelerate", oldest="1.10", too_new="2")
 _optimizer, _scheduler = import_module("accelerate.optimizer"), import_module("accelerate.scheduler")
 _operations = import_module("accelerate.utils.operations")
 
@@ -54,7 +54,7 @@ def make_controller(
         optimizer: The optimizer, prepared, or a list of all whose rates shall follow.
         loader: The `AdaptiveLoader`, not prepared.
         policy: The rule that sets its batch size.
-        estimator: What measures the gradients, a name or an object; None for the policy's own.
+        estimator: What measures the gradients, a name or an object. None: the policy's own.
         scheduler: The scheduler that drives the optimizer, prepared or not, or a list of all that do.
         settings: `Controller`'s: lr_coupling, loss_reduction and so on.
     """
@@ -64,7 +64,11 @@ def make_controller(
         require_step_cadence(settings["every_steps"], policy, None)
     in_passes = accelerator.gradient_accumulation_steps != 1 or loader.delivery_size is not None
     if in_passes:
-        _check_accumulation(accelerator)
+        if accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM"):
+            raise ArgumentError(
+                f"{accelerator.distributed_type.value} accumulates gradients by itself, a fixed number of passes: use "
+                f"gradient_accumulation_steps=1 and no delivery_size"
+            )
         deliver_in_passes(loader, accelerator.gradient_accumulation_steps, "gradient_accumulation_steps")
     schedulers = [_unwrapped(part) for part in as_list(scheduler)]
     # The loader is not prepared, so nobody else moves its batches to the device.
@@ -115,7 +119,7 @@ class _Weighed:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the accelerator saves and loads: the controller's state, between optimizer steps."""
+    """The object that the accelerator saves and loads: the controller's state, between optimizer steps."""
 
     control: Controller
     passes: StepPasses | None
@@ -159,16 +163,8 @@ def _check(accelerator: Any, loader: Any) -> None:
         )
 
 
-def _check_accumulation(accelerator: Any) -> None:
-    if accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM"):
-        raise ArgumentError(
-            f"{accelerator.distributed_type.value} accumulates gradients by itself, a fixed number of passes: use "
-            f"gradient_accumulation_steps=1 and no delivery_size"
-        )
-
-
 def _unwrapped(scheduler: Any) -> Any:
-    """The scheduler inside a prepared one."""
+    """Return the scheduler inside a prepared one."""
     if not isinstance(scheduler, _scheduler.AcceleratedScheduler):
         return scheduler
     # Else it steps once for each process, as if each had whole batches of its own: here they share each batch.

@@ -20,7 +20,7 @@ from divebatch.policies.wrappers import Around
 
 
 def refuse_loss(policy: Policy) -> None:
-    """Raise for what is no policy, and for one that needs the epoch's loss, which adapters do not pass on."""
+    """Raise for anything but a policy, and for one that needs the epoch's loss, which adapters do not pass on."""
     require_policy(policy)
     if "loss" in policy.needs:
         raise ArgumentError(
@@ -40,7 +40,7 @@ class InMultiples(Around):
 
 
 class PassCount(int):
-    """How many backward passes an optimizer step has, for a framework that finds the ends of steps by a remainder.
+    """The number of an optimizer step's passes, for a framework that finds the ends of steps by a remainder.
 
     Lightning and the Hugging Face Trainer count the passes of an epoch and end a step where `count % passes` is 0,
     which is right only if all steps of the epoch have equally many. The remainder of this number counts from the first
@@ -54,7 +54,7 @@ class PassCount(int):
     Args:
         number: The passes of a full step.
         before: Passes of the epoch before this step.
-        made: The passes that this step has: fewer than `number` where an epoch or the training ends; None for `number`.
+        made: The passes of this step: fewer than `number` if an epoch or the training ends. None: `number`.
     """
 
     before: int
@@ -73,11 +73,11 @@ class PassCount(int):
 
 
 class StepBudget:
-    """How many samples are left of a training whose length is a number of steps.
+    """The samples left of a training whose length is a number of steps.
 
     Args:
-        steps: So many steps of the first batch size.
-        first_batch_size: Tells that size, which a resume may bring.
+        steps: The length in steps of the first batch size.
+        first_batch_size: Returns that size, which a resume may change.
         loader: Delivers the samples.
     """
 
@@ -85,7 +85,7 @@ class StepBudget:
         self.steps, self._first, self._loader = steps, first_batch_size, loader
 
     def samples_left(self) -> float:
-        """Samples left in the epoch under way, or in the next one where none is; infinite before the last epoch."""
+        """Return the samples left in the current epoch, or in the next one between epochs; infinite before the last."""
         epochs, steps = self._length()
         current = self._loader.current
         is_over = current is not None and current.is_used_up
@@ -95,7 +95,7 @@ class StepBudget:
         return max(0, steps * self._first() - samples)
 
     def _length(self) -> tuple[int, int]:
-        """Whole epochs, and steps of one more."""
+        # Whole epochs, and steps of one more.
         size, first = self._loader.dataset_size, self._first()
         if size is None:
             return self._loader.epoch, self.steps  # of a stream in its first pass
@@ -104,18 +104,17 @@ class StepBudget:
 
 
 class StepPasses:
-    """Says before each optimizer step how many passes it takes, and what each pass counts in the step's loss.
+    """The division of optimizer steps into passes: their number, known before each step, and their weights.
 
     The loader delivers passes of `delivery_size` samples; its `batch_size` is that of a step. The last step of an epoch
     holds what is left of it, and its gradient is the mean over just these samples, as that of a short last batch.
 
     Args:
-        control: The controller of the loader, which delivers passes on demand: not before the one before has gone
-            backwards.
-        on_step: Called with the number of passes before the first one of each step is fetched. A batch size that is
-            set before that is in force.
+        control: The controller of the loader, which must deliver each pass after the backward pass before it.
+        on_step: Called with the number of passes before the first one of each step is fetched. The step has the batch
+            size that was set before.
         loss_reduction: How the loss of a pass is reduced over its samples, "mean" or "sum".
-        samples_left: How many samples training may still see in this epoch; infinite where nothing limits it.
+        samples_left: Returns the samples that training may still see in this epoch; infinity: no limit.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class StepPasses:
         control.then = self._before_pass
 
     def close(self) -> None:
-        """Lay out no more steps."""
         self._control.then = None
 
     @property
@@ -157,7 +155,7 @@ class StepPasses:
         self._on_step(self._count)
 
     def weigh(self, loss: Tensor) -> None:
-        """Give the loss of the pass under way the weight that it has in its step; meters are told.
+        """Give the loss of the current pass its weight in the step, and mark the loss with it for meters.
 
         The framework has divided it by the number of passes, or will: right for passes of equal sizes, and for means.
         """
@@ -201,12 +199,12 @@ def deliver_in_passes(loader: AdaptiveLoader, passes: int, setting: str) -> None
 
 
 def state_of(control: Controller) -> dict[str, Any]:
-    """The controller's state, with the samples of a pass."""
+    """Return the controller's state, with the samples of a pass."""
     return {**control.state_dict(), "delivery_size": control.loader.delivery_size}
 
 
 def load_state(control: Controller, state: dict[str, Any]) -> None:
-    """Load what `state_of` gave, where passes have as many samples."""
+    """Load a state from `state_of`; raise if its passes had another number of samples."""
     state = dict(state)
     saved, here = state.pop("delivery_size", None), control.loader.delivery_size
     if saved != here:

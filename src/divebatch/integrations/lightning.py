@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from divebatch.checks import require_count, warn_user
-from divebatch.controller import Controller, require_step_cadence
+from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.order import EpochProgress
 from divebatch.errors import ArgumentError, UsageError
@@ -27,31 +27,32 @@ from divebatch.integrations.accumulation import (
     refuse_loss,
     state_of,
 )
-from divebatch.integrations.versions import Requirement
+from divebatch.integrations.versions import require_installed
 from divebatch.lr import Coupling, Unit
 from divebatch.noise_meter import NoiseMeter, NoiseScale
 from divebatch.norms.loss_scale import LossReduction
+from divebatch.parts import require_step_cadence
 from divebatch.policies import Policy
 from divebatch.records import EpochRecord
 
-REQUIREMENT = Requirement(
-    ["lightning", "pytorch-lightning"],
+_MODULES = {"lightning": "lightning.pytorch", "pytorch-lightning": "pytorch_lightning"}
+_INSTALLED = require_installed(
+    list(_MODULES),
     extra="lightning",
     oldest="2.6.6",
     too_new="2.7",
-    excluded=["2.6.2", "2.6.3"],  # these two carried malware
+    excluded=["2.6.2", "2.6.3"],  # they carried malware
 )
-_MODULES = {"lightning": "lightning.pytorch", "pytorch-lightning": "pytorch_lightning"}
-_CALLBACKS = tuple(import_module(_MODULES[package]).Callback for package in REQUIREMENT.installed())
-LightningCallback: Any = type("LightningCallback", _CALLBACKS, {})
-"""A callback for the trainers of all packages that are here."""
-
+LightningCallback: Any = type(
+    "LightningCallback", tuple(import_module(_MODULES[name]).Callback for name in _INSTALLED), {}
+)
+"""A callback for the trainers of all installed packages."""
 
 __all__ = ["BatchSizeCallback", "NoiseScaleCallback"]
 
 
 class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
-    """Gives the training the batch size that `policy` asks for, and lets the learning rate follow it.
+    """A callback that gives the training the batch size of a policy, and lets the learning rate follow.
 
     Pass the same `loader` to the trainer, and let it look at the loader's length anew each epoch:
 
@@ -65,8 +66,8 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
     and the policy's sizes are those of a step, in multiples of a pass. Several processes share each batch, whose size
     is that of all together.
 
-    `Trainer(max_steps=N)` trains on as many samples as N steps of the first batch size hold, and schedulers with
-    `interval="step"` go by samples too: a schedule of `trainer.estimated_stepping_batches` steps reaches its end.
+    `Trainer(max_steps=N)` trains on as many samples as N steps of the first batch size hold, and samples also drive
+    schedulers with `interval="step"`: a schedule of `trainer.estimated_stepping_batches` steps reaches its end.
 
     Each epoch's record is in `records`; its batch size and diversity go to the trainer's loggers. Checkpoints hold the
     whole state, also in the middle of an epoch.
@@ -74,10 +75,10 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
     Args:
         loader: The `AdaptiveLoader` that the trainer is given too.
         policy: The rule that sets its batch size.
-        estimator: What measures the gradients, a name or an object; None for the policy's own.
-        lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
+        estimator: What measures the gradients, a name or an object. None: the policy's own.
+        lr_coupling: How the learning rate follows the batch size. None: the policy's own, "none" if it has none.
         loss_reduction: How the loss of each backward pass is reduced over its batch, "mean" or "sum".
-        every_steps: Decide also within epochs, after each so many optimizer steps; None for the ends of epochs alone.
+        every_steps: Decide also within epochs, after every N optimizer steps. None: at the ends of epochs alone.
         accumulate: The batches that one optimizer step takes if the module optimizes by itself and adds up gradients.
     """
 
@@ -126,7 +127,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
     # From the start of fit to its end
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Nothing exists yet; what the module asks for its schedulers' lengths must be right from here on."""
+        """Set the number of passes, from which the module may compute its schedulers' lengths from here on."""
         if stage != "fit":
             return
         passes = trainer.accumulate_grad_batches
@@ -141,7 +142,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         check_epochs(trainer, in_passes=self.loader.delivery_size is not None)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Optimizer and schedulers exist now, the loader has not been asked for a batch yet."""
+        """Make the controller: optimizer and schedulers exist, and no batch has been asked for yet."""
         if self.control is not None and not self._to_load:
             raise UsageError("this callback has been through a fit already: make a new one, or pass ckpt_path to fit")
         check_optimizer(trainer)
@@ -161,36 +162,31 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         if (steps := trainer.max_steps) != -1 and not trainer.fast_dev_run:
             self._budget = StepBudget(steps, lambda: control.first_batch_size, self.loader)
             self._undo.append(lambda: _set_max_steps(trainer, steps))
-        self._listen(trainer)
-        if self._to_load:
-            self.load_state_dict(self._to_load)
-
-    def _listen(self, trainer: Any) -> None:
-        """After the controller, which may decide on another size when the loop comes for a batch."""
-        assert self.control is not None
-        if self.loader.delivery_size is not None:
+        if delivered is not None:
             self._passes = StepPasses(
-                self.control,
+                control,
                 lambda count: self._begin_step(trainer, count),
                 loss_reduction=self._settings["loss_reduction"],
                 samples_left=self._samples_left,
             )
             self._undo.append(self._passes.close)
         elif self._budget is not None:
-            self.control.then = self._cut_last_step
+            control.then = self._cut_last_step
+        if self._to_load:
+            self.load_state_dict(self._to_load)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The loader has been asked for, and a checkpoint loaded."""
+        """Continue from a checkpoint if one was loaded."""
         if trainer.global_step and not self._is_resumed:
             raise UsageError(
-                f"the trainer goes on after step {trainer.global_step}, but its checkpoint has nothing of this "
+                f"the trainer continues after step {trainer.global_step}, but its checkpoint has nothing of this "
                 f"callback: it was saved without it, or after an error; take another one"
             )
-        check_unchanged(trainer, self.loader, self._num_passes)
+        self._check_unchanged(trainer)
         if self._is_resumed:
-            self._go_on(trainer)
+            self._resume(trainer)
 
-    def _go_on(self, trainer: Any) -> None:
+    def _resume(self, trainer: Any) -> None:
         """Begin where the checkpoint was saved."""
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         # A module that asks for `estimated_stepping_batches` has made the trainer begin a pass before the load, and its
@@ -199,27 +195,40 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         self.loader.load_state_dict(self._position)
         if not epoch.restarting:  # it takes an epoch that was broken off for done
             self.loader.set_epoch(self.loader.epoch)
-        if self._position["pass"] is None:  # with `max_steps` it goes on in an epoch that is over
+        if self._position["pass"] is None:  # with `max_steps` it continues in an epoch that is over
             epoch.batch_progress.reset_on_run()
         if self._passes is not None:  # a step begins here
             self._set_passes(trainer, self._num_passes, first=fit.batch_idx + 1)
         is_last = epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch
         if fit.restarted_mid_epoch and is_last:
-            # Saved after an epoch's last batch: Lightning goes on with the next epoch and leaves out the end of this.
+            # Saved after an epoch's last batch: Lightning begins the next epoch and leaves out the end of this one.
             self._end_epoch(trainer)
             # Else it would take the batches that were made for some of the next epoch, if that has more.
             epoch.batch_progress.current.completed += len(self.loader)
         iter(fit._data_fetcher)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Another epoch, and what other callbacks and the module's hooks made of it."""
-        check_unchanged(trainer, self.loader, self._num_passes)
+        """Check that no other callback or hook has changed the loader or the number of passes."""
+        self._check_unchanged(trainer)
+
+    def _check_unchanged(self, trainer: Any) -> None:
+        """Refuse another loader, and an accumulation that somebody else has set."""
+        if trainer.train_dataloader is not self.loader:
+            raise ArgumentError(
+                f"the trainer's loader is a {type(trainer.train_dataloader).__name__} and not the callback's: pass the "
+                f"callback's loader to fit, or return that very object from train_dataloader() each time"
+            )
+        if trainer.accumulate_grad_batches is not self._num_passes:
+            raise ArgumentError(
+                f"accumulate_grad_batches went from {self._num_passes} to {trainer.accumulate_grad_batches}: take out "
+                f"what sets it, such as a GradientAccumulationScheduler, and leave the size of a step to the policy"
+            )
 
     # One optimizer step
 
     def _begin_step(self, trainer: Any, count: int) -> None:
-        """So many passes make the step that begins."""
-        check_unchanged(trainer, self.loader, self._num_passes)
+        """Set the number of passes of the step that begins."""
+        self._check_unchanged(trainer)
         self._set_passes(trainer, count, first=trainer.fit_loop.batch_idx + 1)
         if self._logged not in (None, self.loader.batch_size):  # decided since the last step
             for logger in trainer.loggers:
@@ -230,25 +239,25 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         self._num_passes = trainer.accumulate_grad_batches = PassCount(count, before=first)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Lightning has divided the loss by the number of passes."""
+        """Weigh the loss of a pass, which Lightning has divided by the number of passes."""
         if self._passes is not None:
             self._passes.weigh(loss)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Samples decide when `max_steps` is reached."""
+        """Set Lightning's limit of steps so that training ends when its samples are used up."""
         if self._budget is None:
             return
         is_spent = self._budget.samples_left() == 0
         current = self.loader.current
         if is_spent and self._uncut is not None and current is not None:
-            current.resize(self._uncut)  # a later fit that is given more steps goes on with it
+            current.resize(self._uncut)  # a later fit that is given more steps continues with it
         _set_max_steps(trainer, trainer.global_step if is_spent else max(self._budget.steps, trainer.global_step + 1))
 
     def _samples_left(self) -> float:
         return math.inf if self._budget is None else self._budget.samples_left()
 
     def _cut_last_step(self, current: EpochProgress) -> None:
-        """The last step holds what is left, like an epoch's last one; the size that policies know stays."""
+        # The last step holds what is left, like an epoch's last one; the size that policies know stays.
         left = self._samples_left()
         if 0 < left < current.batch_size:
             self._uncut = current.batch_size
@@ -257,10 +266,10 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
     # An epoch's end, and that of fit
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Measure, decide, apply. Lightning steps epoch schedulers before and saves checkpoints after this."""
+        """Measure, decide, apply: after Lightning's step of epoch schedulers, and before it saves checkpoints."""
         if self.control is None or trainer.fast_dev_run or not trainer.is_last_batch:
             return  # stopped in the middle of an epoch: by max_steps, max_time, early stopping
-        check_unchanged(trainer, self.loader, self._num_passes)  # by callbacks that came after this one
+        self._check_unchanged(trainer)  # by callbacks that came after this one
         record = self._end_epoch(trainer)
         values = {"batch_size": record.batch_size, "diversity": record.diversity, "lr": record.lr}
         known = {f"divebatch/{name}": float(value) for name, value in values.items() if value is not None}
@@ -274,17 +283,17 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         return self.records[-1]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Lightning calls this and not `teardown` when something fails."""
+        """Detach everything after a failure: Lightning then does not call `teardown`."""
         self._leave(keep_state=trainer.world_size == 1)  # a state of all ranks cannot be had from one that failed
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Fit is over."""
+        """Detach everything."""
         self._leave()
 
     def _leave(self, *, keep_state: bool = True) -> None:
-        """Take every hook off the model again; checkpoints written later hold the state of now."""
+        """Detach everything; checkpoints written later hold the present state."""
         if self._is_fitting and self.control is not None:
-            with suppress(UsageError):  # an epoch whose step() failed has no state to go on from
+            with suppress(UsageError):  # an epoch whose step() failed has no state to continue from
                 self._last = state_of(self.control) if keep_state else {}
             self._is_fitting = False
             self.control.close()
@@ -295,20 +304,20 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's state; the loader's position and an epoch's sums are in it."""
+        """Return the controller's state; the loader's position and an epoch's sums are in it."""
         if not self._is_fitting:
             return self._last
         if self._passes is not None and self._passes.is_within_step and not self._has_warned:
             self._has_warned = True
             warn_user(
-                "a checkpoint is saved between the passes of an optimizer step: a resume goes on without the gradients "
-                "of those that were made. Save between steps, as ModelCheckpoint(every_n_train_steps=...) does"
+                "a checkpoint is saved between the passes of an optimizer step: a resume continues without the "
+                "gradients of those made. Save between steps, as ModelCheckpoint(every_n_train_steps=...) does"
             )
         assert self.control is not None
         return state_of(self.control)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Lightning loads callbacks before there is an optimizer, or, for some strategies, after `on_fit_start`."""
+        """Load a state, now or as soon as there is an optimizer: most strategies load callbacks before."""
         self._to_load = state_dict
         if self.control is None or not self._is_fitting or not state_dict:
             return
@@ -368,7 +377,7 @@ def check_accumulation(trainer: Any, module: Any) -> None:
 
 
 def check_optimizer(trainer: Any) -> None:
-    """Refuse several optimizers, and schedules that are stepped once in so many batches."""
+    """Refuse several optimizers, and schedules that are stepped once in several batches."""
     if len(trainer.optimizers) != 1:
         raise ArgumentError(f"one optimizer can be followed, the module has {len(trainer.optimizers)}")
     for config in trainer.lr_scheduler_configs:
@@ -380,37 +389,23 @@ def check_optimizer(trainer: Any) -> None:
             )
 
 
-def check_unchanged(trainer: Any, loader: Any, passes: int) -> None:
-    """Refuse another loader, and an accumulation that somebody else has set."""
-    if trainer.train_dataloader is not loader:
-        raise ArgumentError(
-            f"the trainer's loader is a {type(trainer.train_dataloader).__name__} and not the callback's: pass the "
-            f"callback's loader to fit, or return that very object from train_dataloader() each time"
-        )
-    if trainer.accumulate_grad_batches is not passes:
-        raise ArgumentError(
-            f"accumulate_grad_batches went from {passes} to {trainer.accumulate_grad_batches}: take out what sets it, "
-            f"such as a GradientAccumulationScheduler, and leave the size of a step to the policy"
-        )
-
-
 class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
-    """Logs the gradient noise scale of a training that is otherwise left alone: any loader, any loop of Lightning's.
+    """A callback that logs the gradient noise scale of any training with Lightning, and changes nothing.
 
         trainer = Trainer(callbacks=[NoiseScaleCallback()])
 
     Every `every_steps` optimizer steps the loggers get `noise_scale`, and the ends of its 95 % interval,
-    `noise_scale_low` and `noise_scale_high`, all in samples. `noise_scale` is left out where it is not known, and
-    `noise_scale_high` where nothing bounds it (`NoiseMeter` tells what the meter can see). `readings` has them all.
+    `noise_scale_low` and `noise_scale_high`, all in samples. `noise_scale` is left out if it is not known, and
+    `noise_scale_high` if nothing bounds it (`NoiseMeter` says when). `readings` has them all.
 
     Without `batch_size` the samples of a step are counted in the batches: the first dimension of a batch's first
     tensor, summed over the passes of a step, times the number of processes, which are taken to have as many each. A
-    reading goes by the size that most of its steps had, so that an epoch's short last step does not matter. Where the
-    size changes for good, as beside a `BatchSizeCallback`, the steps before are dropped and a new reading begins.
+    reading takes the size that most of its steps had, so that an epoch's short last step does not matter. If the size
+    changes for good, as beside a `BatchSizeCallback`, the steps before are dropped and a new reading begins.
 
     Args:
         every_steps: Optimizer steps between two readings.
-        batch_size: Samples of an optimizer step, of all passes and processes together; None to count them.
+        batch_size: Samples of an optimizer step, of all passes and processes together. None: they are counted.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them.
     """
 
@@ -423,23 +418,23 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
         self._meter: NoiseMeter | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """The optimizer exists now."""
+        """Watch the optimizer, which exists now."""
         if len(trainer.optimizers) != 1:
             raise ArgumentError(f"one optimizer can be watched, the module has {len(trainer.optimizers)}")
         self._meter = NoiseMeter(trainer.optimizers[0], preconditioned=self.preconditioned)
         self._sizes: Counter[int] = Counter()
-        """How many steps since the last reading had so many samples."""
+        """The number of steps since the last reading for each number of samples."""
         self._samples = 0
         """Samples of this process since the last step."""
         self._last_size = self._usual_size = 0
         """Samples of the last step, and of the last two that had equally many; 0 before there are any."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """A checkpoint has been loaded, and the steps of before with it."""
+        """Take the number of steps, which a checkpoint may have set."""
         self._at_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A pass was made, and perhaps a step."""
+        """Count the samples of a pass, and the step that it may have completed."""
         if self.batch_size is None:
             self._samples += _num_samples(batch)
         if trainer.global_step == self._at_step:
@@ -466,18 +461,18 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
         reading = self._meter.read(self._sizes.most_common(1)[0][0])
         self._sizes.clear()
         self.readings.append(reading)
-        metrics = {f"noise_scale{end}": value for end, value in _known(reading).items()}
+        metrics = reading.known()
         trainer.callback_metrics.update({name: Tensor([value])[0] for name, value in metrics.items()})
         # To the loggers themselves: `log` would drop what does not fall on a multiple of log_every_n_steps.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Lightning calls this and not `teardown` when something fails."""
+        """Stop watching after a failure: Lightning then does not call `teardown`."""
         self._leave()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Fit is over."""
+        """Stop watching."""
         self._leave()
 
     def _leave(self) -> None:
@@ -486,13 +481,8 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
         self._meter = None
 
 
-def _known(reading: NoiseScale) -> dict[str, float]:
-    values = {"": reading.value, "_low": reading.low, "_high": reading.high}
-    return {end: value for end, value in values.items() if abs(value) < float("inf")}  # NaN is not
-
-
 def _num_samples(batch: Any) -> int:
-    """The first dimension of its first tensor."""
+    """Return the first dimension of the batch's first tensor."""
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
     if (first := next(tensors, None)) is None:
         raise ArgumentError(

@@ -12,10 +12,10 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +23,24 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from divebatch.checks import require_count, warn_user
-from divebatch.controller import Controller, require_step_cadence
+from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.estimators import Estimator
 from divebatch.integrations.accumulation import InMultiples, PassCount, refuse_loss
-from divebatch.integrations.versions import Requirement
+from divebatch.integrations.versions import require_installed
 from divebatch.lr import Coupling
 from divebatch.noise_meter import NoiseMeter
 from divebatch.norms import rule_for
 from divebatch.norms.forms import Explicit, Form, Outer, positions
 from divebatch.norms.loss_scale import LossWeight
+from divebatch.parts import require_step_cadence
 from divebatch.policies import Fixed, Policy
 from divebatch.ranks import RankShard
 from divebatch.records import EpochRecord
 
 # Before 5.5.4 the Trainer and Accelerate both divide some losses by the number of passes.
-REQUIREMENT = Requirement(["transformers"], extra="transformers", oldest="5.5.4", too_new="5.24")
-REQUIREMENT.installed()
+require_installed(["transformers"], extra="transformers", oldest="5.5.4", too_new="5.24")
 
 Trainer: Any = import_module("transformers").Trainer
 TrainerCallback: Any = import_module("transformers").TrainerCallback
@@ -54,16 +54,16 @@ _TAKEN_OVER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", 
 
 
 class TrainerLoader(AdaptiveLoader):
-    """An `AdaptiveLoader` that stays where it is when the Trainer tells the epoch, also in the middle of one."""
+    """An `AdaptiveLoader` that keeps its place when the Trainer sets the epoch, also in the middle of one."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number on to a dataset that shuffles by it; the loader has counted by itself."""
+        # The loader counts by itself; a dataset may shuffle by the number.
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
 
 class BatchSizeTrainer(Trainer):  # type: ignore[misc]
-    """A `transformers.Trainer` with the batch size that `policy` asks for.
+    """A `transformers.Trainer` whose batch size a policy sets.
 
         trainer = BatchSizeTrainer(model=model, args=args, train_dataset=dataset, policy=Auto(max_batch_size=1024))
 
@@ -77,15 +77,15 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
     plain Trainer would see with the first batch size. Training ends when they have been seen, after fewer steps if the
     batches have grown, and the schedule, driven by samples too, is then at its end.
 
-    Each epoch's record is in `records`; logs show `batch_size` and the learning rate in force. Checkpoints are saved at
+    Each epoch's record is in `records`; logs show `batch_size` and the current learning rate. Checkpoints are saved at
     any step, and training resumes exactly. For a subclass of Trainer: `class Mine(BatchSizeTrainer, Theirs)`.
 
     Args:
         positional: What `transformers.Trainer` takes.
         policy: The rule that sets the batch size.
-        estimator: What measures the gradients, a name or an object; None for the policy's own.
-        lr_coupling: How the learning rate follows the batch size; None for the policy's own, "none" where it has none.
-        every_steps: Decide also within epochs, after each so many optimizer steps of one; None for their ends alone.
+        estimator: What measures the gradients, a name or an object. None: the policy's own.
+        lr_coupling: How the learning rate follows the batch size. None: the policy's own, "none" if it has none.
+        every_steps: Decide also within epochs, after every N optimizer steps. None: at their ends alone.
         step_schedule: Whether a scheduler of your own (`optimizers=`) is taken: only if it does not rely on the
             number of steps, which changes.
         settings: What `transformers.Trainer` takes.
@@ -123,9 +123,9 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         self.callback_handler.callbacks.insert(0, self._follow)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **named: Any) -> Any:
-        """As always; afterwards, and after an error, no hook is left on the model and `args` are as they were.
+        """Train, and leave no hook on the model and `args` as they were, also after an error.
 
-        A second call trains anew from the first batch size, with the optimizer as it is, and `records` are its own.
+        A second call trains anew from the first batch size, with the optimizer as it is and `records` of its own.
 
         Args:
             resume_from_checkpoint: A checkpoint's folder, or True for the last complete one in `args.output_dir`.
@@ -144,12 +144,11 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             self.args.gradient_accumulation_steps = self._first_passes
 
     def _forget_last_training(self) -> None:
-        """Let go of the scheduler before: the Trainer makes another, and two would drive one optimizer."""
         if self.batch_control is None:
             return
         self.batch_control._rates.follow(self.batch_control.first_batch_size)  # Adam counts its steps in such ones
         self.batch_control, self.records = None, []
-        if self._created_lr_scheduler:
+        if self._created_lr_scheduler:  # the Trainer makes another, and two would drive one optimizer
             self.lr_scheduler = self.callback_handler.lr_scheduler = None
         gc.collect()  # a scheduler is part of a cycle
 
@@ -161,7 +160,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return int(self._train_batch_size * self.args.world_size)
 
     def get_train_dataloader(self) -> TrainerLoader:
-        """Every sample once an epoch, in passes of `per_device_train_batch_size` on each process."""
+        """Return a loader of passes of `per_device_train_batch_size` on each process."""
         theirs = super().get_train_dataloader()
         self.args.gradient_accumulation_steps = self._first_passes
         self.train_loader = TrainerLoader(
@@ -176,7 +175,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return self.train_loader
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> Any:
-        """The length of training at the first batch size; an epoch has at most as many steps as passes."""
+        """Take the length of training at the first batch size; an epoch has at most as many steps as passes."""
         if not isinstance(dataloader, TrainerLoader):
             raise ArgumentError(
                 f"get_train_dataloader of {type(self).__name__} returns a {type(dataloader).__name__}, whose batches "
@@ -187,19 +186,18 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         of_epoch = dataloader.dataset_size
         if of_epoch is not None and dataloader.drop_last:
             of_epoch -= of_epoch % self._pass_samples
-        self._length = RunLength.of(
+        self._length = RunLength(
             first_steps=steps,
             first_batch_size=self._pass_samples * self._first_passes,
             epoch_samples=of_epoch,
             pass_samples=self._pass_samples,
         )
-        self._tell_length()
+        self._warn_of_length()
         # Each worker of a stream ends with a shorter pass, so their number is not known; each has a sample at least.
         most = self._length.samples if is_stream else passes
         return epochs, most, examples, samples, batch_size, most, steps
 
-    def _tell_length(self) -> None:
-        """What would surprise."""
+    def _warn_of_length(self) -> None:
         length, steps = self._length, self.args.max_steps
         if steps > 0 and self.is_world_process_zero():
             logger.warning(
@@ -214,7 +212,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             )
 
     def _init_training_state(self, *positional: Any) -> tuple[int, int]:
-        """The epochs that are done: the Trainer would divide its steps by a number that has changed since."""
+        # The Trainer would find the finished epochs from its steps, whose number in an epoch has changed since.
         epochs_trained, skipped = super()._init_training_state(*positional)
         checkpoint = positional[3]
         if checkpoint is None:
@@ -228,7 +226,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return saved["control"]["epoch"], 0  # the loader itself goes on after what it has delivered of an epoch
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule of the first batch size, at the point that the samples seen have reached."""
+        """Return the schedule of the first batch size, driven by samples."""
         if self.lr_scheduler is not None:
             return self.lr_scheduler
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -243,13 +241,16 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return scheduler
 
     def _by_samples(self, schedule: Callable[[Any], float]) -> Callable[[int], float]:
-        # By samples: the number of optimizer steps changes with the batch size.
-        return lambda _: schedule(self._length.schedule_place(self.train_loader.samples_delivered))
+        def at_samples(_: int) -> float:  # the number of optimizer steps changes with the batch size
+            length = self._length
+            return schedule(length.first_steps * self.train_loader.samples_delivered / length.samples)
+
+        return at_samples
 
     # One optimizer step
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        """The passes of an optimizer step, however many the Trainer expects."""
+        """Return the passes of an optimizer step, whatever number the Trainer expects."""
         loader, length = self.train_loader, self._length
         before = loader.samples_delivered
         passes, num_items = super().get_batch_samples(self._passes_of_step(epoch_iterator), sys.maxsize, device)
@@ -266,9 +267,9 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return passes, num_items
 
     def _passes_of_step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """How many they are is known when the first one has come: what is due is decided then."""
+        # Their number is known when the first one has come: a decision that is due is made then.
         loader, length = self.train_loader, self._length
-        left = length.passes_left(loader.samples_delivered)
+        left = length.passes(length.samples - loader.samples_delivered)
         self._shards.clear()
         while left > 0 and (batch := next(batches, None)) is not None:
             self._shards.append(loader.rank_shard)
@@ -279,19 +280,19 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def _size_in_force(self) -> int:
-        """That of the pass under way: the loader's `batch_size`, if set by hand, is for the next one."""
+        # The loader's `batch_size`, if set by hand, is for the next epoch.
         current = self.train_loader.current
         return self.train_loader.batch_size if current is None else current.batch_size
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Tokens of the step; a stand-in for a process without a sample has none."""
+        # A stand-in for a process without a sample has no tokens.
         if any(shard.is_stand_in for shard in self._shards):
             pairs = zip(batch_samples, self._shards, strict=True)
             batch_samples = [_without_labels(batch) if shard.is_stand_in else batch for batch, shard in pairs]
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """One pass, with norms told how much of the optimizer step's loss it is."""
+        """Make one pass, whose loss is marked with its weight in the step."""
         self._rows_in_pass = _num_rows(inputs)
         # The passes of a step were all delivered before the first one runs.
         self.train_loader.rank_shard = self._shards.popleft()
@@ -299,7 +300,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _weights(self, shard: RankShard, num_items: Any) -> tuple[LossWeight, float]:
-        """How much of its step's loss the loss of a pass is, and the factor that it still lacks on this process."""
+        """Return the weight of a pass's loss in its step, and the factor that it still lacks on this process."""
         is_whole_steps = getattr(self, "loss_is_scaled_for_ga", None)  # what the user has said, from 5.20 on
         if is_whole_steps is None:
             by_items = self.model_accepts_loss_kwargs and num_items is not None
@@ -314,7 +315,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return LossWeight(weight), shard.weight_for("sum" if is_summed else "mean")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Losses pass through the accelerator on their way backwards, also those of a subclass's `compute_loss`."""
+        """Weigh losses on their way through the accelerator, also those of a subclass's `compute_loss`."""
         super().create_accelerator_and_postprocess()
         backward = self.accelerator.backward
 
@@ -322,24 +323,21 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             self._pass_weight.mark(loss)
             backward(loss if self._shard_weight == 1.0 else loss * self._shard_weight, **settings)
 
-        # Here and not in compute_loss, which a subclass may replace.
         self.accelerator.backward = weighted
 
     # What logs and checkpoints hold
 
     def _get_learning_rate(self) -> float:
-        """Return the rate in force; scheduler and groups hold the schedule's own."""
         assert self.batch_control is not None
         return self.batch_control.lr
 
     def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
-        """Every log of training says with which batch size."""
+        """Add the batch size to each log of training."""
         if self.batch_control is not None and "loss" in logs:
             logs["batch_size"] = self.args.gradient_accumulation_steps * self._pass_samples
         super().log(logs, *positional, **named)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Add the controller's state once all processes are through; the Trainer's own state, written next, is last."""
         super()._save_rng_state(output_dir)
         assert self.batch_control is not None
         state = {
@@ -348,7 +346,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             "first_batch_size": self._pass_samples * self._first_passes,
         }
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
+        if self.args.should_save:  # the Trainer's own state, written next, is last
             _save_state(Path(output_dir), state)
 
 
@@ -357,13 +355,12 @@ def _num_rows(inputs: Any) -> int:
 
 
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with labels that no loss counts."""
     names = {"labels", "shift_labels"} & set(batch)
     return {**batch, **{name: torch.full_like(batch[name], -100) for name in names}}
 
 
 class Follow(TrainerCallback):  # type: ignore[misc]
-    """Makes the controller when training begins, and tells it of the ends of epochs.
+    """The callback that makes the controller when training begins, and lets it decide after epochs.
 
     Args:
         trainer: The `BatchSizeTrainer`.
@@ -374,7 +371,7 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         self._hooks: list[Any] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Model, optimizer and scheduler are as they will be, and a checkpoint is loaded into them."""
+        """Make the controller: model, optimizer and scheduler are complete, and a checkpoint is loaded into them."""
         trainer = self.trainer
         self._hooks = [
             module.register_forward_pre_hook(self._expand_positions)
@@ -400,24 +397,24 @@ class Follow(TrainerCallback):  # type: ignore[misc]
             trainer._resume_from = None
 
     def _expand_positions(self, _: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """Positions that all samples share are given to each, so that each one's gradient is its own."""
+        """Give positions that all samples share to each, so that each one's gradient is its own."""
         ids, count = inputs[0], self.trainer._rows_in_pass
         is_shared = ids.ndim == 2 and len(ids) == 1 and count > 1 and torch.is_grad_enabled()
         return (ids.expand(count, -1), *inputs[1:]) if is_shared else None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The Trainer counts passes from here on, also in an epoch that is resumed in the middle."""
+        # The Trainer counts passes from here on, also in an epoch that is resumed in the middle.
         self.trainer._passes_before = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """With its last step an epoch ends, before that step is logged and saved."""
+        """End an epoch with its last step, before that step is logged and saved."""
         trainer = self.trainer
         state.epoch = trainer._length.epochs(trainer.train_loader.samples_delivered)
         if trainer.train_loader.is_at_end:
             self._end_epoch(state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A stream is known to have ended only when it is asked for more."""
+        """End the epoch of a stream, whose end is known only when it is asked for more."""
         trainer = self.trainer
         if trainer.train_loader.epoch == trainer.batch_control.epoch:
             return
@@ -437,7 +434,6 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         )
 
     def leave(self) -> None:
-        """Take every hook off the model again."""
         if self.trainer.batch_control is not None:
             self.trainer.batch_control.close()
         while self._hooks:
@@ -445,7 +441,7 @@ class Follow(TrainerCallback):  # type: ignore[misc]
 
 
 def _is_shuffled(theirs: Any) -> bool:
-    """Whether the Trainer's loader shuffles; raises for a sampler that does anything but that or go in order."""
+    """Return whether the Trainer's loader shuffles; raise for a sampler that neither shuffles nor keeps the order."""
     if isinstance(theirs.dataset, IterableDataset):
         return False
     cutting = getattr(theirs.batch_sampler, "batch_sampler", theirs.batch_sampler)  # inside each process's share
@@ -462,17 +458,12 @@ def _is_shuffled(theirs: Any) -> bool:
 
 
 def _refuse_settings(trainer: Any) -> None:
-    """Raise an error that names all of them."""
-    wrong = {**_of_data(trainer), **_of_processes(trainer)}
-    found = [what for what, is_wrong in wrong.items() if is_wrong]
-    if found:
-        raise ArgumentError(f"with a batch size that changes these settings do not work: {'; '.join(found)}")
-
-
-def _of_data(trainer: Any) -> dict[str, bool]:
-    args = trainer.args
+    """Raise an error that names all settings that do not work."""
+    args, accelerator = trainer.args, trainer.accelerator
+    together = args.world_size > 1
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
     smoother_knows_step = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
-    return {
+    wrong = {
         f"auto_find_batch_size={args.auto_find_batch_size}": args.auto_find_batch_size,
         f"train_sampling_strategy={args.train_sampling_strategy!r} (use 'random' or 'sequential')": (
             args.train_sampling_strategy not in ("random", "sequential")
@@ -481,14 +472,6 @@ def _of_data(trainer: Any) -> dict[str, bool]:
         f"many times too large as there are accumulated passes: use 5.15 or later)": (
             args.label_smoothing_factor > 0 and trainer.model_accepts_loss_kwargs and not smoother_knows_step
         ),
-    }
-
-
-def _of_processes(trainer: Any) -> dict[str, bool]:
-    args, accelerator = trainer.args, trainer.accelerator
-    together = args.world_size > 1
-    is_stream = isinstance(trainer.train_dataset, IterableDataset)
-    return {
         f"n_gpu={args.n_gpu} (DataParallel: start it with torchrun, or set CUDA_VISIBLE_DEVICES to one)": (
             args.n_gpu > 1
         ),
@@ -503,54 +486,40 @@ def _of_processes(trainer: Any) -> dict[str, bool]:
             together and bool(args.accelerator_config.split_batches)
         ),
     }
+    if found := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise ArgumentError(f"with a batch size that changes these settings do not work: {'; '.join(found)}")
 
 
-@dataclass(frozen=True)
 class RunLength:
     """The length of a training that the Trainer counts in steps of the first batch size.
 
     Args:
-        first_steps: Optimizer steps at the first batch size.
-        samples: The samples that those steps hold.
-        epoch_samples: Samples of an epoch; None for a stream that does not tell.
+        first_steps: Optimizer steps at the first batch size; each epoch ends with what is left of it.
+        first_batch_size: The samples of such a step.
+        epoch_samples: Samples of an epoch. None: not known.
         pass_samples: Samples of one backward pass on all processes.
 
-    >>> RunLength.of(first_steps=5, first_batch_size=6, epoch_samples=20, pass_samples=2).samples  # 6, 6, 6, 2 and 6
+    >>> RunLength(first_steps=5, first_batch_size=6, epoch_samples=20, pass_samples=2).samples  # 6, 6, 6, 2 and 6
     26
     """
 
-    first_steps: int
-    samples: int
-    epoch_samples: int | None
-    pass_samples: int
-
-    @classmethod
-    def of(cls, *, first_steps: int, first_batch_size: int, epoch_samples: int | None, pass_samples: int) -> Self:
-        """The length that so many steps at the first batch size have; each epoch ends with what is left of it."""
-        samples = first_steps * first_batch_size
+    def __init__(self, *, first_steps: int, first_batch_size: int, epoch_samples: int | None, pass_samples: int):
+        self.first_steps, self.epoch_samples, self.pass_samples = first_steps, epoch_samples, pass_samples
+        self.samples = first_steps * first_batch_size
         if epoch_samples is not None:
             epochs, steps = divmod(first_steps, math.ceil(epoch_samples / first_batch_size))
-            samples = epochs * epoch_samples + steps * first_batch_size
-        return cls(first_steps, samples, epoch_samples, pass_samples)
-
-    def schedule_place(self, samples: int) -> float:
-        """Where a schedule over `first_steps` stands after so many samples: at its end after all of them."""
-        return self.first_steps * samples / self.samples
+            self.samples = epochs * epoch_samples + steps * first_batch_size
 
     def epochs(self, samples: int) -> float:
-        """How many epochs so many samples are; of a stream that does not tell, how much of the whole training."""
+        """Return `samples` in epochs; for a stream of unknown length, as a part of the whole training."""
         return samples / (self.epoch_samples or self.samples)
 
-    def passes(self, batch_size: int) -> int:
-        """Backward passes of an optimizer step on so many samples."""
-        return math.ceil(batch_size / self.pass_samples)
-
-    def passes_left(self, samples: int) -> int:
-        """Backward passes until the end of training after so many samples, in this epoch."""
-        return math.ceil((self.samples - samples) / self.pass_samples)
+    def passes(self, samples: int) -> int:
+        """Return the backward passes that `samples` take."""
+        return math.ceil(samples / self.pass_samples)
 
     def steps_left(self, samples: int, batch_size: int) -> int:
-        """Optimizer steps until the end of training after so many samples, were the batch size to stay."""
+        """Return the optimizer steps left after `samples` if the batch size stays."""
         size = self.passes(batch_size) * self.pass_samples
         left = self.samples - samples
         if self.epoch_samples is None:
@@ -565,14 +534,12 @@ _TRAINER_STATE = "trainer_state.json"
 
 
 def _save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the file in one go: a process that is killed meanwhile leaves none."""
     unfinished = folder / f"{STATE_FILE}.part"
     torch.save(state, unfinished)
-    os.replace(unfinished, folder / STATE_FILE)
+    os.replace(unfinished, folder / STATE_FILE)  # a process that is killed before leaves no file of this name
 
 
 def _require_complete(folder: Path) -> None:
-    """Raise where nothing can be resumed exactly."""
     if not _is_complete(folder):
         raise CheckpointError(
             f"'{folder}' has no {STATE_FILE} or no whole {_TRAINER_STATE}: it was not saved by a BatchSizeTrainer, or "
@@ -582,7 +549,6 @@ def _require_complete(folder: Path) -> None:
 
 
 def _load_state(folder: Path, *, pass_samples: int, first_batch_size: int) -> dict[str, Any]:
-    """Read the file, for a training with passes and a first batch of these sizes."""
     # A checkpoint may come from elsewhere, and a pickle can run anything.
     state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True)
     there, here = (state["pass_samples"], state["first_batch_size"]), (pass_samples, first_batch_size)
@@ -596,7 +562,7 @@ def _load_state(folder: Path, *, pass_samples: int, first_batch_size: int) -> di
 
 
 def _last_complete(output_dir: str) -> str | None:
-    """The last checkpoint that was saved to its end; None where there is none, complete or not."""
+    """Return the last complete checkpoint; None if there is none at all."""
     numbered = {int(path.name.partition("-")[2]): path for path in Path(output_dir).glob("checkpoint-[0-9]*")}
     for number in sorted(numbered, reverse=True):
         if _is_complete(numbered[number]):
@@ -608,8 +574,7 @@ def _last_complete(output_dir: str) -> str | None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """The Trainer's own state is written last."""
-    try:
+    try:  # the Trainer's own state is written last
         json.loads((folder / _TRAINER_STATE).read_text())
     except (OSError, ValueError):
         return False
@@ -617,7 +582,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
-    """Logs the gradient noise scale of a plain `transformers.Trainer`, which it leaves as it is.
+    """A callback that logs the gradient noise scale of a plain `transformers.Trainer`, and changes nothing.
 
         trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[NoiseScaleCallback()])
 
@@ -629,9 +594,9 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
     `NoiseScaleCallback().add_to(trainer)`.
 
     Args:
-        every_steps: Read, and let the Trainer log, after each so many optimizer steps; None for whenever it logs.
+        every_steps: Read, and let the Trainer log, after every N optimizer steps. None: whenever it logs.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them.
-        sketch: Whether gradients are kept as sketches or whole; None for sketches where the model is large.
+        sketch: Whether gradients are kept as sketches or whole. None: sketches if the model is large.
     """
 
     def __init__(
@@ -653,19 +618,19 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """The optimizer exists now."""
-        self.on_train_end(args, state, control)  # where the training before ended with an error
+        """Watch the optimizer, which exists now."""
+        self.on_train_end(args, state, control)  # if the training before ended with an error
         self._meter = NoiseMeter(parts["optimizer"], **self._settings)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A reading has one batch size for all its steps: after a change it begins anew."""
+        """Begin a new reading if the batch size has changed: a reading has one for all its steps."""
         size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         if size != self._batch_size and self._has_seen_steps:
             self._read()
         self._batch_size = size
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let the Trainer log where a reading is due."""
+        """Let the Trainer log if a reading is due."""
         control.should_log |= self._every_steps is not None and self._is_due(state)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
@@ -687,17 +652,15 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def _has_seen_steps(self) -> bool:
-        """Not where a GradScaler has skipped all steps since the last reading."""
+        # A GradScaler may have skipped all steps since the last reading.
         return self._meter is not None and self._meter._steps > 0
 
     def _read(self) -> dict[str, float]:
         assert self._meter is not None
-        found = self._meter.read(self._batch_size)
-        named = {"noise_scale": found.value, "noise_scale_low": found.low, "noise_scale_high": found.high}
-        return {name: value for name, value in named.items() if math.isfinite(value)}
+        return self._meter.read(self._batch_size).known()
 
 
 @rule_for(Conv1D)
 def _conv1d(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """GPT-2's linear layer: its weight is stored the other way round."""
+    """Give the forms of GPT-2's linear layer, whose weight is stored the other way round."""
     return {"weight": Outer(x, dy), "bias": Explicit(positions(dy).sum(1))}

@@ -1,8 +1,7 @@
-"""Which releases of a framework an adapter was written for."""
+"""Checks of the framework that an adapter was written for."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from divebatch.errors import DivebatchError, MissingExtraError
@@ -12,34 +11,24 @@ class UnsupportedVersionError(DivebatchError, ImportError):
     """A framework of a version that the adapter does not know."""
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """A framework, by one or several of its package names, and its versions from `oldest` to before `too_new`."""
+def require_installed(
+    packages: Sequence[str], *, extra: str, oldest: str, too_new: str, excluded: Sequence[str] = ()
+) -> list[str]:
+    """Return the names of `packages`, all of one framework, that are installed; raise for none or a wrong version.
 
-    packages: Sequence[str]
-    extra: str
-    oldest: str
-    too_new: str
-    excluded: Sequence[str] = ()
-    """Releases in between that must not be used."""
-
-    def installed(self) -> list[str]:
-        """The packages that are here, all of a version that works; an error if there is none."""
-        found = {package: there for package in self.packages if (there := _version(package)) is not None}
-        if not found:
-            raise MissingExtraError(self.packages[0], self.extra)
-        for package, there in found.items():
-            self._check(package, there)
-        return list(found)
-
-    def _check(self, package: str, there: str) -> None:
-        too_old_or_new = not _numbers(self.oldest) <= _numbers(there) < _numbers(self.too_new)
-        if too_old_or_new or there in self.excluded:
-            without = f" without {', '.join(self.excluded)}" if self.excluded else ""
+    Versions from `oldest` to before `too_new` will do, except for those that are `excluded`.
+    """
+    found = {package: there for package in packages if (there := _version(package)) is not None}
+    if not found:
+        raise MissingExtraError(packages[0], extra)
+    for package, there in found.items():
+        if there in excluded or not _numbers(oldest) <= _numbers(there) < _numbers(too_new):
+            without = f" without {', '.join(excluded)}" if excluded else ""
             raise UnsupportedVersionError(
-                f"{package} {there} is not supported: divebatch[{self.extra}] works with "
-                f"{self.oldest} up to, not including, {self.too_new}{without}"
+                f"{package} {there} is not supported: divebatch[{extra}] works with {oldest} up to, not including, "
+                f"{too_new}{without}"
             )
+    return list(found)
 
 
 def _version(package: str) -> str | None:

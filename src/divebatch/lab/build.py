@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from divebatch.checks import require_choice
-from divebatch.controller import Controller, estimator_of, training_context
+from divebatch.controller import Controller
 from divebatch.data.order import mixed_seed
 from divebatch.errors import ArgumentError
 from divebatch.lab.clock import Clock
@@ -25,6 +25,7 @@ from divebatch.lab.tasks import TASKS, Task
 from divebatch.lab.trainer import Trainer
 from divebatch.lr import ADAM_RULES
 from divebatch.norms.sketch import seed_signs
+from divebatch.parts import estimator_of, training_context
 from divebatch.policies import Rounded
 from divebatch.ranks import Ranks
 from divebatch.research import QuantizedGradients
