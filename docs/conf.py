@@ -27,17 +27,15 @@ PAGES = {
     "How to": [
         "own-loops",
         "integrations",
-        "which-learning-rate",
+        "learning-rate",
         "noise-meter",
         "advise",
         "distributed",
-        "logging",
         "troubleshooting",
     ],
     "Concepts": ["noise-scale"],
     "Reference": [
         "policies",
-        "learning-rate",
         "estimators",
         "command-line",
         "experiment-file",
@@ -49,9 +47,7 @@ PAGES = {
     "Project": ["/CONTRIBUTING"],
 }
 BELOW = {
-    "docs/integrations": ["migrating"],
     "docs/estimators": ["norms"],
-    "docs/training": ["data", "language-models"],
     "docs/api/divebatch": sorted(f"/docs/api/{each.stem}" for each in ROOT.glob("docs/api/*.md"))[1:],
     "docs/results": [
         f"/results/{each.parent.name}/{each.stem}"

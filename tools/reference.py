@@ -52,10 +52,10 @@ EXAMPLES = {
 COMMON = ("--set", "--data-dir", "--device")
 READ_MORE = {
     "run": "[The reference trainer](training.md)",
-    "report": "[Reports](report.md)",
-    "compare": "[How two methods are compared](logging.md#comparing-two-methods)",
-    "frontier": "[How it is scored](logging.md#scoring-against-fixed-batches)",
-    "watch": "[Watching runs](logging.md#in-the-terminal)",
+    "report": "[Reports](report.md#reports)",
+    "compare": "[How two methods are compared](report.md#comparing-two-methods)",
+    "frontier": "[How it is scored](report.md#scoring-against-fixed-batches)",
+    "watch": "[Watching runs](report.md#in-the-terminal)",
     "search": "[Searches](search.md)",
     "probe": "[Probes](probe.md)",
     "advise": "[Advice](advise.md)",
@@ -174,7 +174,7 @@ REPORT: Words = {
 }
 KINDS: Mapping[str, tuple[str, Mapping[str, type[Any]], Words]] = {
     "data": (
-        "Image and text data lie in the [data folder](data.md); the other kinds are drawn from the seed.",
+        "Image and text data lie in the [data folder](training.md#datasets); the other kinds are drawn from the seed.",
         DATASETS,
         {
             "synthetic": "two classes, separable up to noise, as in the paper",
