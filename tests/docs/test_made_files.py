@@ -1,29 +1,19 @@
 """What scripts made and is kept in the repository: the table and picture of scores, and the notebook."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from docs.scripts import ROOT, tool
+
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).parents[2]
 QUICK = {**os.environ, "SAMPLES": "3000", "MPLBACKEND": "agg"}
-
-
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

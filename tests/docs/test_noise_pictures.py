@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from docs.scripts import tool
+from docs.scripts import ROOT, tool
 
-PAGE = Path(__file__).parents[2] / "docs" / "noise-scale.md"
+PAGE = ROOT / "docs" / "noise-scale.md"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from docs.scripts import ROOT
+
 DOCS = ROOT / "docs"
 SRC = ROOT / "src" / "divebatch"
 

@@ -2,15 +2,14 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from divebatch.lab.schema import parse_experiment
-from docs.scripts import tool
+from docs.scripts import ROOT, tool
 
 PAGES = ("command-line", "experiment-file")
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -13,11 +13,11 @@ from threading import Thread
 import pytest
 
 from chromium import Browser, find_chromium, open_browser
+from docs.scripts import ROOT
 
 for tool in ("sphinx", "myst_parser", "furo"):
     pytest.importorskip(tool)
 
-ROOT = Path(__file__).parents[2]
 PARTS = ("", ".policies", ".estimators", ".norms", ".data", ".advice", ".research", ".report", ".lab.probe")
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 PHONE = 390
