@@ -21,14 +21,16 @@ from divebatch.errors import ArgumentError, RecordError, StoppedError
 from divebatch.lab import experiment_names, get_experiment, parse_experiment
 from divebatch.lab.schema import Part
 from divebatch.lab.search import (
+    Range,
     Results,
     Search,
     Tried,
     cells,
-    check_point,
     default_space,
     draw,
+    in_words,
     parse_space,
+    points_of,
     to_toml,
     with_point,
     work,
@@ -51,10 +53,10 @@ def finish(search: Search) -> list[Tried]:
 
 
 def test_the_papers_grids_have_forty_and_twelve_points():
-    rates = list(default_space(CONVEX, CONVEX.method("sgd-small")).points())
+    rates = points_of(default_space(CONVEX, CONVEX.method("sgd-small")))
     assert len(rates) == 40
     assert (rates[0], rates[-1]) == ({"lr": 0.001, "batch_size": 32}, {"lr": 16.0, "batch_size": 512})
-    sizes = list(default_space(CONVEX, CONVEX.method("divebatch")).points())
+    sizes = points_of(default_space(CONVEX, CONVEX.method("divebatch")))
     assert len(sizes) == 12
     assert sizes[-1] == {"delta": 1.0, "max_batch_size": 8192}
 
@@ -62,16 +64,15 @@ def test_the_papers_grids_have_forty_and_twelve_points():
 def test_with_another_optimizer_the_grid_is_around_the_methods_own_settings():
     language = get_experiment("lm-bytes")
     method = language.method("fixed-16")
-    points = list(default_space(language, method).points())
+    points = points_of(default_space(language, method))
     assert {point["batch_size"] for point in points} == {8, 16, 32}
     assert {point["lr"] / method.lr for point in points} == {0.25, 0.5, 1.0, 2.0, 4.0}
 
 
 def test_values_and_ranges_are_told_apart():
-    space = parse_space(["lr=0.001..16", "batch_size=32,64"])
-    assert (space.dimensions[0].bounds, space.dimensions[1].values) == ((0.001, 16), (32, 64))
-    assert not space.is_grid
-    assert [str(each) for each in space.dimensions] == ["lr=0.001..16", "batch_size=32,64"]
+    texts = ["lr=0.001..16", "batch_size=32,64"]
+    assert parse_space(texts) == {"lr": Range(0.001, 16), "batch_size": (32, 64)}
+    assert in_words(parse_space(texts)) == texts
 
 
 @pytest.mark.parametrize("text", ["lr", "lr=", "lr=a", "lr=1,,2", "lr=nan", "lr=2..1", "lr=0..1", "=1", "l r=1"])
@@ -92,12 +93,12 @@ def test_a_point_goes_to_the_method_or_its_policy():
         ("sgd-small", {"delta": 1.0}, "called 'delta'; known: lr, batch_size, warmup_epochs"),
         ("divebatch", {"colour": 1.0}, "called 'colour'; known: .*delta.*max_batch_size"),
         ("divebatch", {"max_batch_size": 64}, "64"),
-        ("sgd-small", {"lr": -1.0}, "lr must be positive"),
+        ("sgd-small", {"lr": -1.0}, "lr: must be greater than 0"),
     ],
 )
 def test_points_that_cannot_be_run_are_found_before_any_work(method, point, message):
     with pytest.raises(ArgumentError, match=message):
-        check_point(CONVEX.method(method), point)
+        with_point(CONVEX.method(method), point)
 
 
 def test_a_policy_that_needs_the_length_of_the_run_can_be_searched(tmp_path):
@@ -115,7 +116,7 @@ def test_a_policy_that_needs_the_length_of_the_run_can_be_searched(tmp_path):
         ({"sampler": "tpe"}, "other samplers need a number"),
         ({"held_out": 1.5}, "held_out must lie between 0 and 1"),
         ({"study_name": "../up"}, "study_name"),
-        ({"over": ("lr=-1,1",)}, "lr must be positive"),
+        ({"over": ("lr=-1,1",)}, "lr: must be greater than 0"),
     ],
 )
 def test_wrong_settings_are_named(tmp_path, settings, message):
@@ -129,7 +130,7 @@ def test_wrong_settings_are_named(tmp_path, settings, message):
 def test_a_search_trains_every_point_on_the_held_out_split(tmp_path):
     search = tiny_search(tmp_path, over=("lr=0.5,2.0", "batch_size=16"), num_seeds=2)
     tried = finish(search)
-    assert [each.point for each in tried] == list(search.space.points())
+    assert [each.point for each in tried] == points_of(search.space)
     path = tmp_path / "synthetic-convex-sgd-small" / "sgd-small_lr-0.5_batch_size-16" / "seed-1.jsonl"
     header, epochs = read_run(path)
     assert header.config["held_out"] == 0.2

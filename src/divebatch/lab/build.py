@@ -19,8 +19,9 @@ from divebatch.lab.models import MODELS, ModelSettings
 from divebatch.lab.optimizers import OPTIMIZERS, OptimizerSettings
 from divebatch.lab.ranks import spread
 from divebatch.lab.schedules import SCHEDULES, ScheduleSettings, warm_up
-from divebatch.lab.schema import ANY_LENGTH, Experiment, Part, build_estimator, build_policy, build_table
+from divebatch.lab.schema import ANY_LENGTH, Experiment, Part, build_estimator, build_policy
 from divebatch.lab.step import LossFn, device_settings
+from divebatch.lab.tables import build_table
 from divebatch.lab.tasks import TASKS, Task
 from divebatch.lab.trainer import Trainer
 from divebatch.lr import ADAM_RULES

@@ -130,12 +130,6 @@ def _fingerprint(*samples: Samples) -> str:
     return digest.hexdigest()
 
 
-def require_fraction(name: str, value: float) -> None:
-    """Raise unless both parts of a split get something."""
-    if not 0 < value < 1:
-        raise ArgumentError(f"{name} must lie between 0 and 1, got {name}={value}")
-
-
 class FixedOrder:
     """The batches of a loader in fixed order; can be iterated again and again."""
 

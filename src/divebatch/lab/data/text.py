@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from divebatch.checks import require_count
 from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.errors import ArgumentError, DataError
 from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, FixedOrder, Parts, find_folder
+from divebatch.lab.tables import Count
 
 NUM_BYTES = 256
 """Values of a byte: the tokens."""
@@ -145,13 +145,8 @@ class Text(DatasetSettings):
     """
 
     corpora: list[str] = field(default_factory=list)
-    sequence_length: int | None = None
-    validation_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("sequence_length", "validation_bytes"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
+    sequence_length: Count | None = None
+    validation_bytes: Count | None = None
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
         """Read the files; the order of the training documents, and so their cuts, follow from `seed`."""

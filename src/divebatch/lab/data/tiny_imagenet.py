@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from divebatch.checks import require_count, warn_user
+from divebatch.checks import warn_user
 from divebatch.errors import ArgumentError, DataError, MissingExtraError
 from divebatch.lab.data.augment import RandomResizedCrop, ResizeCentreCrop, Transform
 from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, LabelledSamples, Origin, Parts
 from divebatch.lab.data.images import Colours, image_split
+from divebatch.lab.tables import Count
 
 ORIGIN = Origin(
     "tiny-imagenet-200",
@@ -36,16 +37,14 @@ FOLDER = ".decoded"
 class TinyImageNet(DatasetSettings):
     """Photos of 64 x 64 pixels; trained on random resized crops and mirror images, tested on the middle."""
 
-    image_size: int = 224
+    image_size: Count = 224
     """Pixels a side of what the model sees."""
-    resize: int = 256
+    resize: Count = 256
     """Pixels a side of a test image before its middle is cut out."""
     augment: bool = True
-    eval_batch_size: int = 500
+    eval_batch_size: Count = 500
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "resize", "eval_batch_size"):
-            require_count(name, getattr(self, name))
         if self.image_size > self.resize:
             raise ArgumentError(f"image_size={self.image_size} cannot be cut out of resize={self.resize}")
 
