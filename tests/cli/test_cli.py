@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cli.commands import call
 from divebatch.cli import app
-from divebatch.cli.output import print_table
+from divebatch.cli.common import print_table
 from divebatch.lab import experiment_names, get_experiment
 from divebatch.lab.schema import FOLDER
 
@@ -38,7 +38,7 @@ def test_list_shows_an_experiment_a_line_and_the_methods_of_one():
 
 def test_a_narrow_terminal_breaks_names_before_numbers(monkeypatch):
     console = Console(file=io.StringIO(), width=40)
-    monkeypatch.setattr("divebatch.cli.output.make_console", lambda: console)
+    monkeypatch.setattr("divebatch.cli.common.make_console", lambda: console)
     print_table(
         ("method", "95 %", "note"), [("a-long-name-of-a-method", "0.48-0.99", "some words on it")], left=("note",)
     )

@@ -9,7 +9,7 @@ import torch
 
 import divebatch
 from cli.commands import call
-from divebatch.cli.options import chosen_device
+from divebatch.cli.common import chosen_device
 from divebatch.errors import ArgumentError
 from divebatch.lab.search import SAMPLERS
 
@@ -83,7 +83,7 @@ def test_advice_is_printed_before_a_file_is_written(experiment, tmp_path, monkey
     def full(*_: object) -> None:
         raise ArgumentError("cannot write 'it': No space left on device")
 
-    monkeypatch.setattr("divebatch.cli.advise.write_results", full)
+    monkeypatch.setattr("divebatch.cli.common.write_results", full)
     words = ["--batch-sizes", "8,16", "--timing-seconds", "0.1", "--steps", "40", "--out", tmp_path]
     answer = call("advise", experiment, *words)
     assert answer.exit_code == 1

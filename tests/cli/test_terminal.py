@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from cli.commands import call
-from divebatch.cli.exits import command_again
+from divebatch.cli.common import command_again
 from divebatch.cli.progress import Lines, ProgressBars, describe
 from divebatch.lab import Run, get_experiment, load_checkpoint
 from divebatch.records import EpochRecord, read_run

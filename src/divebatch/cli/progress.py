@@ -45,10 +45,8 @@ def rate(per_second: float | None) -> str:
     """
     if per_second is None:
         return ""
-    for bound, divisor, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (float("inf"), 1e6, "M")):
-        if per_second < bound:
-            return f"{per_second / divisor:.3g}{letter}"
-    return "inf"
+    divisor, letter = (1, "") if per_second < 1e3 else (1e3, "k") if per_second < 1e6 else (1e6, "M")
+    return f"{per_second / divisor:.3g}{letter}"
 
 
 def name_of(run: "Run") -> str:
@@ -83,14 +81,9 @@ class Display:
         self._before: dict[int, EpochRecord] = {}
         self._is_heard = True
 
-    def on_epoch(self, index: int, record: EpochRecord) -> None:
-        """Show that run number `index` has finished an epoch."""
-        self._unless_deaf(self._show, index, record)
-        self._before[index] = record
-
-    def on_resume(self, index: int, record: EpochRecord) -> None:
-        """Show that run number `index` continues after an epoch that it had finished before."""
-        self._unless_deaf(self._show_resume, index, record)
+    def on_epoch(self, index: int, record: EpochRecord, *, was_done: bool = False) -> None:
+        """Show that run number `index` has finished an epoch, or continues after one that `was_done` before."""
+        self._unless_deaf(self._show_resume if was_done else self._show, index, record)
         self._before[index] = record
 
     def __enter__(self) -> Self:
@@ -110,11 +103,9 @@ class Display:
             # Whatever else is printed, by Python itself at its end too, goes nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
-    def _show(self, index: int, record: EpochRecord) -> None:
-        pass
+    def _show(self, index: int, record: EpochRecord) -> None: ...
 
-    def _show_resume(self, index: int, record: EpochRecord) -> None:
-        pass
+    def _show_resume(self, index: int, record: EpochRecord) -> None: ...
 
 
 class JsonLines(Display):

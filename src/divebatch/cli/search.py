@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, interrupts_say
-from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet, Settings, chosen_device, comma_separated
-from divebatch.cli.output import make_folder, print_table
+from divebatch.cli import common
 
 if TYPE_CHECKING:
     from divebatch.lab.search import Search, Tried
@@ -17,7 +15,7 @@ ROWS = 10
 
 
 def search(
-    experiment: ExperimentName,
+    experiment: common.ExperimentName,
     method: Annotated[
         str | None, typer.Option(help="Method whose settings are searched; the first baseline by default.")
     ] = None,
@@ -37,12 +35,12 @@ def search(
     held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
     apply_to: Annotated[str | None, typer.Option(help="Other methods that get the best settings too: a,b.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,
-    settings: Settings = None,
-    data_dir: DataDir = Path("data"),
-    device: Device = "cpu",
+    settings: common.Settings = None,
+    data_dir: common.DataDir = Path("data"),
+    device: common.Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for records and results.")] = Path("runs/search"),
     results: Annotated[bool, typer.Option("--results", help="Run nothing; show what is there.")] = False,
-    quiet: Quiet = False,
+    quiet: common.Quiet = False,
 ) -> None:
     """Search for a method's best settings on held-out training data.
 
@@ -57,7 +55,7 @@ def search(
         if not quiet:
             typer.echo(text)
 
-    with errors_exit_with(WRONG_USE):
+    with common.errors_exit_with(common.WRONG_USE):
         tuned = get_experiment(experiment, settings or ())
         name = method or next(iter([*tuned.report.baselines, *tuned.methods]))
         space = parse_space(over) if over else default_space(tuned, tuned.method(name))
@@ -73,12 +71,12 @@ def search(
             num_seeds=seeds,
             held_out=held_out,
             study_name=study or "",
-            run_settings={"device": chosen_device(device), "data_dir": data_dir},
+            run_settings={"device": common.chosen_device(device), "data_dir": data_dir},
         )
-        others = comma_separated(apply_to)
+        others = common.comma_separated(apply_to)
         for other in others:
             tuned.method(other)  # raises for an unknown one
-        make_folder(out)
+        common.make_folder(out)
         plan.begin()
     if not results:
         waited: list[int] = []
@@ -88,8 +86,8 @@ def search(
                 say(f"waiting for {running} points of other processes")
             waited.append(running)
 
-        way_on = f"the same command continues the search:\n  {command_again()}"
-        with errors_exit_with(FAILED), interrupts_say(way_on):
+        way_on = f"the same command continues the search:\n  {common.command_again()}"
+        with common.errors_exit_with(common.FAILED), common.interrupts_say(way_on):
             work(plan, on_result=lambda tried: say(_line(plan, tried)), on_wait=on_wait)
     paths = list(write_results(plan, plan.results(), apply_to=others))
     if not quiet:
@@ -112,7 +110,7 @@ def _show(plan: "Search", paths: list[Path]) -> None:
     for each in found.tried[:ROWS]:
         value = "failed" if each.value is None else metric.text(each.value)
         rows.append((*(f"{each.point[name]:g}" for name in names), value, each.note[:60]))
-    print_table((*names, metric.word, ""), rows, left=("",))
+    common.print_table((*names, metric.word, ""), rows, left=("",))
     for path in paths:
         typer.echo(str(path))
     if found.best is not None:

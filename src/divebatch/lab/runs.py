@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+import numpy
 import torch
 
 from divebatch import __version__
@@ -121,7 +121,8 @@ class Run:
             metric=self.experiment.metric,
             report=replace(report, order=report.order or list(self.experiment.methods)),
             config=self.config,
-            versions=_versions(),
+            versions={"python": platform.python_version(), "divebatch": __version__}
+            | {package.__name__: package.__version__ for package in (torch, numpy)},
             hardware=hardware,
             num_parameters=num_parameters,
             git_commit=_git_commit(),
@@ -132,17 +133,6 @@ class Run:
 def num_cores() -> int:
     """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of everything that can change a result."""
-    found = {"python": platform.python_version()}
-    for package in ("divebatch", "torch", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from source
-            found[package] = "source"
-    return found
 
 
 def _processor() -> str:
@@ -156,19 +146,14 @@ def _processor() -> str:
 def _git_commit() -> str | None:
     """Return the commit of this source tree, with "-dirty" if it was changed; None outside of a checkout."""
     root = Path(__file__).parents[3]
-    # Installed into an environment that lies in somebody's repository, git would give their commit.
-    if _git("rev-parse", "--show-toplevel") != str(root.resolve()):
+    if not (root / ".git").exists():  # installed; git would look further up, and find somebody else's repository
         return None
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-
-
-def _git(*words: str) -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        place = Path(__file__).parent
-        answer = subprocess.run(["git", *words], cwd=place, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() or None if answer.returncode == 0 else None
+    return answer.stdout.strip() or None
 
 
 # Files
