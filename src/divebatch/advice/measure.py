@@ -108,7 +108,7 @@ def advise(
     make_step = make_step or _plain_steps(loss_fn, is_bf16=precision == "bf16", compile=compile)
     if lr_coupling is None:
         lr_coupling = "linear" if optimizer is None else coupling_for(optimizer)
-    with _restored(dataset), _surroundings(seed, place, compile=compile):
+    with _surroundings(dataset, seed, place, compile=compile):
         loader = _loader_of(dataset, batch_size, seed)
         reference = loader.batch_size
         twin, driver = _copied(model, optimizer, place)
@@ -141,28 +141,21 @@ def advise(
 
 
 @contextmanager
-def _surroundings(seed: int, device: torch.device, *, compile: bool) -> Iterator[None]:
-    """Let random numbers follow from the seed, and the compiler make code for every size."""
-    devices = [device] if device.type == "cuda" else []
+def _surroundings(data: Any, seed: int, device: torch.device, *, compile: bool) -> Iterator[None]:
+    """Let random numbers follow from the seed, and the compiler make code for every size; put a loader back on exit."""
     variants: Any = nullcontext()
     if compile:
         from torch._dynamo import config  # takes a second to import, and only compiled steps need it
 
         variants = config.patch(recompile_limit=MOST_VARIANTS)
-    with torch.random.fork_rng(devices=devices), variants:
-        torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def _restored(data: Any) -> Iterator[None]:
-    """Put a loader of the user's own back on exit."""
     state = data.state_dict() if isinstance(data, AdaptiveLoader) else None
-    try:
-        yield
-    finally:
-        if state is not None:
-            data.load_state_dict(state)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), variants:
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            if state is not None:
+                data.load_state_dict(state)
 
 
 def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:
@@ -244,13 +237,13 @@ def _plain_steps(loss_fn: LossFn, *, is_bf16: bool, compile: bool) -> MakeStep:
 
         def step(batch: Any) -> Tensor:
             optimizer.zero_grad()
-            losses = []
+            total = torch.zeros((), device=next(model.parameters()).device)
             for (inputs, targets), weight in micro_batches(batch, -(-batch_length(batch) // parts)):
                 loss = mean_loss(model, loss_fn, is_bf16, inputs, targets) * weight
                 loss.backward()
-                losses.append(loss.detach())
+                total = total + loss.detach()
             optimizer.step()
-            return torch.stack(losses).sum()
+            return total
 
         return step
 

@@ -352,16 +352,11 @@ def find_start(path: Path, experiment: str) -> Start:
     if header.experiment != experiment:
         raise ArgumentError(f"'{path}' is a checkpoint of experiment {header.experiment!r}, not of {experiment!r}")
     state = load_checkpoint(path, device=torch.device("cpu"))
-    try:
-        loader, parts = state["control"]["loader"], state["parts_done"]
-        under_way = loader["pass"]["samples"] if loader["pass"] is not None else 0
-        # Not the loader's epochs: one of them may have carried over several parts.
-        epoch = state["control"]["epoch"] if parts is None else parts
-        if missing := {"model", "optimizer", "run"} - state.keys():
-            raise KeyError(*missing)
-        return Start(path, header, state, epoch, loader["samples_before"] + under_way, loader["batch_size"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"'{path}' is not the checkpoint of a run: {error} is missing") from error
+    loader, parts = state["control"]["loader"], state["parts_done"]
+    under_way = loader["pass"]["samples"] if loader["pass"] is not None else 0
+    # Not the loader's epochs: one of them may have carried over several parts.
+    epoch = state["control"]["epoch"] if parts is None else parts
+    return Start(path, header, state, epoch, loader["samples_before"] + under_way, loader["batch_size"])
 
 
 def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = (), **of_run: Any) -> Run:

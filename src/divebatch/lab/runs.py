@@ -162,12 +162,6 @@ def _git_commit() -> str | None:
 def check_can_write(run: Run, *, resume: bool) -> None:
     """Raise before any work if the records of this run must not be written or continued."""
     saved = [run.checkpoint_path, previous(run.checkpoint_path)]
-    for path in (run.records_path, *saved):
-        # A pipe would never be read to its end, and what is written beside a link replaces the link.
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise RecordError(
-                f"'{path}' is a link, a folder, a pipe or a device: a run's files must be plain. Remove it."
-            )
     if run.records_path.exists() and not resume:
         raise RecordError(
             f"'{run.records_path}' already holds a run. Continue it with --resume, or choose another folder."

@@ -170,42 +170,34 @@ def read_classes(folder: Path) -> dict[str, int]:
     """Return the class numbers of the names in wnids.txt, by sorted name."""
     path = ORIGIN.require_file(folder / "wnids.txt")
     names = path.read_text(encoding="utf-8", errors="replace").split()
-    if not names or len(set(names)) < len(names):
-        raise ORIGIN.damaged(path, "names no class" if not names else "names a class twice")
     return {name: number for number, name in enumerate(sorted(names))}
 
 
 def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
     """Find train/CLASS/images/*.JPEG, by class and name."""
-    paths: list[Path] = []
-    labels: list[int] = []
-    for name, number in classes.items():
-        found = sorted((folder / "train" / name / "images").glob("*.JPEG"))
-        if not found:
-            raise DataError(
-                f"'{folder / 'train' / name / 'images'}' holds no *.JPEG, though wnids.txt names this class: "
-                f"unpack the archive from {ORIGIN.url} again"
-            )
-        paths += found
-        labels += [number] * len(found)
-    return ImageFiles(paths, labels, cache=folder / FOLDER / "train")
+    images = {name: sorted((folder / "train" / name / "images").glob("*.JPEG")) for name in classes}
+    if not images or not all(images.values()):
+        name = next((name for name, found in images.items() if not found), "CLASS")
+        raise DataError(
+            f"'{folder / 'train' / name / 'images'}' holds no *.JPEG, though wnids.txt names this class: unpack the "
+            f"archive from {ORIGIN.url} again"
+        )
+    labels = [classes[name] for name, found in images.items() for _ in found]
+    return ImageFiles([path for found in images.values() for path in found], labels, cache=folder / FOLDER / "train")
 
 
 def validation_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
     """Read the lines of val/val_annotations.txt (file, class, box), by file name."""
     path = ORIGIN.require_file(folder / "val" / "val_annotations.txt")
     there = {image.name for image in (folder / "val" / "images").glob("*.JPEG")}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     labels: dict[str, int] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(lines, start=1):
         name, wnid, *_ = [*line.split("\t"), ""]
         if name not in there or wnid not in classes:
             what = f"there is no 'val/images/{name}'" if name not in there else f"class {wnid!r} is not in wnids.txt"
             raise ORIGIN.damaged(path, f"line {number}: {what}")
         labels[name] = classes[wnid]
-    if not labels:
-        raise ORIGIN.damaged(path, "names no image")
     names = sorted(labels)
     paths = [folder / "val" / "images" / name for name in names]
     return ImageFiles(paths, [labels[name] for name in names], cache=folder / FOLDER / "val")
