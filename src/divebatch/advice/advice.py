@@ -39,7 +39,6 @@ class NoiseEstimate:
 
     @classmethod
     def of(cls, diversity: Diversity, first: int, last: int) -> "NoiseEstimate":
-        """Return the noise scale of a diversity measured from step `first` to `last`."""
         value = diversity.noise_scale if diversity.is_defined else None
         return cls(first, last, value, *diversity.noise_scale_interval())
 

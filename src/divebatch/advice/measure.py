@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any, Literal
 
@@ -214,7 +214,6 @@ def _endless(loader: AdaptiveLoader, device: torch.device) -> Iterator[Any]:
 
 
 def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same nesting with every tensor changed."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -229,8 +228,7 @@ def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _plain_steps(loss_fn: LossFn, *, is_bf16: bool, compile: bool) -> MakeStep:
-    """Return a `MakeStep` of a forward pass, a backward pass and an optimizer step."""
-    mean_loss = _compiled_mean_loss() if compile else _mean_loss
+    mean_loss = _compiled(_mean_loss) if compile else _mean_loss
 
     def make_step(model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None) -> Step:
         parts = 1 if estimator is None else estimator.min_micro_batches
@@ -258,10 +256,8 @@ def _mean_loss(model: nn.Module, loss_fn: LossFn, is_bf16: bool, inputs: Any, ta
     return loss_fn(outputs.float(), targets)
 
 
-@cache
-def _compiled_mean_loss() -> Callable[..., Tensor]:
-    """Compile once for all steps of a process, so that a size that was compiled is not compiled again."""
-    return torch.compile(_mean_loss, dynamic=False)
+_compiled = cache(partial(torch.compile, dynamic=False))
+"""Compile once for all steps of a process, so that a size that was compiled is not compiled again."""
 
 
 # Noise
@@ -271,28 +267,24 @@ def measure_noise(step: Step, batches: Iterator[Any], estimator: Estimator, *, s
     """Train for `steps` steps, under the eyes of an estimator that is bound."""
     found, points, done = list[Diversity](), list[NoiseEstimate](), 0
     for index in range(STRETCHES):
-        count = steps * (index + 1) // STRETCHES - done
-        found.append(_stretch(step, batches, estimator, count, done))
-        points.append(NoiseEstimate.of(found[-1], done + 1, done + count))
-        done += count
+        end = steps * (index + 1) // STRETCHES
+        estimator.start()
+        try:
+            for number in range(done, end):
+                loss = step(next(batches))
+                # Only at the ends of a stretch: reading a loss waits for the device.
+                if number in (done, end - 1) and not math.isfinite(float(loss)):
+                    raise DivergedError(
+                        f"the loss is {float(loss)} after {number} steps: this learning rate is too large for this "
+                        f"batch size, so there is nothing to start from. Pass a smaller one"
+                    )
+            found.append(estimator.finish())
+        finally:
+            estimator.close()
+        points.append(NoiseEstimate.of(found[-1], done + 1, end))
+        done = end
     half = STRETCHES // 2
     return NoiseCourse(tuple(points), NoiseEstimate.of(pooled(found[half:]), points[half].first, steps))
-
-
-def _stretch(step: Step, batches: Iterator[Any], estimator: Estimator, count: int, done: int) -> Diversity:
-    estimator.start()
-    try:
-        for index in range(count):
-            loss = step(next(batches))
-            # Only at the ends of a stretch: reading a loss waits for the device.
-            if index in (0, count - 1) and not math.isfinite(float(loss)):
-                raise DivergedError(
-                    f"the loss is {float(loss)} after {done + index} steps: this learning rate is too large for this "
-                    f"batch size, so there is nothing to start from. Pass a smaller one"
-                )
-        return estimator.finish()
-    finally:
-        estimator.close()
 
 
 def pooled(diversities: Sequence[Diversity]) -> Diversity:
@@ -343,11 +335,10 @@ def _steps_to_time(
     """Return what prepares a whole step of a size. The learning rate is zero, which takes as long."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * 0
-    present = batch_length(batch)
 
     def prepare(size: int) -> Callable[[], None]:
-        step = make_step(model, optimizer, size, None)
-        filled = _mapped(batch, lambda tensor: tensor[torch.arange(size, device=tensor.device) % present])
+        step, rows = make_step(model, optimizer, size, None), torch.arange(size, device=device) % batch_length(batch)
+        filled = _mapped(batch, lambda tensor: tensor[rows])
 
         def run() -> None:
             step(filled)

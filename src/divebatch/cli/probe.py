@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,7 +62,9 @@ def probe(
     with common.errors_exit_with(common.WRONG_USE):
         device = common.chosen_device(device)
         require_matplotlib()
-        follows = _coupling_of(coupling)
+        follows: Any = coupling
+        with suppress(ValueError):
+            follows = float(coupling)
         planned = get_experiment(experiment, settings or ())
         start = lab.find_start(checkpoint, planned.name)
         run = lab.run_of(start, planned, settings=settings or (), device=device, data_dir=data_dir)
@@ -109,15 +112,7 @@ def probe(
         typer.echo("\n".join(map(str, paths)))
 
 
-def _coupling_of(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _show(heading: str, found: "Probe", noises: Sequence["Noise"], word: str) -> None:
-    """Print the branches, the critical batch size and the noise scales."""
     coupling = found.coupling if isinstance(found.coupling, str) else f"the power {found.coupling:g}"
     typer.echo(f"{heading}: branches of {found.window} samples, learning rate by {coupling}")
     rows = []
@@ -145,7 +140,6 @@ def _show(heading: str, found: "Probe", noises: Sequence["Noise"], word: str) ->
 
 
 def _draw(name: str, heading: str, probe: "Probe", noises: Sequence["Noise"], word: str) -> Drawing:
-    """Draw the gap of each branch, with the critical batch size and the noise scales."""
     with styled():
         from matplotlib.figure import Figure
 

@@ -105,7 +105,6 @@ def run(
 
 
 def _planned(name: str, settings: Sequence[str], epochs: int | None) -> "Experiment":
-    """Return the experiment with these settings, over this number of epochs."""
     from divebatch.lab import get_experiment
     from divebatch.report.figures import FIGURES
 

@@ -103,7 +103,6 @@ def _line(plan: "Search", tried: "Tried") -> str:
 
 
 def _show(plan: "Search", paths: list[Path]) -> None:
-    """Print the best points, the files, and the next command."""
     found, metric, names = plan.results(), plan.experiment.metric, tuple(plan.space)
     typer.echo(f"{plan.name}: {len(found.tried)} of {found.total} trials, the best {ROWS}")
     rows = []

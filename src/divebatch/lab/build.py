@@ -118,7 +118,6 @@ def _make_loader(run: "Run", split: DataSplit, clock: Clock) -> RunLength:
 
 
 def _num_samples(experiment: Experiment, available: int) -> int:
-    """Return the most samples that the run may take."""
     wanted = experiment.samples
     if wanted is None:
         return NO_END if experiment.repeat else available
@@ -205,7 +204,6 @@ def _build_model(run: "Run", split: DataSplit) -> nn.Module:
 
 
 def _settings(experiment: Experiment, name: str) -> Any:
-    """Return the settings of one part of an experiment, as the class of its kind."""
     registry, part = REGISTRIES[name], getattr(experiment, name)
     require_choice(f"{name} kind", part.kind, tuple(registry))
     return build_table(registry[part.kind], part.settings, f"{name} {part.kind!r}")

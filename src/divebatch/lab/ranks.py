@@ -1,6 +1,7 @@
 """Several processes that train one model: their group, DDP and FSDP2, and stopping together."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -84,17 +85,14 @@ def process_group(device: str) -> Iterator[str]:
     except DivebatchError:
         raise
     except Exception as error:
-        what, lost = _first_line(error), _silent_ranks(store, rank, size) if _is_about_ranks(error) else []
-        if lost:
+        what = _first_line(error)
+        # gloo's errors have no class of their own.
+        is_about_ranks = isinstance(error, dist.DistError) or re.search("gloo|NCCL|ProcessGroup", str(error))
+        if is_about_ranks and (lost := _silent_ranks(store, rank, size)):
             names = ", ".join(f"rank {each}" for each in lost)
             what = f"no answer from {names}: killed, stopped, out of reach, or ended by an error of its own"
         raise RankError(f"rank {rank} of {size}: {what}") from error
     dist.destroy_process_group()
-
-
-def _is_about_ranks(error: Exception) -> bool:
-    words = ("gloo", "NCCL", "ProcessGroup")  # gloo's errors have no class of their own
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def _silent_ranks(store: Store, rank: int, size: int) -> list[int]:

@@ -249,7 +249,11 @@ class Progress:
         if done.last_epoch >= run.experiment.epochs:
             return complete, {}
         planned = replace(header, config=run.config)  # perhaps for more epochs than before
-        _cut_records(run, planned, len(done.epochs))
+        lines = run.records_path.read_bytes().split(b"\n")[1 : len(done.epochs) + 1]
+        try:
+            write_whole(run.records_path, b"".join(line + b"\n" for line in [planned.to_json().encode(), *lines]))
+        except OSError as error:
+            raise RecordError(f"cannot write records to '{run.records_path}': {error.strerror}") from error
         return replace(done, header=planned), state
 
 
@@ -276,15 +280,6 @@ def _records_hash(run: Run, num_epochs: int) -> str:
     header = {**json.loads(first), "config": None}
     lines = [json.dumps(header).encode(), *others[:num_epochs]]
     return hashlib.sha256(b"\n".join(lines)).hexdigest()
-
-
-def _cut_records(run: Run, header: RunHeader, num_epochs: int) -> None:
-    """Replace the records in one step by their first epochs, under a new header."""
-    lines = run.records_path.read_bytes().split(b"\n")[1 : num_epochs + 1]
-    try:
-        write_whole(run.records_path, b"".join(line + b"\n" for line in [header.to_json().encode(), *lines]))
-    except OSError as error:
-        raise RecordError(f"cannot write records to '{run.records_path}': {error.strerror}") from error
 
 
 def lengthened(run: Run, plan: Callable[[int], Experiment]) -> Run:

@@ -124,7 +124,6 @@ class Method:
             require_coupling(policy, self.lr_coupling)
 
     def scaled(self, ratio: float) -> "Method":
-        """Multiply settings that count epochs by `ratio`."""
         warmup = _scaled(self.warmup_epochs, ratio) if self.warmup_epochs else 0
         shadows = {name: part.scaled(ratio, POLICIES) for name, part in (self.shadows or {}).items()}
         return replace(self, policy=self.policy.scaled(ratio, POLICIES), warmup_epochs=warmup, shadows=shadows or None)

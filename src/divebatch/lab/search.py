@@ -206,7 +206,6 @@ class Search:
 
     @property
     def total(self) -> int:
-        """The number of points when all is done."""
         return len(points_of(self.space)) if self.num_trials is None else self.num_trials
 
     def searched(self) -> Experiment:
@@ -277,7 +276,6 @@ class Search:
         return True
 
     def result(self, point: Point) -> Tried | None:
-        """Return the result of a point, or None if it has none yet."""
         path = self._folder_of(point) / "result.json"
         if not path.exists():
             return None

@@ -60,9 +60,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def select(self, numbers: Tensor) -> Self:
-        """Return those with these numbers, in this order."""
-        ...
+    def select(self, numbers: Tensor) -> Self: ...
 
     def content(self) -> Iterable[Tensor | bytes]:
         """Return content that differs if samples differ."""
