@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, gelu, layer_norm
+from torch.nn.functional import binary_cross_entropy_with_logits, gelu, layer_norm
 
 from divebatch import gradient_diversity
 from divebatch.errors import ArgumentError
@@ -220,13 +220,6 @@ def test_evaluation_counts_samples_not_batches_and_puts_the_mode_back():
     together = [torch.cat(parts) for parts in zip(*batches, strict=True)]
     assert seen.loss == pytest.approx(binary_cross_entropy_with_logits(*together).item())
     assert model.training
-
-
-def test_several_scores_are_judged_by_the_largest():
-    batches = [(torch.tensor([[0.1, 0.9, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([1, 2]))]
-    seen = evaluate(nn.Identity(), batches, CLASSIFICATION)
-    assert seen.accuracy == 0.5
-    assert seen.loss == pytest.approx(cross_entropy(*batches[0]).item())
 
 
 def test_of_a_text_every_byte_counts_alike_and_there_is_no_accuracy():

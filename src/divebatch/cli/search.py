@@ -57,7 +57,7 @@ def search(
 
     with common.errors_exit_with(common.WRONG_USE):
         tuned = get_experiment(experiment, settings or ())
-        name = method or next(iter([*tuned.report.baselines, *tuned.methods]))
+        name = method or tuned.baseline
         space = parse_space(over) if over else default_space(tuned, tuned.method(name))
         plan = Search(
             experiment=tuned,

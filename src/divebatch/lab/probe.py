@@ -28,6 +28,7 @@ from divebatch.errors import ArgumentError, BatchTooLargeError, CheckpointError,
 from divebatch.lab import Experiment, Run, Tally, Trainer, evaluate, load_checkpoint, make_trainer, train_epoch
 from divebatch.lab.data.dataset import drawing
 from divebatch.lab.length import order_of_pass
+from divebatch.lab.runs import require_data
 from divebatch.lab.schema import Part, build_estimator, parse_options
 from divebatch.lab.step import device_settings
 from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, LrCoupling, factor_of, require_adam, scale_settings
@@ -420,16 +421,8 @@ class BranchTrainer:
         self.trainer: Trainer = make_trainer(run)
         # Batch size and learning rate must be the branch's alone.
         self.trainer.control.close()
-        there, here = start.state["run"]["data"], self.trainer.data_fingerprint
-        if there != here:
-            raise CheckpointError(
-                f"'{start.path}' was trained on other data than those in the data folder (their hash is {there} there "
-                f"and {here} here): give the folder that the run was started with"
-            )
-        try:
-            self.restore(start.state)
-        except (RuntimeError, ValueError) as error:  # of other shapes
-            raise CheckpointError(f"'{start.path}' does not fit its run: {error}") from error
+        require_data(start.path, start.state, self.trainer)
+        self.restore(start.state)
         saved, optimizer = start.state["control"], self.trainer.optimizer
         coupling = LrCoupling(optimizer, kind=saved["settings"]["lr_coupling"][0], first_batch_size=start.batch_size)
         coupling.load_state_dict(saved["rates"]["couplings"][0])

@@ -365,14 +365,20 @@ def _train(
             report(record)
 
 
-def _load(run: Run, trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
-    found = state.pop("run")
-    if found["data"] != trainer.data_fingerprint:
+def require_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
+    """Raise unless a checkpoint was trained on the data that this trainer has."""
+    there, here = state["run"]["data"], trainer.data_fingerprint
+    if there != here:
         raise CheckpointError(
-            f"checkpoint '{path}' belongs to another run: the fingerprint of the data is {found['data']!r} there and "
-            f"{trainer.data_fingerprint!r} here. Give the folder that the run was started with."
+            f"checkpoint '{path}' belongs to another run: the fingerprint of the data is {there!r} there and {here!r} "
+            f"here. Give the folder that the run was started with."
         )
-    before, now = found["config"]["training"].get("micro_batch_size"), run.experiment.training.micro_batch_size
+
+
+def _load(run: Run, trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
+    require_data(path, state, trainer)
+    before = state["run"]["config"]["training"].get("micro_batch_size")
+    now = run.experiment.training.micro_batch_size
     if before != now and has_batch_norm(trainer.model) and trainer.ranks.is_first:
         logger.warning(
             "'%s' continues with micro_batch_size=%s after %s: BatchNorm takes its statistics from each micro-batch, "

@@ -195,6 +195,11 @@ class Experiment:
         methods = {name: method.for_compiler() if training.compile else method for name, method in self.methods.items()}
         return replace(self, training=training, methods=methods)
 
+    @property
+    def baseline(self) -> str:
+        """The first method that others are compared with; the first of all if none is."""
+        return next(iter([*self.report.baselines, *self.methods]))
+
     def method(self, name: str) -> Method:
         """Return the method called `name`, or raise an error that lists all names."""
         if name not in self.methods:

@@ -3,14 +3,11 @@
 import os
 import pickle
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from image_files import cifar_pixels, python2_pickle, write_cifar10, write_cifar100
 
 from divebatch.errors import DataError
@@ -64,25 +61,11 @@ def test_the_augmentations_of_the_paper(tmp_path):
     assert kinds == {"cifar10": "CropFlip", "cifar100": "CropFlipRotate"}
 
 
-def test_no_folder_was_given():
-    with pytest.raises(
-        DataError, match=r"data_dir=FOLDER.*'cifar-10-batches-py' \(unpacked from https://www.cs.toronto"
-    ):
-        load(None)
-
-
-def test_a_folder_without_the_dataset(tmp_path):
-    with pytest.raises(DataError, match=r"there is no folder '.*cifar-100-python'.*https://"):
-        load(tmp_path, "cifar100")
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_the_inner_folder_in_place_of_the_outer(tmp_path, monkeypatch, relative):
+def test_the_inner_folder_in_place_of_the_outer(tmp_path, monkeypatch):
     inner = write_cifar10(tmp_path)
     monkeypatch.chdir(inner)
-    given = os.curdir if relative else inner
     with pytest.raises(DataError, match=re.escape(f"is the dataset itself: pass --data-dir '{tmp_path}'")):
-        load(inner.__class__(given))
+        load(Path(os.curdir))
 
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch"])
@@ -170,11 +153,3 @@ def test_hostile_files_are_refused_by_name_and_nothing_runs(tmp_path, monkeypatc
     with pytest.raises(DataError, match="batch"):
         read(tmp_path / "batch", HOSTILE[name])
     assert [path.name for path in tmp_path.iterdir()] == ["batch"]
-
-
-@given(place=st.integers(0, len(GOOD) - 1), bit=st.integers(0, 7))
-def test_flipped_bits_give_data_or_a_data_error(tmp_path_factory, place, bit):
-    content = bytearray(GOOD)
-    content[place] ^= 1 << bit
-    with suppress(DataError):
-        read(tmp_path_factory.mktemp("flipped") / "batch", bytes(content))
