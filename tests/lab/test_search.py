@@ -1,5 +1,6 @@
 """Searches: what is searched over, by several processes, and what comes out."""
 
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import pytest
 from PIL import Image
 
 import divebatch.lab.search as search_module
+from divebatch.cli.search import cells, draw
 from divebatch.errors import ArgumentError, RecordError, StoppedError
 from divebatch.lab import experiment_names, get_experiment, parse_experiment
 from divebatch.lab.schema import Part
@@ -25,16 +27,14 @@ from divebatch.lab.search import (
     Results,
     Search,
     Tried,
-    cells,
     default_space,
-    draw,
     in_words,
     parse_space,
     points_of,
     to_toml,
     with_point,
     work,
-    write_results,
+    write_best,
 )
 from divebatch.records import Metric, read_run
 from lab.helpers import tiny_search
@@ -313,16 +313,15 @@ RESULTS = Results(
 
 def test_the_best_point_becomes_a_file_that_runs_at_full_length(tmp_path):
     search = tiny_search(tmp_path)
-    paths = list(write_results(search, RESULTS, apply_to=["divebatch"]))
-    assert [path.suffix for path in paths] == [".toml", ".png", ".svg"]
-    found = get_experiment(str(paths[0]))
+    path = write_best(search, RESULTS, apply_to=["divebatch"])
+    found = get_experiment(str(path))
     assert found.name == "synthetic-convex-tuned"
     assert found.epochs == search.experiment.epochs != search.epochs
     assert found.held_out == 0  # nothing any more
     for name in ("sgd-small", "divebatch"):
         assert (found.method(name).lr, found.method(name).batch_size) == (2.0, 32)
     assert found.method("oracle") == search.experiment.method("oracle")
-    assert "90.00 % on held-out training data, 3 of 6 trials" in paths[0].read_text().splitlines()[0]
+    assert "90.00 % on held-out training data, 3 of 6 trials" in path.read_text().splitlines()[0]
 
 
 def test_the_heat_map_has_a_cell_for_every_point(tmp_path):
@@ -338,12 +337,11 @@ def test_pictures_are_pictures(tmp_path, metric):
         ("grid", tiny_search(tmp_path).space),
         ("range", parse_space(["lr=0.1..4", "batch_size=8..64"])),
     ):
-        png, svg = draw(space, results, tmp_path / f"{name}-{metric.name}")
-        with Image.open(png) as image:
+        drawing = draw(space, results, f"{name}-{metric.name}")
+        with Image.open(io.BytesIO(drawing.png)) as image:
             assert image.width > 500
             assert len(image.convert("RGB").getcolors(10**6)) > 20
-        assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert list(draw(parse_space(["lr=1,2"]), results, tmp_path / "one")) == []
+        assert ElementTree.fromstring(drawing.svg).tag.endswith("svg")
 
 
 def test_a_loss_is_best_where_it_is_lowest_and_nothing_is_written_without_a_best(tmp_path):
@@ -354,7 +352,7 @@ def test_a_loss_is_best_where_it_is_lowest_and_nothing_is_written_without_a_best
     assert results.best == results.tried[0]
     nothing = Results((Tried({"lr": 2}, math.inf),), 2, LOSS)
     assert nothing.best is None
-    assert list(write_results(tiny_search(tmp_path), nothing)) == list(tmp_path.iterdir()) == []
+    assert write_best(tiny_search(tmp_path), nothing) is None
 
 
 # Files

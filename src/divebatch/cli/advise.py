@@ -70,6 +70,6 @@ def advise(
     # Before the files: minutes of measuring must not be lost to a full disk.
     typer.echo(common.to_json(values) if json else str(advice))
     with common.errors_exit_with(common.FAILED), styled():
-        paths = common.write_results(out, name, values, finish(name, f"Advice for {name}", advice.draw(), CAPTION))
+        paths = common.write_results(out, name, finish(name, f"Advice for {name}", advice.draw(), CAPTION), values)
     if not json:
         typer.echo("\n".join(map(str, paths)))

@@ -149,9 +149,10 @@ def make_folder(out: Path) -> None:
         raise ArgumentError(f"cannot write to '{out}': {error.strerror}. Choose another --out folder.") from error
 
 
-def write_results(out: Path, name: str, values: Mapping[str, Any], drawing: "Drawing") -> list[Path]:
-    """Write NAME.json, NAME.svg and NAME.png."""
-    contents = {".json": (to_json(values) + "\n").encode(), ".svg": drawing.svg, ".png": drawing.png}
+def write_results(out: Path, name: str, drawing: "Drawing", values: Mapping[str, Any] | None = None) -> list[Path]:
+    """Write NAME.svg and NAME.png, and NAME.json if there are values."""
+    contents = {} if values is None else {".json": (to_json(values) + "\n").encode()}
+    contents |= {".svg": drawing.svg, ".png": drawing.png}
     paths = [out / f"{name}{suffix}" for suffix in contents]
     for path, content in zip(paths, contents.values(), strict=True):
         try:

@@ -104,7 +104,7 @@ def probe(
             **found.to_dict(),
             "noise_scales": [asdict(each) for each in noises],
         }
-        paths = common.write_results(out, name, values, _draw(name, heading, found, noises, word))
+        paths = common.write_results(out, name, _draw(name, heading, found, noises, word), values)
     if json:
         typer.echo(common.to_json(values))
     else:

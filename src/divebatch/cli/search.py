@@ -1,14 +1,19 @@
 """`divebatch search EXPERIMENT`."""
 
+import math
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from divebatch.cli import common
+from divebatch.errors import MissingExtraError
+from divebatch.records import Metric
+from divebatch.report.drawing import Drawing, finish, require_matplotlib, styled
 
 if TYPE_CHECKING:
-    from divebatch.lab.search import Search, Tried
+    from divebatch.lab.search import Results, Search, Space, Tried
 
 ROWS = 10
 """Rows of the table that is printed."""
@@ -49,7 +54,7 @@ def search(
     """
     # Here and not above: torch takes seconds, and help must not.
     from divebatch.lab import get_experiment
-    from divebatch.lab.search import Search, default_space, parse_space, work, write_results
+    from divebatch.lab.search import Search, default_space, parse_space, work, write_best
 
     def say(text: str) -> None:
         if not quiet:
@@ -89,7 +94,13 @@ def search(
         way_on = f"the same command continues the search:\n  {common.command_again()}"
         with common.errors_exit_with(common.FAILED), common.interrupts_say(way_on):
             work(plan, on_result=lambda tried: say(_line(plan, tried)), on_wait=on_wait)
-    paths = list(write_results(plan, plan.results(), apply_to=others))
+    found = plan.results()
+    with common.errors_exit_with(common.FAILED):
+        best = write_best(plan, found, apply_to=others)
+        paths = [] if best is None else [best]
+        with suppress(MissingExtraError):  # without matplotlib there is no picture
+            if best is not None and len(plan.space) > 1:
+                paths += common.write_results(out, plan.name, draw(plan.space, found, plan.name))
     if not quiet:
         _show(plan, paths)
 
@@ -114,3 +125,70 @@ def _show(plan: "Search", paths: list[Path]) -> None:
         typer.echo(str(path))
     if found.best is not None:
         typer.echo(f"next: divebatch run {paths[0]} --methods {plan.method_name}")
+
+
+def draw(space: "Space", results: "Results", name: str) -> Drawing:
+    """Draw the results over two settings: a heat map of a grid, points of ranges.
+
+    Of more settings the first two are shown, each place with the best that the others reached there.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    metric = results.metric
+    with styled():
+        figure = Figure(figsize=(7.0, 4.6), layout="constrained")
+        axes = figure.subplots()
+        colours = "viridis" if metric.higher_is_better else "viridis_r"  # bright is good
+        has_range = any(hasattr(values, "low") for values in space.values())
+        mappable = (_points if has_range else _heat_map)(axes, space, results, colours)
+        what = "accuracy on held-out data (%)" if metric.is_accuracy else f"{metric.name} on held-out data"
+        figure.colorbar(mappable, ax=axes, label=what)
+        words = {"lr": "learning rate", "max_batch_size": "largest batch size"}
+        y, x = (words.get(setting, setting.replace("_", " ")) for setting in list(space)[:2])
+        axes.set(xlabel=x, ylabel=y)
+        return finish(name, name, figure, what)
+
+
+def cells(space: "Space", results: "Results") -> list[list[float]]:
+    """Return a row for each value of the first setting; NaN if nothing was tried, the worst value if all failed.
+
+    Accuracies are in percent.
+    """
+    (row_name, rows), (column_name, columns), *_ = space.items()
+    table = []
+    for row in rows:
+        here = [each for each in results.tried if each.point[row_name] == row]
+        values = [[_shown(each, results.metric) for each in here if each.point[column_name] == c] for c in columns]
+        table.append([math.nan if (best := results.metric.best(found)) is None else best for found in values])
+    return table
+
+
+def _shown(tried: "Tried", metric: Metric) -> float:
+    value = metric.worst if tried.value is None else tried.value
+    return 100 * value if metric.is_accuracy else value
+
+
+def _heat_map(axes: Any, space: "Space", results: "Results", colours: str) -> Any:
+    table, metric = cells(space, results), results.metric
+    good = [value for row in table for value in row if math.isfinite(value) and value != metric.worst]
+    low, high = min(good, default=0.0), max(good, default=0.0)  # what diverged has no shade
+    mappable = axes.imshow(table, aspect="auto", cmap=colours, vmin=low, vmax=high)
+    axes.grid(visible=False)
+    for which, values in zip((axes.set_yticks, axes.set_xticks), space.values(), strict=False):
+        which(range(len(values)), [f"{value:g}" for value in values])
+    for row, shown in enumerate(table):
+        for column, value in enumerate(shown):
+            if not math.isnan(value):
+                is_dark = (value <= (low + high) / 2) == metric.higher_is_better
+                weight = "bold" if value == metric.best(good) else None
+                style = {"color": "white" if is_dark else "black", "ha": "center", "va": "center", "weight": weight}
+                axes.text(column, row, f"{value:.3g}", **style)
+    return mappable
+
+
+def _points(axes: Any, space: "Space", results: "Results", colours: str) -> Any:
+    finite = [(each.point, value) for each in results.tried if math.isfinite(value := _shown(each, results.metric))]
+    rows, columns = ([point[name] for point, _ in finite] for name in list(space)[:2])
+    axes.set(xscale="log", yscale="log")
+    return axes.scatter(columns, rows, c=[value for _, value in finite], cmap=colours, s=60)

@@ -13,8 +13,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,6 @@ from divebatch.lab.files import locked, write_whole
 from divebatch.lab.schema import ANY_LENGTH, Part, build_policy, require_name
 from divebatch.lab.tables import build_table
 from divebatch.records import EpochRecord, Metric
-from divebatch.report.drawing import finish, require_matplotlib, styled
 
 Point = Mapping[str, int | float]
 """One value for each setting, by name."""
@@ -446,92 +444,17 @@ class Results:
         return first if first is not None and first.value not in (None, self.metric.worst) else None
 
 
-def write_results(search: Search, results: Results, *, apply_to: Sequence[str] = ()) -> Iterator[Path]:
-    """Write FOLDER/STUDY.toml, .png and .svg, and yield their paths; without matplotlib there is no picture."""
+def write_best(search: Search, results: Results, *, apply_to: Sequence[str] = ()) -> Path | None:
+    """Write FOLDER/STUDY.toml, an experiment with the best point, and return its path; None without a best."""
     best = results.best
     if best is None or best.value is None:
-        return
+        return None
     settings = ", ".join(f"{name} = {value:g}" for name, value in best.point.items())
     value = f"{results.metric.text(best.value)} on held-out training data"
     comment = f"{settings}: {value}, {len(results.tried)} of {results.total} trials of search '{search.name}'"
     path = search.folder / f"{search.name}.toml"
     path.write_text(to_toml(search.tuned(best.point, apply_to=apply_to), comment=comment), encoding="utf-8")
-    yield path
-    with suppress(MissingExtraError):
-        yield from draw(search.space, results, path.with_suffix(""))
-
-
-def draw(space: Space, results: Results, stem: Path) -> Iterator[Path]:
-    """Write STEM.png and STEM.svg, of a space with at least two settings: a heat map of a grid, points of ranges.
-
-    Of more settings the first two are shown, each place with the best that the others reached there.
-    """
-    if len(space) < 2:
-        return
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    metric = results.metric
-    with styled():
-        figure = Figure(figsize=(7.0, 4.6), layout="constrained")
-        axes = figure.subplots()
-        colours = "viridis" if metric.higher_is_better else "viridis_r"  # bright is good
-        has_range = any(isinstance(values, Range) for values in space.values())
-        mappable = (_points if has_range else _heat_map)(axes, space, results, colours)
-        what = "accuracy on held-out data (%)" if metric.is_accuracy else f"{metric.name} on held-out data"
-        figure.colorbar(mappable, ax=axes, label=what)
-        words = {"lr": "learning rate", "max_batch_size": "largest batch size"}
-        y, x = (words.get(name, name.replace("_", " ")) for name in list(space)[:2])
-        axes.set(xlabel=x, ylabel=y)
-        drawing = finish(stem.name, stem.name, figure, what)
-    for suffix, content in ((".png", drawing.png), (".svg", drawing.svg)):
-        path = Path(f"{stem}{suffix}")
-        path.write_bytes(content)
-        yield path
-
-
-def cells(space: Space, results: Results) -> list[list[float]]:
-    """Return a row for each value of the first setting; NaN if nothing was tried, the worst value if all failed.
-
-    Accuracies are in percent.
-    """
-    (row_name, rows), (column_name, columns), *_ = space.items()
-    table = []
-    for row in rows:
-        here = [each for each in results.tried if each.point[row_name] == row]
-        values = [[_shown(each, results.metric) for each in here if each.point[column_name] == c] for c in columns]
-        table.append([math.nan if (best := results.metric.best(found)) is None else best for found in values])
-    return table
-
-
-def _shown(tried: Tried, metric: Metric) -> float:
-    value = metric.worst if tried.value is None else tried.value
-    return 100 * value if metric.is_accuracy else value
-
-
-def _heat_map(axes: Any, space: Space, results: Results, colours: str) -> Any:
-    table, metric = cells(space, results), results.metric
-    good = [value for row in table for value in row if math.isfinite(value) and value != metric.worst]
-    low, high = min(good, default=0.0), max(good, default=0.0)  # what diverged has no shade
-    mappable = axes.imshow(table, aspect="auto", cmap=colours, vmin=low, vmax=high)
-    axes.grid(visible=False)
-    for which, values in zip((axes.set_yticks, axes.set_xticks), space.values(), strict=False):
-        which(range(len(values)), [f"{value:g}" for value in values])
-    for row, shown in enumerate(table):
-        for column, value in enumerate(shown):
-            if not math.isnan(value):
-                is_dark = (value <= (low + high) / 2) == metric.higher_is_better
-                weight = "bold" if value == metric.best(good) else None
-                style = {"color": "white" if is_dark else "black", "ha": "center", "va": "center", "weight": weight}
-                axes.text(column, row, f"{value:.3g}", **style)
-    return mappable
-
-
-def _points(axes: Any, space: Space, results: Results, colours: str) -> Any:
-    finite = [(each.point, value) for each in results.tried if math.isfinite(value := _shown(each, results.metric))]
-    rows, columns = ([point[name] for point, _ in finite] for name in list(space)[:2])
-    axes.set(xscale="log", yscale="log")
-    return axes.scatter(columns, rows, c=[value for _, value in finite], cmap=colours, s=60)
+    return path
 
 
 def to_toml(experiment: Experiment, *, comment: str = "") -> str:
