@@ -252,10 +252,10 @@ module.work(search, on_result=lambda tried: print(json.dumps(tried.point), flush
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["grid", "tpe"])
-def test_of_three_processes_one_is_killed_and_each_of_forty_points_is_trained_once(tmp_path, sampler):
-    settings = {"over": ["lr=0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8", "batch_size=8,16,24,32,40"]}
+def test_of_three_processes_one_is_killed_and_each_point_is_trained_once(tmp_path, sampler):
+    settings = {"over": ["lr=0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8", "batch_size=8,32"]}
     if sampler != "grid":
-        settings = {"over": ["lr=0.1..4.0"], "sampler": sampler, "num_trials": 40}
+        settings = {"over": ["lr=0.1..4.0"], "sampler": sampler, "num_trials": 16}
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     workers = [
         subprocess.Popen(
@@ -270,13 +270,13 @@ def test_of_three_processes_one_is_killed_and_each_of_forty_points_is_trained_on
     assert [worker.returncode for worker in workers] == [-signal.SIGKILL, 0, 0], outcomes
     search = tiny_search(tmp_path, **{**settings, "over": tuple(settings["over"])})
     tried = search.results().tried
-    assert len(tried) == len({json.dumps(each.point) for each in tried}) == 40
+    assert len(tried) == len({json.dumps(each.point) for each in tried}) == 16
     assert all(each.value is not None for each in tried)
     said = Counter(line for out, _ in outcomes for line in out.decode().splitlines())
     assert set(said.values()) == {1}
-    assert len(said) == 40
+    assert len(said) == 16
     epochs = Counter((tmp_path / "epochs.txt").read_text().splitlines())
-    assert len(epochs) == 40 * 3
+    assert len(epochs) == 16 * 3
     assert sum(epochs.values()) - len(epochs) <= 1  # the epoch that the killed process had not saved, if any
 
 
