@@ -260,7 +260,7 @@ def test_of_three_processes_one_is_killed_and_each_point_is_trained_once(tmp_pat
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(tmp_path), json.dumps(settings), fate],
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
