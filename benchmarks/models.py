@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from divebatch.lab.models.resnet import group_norm, resnet18, resnet20
+from divebatch.lab.models import group_norm, resnet18, resnet20
 
 
 class Attention(nn.Module):

@@ -25,7 +25,7 @@ from divebatch.estimators.average import PairAverage, StepEstimate, read
 from divebatch.estimators.moments import KEPT, SuccessiveGradients, extrapolation
 from divebatch.estimators.second_moment import Preconditioner, StepGradients
 from divebatch.estimators.step_hooks import tell_steps
-from divebatch.lab.models.gpt import GptNetwork
+from divebatch.lab.models import GptNetwork
 from divebatch.ranks import Ranks, RankShard
 
 SIZES = tuple(2**power for power in (10, 12, 14, 16))

@@ -27,13 +27,6 @@ def test_the_line_is_found_where_there_is_one(fixed, per_sample):
     assert times.misfit < 1e-3
 
 
-@given(seconds)
-def test_the_line_never_has_a_negative_part(values):
-    fixed, per_sample = StepTimes(tuple(zip(SIZES, values, strict=True))).line()
-    assert min(fixed, per_sample) >= 0
-    assert fixed + per_sample > 0
-
-
 @given(noise=st.floats(50, 5000), balance=st.floats(50, 5000))
 def test_the_fastest_batch_is_the_geometric_mean_of_noise_scale_and_balance(noise, balance):
     times = on_a_line(1.0, 1 / balance)
@@ -75,20 +68,10 @@ def test_the_learning_rate_is_linear_far_below_the_noise_scale_and_flat_far_abov
     assert lr_factor(128, 32, 96.0) == pytest.approx((1 + 3) / (1 + 0.75))
 
 
-@pytest.mark.parametrize("measured", [(), ((8, 1.0), (4, 1.0)), ((8, 0.0),), ((0, 1.0),), ((8, math.nan),)])
+@pytest.mark.parametrize("measured", [(), ((8, 1.0), (4, 1.0)), ((8, math.nan),)])
 def test_step_times_that_make_no_sense_are_refused(measured):
     with pytest.raises(ArgumentError):
         StepTimes(measured)
-
-
-def test_a_negative_noise_scale_is_refused():
-    with pytest.raises(ArgumentError, match="noise_scale must not be negative, got noise_scale=-1"):
-        time_to_progress(on_a_line(1.0, 1.0), -1.0)
-
-
-def test_one_size_alone_is_all_samples():
-    times = StepTimes(((10, 5.0),))
-    assert (times.line(), times.balance) == ((0.0, 0.5), 0.0)
 
 
 # Timing
@@ -130,18 +113,6 @@ def test_warm_steps_are_neither_timed_nor_taken_off_the_budget(slow_start, budge
     assert all(WARM + LEAST <= steps <= WARM + MOST for steps in device.steps.values())
     # Each as soon as it is known.
     assert told == [(size, seconds, index + 1) for index, (size, seconds) in enumerate(times.measured)]
-
-
-def test_one_slow_step_among_many_changes_nothing():
-    device = FakeDevice()
-    plain = device.step
-
-    def disturbed(size):
-        plain(size)
-        device.now += 10.0 if device.steps[size] == WARM + 2 else 0.0
-
-    device.step = disturbed
-    assert timed(device).line() == pytest.approx((0.1, 0.001))
 
 
 @pytest.mark.parametrize(

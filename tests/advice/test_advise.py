@@ -108,6 +108,7 @@ def test_too_much_noise_is_said_and_nothing_advised():
     assert "too noisy to advise: the mean gradient cannot be told from zero" in str(advice)
     assert "Start with" not in str(advice)
     assert "Too noisy to advise" in svg_of(advice)
+    assert "growth stops paying" in svg_of(advice)
 
 
 def test_an_interval_that_leads_to_very_different_batches_is_too_noisy():
@@ -237,11 +238,6 @@ def test_a_loader_that_was_left_within_an_epoch_is_as_good_as_another():
     assert all(each == found[0] for each in found)
 
 
-def test_a_seed_gives_the_same_noise():
-    first, second, other = (ask(seed=seed).noise for seed in (1, 1, 2))
-    assert first == second != other
-
-
 def test_a_dataloader_keeps_its_collate_and_batch_size():
     seen = []
 
@@ -335,18 +331,6 @@ def test_another_training_step_can_be_handed_in():
     assert own.noise == advise(Shift(), loss_fn, dataset(), batch_size=16, steps=24, batch_sizes=[32]).noise
 
 
-def test_bf16_rounds_the_forward_pass():
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(256, 4), torch.randint(2, (256,)))
-    model, settings = nn.Linear(4, 2), {"batch_size": 16, "steps": 24, "step_seconds": device_with(100)}
-    found = [
-        advise(model, nn.functional.cross_entropy, data, precision=precision, **settings).noise.now.value
-        for precision in ("fp32", "bf16")
-    ]
-    assert found[0] != found[1]
-    assert found[0] == pytest.approx(found[1], rel=0.1)
-
-
 def test_a_run_that_diverges_says_so():
     model = Shift(start=1.0)
     with pytest.raises(DivergedError, match="learning rate is too large"):
@@ -360,9 +344,3 @@ def test_pooling_keeps_the_mean_and_divides_the_variance():
     assert (both.trace, both.sq_norm, both.num_samples) == pytest.approx((30.0, 1.0, 200))
     assert both.spread == Spread(trace_variance=2.0, sq_norm_variance=0.02, covariance=0.05, degrees=20)
     assert pooled([Diversity.from_noise(30.0, 1.0, 100)]).spread is None
-
-
-def test_the_picture_shows_the_numbers():
-    text = svg_of(ask(data=dataset(distance=0.3)))
-    for words in ("Gradient noise scale (samples)", "Samples a second", "growth stops paying", "start"):
-        assert words in text

@@ -62,7 +62,7 @@ def test_wrong_data_ends_the_command_with_one_message(tmp_path, data):
     path.write_bytes(path.read_bytes()[:-40])
     spoilt = run(tmp_path, data, "--methods", "fixed-8,noise-doubling-8")
     assert spoilt.exit_code == 2
-    assert spoilt.output.count("tiny.train.xz' is cut short") == 1
+    assert spoilt.output.count("tiny.train.xz' cannot be read as .xz") == 1
     assert "(the same for 1 more of the runs)" in spoilt.output
 
 

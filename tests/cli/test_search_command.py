@@ -41,14 +41,6 @@ def test_a_search_ends_with_a_table_a_picture_and_a_file_to_run(experiment, tmp_
     assert "2 of 2 trials" in again.output
 
 
-def test_a_sampler_tries_as_many_points_as_it_is_told(experiment, tmp_path):
-    space = ("--over", "delta=0.01..1.0", "--over", "lr=0.1,1", "--sampler", "tpe", "--trials", 2, "--epochs", 1)
-    answer = call(experiment, "--method", "divebatch", *space, "--out", tmp_path, "--quiet")
-    assert answer.exit_code == 0, answer.output
-    assert answer.output == ""
-    assert "2 of 2 trials" in (tmp_path / "synthetic-convex-divebatch.toml").read_text().splitlines()[0]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

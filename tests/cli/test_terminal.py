@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from cli.commands import call
-from divebatch.cli.exits import command_again
+from divebatch.cli.common import command_again
 from divebatch.cli.progress import Lines, ProgressBars, describe
 from divebatch.lab import Run, get_experiment, load_checkpoint
 from divebatch.records import EpochRecord, read_run
@@ -149,6 +149,7 @@ def test_ctrl_c_saves_the_run_and_shows_the_command_that_resumes_it(experiment, 
     assert state["control"]["epoch"] in (len(read_run(records)[1]), len(read_run(records)[1]) - 1)
 
 
+@pytest.mark.slow
 def test_a_terminal_of_ascii_shows_tables(experiment, tmp_path):
     call("run", experiment, *RUN, "--out", tmp_path)
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from distributed import cpu_sync_batch_norm
 from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, micro_batches
 from divebatch.estimators import ESTIMATORS, make_estimator
-from divebatch.lab.models.resnet import ResNet, group_norm, small_stem
+from divebatch.lab.models import ResNet, group_norm, small_stem
 from divebatch.measurement import Decision, Measurement
 from divebatch.norms.sharded import whole
 from divebatch.ranks import Ranks

@@ -17,7 +17,7 @@ from divebatch.estimators.average import PairAverage, read
 from divebatch.estimators.moments import KEPT, SuccessiveGradients
 from divebatch.estimators.second_moment import Preconditioner, StepGradients
 from divebatch.estimators.sketch import LEAST_SIZE, MOST_SIZE, SignSketch, fitting_size
-from divebatch.lab.models.gpt import GptNetwork
+from divebatch.lab.models import GptNetwork
 from reference.delivery import Delivered, Loop, attach, cut
 from reference.per_sample import mean_loss, mlp, samples
 from reference.sign_sketch import matrices, sketched

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from divebatch.lab import Experiment, Run, execute, parse_experiment
-from divebatch.lab.models import MODELS, ModelSettings
-from divebatch.lab.models.resnet import ResNet, group_norm, small_stem
+from divebatch.lab.models import MODELS, ModelSettings, ResNet, group_norm, small_stem
 from divebatch.lab.ranks import process_group, spread
 from divebatch.lab.step import TrainStep
 from divebatch.ranks import Ranks

@@ -151,11 +151,10 @@ def test_killed_at_a_random_instant_it_resumes_to_the_same_bits(born, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_signal_ends_a_run_that_resumes(born, whole, number):
+def test_a_polite_signal_ends_a_run_that_resumes(born, whole):
     life = born(nap=0.005)
     life.wait_for_saves(2)
-    os.kill(life.process.pid, number)
+    life.process.terminate()
     assert life.end() == 1, life.log.read_text()
     assert "stopped after" in life.log.read_text()
     assert "--resume" in life.log.read_text()

@@ -207,8 +207,6 @@ def test_wrong_use_is_told_once(command, run):
     run.records_path.write_text("")
     for words, message in {
         (): "already holds a run. Continue it with --resume",
-        ("--jobs", "2"): "--jobs 2: the 2 ranks train each run together",
-        ("--sharding", "zero"): "unknown sharding 'zero'; known: ddp, fsdp",
         ("--sharding", "fsdp", "--log-exact"): "use sharding ddp",
     }.items():
         job = command(*words)

@@ -126,25 +126,14 @@ def test_a_branch_by_adam_moves_betas_eps_and_weight_decay_too(tmp_path):
     assert "learning rate by adam" in answer.output
 
 
-def test_a_probe_by_adam_is_for_adam(place, tmp_path):
-    answer = call(place, "--coupling", "adam", "--out", tmp_path)
-    assert answer.exit_code == 2
-    assert "SGD is none of them" in " ".join(answer.output.split())
-
-
-def test_noise_scales_are_measured_from_the_checkpoint_and_leave_it(place):
-    branches = branches_of(place)
-    before = branches.save()
-    split, _ = measure_noise_scales(branches, samples=0)
-    after = branches.save()
-    assert all(torch.equal(before["model"][key], after["model"][key]) for key in before["model"])
-    assert split.low <= split.noise_scale <= split.high
-    assert not branches.trainer.model._forward_hooks
-
-
 def test_with_adam_both_noise_scales_are_measured(tmp_path):
     run_it(probed_experiment(tmp_path, optimizer=Part(kind="adamw")), tmp_path / "runs", "sgd-small")
-    found = measure_noise_scales(branches_of(tmp_path), samples=0)
+    branches = branches_of(tmp_path)
+    before = branches.save()
+    found = measure_noise_scales(branches, samples=0)
+    after = branches.save()
+    assert all(torch.equal(before["model"][key], after["model"][key]) for key in before["model"])
+    assert not branches.trainer.model._forward_hooks
     assert [each.norm for each in found] == ["Euclidean", "preconditioned"]
     for each in found:
         assert not each.problem
@@ -158,20 +147,19 @@ def test_with_adam_both_noise_scales_are_measured(tmp_path):
         (["--factors", "1,64"], "factor 64 makes batches of 1024 samples, above the 1000 samples there are"),
         (["--factors", "0,2"], "factors must be an integer of at least 1, got factors=0"),
         (["--factors", "1"], "nothing to compare"),
+        (["--factors", "1,two"], "--factors must be whole numbers"),
         (["--coupling", "adascale"], "unknown coupling 'adascale'; known: none, linear, sqrt"),
         (["--coupling", "-0.5"], "above 0 and at most 1, got coupling=-0.5"),
-        (["--coupling", "nan"], "above 0 and at most 1, got coupling=nan"),
+        (["--coupling", "adam"], "SGD is none of them"),
         (["--tolerance", "0"], "tolerance must be positive and finite, got tolerance=0.0"),
-        (["--factors", "1,two"], "--factors must be whole numbers"),
         (["--set", "training.precision=fp8"], "unknown precision 'fp8'; known: fp32, tf32, bf16"),
-        (["--device", "tpu"], "unknown device 'tpu'"),
         (["--judge", "me"], "unknown judge 'me'; known: train, validation"),
     ],
 )
 def test_wrong_use_exits_with_2_and_says_what_is_wrong(place, tmp_path, words, message):
     answer = call(place, *words, "--out", tmp_path)
     assert answer.exit_code == 2, answer.output
-    assert message in answer.output
+    assert message in " ".join(answer.output.split())
 
 
 def test_a_checkpoint_that_is_not_there_or_not_the_experiments(place, tmp_path):

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from divebatch.cli import app
 from divebatch.errors import ArgumentError, DivebatchError, MissingExtraError, RecordError
-from divebatch.lab import Run, check_parts, execute, execute_all, experiment_names, get_experiment, parse_experiment
+from divebatch.lab import Run, check_parts, execute_all, experiment_names, get_experiment, parse_experiment
 from divebatch.lab.build import make_trainer
 from divebatch.lab.schema import FOLDER
 from divebatch.records import Metric, read_run
@@ -97,45 +97,27 @@ WRONG = [
     ("methods", None, r"missing key 'methods'"),
     ("epochs", "many", r"epochs: must be a valid integer, got 'many'"),
     ("epochs", True, r"epochs: must be a valid integer, got True"),
-    ("epochs", None, r"missing key 'epochs'"),
-    ("epochs", 0, r"epochs must be an integer of at least 1"),
-    ("held_out", 1.0, r"held_out must be at least 0 and below 1, got held_out=1.0"),
+    ("epochs", 0, r"epochs: must be greater than or equal to 1, got 0"),
+    ("held_out", 1.0, r"held_out: must be less than 1, got 1.0"),
     ("data", 3, r"data: kind must be a name, got 3"),
     ("task", {"kind": "sorting"}, r"task: kind must be one of classification, .*next-token.* got 'sorting'"),
     ("metric", "val_loss", r"metric: must be a table, got 'val_loss'"),
     ("metric", {"name": "speed"}, r"metric: name: must be 'val_accuracy', .*'bits_per_byte', got 'speed'"),
-    (
-        "metric",
-        {"name": "bits_per_byte"},
-        r"metric.name must be one of val_accuracy, val_loss for the task 'classification', got 'bits_per_byte'",
-    ),
+    ("metric", {"name": "bits_per_byte"}, r"metric.name must be one of val_accuracy, val_loss for the task"),
     ("report/baselines", [1], r"report: baselines.0: must be a valid string, got 1"),
-    ("report/order", "sgd-small", r"report: order: must be a valid list"),
     ("report/customary", "sgd", r"unknown method 'sgd'"),
-    ("report/colour", "red", r"report: unknown key 'colour'; known: baselines, order"),
 ]
 WRONG_METHODS = [
-    ("lr", -1.0, "lr must be positive and finite"),
-    ("batch_size", 0, "batch_size must be an integer of at least 1"),
-    *((key, 0, f"{key} must be an integer of at least 1") for key in ("every_steps", "base_batch_size", "multiple_of")),
-    ("quantize", 0, "quantize must be an integer of at least 1"),
+    ("lr", -1.0, "lr: must be greater than 0, got -1.0"),
+    ("batch_size", 0, "batch_size: must be greater than or equal to 1"),
     ("lr_coupling", "cubic", "lr_coupling: must be 'none', 'linear', .*, got 'cubic'"),
     ("lr_coupling", True, "lr_coupling: must be 'none', .*, got True"),
-    ("lr_coupling", -0.5, "lr_coupling as a number .* got lr_coupling=-0.5"),
     ("lr_coupling", math.nan, "lr_coupling as a number .* lr_coupling=nan"),
-    ("estimator", "orcle", "estimator: kind must be one of trajectory, oracle, .*, got 'orcle'"),
     ("estimator", 3, "estimator: kind must be one of .*, got 3"),
-    (
-        "estimator",
-        {"kind": "trajectory", "foo": 1},
-        ".*'trajectory' cannot be built .* unexpected keyword argument 'foo'",
-    ),
     ("estimator", {"kind": "split", "every_steps": 0}, "estimator: every_steps must be an integer of at least 1"),
     ("estimator", {"kind": "split", "evry": 2}, "estimator: estimator 'split' cannot be .*evry"),
     ("policy", {"kind": "auto", "lr_coupling": "none"}, "policy: .*'auto' cannot be built .*lr_coupling"),
-    ("shadows", 3, "shadows: must be a valid dictionary, got 3"),
     ("shadows", {"a": 3}, "shadows.a: kind must be one of .*, got 3"),
-    ("shadows", {"a": {"kind": "magic"}}, "shadows.a: kind must be one of fixed, .*, got 'magic'"),
     ("shadows", {"a": {"kind": "cabs"}}, "shadows.a: .*max_batch_size"),
 ]
 
@@ -175,15 +157,6 @@ def test_shadows_are_policy_parts_and_shrink_with_the_epochs():
     none = parse_experiment(change("methods/oracle/shadows", {}), "file.toml")
     assert none == parse_experiment(table(), "file.toml")
     assert none.methods["oracle"].shadows is none.scaled(40).methods["oracle"].shadows is None
-
-
-def test_auto_needs_nothing_else(tmp_path):
-    values = change("methods/sgd-small/policy", {"kind": "auto", "max_batch_size": 4096})
-    values["methods"]["sgd-small"].pop("lr_coupling", None)
-    experiment = parse_experiment(values, "file.toml")
-    state = make_trainer(Run(experiment, "sgd-small", 0, tmp_path)).control.state_dict()
-    assert state["settings"]["estimator"] == "NoneType"  # nothing is measured
-    assert state["settings"]["lr_coupling"] == ["linear"]
 
 
 @pytest.mark.parametrize(("coupling", "factor"), [(0.6, 4**0.6), (1, 4.0), ("sqrt", 2.0)])
@@ -246,14 +219,11 @@ HEADER = {"kind": "run", "experiment": "a", "method": "b", "seed": 0}
 EPOCH = {"kind": "epoch", "epoch": 1, "batch_size": 8, "lr": 0.1, "steps": 3, "samples": 20}
 LINES = {
     "deep lists": "[" * 100_000 + "]" * 100_000,
-    "deep objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
     "a number of 5000 digits": json.dumps(EPOCH)[:-1] + ', "lr": ' + "9" * 5000 + "}",
     "not a number": json.dumps({**EPOCH, "train_loss": float("nan")}),
-    "infinity": json.dumps({**EPOCH, "lr": float("inf")}),
     "no epoch": json.dumps({"kind": "epoch"}),
     "a word": '"epoch"',
     "a page": "<html><script>alert(1)</script></html>",
-    "a NUL": "\0",
     "two objects": json.dumps(EPOCH) * 2,
 }
 
@@ -265,13 +235,6 @@ def test_a_hostile_line_is_refused(tmp_path, line):
         path.write_text("".join(each + "\n" for each in lines))
         with pytest.raises(RecordError, match=r"seed-0\.jsonl'"):
             read_run(path)
-
-
-def test_a_folder_in_the_place_of_records_is_refused(tmp_path):
-    run = Run(small(), "divebatch", 0, tmp_path)
-    run.records_path.mkdir(parents=True)
-    with pytest.raises(RecordError, match=r"seed-0\.jsonl'"):
-        execute(run, resume=True)
 
 
 @pytest.mark.parametrize("damage", [LINES["deep lists"], LINES["a page"], json.dumps({**HEADER, "config": [1]})])
@@ -290,20 +253,19 @@ def test_a_run_with_hostile_records_fails_alone_and_keeps_its_files(begun, damag
 GOOD = (FOLDER / "synthetic-nonconvex.toml").read_text()
 
 EDITS = [
-    *(("epochs = 100", f"epochs = {value}") for value in ("0", "1.5", "true", "[]")),
     ("trials = 10", "trials = " + "9" * 5000),
     ("trials = 10", "trials = " + "[" * 100_000),
-    ("batch_size = 512", "batch_size = 1e3"),
-    *(("lr = 1.0", f"lr = {value}") for value in ("0", "nan", "1" + "0" * 400)),
+    ("lr = 1.0", "lr = nan"),
+    ("lr = 1.0", "lr = 1" + "0" * 400),
     ("delta = 0.1", "delta = inf"),
     ('estimator = "oracle"', 'estimator = "os.system"'),
     ('policy = { kind = "fixed" }', 'policy = { kind = "fixed", evil = 1 }'),
-    ('kind = "mlp"', "kind = 3"),
     ('name = "synthetic-nonconvex"', 'name = "../../harm"'),
     ('name = "synthetic-nonconvex"', f'name = "{300 * "n"}"'),
     ("[methods.oracle]", '[methods."../../harm"]'),
     ("[optimizer]", "[training]\nmicro_batch_size = 0\n[optimizer]"),
     ("[data]", "[[data]]"),
+    ("[data]", "\x00"),
 ]
 
 
@@ -322,16 +284,6 @@ def edited(folder: Path, old: str, new: str) -> Path:
 def test_a_hostile_experiment_is_refused_by_name(tmp_path, old, new):
     with pytest.raises(ArgumentError, match=r"hostile\.toml"):
         get_experiment(str(edited(tmp_path, old, new)))
-
-
-def test_bytes_that_are_no_toml_are_refused(tmp_path):
-    path = tmp_path / "hostile.toml"
-    for content in (b"\xff\xfe", b"", b"<html>", b"\x80\x02."):
-        path.write_bytes(content)
-        with pytest.raises(ArgumentError, match=r"hostile\.toml"):
-            get_experiment(str(path))
-    with pytest.raises(ArgumentError, match=r"nothing\.toml"):
-        get_experiment(str(tmp_path / "nothing.toml"))
 
 
 @pytest.mark.parametrize("value", ["1000000000000000000000000000000", "4611686018427387904"])
@@ -363,19 +315,12 @@ def test_every_error_survives_the_way_between_processes(make):
 RUN = ["run", "synthetic-convex", "--epochs", "1", "--trials", "1", "--jobs", "1"]
 
 WORDS = [
-    (["--model", "resnet9000"], "synthetic-convex: unknown model kind 'resnet9000': did you mean 'resnet20'"),
-    (["--model", "../../evil"], "known: logistic-regression, "),
-    (["--set", "training.precision=fp8"], "unknown precision 'fp8'; known: fp32, tf32, bf16"),
-    (["--set", "training.micro_batch_size=0"], "micro_batch_size"),
-    (["--checkpoint-steps", "-1"], "--checkpoint-steps"),
-    (["--seed", "-1"], "--seed"),
-    (["--epochs", "many"], "--epochs"),
-    (["--trials", "10000000000"], "100000"),
-]
-WORDS = [([*RUN, *words], message) for words, message in WORDS] + [
+    ([*RUN, "--model", "resnet9000"], "synthetic-convex: unknown model kind 'resnet9000': did you mean 'resnet20'"),
+    ([*RUN, "--set", "training.precision=fp8"], "unknown precision 'fp8'; known: fp32, tf32, bf16"),
+    ([*RUN, "--checkpoint-steps", "-1"], "--checkpoint-steps"),
+    ([*RUN, "--trials", "10000000000"], "100000"),
     (["search", "synthetic-convex", "--trials", "10000000000"], "100000"),
     (["search", "synthetic-convex", "--study", "../x"], "a name must be up to 100 letters"),
-    (["search", "synthetic-convex", "--study", 300 * "x"], "a name must be up to 100 letters"),
 ]
 
 

@@ -39,7 +39,6 @@ class NoiseEstimate:
 
     @classmethod
     def of(cls, diversity: Diversity, first: int, last: int) -> "NoiseEstimate":
-        """Return the noise scale of a diversity measured from step `first` to `last`."""
         value = diversity.noise_scale if diversity.is_defined else None
         return cls(first, last, value, *diversity.noise_scale_interval())
 
@@ -96,10 +95,8 @@ def time_to_progress(times: StepTimes, noise_scale: float) -> dict[int, float]:
     >>> time_to_progress(StepTimes(((1, 1.0), (10, 1.0))), 10.0)
     {1: 5.5, 10: 1.0}
     """
-    if math.isnan(noise_scale) or noise_scale < 0:
-        raise ArgumentError(f"noise_scale must not be negative, got noise_scale={noise_scale}")
-    is_infinite = math.isinf(noise_scale)
-    raw = {size: s * (1 / size if is_infinite else 1 + noise_scale / size) for size, s in times.measured}
+    per_sample = math.isinf(noise_scale)
+    raw = {size: s * (1 / size if per_sample else 1 + noise_scale / size) for size, s in times.measured}
     best = min(raw.values())
     return {size: time / best for size, time in raw.items()}
 

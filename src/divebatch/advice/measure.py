@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any, Literal
 
@@ -108,7 +108,7 @@ def advise(
     make_step = make_step or _plain_steps(loss_fn, is_bf16=precision == "bf16", compile=compile)
     if lr_coupling is None:
         lr_coupling = "linear" if optimizer is None else coupling_for(optimizer)
-    with _restored(dataset), _surroundings(seed, place, compile=compile):
+    with _surroundings(dataset, seed, place, compile=compile):
         loader = _loader_of(dataset, batch_size, seed)
         reference = loader.batch_size
         twin, driver = _copied(model, optimizer, place)
@@ -141,28 +141,21 @@ def advise(
 
 
 @contextmanager
-def _surroundings(seed: int, device: torch.device, *, compile: bool) -> Iterator[None]:
-    """Let random numbers follow from the seed, and the compiler make code for every size."""
-    devices = [device] if device.type == "cuda" else []
+def _surroundings(data: Any, seed: int, device: torch.device, *, compile: bool) -> Iterator[None]:
+    """Let random numbers follow from the seed, and the compiler make code for every size; put a loader back on exit."""
     variants: Any = nullcontext()
     if compile:
         from torch._dynamo import config  # takes a second to import, and only compiled steps need it
 
         variants = config.patch(recompile_limit=MOST_VARIANTS)
-    with torch.random.fork_rng(devices=devices), variants:
-        torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def _restored(data: Any) -> Iterator[None]:
-    """Put a loader of the user's own back on exit."""
     state = data.state_dict() if isinstance(data, AdaptiveLoader) else None
-    try:
-        yield
-    finally:
-        if state is not None:
-            data.load_state_dict(state)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), variants:
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            if state is not None:
+                data.load_state_dict(state)
 
 
 def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:
@@ -221,7 +214,6 @@ def _endless(loader: AdaptiveLoader, device: torch.device) -> Iterator[Any]:
 
 
 def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same nesting with every tensor changed."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -236,21 +228,20 @@ def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _plain_steps(loss_fn: LossFn, *, is_bf16: bool, compile: bool) -> MakeStep:
-    """Return a `MakeStep` of a forward pass, a backward pass and an optimizer step."""
-    mean_loss = _compiled_mean_loss() if compile else _mean_loss
+    mean_loss = _compiled(_mean_loss) if compile else _mean_loss
 
     def make_step(model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None) -> Step:
         parts = 1 if estimator is None else estimator.min_micro_batches
 
         def step(batch: Any) -> Tensor:
             optimizer.zero_grad()
-            losses = []
+            total = torch.zeros((), device=next(model.parameters()).device)
             for (inputs, targets), weight in micro_batches(batch, -(-batch_length(batch) // parts)):
                 loss = mean_loss(model, loss_fn, is_bf16, inputs, targets) * weight
                 loss.backward()
-                losses.append(loss.detach())
+                total = total + loss.detach()
             optimizer.step()
-            return torch.stack(losses).sum()
+            return total
 
         return step
 
@@ -265,10 +256,8 @@ def _mean_loss(model: nn.Module, loss_fn: LossFn, is_bf16: bool, inputs: Any, ta
     return loss_fn(outputs.float(), targets)
 
 
-@cache
-def _compiled_mean_loss() -> Callable[..., Tensor]:
-    """Compile once for all steps of a process, so that a size that was compiled is not compiled again."""
-    return torch.compile(_mean_loss, dynamic=False)
+_compiled = cache(partial(torch.compile, dynamic=False))
+"""Compile once for all steps of a process, so that a size that was compiled is not compiled again."""
 
 
 # Noise
@@ -278,28 +267,24 @@ def measure_noise(step: Step, batches: Iterator[Any], estimator: Estimator, *, s
     """Train for `steps` steps, under the eyes of an estimator that is bound."""
     found, points, done = list[Diversity](), list[NoiseEstimate](), 0
     for index in range(STRETCHES):
-        count = steps * (index + 1) // STRETCHES - done
-        found.append(_stretch(step, batches, estimator, count, done))
-        points.append(NoiseEstimate.of(found[-1], done + 1, done + count))
-        done += count
+        end = steps * (index + 1) // STRETCHES
+        estimator.start()
+        try:
+            for number in range(done, end):
+                loss = step(next(batches))
+                # Only at the ends of a stretch: reading a loss waits for the device.
+                if number in (done, end - 1) and not math.isfinite(float(loss)):
+                    raise DivergedError(
+                        f"the loss is {float(loss)} after {number} steps: this learning rate is too large for this "
+                        f"batch size, so there is nothing to start from. Pass a smaller one"
+                    )
+            found.append(estimator.finish())
+        finally:
+            estimator.close()
+        points.append(NoiseEstimate.of(found[-1], done + 1, end))
+        done = end
     half = STRETCHES // 2
     return NoiseCourse(tuple(points), NoiseEstimate.of(pooled(found[half:]), points[half].first, steps))
-
-
-def _stretch(step: Step, batches: Iterator[Any], estimator: Estimator, count: int, done: int) -> Diversity:
-    estimator.start()
-    try:
-        for index in range(count):
-            loss = step(next(batches))
-            # Only at the ends of a stretch: reading a loss waits for the device.
-            if index in (0, count - 1) and not math.isfinite(float(loss)):
-                raise DivergedError(
-                    f"the loss is {float(loss)} after {done + index} steps: this learning rate is too large for this "
-                    f"batch size, so there is nothing to start from. Pass a smaller one"
-                )
-        return estimator.finish()
-    finally:
-        estimator.close()
 
 
 def pooled(diversities: Sequence[Diversity]) -> Diversity:
@@ -350,11 +335,10 @@ def _steps_to_time(
     """Return what prepares a whole step of a size. The learning rate is zero, which takes as long."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * 0
-    present = batch_length(batch)
 
     def prepare(size: int) -> Callable[[], None]:
-        step = make_step(model, optimizer, size, None)
-        filled = _mapped(batch, lambda tensor: tensor[torch.arange(size, device=tensor.device) % present])
+        step, rows = make_step(model, optimizer, size, None), torch.arange(size, device=device) % batch_length(batch)
+        filled = _mapped(batch, lambda tensor: tensor[rows])
 
         def run() -> None:
             step(filled)

@@ -61,8 +61,8 @@ def _draw_speed(axes: "Axes", advice: Advice) -> None:
     fixed, per_sample = times.line()
     axes.plot(times.sizes, [size / (fixed + size * per_sample) for size in times.sizes], color=REFERENCE, linewidth=1.2)
     axes.plot(times.sizes, [size / s for size, s in times.measured], color=COLOR, marker="o", linestyle="none")
-    axes.axvline(advice.max_batch_size, color=CAP, linewidth=1.5)
-    _annotate(axes, "growth stops paying", advice.max_batch_size, 0.04, -4, rotation=90, color=CAP, ha="right")
+    axes.axvline(advice.max_batch_size, color=CAP, linewidth=1.5, label="growth stops paying")
+    axes.legend(frameon=False)
     axes.set_ylim(bottom=0)
     _size_axis(axes, advice)
     axes.set_title("Samples a second", loc="left")
@@ -77,18 +77,12 @@ def _draw_progress(axes: "Axes", advice: Advice) -> None:
         middle = list(time_to_progress(advice.times, now.value).values())
         axes.plot(sizes, middle, color=COLOR, marker="o")
     if advice.batch_size is not None:
-        axes.axvline(advice.batch_size, color=CHOSEN, linewidth=1.5)
-        _annotate(axes, "start", advice.batch_size, 0.92, 4, color=CHOSEN, fontsize=9)
+        axes.axvline(advice.batch_size, color=CHOSEN, linewidth=1.5, label="start")
+        axes.legend(frameon=False)
     axes.set_yscale("log")
     _plain_ticks(axes.yaxis)
     _size_axis(axes, advice)
     axes.set_title("Time to the same progress (best = 1)", loc="left")
-
-
-def _annotate(axes: "Axes", text: str, size: int, height: float, offset: int, **look: Any) -> None:
-    """Write beside a batch size, `offset` points to its right, at a fraction `height` of the axes."""
-    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    axes.annotate(text, (size, height), xytext=(offset, 0), **place, **look)
 
 
 def _size_axis(axes: "Axes", advice: Advice) -> None:

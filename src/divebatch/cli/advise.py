@@ -6,9 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
-from divebatch.cli.options import DataDir, Device, Settings, chosen_device, whole_numbers
-from divebatch.cli.output import make_folder, to_json, write_results
+from divebatch.cli import common
 from divebatch.report.drawing import finish, require_matplotlib, styled
 
 
@@ -27,9 +25,9 @@ def advise(
     estimator: Annotated[
         str, typer.Option(help="Noise by split, moments or per-sample (not for BatchNorm).")
     ] = "split",
-    data_dir: DataDir = Path("data"),
-    device: Device = "cpu",
-    settings: Settings = None,
+    data_dir: common.DataDir = Path("data"),
+    device: common.Device = "cpu",
+    settings: common.Settings = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of data, model and order.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/advice"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")] = False,
@@ -42,11 +40,11 @@ def advise(
     from divebatch.lab.advise import advise_as_trained, parts_of_experiment, parts_of_own
     from divebatch.lab.schema import parse_options
 
-    with errors_exit_with(WRONG_USE):
-        device, clip_norm = chosen_device(device), None
+    with common.errors_exit_with(common.WRONG_USE):
+        device, clip_norm = common.chosen_device(device), None
         require_matplotlib()
-        sizes = None if batch_sizes is None else whole_numbers("--batch-sizes", batch_sizes)
-        make_folder(out)
+        sizes = None if batch_sizes is None else common.whole_numbers("--batch-sizes", batch_sizes)
+        common.make_folder(out)
         if ":" in target and not target.endswith(".toml"):
             options = parse_options(settings or ())
             parts = {**parts_of_own(target), "batch_size": batch_size}
@@ -70,8 +68,8 @@ def advise(
     name = re.sub(r"[^\w.-]+", "-", Path(target).stem if target.endswith(".toml") else target)
     values = {"target": target, **advice.to_dict()}
     # Before the files: minutes of measuring must not be lost to a full disk.
-    typer.echo(to_json(values) if json else str(advice))
-    with errors_exit_with(FAILED), styled():
-        paths = write_results(out, name, values, finish(name, f"Advice for {name}", advice.draw(), CAPTION))
+    typer.echo(common.to_json(values) if json else str(advice))
+    with common.errors_exit_with(common.FAILED), styled():
+        paths = common.write_results(out, name, finish(name, f"Advice for {name}", advice.draw(), CAPTION), values)
     if not json:
         typer.echo("\n".join(map(str, paths)))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from divebatch import __version__
-from divebatch.cli.exits import FAILED
+from divebatch.cli.common import FAILED
 
 EXTRAS = ("cli", "report", "images", "search", "tensorboard", "wandb", "lightning", "transformers", "accelerate")
 

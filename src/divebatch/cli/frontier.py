@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
-from divebatch.cli.output import print_table
+from divebatch.cli.common import FAILED, WRONG_USE, errors_exit_with, leave, print_table
 from divebatch.report.frontier import COLUMNS, Frontier, draw, read_trials, rows, score, write_csv
 
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from divebatch.cli.exits import WRONG_USE, errors_exit_with
-from divebatch.cli.output import make_console, print_table
+from divebatch.cli.common import WRONG_USE, errors_exit_with, make_console, print_table
 
 if TYPE_CHECKING:
     from divebatch.lab import Experiment

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with
-from divebatch.cli.options import DataDir, Device, ExperimentName, Settings, chosen_device, whole_numbers
-from divebatch.cli.output import make_folder, print_table, to_json, write_results
+from divebatch.cli import common
 from divebatch.report.drawing import (
     LIMIT,
     MAIN,
@@ -32,7 +31,7 @@ MOST_BEHIND = 100.0
 
 
 def probe(
-    experiment: ExperimentName,
+    experiment: common.ExperimentName,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run: OUT/EXPERIMENT/METHOD/seed-K.ckpt.")],
     factors: Annotated[
         str | None, typer.Option(help="Factors of the batch size: 1,2,4,8; by default up to a quarter of the window.")
@@ -49,9 +48,9 @@ def probe(
     tolerance: Annotated[float, typer.Option(help="Fraction by which the loss may exceed factor 1's.")] = 0.02,
     judge: Annotated[str, typer.Option(help="Loss to compare: train (smoothed) or validation.")] = "train",
     noise: Annotated[bool, typer.Option("--noise/--no-noise", help="Also measure noise scales.")] = True,
-    data_dir: DataDir = Path("data"),
-    device: Device = "cpu",
-    settings: Settings = None,
+    data_dir: common.DataDir = Path("data"),
+    device: common.Device = "cpu",
+    settings: common.Settings = None,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/probe"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -60,26 +59,27 @@ def probe(
     from divebatch.lab import get_experiment
     from divebatch.lab import probe as lab
 
-    with errors_exit_with(WRONG_USE):
-        device = chosen_device(device)
+    with common.errors_exit_with(common.WRONG_USE):
+        device = common.chosen_device(device)
         require_matplotlib()
-        follows = _coupling_of(coupling)
-        lab.require_settings(follows, tolerance)
+        follows: Any = coupling
+        with suppress(ValueError):
+            follows = float(coupling)
         planned = get_experiment(experiment, settings or ())
         start = lab.find_start(checkpoint, planned.name)
         run = lab.run_of(start, planned, settings=settings or (), device=device, data_dir=data_dir)
-        make_folder(out)
+        common.make_folder(out)
         branches = lab.BranchTrainer(run, start, judge)
-        branches.require_coupling(follows)
+        lab.require_settings(follows, tolerance, branches.trainer.optimizer)
         window, word = branches.window(window_samples), branches.metric.loss_word
-        named = None if factors is None else whole_numbers("--factors", factors)
+        named = None if factors is None else common.whole_numbers("--factors", factors)
         chosen = lab.chosen_factors(named, start.batch_size, window, branches.dataset_size)
 
     def say(branch: "Branch") -> None:
         done = f"{branch.steps} steps, {word} {branch.loss:.4f}"
         typer.echo(f"batch {branch.batch_size}, repeat {branch.repeat + 1}: {done}", err=True)  # progress, no answer
 
-    with errors_exit_with(FAILED):
+    with common.errors_exit_with(common.FAILED):
         found = lab.probe_critical_batch(
             branches,
             window=window,
@@ -104,23 +104,15 @@ def probe(
             **found.to_dict(),
             "noise_scales": [asdict(each) for each in noises],
         }
-        paths = write_results(out, name, values, _draw(name, heading, found, noises, word))
+        paths = common.write_results(out, name, _draw(name, heading, found, noises, word), values)
     if json:
-        typer.echo(to_json(values))
+        typer.echo(common.to_json(values))
     else:
         _show(heading, found, noises, word)
         typer.echo("\n".join(map(str, paths)))
 
 
-def _coupling_of(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _show(heading: str, found: "Probe", noises: Sequence["Noise"], word: str) -> None:
-    """Print the branches, the critical batch size and the noise scales."""
     coupling = found.coupling if isinstance(found.coupling, str) else f"the power {found.coupling:g}"
     typer.echo(f"{heading}: branches of {found.window} samples, learning rate by {coupling}")
     rows = []
@@ -128,7 +120,9 @@ def _show(heading: str, found: "Probe", noises: Sequence["Noise"], word: str) ->
         compared = (f"{100 * gap.mean:+.1f} %", f"{100 * gap.low:+.1f} .. {100 * gap.high:+.1f} %", gap.verdict)
         shown = compared if gap.factor > 1 else ("", "", "")
         rows.append((str(gap.batch_size), str(gap.steps), f"{gap.loss:.4f}", *shown))
-    print_table(("batch", "steps", word, f"above batch {found.batch_size}", "95 % interval", ""), rows, left=("",))
+    common.print_table(
+        ("batch", "steps", word, f"above batch {found.batch_size}", "95 % interval", ""), rows, left=("",)
+    )
     if found.problem:
         typer.echo(found.problem)
     typer.secho(f"critical batch size: {found.critical}", bold=True)
@@ -139,14 +133,13 @@ def _show(heading: str, found: "Probe", noises: Sequence["Noise"], word: str) ->
             high = "no end" if each.high is None else f"{each.high:.0f}"
             measured.append((each.norm, each.estimator, middle, f"{each.low or 0:.0f} .. {high}"))
     if measured:
-        print_table(("noise scale", "by", "samples", "95 % interval"), measured, left=("noise scale", "by"))
+        common.print_table(("noise scale", "by", "samples", "95 % interval"), measured, left=("noise scale", "by"))
     for each in noises:
         if each.problem:
             typer.echo(f"not measured: {each.norm}, by {each.estimator}: {each.problem}")
 
 
 def _draw(name: str, heading: str, probe: "Probe", noises: Sequence["Noise"], word: str) -> Drawing:
-    """Draw the gap of each branch, with the critical batch size and the noise scales."""
     with styled():
         from matplotlib.figure import Figure
 

@@ -45,10 +45,8 @@ def rate(per_second: float | None) -> str:
     """
     if per_second is None:
         return ""
-    for bound, divisor, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (float("inf"), 1e6, "M")):
-        if per_second < bound:
-            return f"{per_second / divisor:.3g}{letter}"
-    return "inf"
+    divisor, letter = (1, "") if per_second < 1e3 else (1e3, "k") if per_second < 1e6 else (1e6, "M")
+    return f"{per_second / divisor:.3g}{letter}"
 
 
 def name_of(run: "Run") -> str:
@@ -83,14 +81,9 @@ class Display:
         self._before: dict[int, EpochRecord] = {}
         self._is_heard = True
 
-    def on_epoch(self, index: int, record: EpochRecord) -> None:
-        """Show that run number `index` has finished an epoch."""
-        self._unless_deaf(self._show, index, record)
-        self._before[index] = record
-
-    def on_resume(self, index: int, record: EpochRecord) -> None:
-        """Show that run number `index` continues after an epoch that it had finished before."""
-        self._unless_deaf(self._show_resume, index, record)
+    def on_epoch(self, index: int, record: EpochRecord, *, was_done: bool = False) -> None:
+        """Show that run number `index` has finished an epoch, or continues after one that `was_done` before."""
+        self._unless_deaf(self._show, index, record, was_done)
         self._before[index] = record
 
     def __enter__(self) -> Self:
@@ -110,20 +103,17 @@ class Display:
             # Whatever else is printed, by Python itself at its end too, goes nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
-    def _show(self, index: int, record: EpochRecord) -> None:
-        pass
-
-    def _show_resume(self, index: int, record: EpochRecord) -> None:
-        pass
+    def _show(self, index: int, record: EpochRecord, was_done: bool) -> None: ...
 
 
 class JsonLines(Display):
     """One object a line for programs: the epoch's record with its run's names."""
 
-    def _show(self, index: int, record: EpochRecord) -> None:
+    def _show(self, index: int, record: EpochRecord, was_done: bool) -> None:
         run = self._runs[index]
         names = {"experiment": run.experiment.name, "method": run.method_name, "seed": run.seed}
-        print(json.dumps({**names, **json.loads(record.to_json())}), flush=True)
+        if not was_done:
+            print(json.dumps({**names, **json.loads(record.to_json())}), flush=True)
 
 
 class Lines(Display):
@@ -133,19 +123,18 @@ class Lines(Display):
         super().__init__(runs)
         self._shown = [time.monotonic()] * len(runs)
 
-    def _show(self, index: int, record: EpochRecord) -> None:
-        epochs, now = self._runs[index].experiment.epochs, time.monotonic()
-        if record.epoch < epochs and now - self._shown[index] < SECONDS_BETWEEN:
+    def _show(self, index: int, record: EpochRecord, was_done: bool) -> None:
+        run, now = self._runs[index], time.monotonic()
+        epochs, is_last = run.experiment.epochs, record.epoch >= run.experiment.epochs
+        if was_done:
+            words = "was complete" if is_last else f"goes on after epoch {record.epoch}"
+        elif not is_last and now - self._shown[index] < SECONDS_BETWEEN:
             return
-        self._shown[index] = now
-        left = f"  {duration(time_left(record, epochs))} left" if record.epoch < epochs else ""
-        numbers = describe(record, self._before.get(index))
-        print(f"{name_of(self._runs[index])}: epoch {record.epoch}/{epochs}  {numbers}{left}", flush=True)
-
-    def _show_resume(self, index: int, record: EpochRecord) -> None:
-        is_complete = record.epoch >= self._runs[index].experiment.epochs
-        words = "was complete" if is_complete else f"goes on after epoch {record.epoch}"
-        print(f"{name_of(self._runs[index])}: {words}", flush=True)
+        else:
+            self._shown[index] = now
+            left = "" if is_last else f"  {duration(time_left(record, epochs))} left"
+            words = f"epoch {record.epoch}/{epochs}  {describe(record, self._before.get(index))}{left}"
+        print(f"{name_of(run)}: {words}", flush=True)
 
 
 class ProgressBars(Display):
@@ -166,26 +155,19 @@ class ProgressBars(Display):
         self._all = self._progress.add_task(runs[0].experiment.name, total=total, numbers=f"{len(runs)} runs")
         self._tasks: dict[int, TaskID] = {}
 
-    def _show(self, index: int, record: EpochRecord) -> None:
-        run = self._runs[index]
-        numbers = describe(record, self._before.get(index))
-        self._move(index, record, numbers)
-        if record.epoch == run.experiment.epochs:
-            self._progress.remove_task(self._tasks[index])
-            self._progress.console.print(f"{name_of(run)}: {numbers}", highlight=False, markup=False)
-
-    def _show_resume(self, index: int, record: EpochRecord) -> None:
-        if record.epoch < self._runs[index].experiment.epochs:
-            self._move(index, record, "")
-        else:
-            self._progress.advance(self._all, record.epoch)
-
-    def _move(self, index: int, record: EpochRecord, numbers: str) -> None:
+    def _show(self, index: int, record: EpochRecord, was_done: bool) -> None:
         run, before = self._runs[index], self._before.get(index)
+        is_last = record.epoch >= run.experiment.epochs
+        numbers = "" if was_done else describe(record, before)
+        self._progress.advance(self._all, record.epoch - (before.epoch if before else 0))
+        if was_done and is_last:
+            return
         if index not in self._tasks:
             self._tasks[index] = self._progress.add_task(name_of(run), total=run.experiment.epochs, numbers="")
         self._progress.update(self._tasks[index], completed=record.epoch, numbers=numbers)
-        self._progress.advance(self._all, record.epoch - (before.epoch if before else 0))
+        if is_last:
+            self._progress.remove_task(self._tasks[index])
+            self._progress.console.print(f"{name_of(run)}: {numbers}", highlight=False, markup=False)
 
     def __enter__(self) -> Self:
         self._unless_deaf(self._progress.start)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from divebatch.cli.exits import WRONG_USE, errors_exit_with
+from divebatch.cli.common import WRONG_USE, errors_exit_with
 from divebatch.ramp import SCHEDULES, Ramp
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from divebatch.cli.exits import FAILED, WRONG_USE, errors_exit_with, leave
+from divebatch.cli.common import FAILED, WRONG_USE, errors_exit_with, leave
 from divebatch.report import write_report
 
 

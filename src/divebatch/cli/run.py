@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from divebatch.checks import require_choice
-from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, interrupts_say, leave
-from divebatch.cli.options import (
-    DataDir,
-    Device,
-    ExperimentName,
-    Quiet,
-    Settings,
-    chosen_device,
-    comma_separated,
-    whole_numbers,
-)
-from divebatch.cli.output import make_folder
+from divebatch.cli import common
 from divebatch.cli.progress import make_display
 from divebatch.errors import ArgumentError, DataError
 
@@ -33,17 +22,17 @@ CANNOT_BEGIN = (ArgumentError, DataError)
 
 
 def run(
-    experiment: ExperimentName,
+    experiment: common.ExperimentName,
     methods: Annotated[str | None, typer.Option(help="Methods to run, comma-separated; all by default.")] = None,
     trials: Annotated[
         int | None, typer.Option(min=1, max=100_000, help="Number of seeds; the paper's by default.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; schedules are scaled to it.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    settings: Settings = None,
-    data_dir: DataDir = Path("data"),
+    settings: common.Settings = None,
+    data_dir: common.DataDir = Path("data"),
     model: Annotated[str | None, typer.Option(help="Train another network, such as resnet20 or gpt-tiny.")] = None,
-    device: Device = "cpu",
+    device: common.Device = "cpu",
     sharding: Annotated[
         str, typer.Option(help="Under torchrun: ddp (a copy of the model on each rank) or fsdp (a part on each).")
     ] = "ddp",
@@ -60,7 +49,7 @@ def run(
     logger: Annotated[
         list[str] | None, typer.Option(help="Also log epochs to tensorboard or wandb; may be repeated.")
     ] = None,
-    quiet: Quiet = False,
+    quiet: common.Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for every epoch.")] = False,
 ) -> None:
     """Run an experiment: all its methods, or some, over several seeds.
@@ -73,7 +62,7 @@ def run(
     from divebatch.lab.ranks import is_restarted, process_group
     from divebatch.ranks import Ranks
 
-    with errors_exit_with(WRONG_USE), process_group(chosen_device(device)) as own_device:
+    with common.errors_exit_with(common.WRONG_USE), process_group(common.chosen_device(device)) as own_device:
         ranks = Ranks.here()
         if quiet and json:
             raise ArgumentError("--quiet and --json exclude each other: leave one of them out")
@@ -92,11 +81,11 @@ def run(
             log_exact=log_exact,
             data_dir=data_dir,
             checkpoint_steps=checkpoint_steps,
-            keep_epochs=whole_numbers("--keep-checkpoints", keep_checkpoints),
+            keep_epochs=common.whole_numbers("--keep-checkpoints", keep_checkpoints),
             sharding=sharding,
             loggers=tuple(dict.fromkeys(logger or ())),
         )
-        names = comma_separated(methods) or list(planned.methods)
+        names = common.comma_separated(methods) or list(planned.methods)
         for name in names:
             planned.method(name)  # raises for one that is unknown
         seeds = range(seed, seed + (trials or planned.trials))
@@ -116,7 +105,6 @@ def run(
 
 
 def _planned(name: str, settings: Sequence[str], epochs: int | None) -> "Experiment":
-    """Return the experiment with these settings, over this number of epochs."""
     from divebatch.lab import get_experiment
     from divebatch.report.figures import FIGURES
 
@@ -136,23 +124,24 @@ def _train(runs: "list[Run]", jobs: int, ranks: "Ranks", *, resume: bool, mode: 
             check_can_write(each, resume=resume)
 
     out = runs[0].folder
-    with errors_exit_with(FAILED):
-        make_folder(out)
+    with common.errors_exit_with(common.FAILED):
+        common.make_folder(out)
     first_does(ranks, check)
-    again = f"  {command_again('--resume')}"
+    again = f"  {common.command_again('--resume')}"
     way_on = f"the same command with --resume continues the runs in '{out}':\n{again}"
-    with errors_exit_with(FAILED):
-        with interrupts_say(way_on), make_display(runs, mode) as display:
-            failures = execute_all(
-                runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch, on_resume=display.on_resume
-            )
+    with common.errors_exit_with(common.FAILED):
+        with common.interrupts_say(way_on), make_display(runs, mode) as display:
+            on_resume = partial(display.on_epoch, was_done=True)
+            failures = execute_all(runs, jobs=jobs, resume=resume, on_epoch=display.on_epoch, on_resume=on_resume)
         if not failures:
             return
         lines = _lines(failures)
         if len(failures) == len(runs) and all(isinstance(each.error, CANNOT_BEGIN) for each in failures):
-            raise leave("\n".join(lines), WRONG_USE)
+            raise common.leave("\n".join(lines), common.WRONG_USE)
         done = f"{len(runs) - len(failures)} of {len(runs)} runs are complete"
-        raise leave("\n".join([*lines, f"{done}; once the cause is mended, this continues the rest:\n{again}"]), FAILED)
+        raise common.leave(
+            "\n".join([*lines, f"{done}; once the cause is mended, this continues the rest:\n{again}"]), common.FAILED
+        )
 
 
 def _lines(failures: "Sequence[Failure]") -> list[str]:

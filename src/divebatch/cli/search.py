@@ -1,23 +1,26 @@
 """`divebatch search EXPERIMENT`."""
 
+import math
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from divebatch.cli.exits import FAILED, WRONG_USE, command_again, errors_exit_with, interrupts_say
-from divebatch.cli.options import DataDir, Device, ExperimentName, Quiet, Settings, chosen_device, comma_separated
-from divebatch.cli.output import make_folder, print_table
+from divebatch.cli import common
+from divebatch.errors import MissingExtraError
+from divebatch.records import Metric
+from divebatch.report.drawing import Drawing, finish, require_matplotlib, styled
 
 if TYPE_CHECKING:
-    from divebatch.lab.search import Search, Tried
+    from divebatch.lab.search import Results, Search, Space, Tried
 
 ROWS = 10
 """Rows of the table that is printed."""
 
 
 def search(
-    experiment: ExperimentName,
+    experiment: common.ExperimentName,
     method: Annotated[
         str | None, typer.Option(help="Method whose settings are searched; the first baseline by default.")
     ] = None,
@@ -37,12 +40,12 @@ def search(
     held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
     apply_to: Annotated[str | None, typer.Option(help="Other methods that get the best settings too: a,b.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,
-    settings: Settings = None,
-    data_dir: DataDir = Path("data"),
-    device: Device = "cpu",
+    settings: common.Settings = None,
+    data_dir: common.DataDir = Path("data"),
+    device: common.Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for records and results.")] = Path("runs/search"),
     results: Annotated[bool, typer.Option("--results", help="Run nothing; show what is there.")] = False,
-    quiet: Quiet = False,
+    quiet: common.Quiet = False,
 ) -> None:
     """Search for a method's best settings on held-out training data.
 
@@ -51,15 +54,15 @@ def search(
     """
     # Here and not above: torch takes seconds, and help must not.
     from divebatch.lab import get_experiment
-    from divebatch.lab.search import Search, default_space, parse_space, work, write_results
+    from divebatch.lab.search import Search, default_space, parse_space, work, write_best
 
     def say(text: str) -> None:
         if not quiet:
             typer.echo(text)
 
-    with errors_exit_with(WRONG_USE):
+    with common.errors_exit_with(common.WRONG_USE):
         tuned = get_experiment(experiment, settings or ())
-        name = method or next(iter([*tuned.report.baselines, *tuned.methods]))
+        name = method or tuned.baseline
         space = parse_space(over) if over else default_space(tuned, tuned.method(name))
         plan = Search(
             experiment=tuned,
@@ -73,12 +76,12 @@ def search(
             num_seeds=seeds,
             held_out=held_out,
             study_name=study or "",
-            run_settings={"device": chosen_device(device), "data_dir": data_dir},
+            run_settings={"device": common.chosen_device(device), "data_dir": data_dir},
         )
-        others = comma_separated(apply_to)
+        others = common.comma_separated(apply_to)
         for other in others:
             tuned.method(other)  # raises for an unknown one
-        make_folder(out)
+        common.make_folder(out)
         plan.begin()
     if not results:
         waited: list[int] = []
@@ -88,10 +91,16 @@ def search(
                 say(f"waiting for {running} points of other processes")
             waited.append(running)
 
-        way_on = f"the same command continues the search:\n  {command_again()}"
-        with errors_exit_with(FAILED), interrupts_say(way_on):
+        way_on = f"the same command continues the search:\n  {common.command_again()}"
+        with common.errors_exit_with(common.FAILED), common.interrupts_say(way_on):
             work(plan, on_result=lambda tried: say(_line(plan, tried)), on_wait=on_wait)
-    paths = list(write_results(plan, plan.results(), apply_to=others))
+    found = plan.results()
+    with common.errors_exit_with(common.FAILED):
+        best = write_best(plan, found, apply_to=others)
+        paths = [] if best is None else [best]
+        with suppress(MissingExtraError):  # without matplotlib there is no picture
+            if best is not None and len(plan.space) > 1:
+                paths += common.write_results(out, plan.name, draw(plan.space, found, plan.name))
     if not quiet:
         _show(plan, paths)
 
@@ -105,15 +114,81 @@ def _line(plan: "Search", tried: "Tried") -> str:
 
 
 def _show(plan: "Search", paths: list[Path]) -> None:
-    """Print the best points, the files, and the next command."""
-    found, metric, names = plan.results(), plan.experiment.metric, plan.space.names
+    found, metric, names = plan.results(), plan.experiment.metric, tuple(plan.space)
     typer.echo(f"{plan.name}: {len(found.tried)} of {found.total} trials, the best {ROWS}")
     rows = []
     for each in found.tried[:ROWS]:
         value = "failed" if each.value is None else metric.text(each.value)
         rows.append((*(f"{each.point[name]:g}" for name in names), value, each.note[:60]))
-    print_table((*names, metric.word, ""), rows, left=("",))
+    common.print_table((*names, metric.word, ""), rows, left=("",))
     for path in paths:
         typer.echo(str(path))
     if found.best is not None:
         typer.echo(f"next: divebatch run {paths[0]} --methods {plan.method_name}")
+
+
+def draw(space: "Space", results: "Results", name: str) -> Drawing:
+    """Draw the results over two settings: a heat map of a grid, points of ranges.
+
+    Of more settings the first two are shown, each place with the best that the others reached there.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    metric = results.metric
+    with styled():
+        figure = Figure(figsize=(7.0, 4.6), layout="constrained")
+        axes = figure.subplots()
+        colours = "viridis" if metric.higher_is_better else "viridis_r"  # bright is good
+        has_range = any(hasattr(values, "low") for values in space.values())
+        mappable = (_points if has_range else _heat_map)(axes, space, results, colours)
+        what = "accuracy on held-out data (%)" if metric.is_accuracy else f"{metric.name} on held-out data"
+        figure.colorbar(mappable, ax=axes, label=what)
+        words = {"lr": "learning rate", "max_batch_size": "largest batch size"}
+        y, x = (words.get(setting, setting.replace("_", " ")) for setting in list(space)[:2])
+        axes.set(xlabel=x, ylabel=y)
+        return finish(name, name, figure, what)
+
+
+def cells(space: "Space", results: "Results") -> list[list[float]]:
+    """Return a row for each value of the first setting; NaN if nothing was tried, the worst value if all failed.
+
+    Accuracies are in percent.
+    """
+    (row_name, rows), (column_name, columns), *_ = space.items()
+    table = []
+    for row in rows:
+        here = [each for each in results.tried if each.point[row_name] == row]
+        values = [[_shown(each, results.metric) for each in here if each.point[column_name] == c] for c in columns]
+        table.append([math.nan if (best := results.metric.best(found)) is None else best for found in values])
+    return table
+
+
+def _shown(tried: "Tried", metric: Metric) -> float:
+    value = metric.worst if tried.value is None else tried.value
+    return 100 * value if metric.is_accuracy else value
+
+
+def _heat_map(axes: Any, space: "Space", results: "Results", colours: str) -> Any:
+    table, metric = cells(space, results), results.metric
+    good = [value for row in table for value in row if math.isfinite(value) and value != metric.worst]
+    low, high = min(good, default=0.0), max(good, default=0.0)  # what diverged has no shade
+    mappable = axes.imshow(table, aspect="auto", cmap=colours, vmin=low, vmax=high)
+    axes.grid(visible=False)
+    for which, values in zip((axes.set_yticks, axes.set_xticks), space.values(), strict=False):
+        which(range(len(values)), [f"{value:g}" for value in values])
+    for row, shown in enumerate(table):
+        for column, value in enumerate(shown):
+            if not math.isnan(value):
+                is_dark = (value <= (low + high) / 2) == metric.higher_is_better
+                weight = "bold" if value == metric.best(good) else None
+                style = {"color": "white" if is_dark else "black", "ha": "center", "va": "center", "weight": weight}
+                axes.text(column, row, f"{value:.3g}", **style)
+    return mappable
+
+
+def _points(axes: Any, space: "Space", results: "Results", colours: str) -> Any:
+    finite = [(each.point, value) for each in results.tried if math.isfinite(value := _shown(each, results.metric))]
+    rows, columns = ([point[name] for point, _ in finite] for name in list(space)[:2])
+    axes.set(xscale="log", yscale="log")
+    return axes.scatter(columns, rows, c=[value for _, value in finite], cmap=colours, s=60)

@@ -10,8 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from divebatch.cli.exits import WRONG_USE, leave
-from divebatch.cli.output import make_console
+from divebatch.cli.common import WRONG_USE, leave, make_console
 from divebatch.cli.progress import duration, rate
 from divebatch.report.live import STATES, Standing, Watch, printable
 

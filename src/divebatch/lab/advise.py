@@ -35,7 +35,7 @@ def parts_of_experiment(
     """
     experiment = replace(experiment, samples=None, seconds=None, repeat=False)  # the short run has an end of its own
     check_parts(experiment)
-    name = method or next(iter([*experiment.report.baselines, *experiment.methods]))
+    name = method or experiment.baseline
     chosen = experiment.method(name)
     chosen = replace(chosen, batch_size=batch_size or chosen.batch_size)
     experiment = replace(experiment, methods={**experiment.methods, name: chosen})

@@ -19,8 +19,9 @@ from divebatch.lab.models import MODELS, ModelSettings
 from divebatch.lab.optimizers import OPTIMIZERS, OptimizerSettings
 from divebatch.lab.ranks import spread
 from divebatch.lab.schedules import SCHEDULES, ScheduleSettings, warm_up
-from divebatch.lab.schema import ANY_LENGTH, Experiment, Part, build_estimator, build_policy, build_table
+from divebatch.lab.schema import ANY_LENGTH, Experiment, Part, build_estimator, build_policy
 from divebatch.lab.step import LossFn, device_settings
+from divebatch.lab.tables import build_table
 from divebatch.lab.tasks import TASKS, Task
 from divebatch.lab.trainer import Trainer
 from divebatch.lr import ADAM_RULES
@@ -117,7 +118,6 @@ def _make_loader(run: "Run", split: DataSplit, clock: Clock) -> RunLength:
 
 
 def _num_samples(experiment: Experiment, available: int) -> int:
-    """Return the most samples that the run may take."""
     wanted = experiment.samples
     if wanted is None:
         return NO_END if experiment.repeat else available
@@ -204,7 +204,6 @@ def _build_model(run: "Run", split: DataSplit) -> nn.Module:
 
 
 def _settings(experiment: Experiment, name: str) -> Any:
-    """Return the settings of one part of an experiment, as the class of its kind."""
     registry, part = REGISTRIES[name], getattr(experiment, name)
     require_choice(f"{name} kind", part.kind, tuple(registry))
     return build_table(registry[part.kind], part.settings, f"{name} {part.kind!r}")

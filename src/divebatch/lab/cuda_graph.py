@@ -29,7 +29,6 @@ class MicroBatch:
     """Whether no other pass of its batch follows."""
 
     def variant(self, plan: BatchPlan) -> Variant:
-        """Return the kind of its pass."""
         return len(self.targets), plan.measuring
 
 

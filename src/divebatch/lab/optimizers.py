@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from divebatch.checks import require_positive
 from divebatch.errors import ArgumentError
+from divebatch.lab.tables import Fraction, NotNegative, Positive
 
 
 class OptimizerSettings(ABC):
@@ -27,12 +27,11 @@ class OptimizerSettings(ABC):
 class Sgd(OptimizerSettings):
     """torch.optim.SGD."""
 
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    momentum: NotNegative = 0.0
+    weight_decay: NotNegative = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        _require_not_negative(momentum=self.momentum, weight_decay=self.weight_decay)
         if self.nesterov and not self.momentum:
             raise ArgumentError("nesterov=True needs a momentum above 0, got momentum=0.0")
 
@@ -46,35 +45,20 @@ class AdamW(OptimizerSettings):
 
     takes_adam_coupling = True
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
     decay_vectors: bool = True
 
-    def __post_init__(self) -> None:
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ArgumentError(f"{name} must be at least 0 and below 1, got {name}={getattr(self, name)}")
-        require_positive("eps", self.eps)
-        _require_not_negative(weight_decay=self.weight_decay)
-
     def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> Optimizer:
-        betas = (self.beta1, self.beta2)
         decaying: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for parameter in model.parameters():
             (decaying if self.decay_vectors or parameter.ndim >= 2 else others).append(parameter)
         groups = [{"params": decaying, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=lr, betas=betas, eps=self.eps, fused=fused
-        )
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=fused)
 
 
 OPTIMIZERS: dict[str, type[OptimizerSettings]] = {"sgd": Sgd, "adamw": AdamW}
-
-
-def _require_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if value != 0:
-            require_positive(name, value)

@@ -16,6 +16,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
 from divebatch.checks import require_choice, require_count, require_coupling_power, require_positive
@@ -27,12 +28,13 @@ from divebatch.errors import ArgumentError, BatchTooLargeError, CheckpointError,
 from divebatch.lab import Experiment, Run, Tally, Trainer, evaluate, load_checkpoint, make_trainer, train_epoch
 from divebatch.lab.data.dataset import drawing
 from divebatch.lab.length import order_of_pass
+from divebatch.lab.runs import require_data
 from divebatch.lab.schema import Part, build_estimator, parse_options
 from divebatch.lab.step import device_settings
 from divebatch.lr import BY_NOISE, COUPLINGS, Coupling, LrCoupling, factor_of, require_adam, scale_settings
 from divebatch.measurement import t_quantile
 from divebatch.policies import Fixed
-from divebatch.records import RunHeader, read_run
+from divebatch.records import EpochRecord, RunHeader, read_run
 
 LEVEL = 0.95
 """The confidence level of all intervals."""
@@ -272,13 +274,15 @@ def smoothed(losses: Iterable[float], batch_size: int, horizon: float) -> list[f
     return course
 
 
-def require_settings(coupling: Coupling, tolerance: float) -> None:
-    """Raise if a coupling or tolerance cannot be used."""
+def require_settings(coupling: Coupling, tolerance: float, optimizer: Optimizer) -> None:
+    """Raise if a coupling or tolerance cannot be used, or not with this optimizer."""
     if isinstance(coupling, str):
         require_choice("coupling", coupling, tuple(name for name in COUPLINGS if name not in BY_NOISE))  # not measured
     else:
         require_coupling_power("coupling", coupling)
     require_positive("tolerance", tolerance)
+    if coupling == "adam":
+        require_adam(optimizer)
 
 
 def chosen_factors(factors: Sequence[int] | None, batch_size: int, window: int, dataset_size: int) -> list[int]:
@@ -349,16 +353,11 @@ def find_start(path: Path, experiment: str) -> Start:
     if header.experiment != experiment:
         raise ArgumentError(f"'{path}' is a checkpoint of experiment {header.experiment!r}, not of {experiment!r}")
     state = load_checkpoint(path, device=torch.device("cpu"))
-    try:
-        loader, parts = state["control"]["loader"], state["parts_done"]
-        under_way = loader["pass"]["samples"] if loader["pass"] is not None else 0
-        # Not the loader's epochs: one of them may have carried over several parts.
-        epoch = state["control"]["epoch"] if parts is None else parts
-        if missing := {"model", "optimizer", "run"} - state.keys():
-            raise KeyError(*missing)
-        return Start(path, header, state, epoch, loader["samples_before"] + under_way, loader["batch_size"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"'{path}' is not the checkpoint of a run: {error} is missing") from error
+    loader, parts = state["control"]["loader"], state["parts_done"]
+    under_way = loader["pass"]["samples"] if loader["pass"] is not None else 0
+    # Not the loader's epochs: one of them may have carried over several parts.
+    epoch = state["control"]["epoch"] if parts is None else parts
+    return Start(path, header, state, epoch, loader["samples_before"] + under_way, loader["batch_size"])
 
 
 def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = (), **of_run: Any) -> Run:
@@ -417,21 +416,13 @@ class BranchTrainer:
 
     def __init__(self, run: Run, start: Start, judge: str = "train") -> None:
         require_choice("judge", judge, JUDGES)
-        self.run, self.start, self.judge = run, start, judge
+        self.run, self.start, self.judge, self.batch_size = run, start, judge, start.batch_size
         self.metric = start.header.metric
         self.trainer: Trainer = make_trainer(run)
         # Batch size and learning rate must be the branch's alone.
         self.trainer.control.close()
-        there, here = start.state["run"]["data"], self.trainer.data_fingerprint
-        if there != here:
-            raise CheckpointError(
-                f"'{start.path}' was trained on other data than those in the data folder (their hash is {there} there "
-                f"and {here} here): give the folder that the run was started with"
-            )
-        try:
-            self.restore(start.state)
-        except (RuntimeError, ValueError) as error:  # of other shapes
-            raise CheckpointError(f"'{start.path}' does not fit its run: {error}") from error
+        require_data(start.path, start.state, self.trainer)
+        self.restore(start.state)
         saved, optimizer = start.state["control"], self.trainer.optimizer
         coupling = LrCoupling(optimizer, kind=saved["settings"]["lr_coupling"][0], first_batch_size=start.batch_size)
         coupling.load_state_dict(saved["rates"]["couplings"][0])
@@ -446,21 +437,9 @@ class BranchTrainer:
             self.loader = drawing(self.loader, self.rest)
 
     @property
-    def batch_size(self) -> int:
-        """The batch size at the checkpoint."""
-        return self.start.batch_size
-
-    @property
     def dataset_size(self) -> int:
         """The samples of a whole pass."""
-        size = self.loader.dataset_size
-        assert size is not None  # our datasets are no streams
-        return size
-
-    def require_coupling(self, coupling: Coupling) -> None:
-        """Raise if the run's optimizer cannot follow the batch size by this coupling."""
-        if coupling == "adam":
-            require_adam(self.trainer.optimizer)
+        return len(self.loader.dataset)
 
     def window(self, wanted: int | None) -> int:
         """Return the samples of each branch: by default an epoch, or a tenth of a pass, or its rest."""
@@ -567,31 +546,27 @@ def measure_noise_scales(branches: BranchTrainer, *, samples: int) -> list[Noise
         branches.restore(state)
         noise = Noise(norm=norm, estimator=estimator)
         try:
-            found.append(_measured(branches, noise, Part(kind=estimator, settings=settings)))
+            record = _measured_epoch(branches, Part(kind=estimator, settings=settings))
         except (ArgumentError, CoverageError) as error:  # this optimizer or model is not for this estimator
             found.append(replace(noise, problem=str(error)))
+            continue
+        values = (record.diversity, record.diversity_low, record.diversity_high)
+        scale, low, high = (None if each is None else max(0.0, branches.dataset_size * each - 1) for each in values)
+        found.append(replace(noise, noise_scale=scale, low=low, high=high))
     branches.restore(state)
     return found
 
 
-def _measured(branches: BranchTrainer, noise: Noise, estimator: Part) -> Noise:
-    trainer, loader, size = branches.trainer, branches.loader, branches.dataset_size
-    loader.batch_size = branches.start.batch_size
+def _measured_epoch(branches: BranchTrainer, estimator: Part) -> EpochRecord:
+    trainer, loader = branches.trainer, branches.loader
+    loader.batch_size = branches.batch_size
     loader.set_epoch(branches.first_epoch(0))
     trainer.model.train()
+    measuring = build_estimator(estimator, trainer.options, trainer.loss_fn)
     with (
         device_settings(trainer.options.precision, trainer.clock.device),
         Controller(
-            trainer.model,
-            [trainer.optimizer],
-            loader,
-            Fixed(),
-            estimator=build_estimator(estimator, trainer.options, trainer.loss_fn),
-            measure_always=True,
+            trainer.model, [trainer.optimizer], loader, Fixed(), estimator=measuring, measure_always=True
         ) as control,
     ):
-        loss = train_epoch(trainer.step.under(control.plan), loader, Tally())
-        record = control.step(loss=loss)
-    found = (record.diversity, record.diversity_low, record.diversity_high)
-    scale, low, high = (None if each is None else max(0.0, size * each - 1) for each in found)
-    return replace(noise, noise_scale=scale, low=low, high=high)
+        return control.step(loss=train_epoch(trainer.step.under(control.plan), loader, Tally()))

@@ -1,6 +1,7 @@
 """Several processes that train one model: their group, DDP and FSDP2, and stopping together."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from divebatch.errors import ArgumentError, DivebatchError, RankError
 from divebatch.norms.sharded import is_sharded
@@ -83,17 +85,14 @@ def process_group(device: str) -> Iterator[str]:
     except DivebatchError:
         raise
     except Exception as error:
-        what, lost = _first_line(error), _silent_ranks(store, rank, size) if _is_about_ranks(error) else []
-        if lost:
+        what = _first_line(error)
+        # gloo's errors have no class of their own.
+        is_about_ranks = isinstance(error, dist.DistError) or re.search("gloo|NCCL|ProcessGroup", str(error))
+        if is_about_ranks and (lost := _silent_ranks(store, rank, size)):
             names = ", ".join(f"rank {each}" for each in lost)
             what = f"no answer from {names}: killed, stopped, out of reach, or ended by an error of its own"
         raise RankError(f"rank {rank} of {size}: {what}") from error
     dist.destroy_process_group()
-
-
-def _is_about_ranks(error: Exception) -> bool:
-    words = ("gloo", "NCCL", "ProcessGroup")  # gloo's errors have no class of their own
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def _silent_ranks(store: Store, rank: int, size: int) -> list[int]:
@@ -182,13 +181,13 @@ class Parallel:
     def gathered(self, state: Any) -> Any:
         """Return a state with whole tensors in the place of sharded ones, on rank 0. All ranks must call it."""
 
-        def gather(_: tuple[Any, ...], tensor: Any) -> Any:
+        def gather(tensor: Any) -> Any:
             if not is_sharded(tensor):
                 return tensor
             whole = tensor.full_tensor()
             return whole.cpu() if self.ranks.is_first else None
 
-        return _mapped(state, gather) if self.is_sharded else state
+        return tree_map_only(Tensor, gather, state) if self.is_sharded else state
 
     def sharded(self, state: Any, optimizer: Optimizer) -> Any:
         """Return a state of whole tensors with those cut to this rank's parts whose parameters are."""
@@ -200,23 +199,15 @@ class Parallel:
         # Optimizers number parameters group by group.
         by_number = dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
 
-        def cut(place: tuple[Any, ...], tensor: Tensor) -> Any:
-            in_optimizer = place[:2] == ("optimizer", "state")
+        def cut(path: tuple[Any, ...], tensor: Any) -> Any:
+            place: list[Any] = [getattr(key, "key", None) for key in path]
+            in_optimizer = place[:2] == ["optimizer", "state"]
             like: Any = by_number.get(place[2]) if in_optimizer else by_name.get(place[-1])
-            if like is None or not is_sharded(like) or like.shape != tensor.shape:
+            if like is None or not is_sharded(like) or like.shape != getattr(tensor, "shape", None):
                 return tensor
             return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
-        return _mapped(state, cut)
-
-
-def _mapped(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], place: tuple[Any, ...] = ()) -> Any:
-    """Return the same containers with each tensor changed; `change` also gets the keys that lead to it."""
-    if isinstance(tree, dict):
-        return {key: _mapped(branch, change, (*place, key)) for key, branch in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(branch, change, (*place, number)) for number, branch in enumerate(tree))
-    return change(place, tree) if isinstance(tree, Tensor) else tree
+        return tree_map_with_path(cut, state)
 
 
 def spread(model: nn.Module, ranks: Ranks, *, sharding: str = "ddp") -> Parallel:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+import numpy
 import torch
 
 from divebatch import __version__
@@ -121,7 +121,8 @@ class Run:
             metric=self.experiment.metric,
             report=replace(report, order=report.order or list(self.experiment.methods)),
             config=self.config,
-            versions=_versions(),
+            versions={"python": platform.python_version(), "divebatch": __version__}
+            | {package.__name__: package.__version__ for package in (torch, numpy)},
             hardware=hardware,
             num_parameters=num_parameters,
             git_commit=_git_commit(),
@@ -132,17 +133,6 @@ class Run:
 def num_cores() -> int:
     """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of everything that can change a result."""
-    found = {"python": platform.python_version()}
-    for package in ("divebatch", "torch", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from source
-            found[package] = "source"
-    return found
 
 
 def _processor() -> str:
@@ -156,19 +146,14 @@ def _processor() -> str:
 def _git_commit() -> str | None:
     """Return the commit of this source tree, with "-dirty" if it was changed; None outside of a checkout."""
     root = Path(__file__).parents[3]
-    # Installed into an environment that lies in somebody's repository, git would give their commit.
-    if _git("rev-parse", "--show-toplevel") != str(root.resolve()):
+    if not (root / ".git").exists():  # installed; git would look further up, and find somebody else's repository
         return None
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-
-
-def _git(*words: str) -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        place = Path(__file__).parent
-        answer = subprocess.run(["git", *words], cwd=place, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() or None if answer.returncode == 0 else None
+    return answer.stdout.strip() or None
 
 
 # Files
@@ -177,12 +162,6 @@ def _git(*words: str) -> str | None:
 def check_can_write(run: Run, *, resume: bool) -> None:
     """Raise before any work if the records of this run must not be written or continued."""
     saved = [run.checkpoint_path, previous(run.checkpoint_path)]
-    for path in (run.records_path, *saved):
-        # A pipe would never be read to its end, and what is written beside a link replaces the link.
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise RecordError(
-                f"'{path}' is a link, a folder, a pipe or a device: a run's files must be plain. Remove it."
-            )
     if run.records_path.exists() and not resume:
         raise RecordError(
             f"'{run.records_path}' already holds a run. Continue it with --resume, or choose another folder."
@@ -270,7 +249,11 @@ class Progress:
         if done.last_epoch >= run.experiment.epochs:
             return complete, {}
         planned = replace(header, config=run.config)  # perhaps for more epochs than before
-        _cut_records(run, planned, len(done.epochs))
+        lines = run.records_path.read_bytes().split(b"\n")[1 : len(done.epochs) + 1]
+        try:
+            write_whole(run.records_path, b"".join(line + b"\n" for line in [planned.to_json().encode(), *lines]))
+        except OSError as error:
+            raise RecordError(f"cannot write records to '{run.records_path}': {error.strerror}") from error
         return replace(done, header=planned), state
 
 
@@ -297,15 +280,6 @@ def _records_hash(run: Run, num_epochs: int) -> str:
     header = {**json.loads(first), "config": None}
     lines = [json.dumps(header).encode(), *others[:num_epochs]]
     return hashlib.sha256(b"\n".join(lines)).hexdigest()
-
-
-def _cut_records(run: Run, header: RunHeader, num_epochs: int) -> None:
-    """Replace the records in one step by their first epochs, under a new header."""
-    lines = run.records_path.read_bytes().split(b"\n")[1 : num_epochs + 1]
-    try:
-        write_whole(run.records_path, b"".join(line + b"\n" for line in [header.to_json().encode(), *lines]))
-    except OSError as error:
-        raise RecordError(f"cannot write records to '{run.records_path}': {error.strerror}") from error
 
 
 def lengthened(run: Run, plan: Callable[[int], Experiment]) -> Run:
@@ -391,14 +365,20 @@ def _train(
             report(record)
 
 
-def _load(run: Run, trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
-    found = state.pop("run")
-    if found["data"] != trainer.data_fingerprint:
+def require_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
+    """Raise unless a checkpoint was trained on the data that this trainer has."""
+    there, here = state["run"]["data"], trainer.data_fingerprint
+    if there != here:
         raise CheckpointError(
-            f"checkpoint '{path}' belongs to another run: the fingerprint of the data is {found['data']!r} there and "
-            f"{trainer.data_fingerprint!r} here. Give the folder that the run was started with."
+            f"checkpoint '{path}' belongs to another run: the fingerprint of the data is {there!r} there and {here!r} "
+            f"here. Give the folder that the run was started with."
         )
-    before, now = found["config"]["training"].get("micro_batch_size"), run.experiment.training.micro_batch_size
+
+
+def _load(run: Run, trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
+    require_data(path, state, trainer)
+    before = state["run"]["config"]["training"].get("micro_batch_size")
+    now = run.experiment.training.micro_batch_size
     if before != now and has_batch_norm(trainer.model) and trainer.ranks.is_first:
         logger.warning(
             "'%s' continues with micro_batch_size=%s after %s: BatchNorm takes its statistics from each micro-batch, "

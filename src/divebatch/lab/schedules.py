@@ -13,11 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, StepLR
 
-from divebatch.checks import require_count, require_positive
-from divebatch.errors import ArgumentError
-
-Fraction = Callable[[], float]
-"""Gives the part of the run that will be over after the next batch, from 0 to 1."""
+from divebatch.lab.tables import Count, Fraction, Positive
 
 
 class ScheduleSettings(ABC):
@@ -31,15 +27,18 @@ class ScheduleSettings(ABC):
     """Whether it follows the part of the run that is over, and is stepped after every batch, not every epoch."""
 
     @abstractmethod
-    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
-        """Return a scheduler, or None where the rate stays."""
+    def build(self, optimizer: Optimizer, fraction: Callable[[], float]) -> LRScheduler | None:
+        """Return a scheduler, or None where the rate stays.
+
+        `fraction` gives the part of the run that will be over after the next batch, from 0 to 1.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant(ScheduleSettings):
     """The rate stays."""
 
-    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Callable[[], float]) -> LRScheduler | None:
         return None
 
 
@@ -49,14 +48,10 @@ class StepDecay(ScheduleSettings):
 
     epoch_settings = frozenset({"every_epochs"})
 
-    factor: float
-    every_epochs: int
+    factor: Positive
+    every_epochs: Count
 
-    def __post_init__(self) -> None:
-        require_positive("factor", self.factor)
-        require_count("every_epochs", self.every_epochs)
-
-    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Callable[[], float]) -> LRScheduler | None:
         return StepLR(optimizer, step_size=self.every_epochs, gamma=self.factor)
 
 
@@ -67,12 +62,9 @@ class Cosine(ScheduleSettings):
     epoch_settings = frozenset({"over_epochs"})
     has_end = True
 
-    over_epochs: int
+    over_epochs: Count
 
-    def __post_init__(self) -> None:
-        require_count("over_epochs", self.over_epochs)
-
-    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Callable[[], float]) -> LRScheduler | None:
         return CosineAnnealingLR(optimizer, T_max=self.over_epochs)
 
 
@@ -82,25 +74,20 @@ class Milestones(ScheduleSettings):
 
     epoch_settings = frozenset({"after_epochs"})
 
-    factor: float
-    after_epochs: list[int] = field(default_factory=list)
+    factor: Positive
+    after_epochs: list[Count] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        require_positive("factor", self.factor)
-        for epoch in self.after_epochs:
-            require_count("after_epochs", epoch)
-
-    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Callable[[], float]) -> LRScheduler | None:
         return MultiStepLR(optimizer, milestones=self.after_epochs, gamma=self.factor)
 
 
-# By samples seen: every batch size has the same course and ends at its floor
-
-
 class FractionLR(LRScheduler):
-    """The first rates times `course` of the part of the run that is over; a second step there changes nothing."""
+    """The first rates times `course` of the part of the run that is over; a second step there changes nothing.
 
-    def __init__(self, optimizer: Optimizer, course: Callable[[float], float], fraction: Fraction) -> None:
+    So every batch size has the same course and ends at its floor.
+    """
+
+    def __init__(self, optimizer: Optimizer, course: Callable[[float], float], fraction: Callable[[], float]) -> None:
         self._course, self._fraction = course, fraction
         super().__init__(optimizer)
 
@@ -120,13 +107,8 @@ class WarmupCosine(ScheduleSettings):
     is_by_samples = True
     has_end = True
 
-    warmup: float = 0.02
-    floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("warmup", "floor"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ArgumentError(f"{name} must be at least 0 and below 1, got {name}={getattr(self, name)}")
+    warmup: Fraction = 0.02
+    floor: Fraction = 0.1
 
     def course(self, fraction: float) -> float:
         """Return the rate relative to its highest."""
@@ -135,7 +117,7 @@ class WarmupCosine(ScheduleSettings):
         down = (fraction - self.warmup) / (1 - self.warmup)
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * down)) / 2
 
-    def build(self, optimizer: Optimizer, fraction: Fraction) -> LRScheduler | None:
+    def build(self, optimizer: Optimizer, fraction: Callable[[], float]) -> LRScheduler | None:
         return FractionLR(optimizer, self.course, fraction)
 
 

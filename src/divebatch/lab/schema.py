@@ -5,25 +5,24 @@ import reprlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import cache, partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, create_model
+from pydantic import AfterValidator, Field, PlainValidator
 from torch import Tensor
 
-from divebatch.checks import require_choice, require_count, require_positive, unknown
+from divebatch.checks import require_choice, unknown
 from divebatch.errors import ArgumentError
 from divebatch.estimators import ESTIMATORS, Estimator, make_estimator
 from divebatch.lab.schedules import SCHEDULES
 from divebatch.lab.step import DeviceOptions
+from divebatch.lab.tables import Count, Fraction, Positive, build_table
 from divebatch.lab.tasks import TASKS, Classification
 from divebatch.lr import Coupling, require_coupling
 from divebatch.policies import POLICIES, Policy, make_policy
 from divebatch.records import Metric, ReportSettings
-
-T = TypeVar("T")
 
 FOLDER = Path(__file__).parent / "experiments"
 """Holds the experiments, one TOML file each."""
@@ -31,49 +30,6 @@ ANY_LENGTH = 10**12
 """Samples of a run whose length is not known yet, where settings are only checked."""
 COMPILED_MULTIPLE = 64
 """Samples by which compiled batch sizes differ."""
-
-
-# Tables as dataclasses
-
-
-def build_table(cls: type[T], values: Any, where: str = "") -> T:
-    """Return the dataclass `cls` with these values, each of the type that its field has; errors begin with `where`."""
-    try:
-        if not isinstance(values, Mapping):
-            raise ArgumentError(f"must be a table, got {reprlib.repr(values)}")
-        checked = _checker(cls).model_validate(dict(values))  # type: ignore[arg-type]
-        return cls(**{name: getattr(checked, name) for name in checked.model_fields_set})
-    except (ValidationError, ArgumentError) as error:
-        what = _first_problem(error, cls) if isinstance(error, ValidationError) else str(error)
-        raise ArgumentError(f"{where}: {what}" if where else what) from error
-
-
-@cache
-def _checker(cls: Any) -> type[BaseModel]:
-    """Return pydantic's model of a dataclass: the same fields, each of its type exactly, and no other."""
-    hints = get_type_hints(cls, include_extras=True)
-    known: dict[str, Any] = {
-        entry.name: (hints[entry.name], ... if entry.default is entry.default_factory is MISSING else None)
-        for entry in fields(cls)
-    }
-    config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
-    return create_model(cls.__name__, __config__=config, **known)
-
-
-def _first_problem(error: ValidationError, cls: type[Any]) -> str:
-    problem = error.errors(include_url=False)[0]
-    place = ".".join(str(word) for word in problem["loc"] if "[" not in str(word))  # without the options of a union
-    if problem["type"] == "extra_forbidden":
-        return unknown("key", place, (entry.name for entry in fields(cls)))
-    if problem["type"] == "missing":
-        return f"missing key {place!r}"
-    if problem["type"] == "value_error":
-        return f"{place}: {problem['ctx']['error']}"
-    return f"{place}: {problem['msg'].replace('Input should be', 'must be')}, got {reprlib.repr(problem['input'])}"
-
-
-def _table_of(cls: type[T], value: Any) -> T:
-    return value if isinstance(value, cls) else build_table(cls, value)
 
 
 # What a file consists of
@@ -129,9 +85,9 @@ def _estimator(value: Any) -> str | Part | None:
 
 AnyPart = Annotated[Part, PlainValidator(_part)]
 PolicyPart = Annotated[Part, PlainValidator(_policy)]
-OptionsTable = Annotated[DeviceOptions, PlainValidator(partial(_table_of, DeviceOptions))]
-MetricTable = Annotated[Metric, PlainValidator(partial(_table_of, Metric))]
-ReportTable = Annotated[ReportSettings, PlainValidator(partial(_table_of, ReportSettings))]
+OptionsTable = Annotated[DeviceOptions, PlainValidator(partial(build_table, DeviceOptions))]
+MetricTable = Annotated[Metric, PlainValidator(partial(build_table, Metric))]
+ReportTable = Annotated[ReportSettings, PlainValidator(partial(build_table, ReportSettings))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,26 +99,31 @@ class Method:
     """
 
     label: str
-    batch_size: int
-    lr: float
+    batch_size: Count
+    lr: Positive
     policy: PolicyPart
     lr_coupling: Coupling | None = None
     """A name, or a power of the batch size; None for the policy's own."""
     estimator: Annotated[str | Part | None, PlainValidator(_estimator)] = None
     """A name, or one with settings; None for the policy's own."""
-    warmup_epochs: int = 0
-    every_steps: int | None = None
-    base_batch_size: int | None = None
-    multiple_of: int = 1
+    warmup_epochs: Annotated[int, Field(ge=0)] = 0
+    every_steps: Count | None = None
+    base_batch_size: Count | None = None
+    multiple_of: Count = 1
     """A divisor of all sizes of the policy, which are rounded down to it."""
     measure_always: bool = False
     """Whether epochs are measured for the record too that the policy does not ask for."""
-    quantize: int | None = None
+    quantize: Count | None = None
     """Levels that gradients are rounded to at random (`research/quantized.py`). None: they are left alone."""
-    shadows: Mapping[str, PolicyPart] | None = None
+    shadows: Annotated[Mapping[str, PolicyPart] | None, AfterValidator(lambda found: found or None)] = None
+
+    def __post_init__(self) -> None:
+        policy = build_policy(self.policy, ANY_LENGTH)
+        policy.check_start(self.batch_size)
+        if self.lr_coupling is not None:
+            require_coupling(policy, self.lr_coupling)
 
     def scaled(self, ratio: float) -> "Method":
-        """Multiply settings that count epochs by `ratio`."""
         warmup = _scaled(self.warmup_epochs, ratio) if self.warmup_epochs else 0
         shadows = {name: part.scaled(ratio, POLICIES) for name, part in (self.shadows or {}).items()}
         return replace(self, policy=self.policy.scaled(ratio, POLICIES), warmup_epochs=warmup, shadows=shadows or None)
@@ -174,27 +135,6 @@ class Method:
         return replace(self, multiple_of=COMPILED_MULTIPLE) if POLICIES[self.policy.kind].has_many_sizes else self
 
 
-def _method(value: Any) -> Method:
-    method = _table_of(Method, value)
-    check_method(method)
-    return method if method.shadows else replace(method, shadows=None)
-
-
-def check_method(method: Method) -> None:
-    """Raise for values that no run can start with."""
-    require_count("batch_size", method.batch_size)
-    require_positive("lr", method.lr)
-    if method.warmup_epochs < 0:
-        raise ArgumentError(f"warmup_epochs must not be negative, got {method.warmup_epochs}")
-    for name in ("every_steps", "base_batch_size", "multiple_of", "quantize"):
-        if getattr(method, name) is not None:
-            require_count(name, getattr(method, name))
-    policy = build_policy(method.policy, ANY_LENGTH)
-    policy.check_start(method.batch_size)
-    if method.lr_coupling is not None:
-        require_coupling(policy, method.lr_coupling)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
     """One file of `experiments/`: data, model, schedule, and all methods that are compared."""
@@ -202,13 +142,13 @@ class Experiment:
     name: str
     summary: str
     paper: str
-    trials: int
-    epochs: int
+    trials: Count
+    epochs: Count
     data: AnyPart
     model: AnyPart
     schedule: AnyPart
     optimizer: AnyPart
-    methods: Mapping[str, Annotated[Method, PlainValidator(_method)]]
+    methods: Mapping[str, Annotated[Method, PlainValidator(partial(build_table, Method))]]
     task: AnyPart = field(default_factory=lambda: Part(kind="classification"))
     training: OptionsTable = field(default_factory=DeviceOptions)
     metric: MetricTable = field(default_factory=Metric)
@@ -216,26 +156,18 @@ class Experiment:
     report: ReportTable = field(default_factory=ReportSettings)
     one_pass: bool = False
     """Whether a run is one pass over the data, or the `samples` or `seconds` of it; `epochs` are its equal parts."""
-    samples: int | None = None
+    samples: Count | None = None
     """Samples of a run. None: a whole pass."""
-    seconds: float | None = None
+    seconds: Positive | None = None
     """Seconds of training after which a run ends."""
     repeat: bool = False
     """Whether the data may be gone through again where `samples` or `seconds` ask for more than there is."""
-    clip_norm: float | None = None
+    clip_norm: Positive | None = None
     """The largest norm of the gradient that a step is made with. None: any."""
-    held_out: float = 0.0
+    held_out: Fraction = 0.0
     """Fraction of the training samples to validate on, which the seed chooses. 0: the test samples."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
-            raise ArgumentError(f"held_out must be at least 0 and below 1, got held_out={self.held_out}")
-        if self.clip_norm is not None:
-            require_positive("clip_norm", self.clip_norm)
-        if self.samples is not None:
-            require_count("samples", self.samples)
-        if self.seconds is not None:
-            require_positive("seconds", self.seconds)
         ends = {"samples": self.samples, "seconds": self.seconds, "repeat": self.repeat or None}
         asked = [f"{name}={value}" for name, value in ends.items() if value is not None]
         if asked and not self.one_pass:
@@ -253,8 +185,6 @@ class Experiment:
 
     def scaled(self, epochs: int) -> "Experiment":
         """Return the experiment over another number of epochs, with all settings that count them."""
-        if epochs < 1:
-            raise ArgumentError(f"epochs must be at least 1, got epochs={epochs}")
         ratio = epochs / self.epochs
         methods = {name: method.scaled(ratio) for name, method in self.methods.items()}
         return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio, SCHEDULES), methods=methods)
@@ -264,6 +194,11 @@ class Experiment:
         training = replace(self.training, **{key: value for key, value in changes.items() if value is not None})
         methods = {name: method.for_compiler() if training.compile else method for name, method in self.methods.items()}
         return replace(self, training=training, methods=methods)
+
+    @property
+    def baseline(self) -> str:
+        """The first method that others are compared with; the first of all if none is."""
+        return next(iter([*self.report.baselines, *self.methods]))
 
     def method(self, name: str) -> Method:
         """Return the method called `name`, or raise an error that lists all names."""
@@ -354,8 +289,6 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
     if experiment.report.customary is not None:
         experiment.method(experiment.report.customary)  # raises for one that is unknown
-    for key in ("trials", "epochs"):
-        require_count(f"{where}: {key}", getattr(experiment, key))
     for name in (experiment.name, *experiment.methods):  # they become folders
         require_name(where, name)
     return experiment.with_training()

@@ -13,26 +13,34 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, DivebatchError, DivergedError, MissingExtraError, RecordError, StoppedError
 from divebatch.lab import Experiment, Method, Run, StopRequest, check_parts, execute
-from divebatch.lab.data.dataset import require_fraction
 from divebatch.lab.files import locked, write_whole
-from divebatch.lab.schema import ANY_LENGTH, Part, build_policy, check_method, require_name
+from divebatch.lab.schema import ANY_LENGTH, Part, build_policy, require_name
+from divebatch.lab.tables import build_table
 from divebatch.records import EpochRecord, Metric
 
-Point = dict[str, int | float]
+Point = Mapping[str, int | float]
 """One value for each setting, by name."""
+Space = Mapping[str, tuple[int | float, ...]]
+"""The values of each setting, or a `Range`."""
 
-PAPER_RATES = {"lr": (0.001, 0.01, 0.1, 1.0, 2.0, 4.0, 8.0, 16.0), "batch_size": (32, 64, 128, 256, 512)}
-PAPER_SIZES = {"delta": (0.001, 0.01, 0.1, 1.0), "max_batch_size": (2048, 4096, 8192)}
+PAPER_RATES: Space = {
+    "lr": (0.001, 0.01, 0.1, 1.0, 2.0, 4.0, 8.0, 16.0),
+    "batch_size": (32, 64, 128, 256, 512),
+}
+PAPER_SIZES: Space = {
+    "delta": (0.001, 0.01, 0.1, 1.0),
+    "max_batch_size": (2048, 4096, 8192),
+}
 AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Factors of a method's own learning rate that are tried with optimizers that are not the paper's."""
 OF_METHOD = ("lr", "batch_size", "warmup_epochs")
@@ -46,38 +54,24 @@ POLL_SECONDS = 0.5
 # Settings and their values
 
 
-@dataclass(frozen=True, slots=True)
-class Dimension:
-    """A setting with a list of `values`, or with the `bounds` of a logarithmic range, of whole numbers if both are."""
+class Range(NamedTuple):
+    """The ends of a logarithmic range, of whole numbers if both are."""
 
-    name: str
-    values: tuple[int | float, ...] = ()
-    bounds: tuple[int | float, int | float] | None = None
-
-    def __str__(self) -> str:
-        """Return the text that `parse_space` reads."""
-        values = "..".join(map(repr, self.bounds)) if self.bounds else ",".join(map(repr, self.values))
-        return f"{self.name}={values}"
+    low: int | float
+    high: int | float
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """All dimensions of a search."""
+def points_of(space: Space) -> list[Point]:
+    """Return every combination, the last setting changing fastest; a range has its ends."""
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
-    dimensions: tuple[Dimension, ...]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dimension.name for dimension in self.dimensions)
-
-    @property
-    def is_grid(self) -> bool:
-        return all(dimension.bounds is None for dimension in self.dimensions)
-
-    def points(self) -> Iterator[Point]:
-        """Yield every combination, the last dimension changing fastest; a range has its ends."""
-        for values in itertools.product(*(dimension.bounds or dimension.values for dimension in self.dimensions)):
-            yield dict(zip(self.names, values, strict=True))
+def in_words(space: Space) -> list[str]:
+    """Return the texts that `parse_space` reads."""
+    return [
+        f"{name}={('..' if isinstance(values, Range) else ',').join(map(repr, values))}"
+        for name, values in space.items()
+    ]
 
 
 def default_space(experiment: Experiment, method: Method) -> Space:
@@ -85,37 +79,33 @@ def default_space(experiment: Experiment, method: Method) -> Space:
 
     With another optimizer than SGD it is a grid around the method's own learning rate and batch size.
     """
-    grid: Mapping[str, tuple[int | float, ...]] = PAPER_SIZES if method.policy.kind == "divebatch" else PAPER_RATES
     if experiment.optimizer.kind != "sgd":
         sizes = {max(1, method.batch_size // 2), method.batch_size, 2 * method.batch_size}
-        grid = {"lr": tuple(factor * method.lr for factor in AROUND), "batch_size": tuple(sorted(sizes))}
-    return Space(tuple(Dimension(name, values) for name, values in grid.items()))
+        return {"lr": tuple(factor * method.lr for factor in AROUND), "batch_size": tuple(sorted(sizes))}
+    return PAPER_SIZES if method.policy.kind == "divebatch" else PAPER_RATES
 
 
 def parse_space(texts: Sequence[str]) -> Space:
     """Read texts like `lr=0.1,1,2` (these values) or `lr=0.001..16` (anything between).
 
-    >>> str(parse_space(["batch_size=32,64"]).dimensions[0])
-    'batch_size=32,64'
+    >>> parse_space(["batch_size=32,64", "lr=0.001..16"])
+    {'batch_size': (32, 64), 'lr': Range(low=0.001, high=16)}
     """
-    dimensions = tuple(map(_parse, texts))
-    names = [dimension.name for dimension in dimensions]
-    for name in names:
-        if names.count(name) > 1:
+    space: dict[str, tuple[int | float, ...]] = {}
+    for text in texts:
+        name, separator, words = text.partition("=")
+        if not separator or not re.fullmatch(r"[a-z_]+", name):
+            raise ArgumentError(f"a setting to search must be NAME=VALUE,VALUE or NAME=LOW..HIGH, got {text!r}")
+        if name in space:
             raise ArgumentError(f"{name} is searched over twice")
-    return Space(dimensions)
-
-
-def _parse(text: str) -> Dimension:
-    name, separator, values = text.partition("=")
-    if not separator or not re.fullmatch(r"[a-z_]+", name):
-        raise ArgumentError(f"a setting to search must be NAME=VALUE,VALUE or NAME=LOW..HIGH, got {text!r}")
-    if ".." not in values:
-        return Dimension(name, tuple(dict.fromkeys(_number(value, text) for value in values.split(","))))
-    low, high = (_number(value, text) for value in values.split("..", 1))
-    if not 0 < low < high:
-        raise ArgumentError(f"{text}: a range must go upwards from above 0")
-    return Dimension(name, bounds=(low, high))
+        if ".." in words:
+            low, high = (_number(word, text) for word in words.split("..", 1))
+            if not 0 < low < high:
+                raise ArgumentError(f"{text}: a range must go upwards from above 0")
+            space[name] = Range(low, high)
+        else:
+            space[name] = tuple(dict.fromkeys(_number(word, text) for word in words.split(",")))
+    return space
 
 
 def _number(text: str, where: str) -> int | float:
@@ -129,24 +119,21 @@ def _number(text: str, where: str) -> int | float:
     raise ArgumentError(f"{where}: {text!r} is not a number")
 
 
-def with_point(method: Method, point: Mapping[str, int | float]) -> Method:
-    """Return the method with these settings."""
-    own: Any = {name: value for name, value in point.items() if name in OF_METHOD}
+def with_point(method: Method, point: Point) -> Method:
+    """Return the method with these settings, or raise if a run could not start with them."""
+    values = {entry.name: getattr(method, entry.name) for entry in fields(method)}
+    values |= {name: value for name, value in point.items() if name in OF_METHOD}
     of_policy = {name: value for name, value in point.items() if name not in OF_METHOD}
-    return replace(method, policy=replace(method.policy, settings={**method.policy.settings, **of_policy}), **own)
-
-
-def check_point(method: Method, point: Mapping[str, int | float]) -> None:
-    """Raise before any work if a run with these settings could not start."""
     policy: Any = build_policy(method.policy, ANY_LENGTH)
     known = (*OF_METHOD, *sorted(entry.name for entry in fields(policy)))
-    for name in point:
+    for name in of_policy:
         if name not in known:
             raise ArgumentError(f"nothing to search over called {name!r}; known: {', '.join(known)}")
-    check_method(with_point(method, point))
+    values["policy"] = replace(method.policy, settings={**method.policy.settings, **of_policy})
+    return build_table(Method, values)
 
 
-def slug(point: Mapping[str, int | float]) -> str:
+def slug(point: Point) -> str:
     """Return a folder's name.
 
     >>> slug({"lr": 0.001, "batch_size": 32})
@@ -193,17 +180,17 @@ class Search:
     def __post_init__(self) -> None:
         method = self.experiment.method(self.method_name)
         require_choice("sampler", self.sampler, SAMPLERS)
-        if self.is_grid and not self.space.is_grid:
-            ranges = [str(each) for each in self.space.dimensions if each.bounds is not None]
+        if self.is_grid and (ranges := [text for text in in_words(self.space) if ".." in text]):
             raise ArgumentError(f"a grid needs values, not a range: {ranges[0]}. List them, or use the sampler tpe.")
         if self.is_grid == (self.num_trials is not None):
             raise ArgumentError("a grid has as many trials as points; other samplers need a number of trials")
-        require_fraction("held_out", self.held_out)
+        if not 0 < self.held_out < 1:
+            raise ArgumentError(f"held_out must lie between 0 and 1, got held_out={self.held_out}")
         require_name("study_name", self.name)
         check_parts(self.searched())
-        for point in self.space.points():
+        for point in points_of(self.space):
             try:
-                check_point(method, point)
+                with_point(method, point)
             except ArgumentError as error:
                 raise ArgumentError(f"{self.method_name} with {json.dumps(point)}: {error}") from error
 
@@ -217,14 +204,13 @@ class Search:
 
     @property
     def total(self) -> int:
-        """The number of points when all is done."""
-        return len(list(self.space.points())) if self.num_trials is None else self.num_trials
+        return len(points_of(self.space)) if self.num_trials is None else self.num_trials
 
     def searched(self) -> Experiment:
         """Return the experiment that trials run: shorter, without the held-out part."""
         return replace(self.experiment.scaled(self.epochs or self.experiment.epochs), held_out=self.held_out)
 
-    def runs(self, point: Mapping[str, int | float]) -> list[Run]:
+    def runs(self, point: Point) -> list[Run]:
         """Return one run for each seed, with records in FOLDER/STUDY/METHOD_SETTINGS/seed-K.jsonl."""
         experiment = self.searched()
         method = with_point(experiment.method(self.method_name), point)
@@ -233,7 +219,7 @@ class Search:
         seeds = range(self.seed, self.seed + self.num_seeds)
         return [Run(tried, name, seed, self.folder, **self.run_settings) for seed in seeds]
 
-    def tuned(self, point: Mapping[str, int | float], *, apply_to: Sequence[str] = ()) -> Experiment:
+    def tuned(self, point: Point, *, apply_to: Sequence[str] = ()) -> Experiment:
         """Return the experiment at its full length, with this point in the searched method and in `apply_to`."""
         changed = {name: with_point(self.experiment.method(name), point) for name in (self.method_name, *apply_to)}
         methods = {**self.experiment.methods, **changed}
@@ -243,7 +229,7 @@ class Search:
         """Write down the search's settings, or raise if the folder holds another search of this name."""
         experiment = self.searched()
         wanted = {key: value for key, value in asdict(experiment).items() if key not in OF_NO_POINT} | {
-            "space": [str(dimension) for dimension in self.space.dimensions],
+            "space": in_words(self.space),
             "sampler": self.sampler,
             "seeds": [self.seed, self.num_seeds],
             "method": asdict(experiment.method(self.method_name)),
@@ -264,7 +250,7 @@ class Search:
     def points(self) -> list[Point]:
         """Return the points that all processes have chosen so far."""
         if self.is_grid:
-            return list(self.space.points())
+            return points_of(self.space)
         return [point for trial in self._study.get_trials(deepcopy=False) if (point := self._point_of(trial))]
 
     def choose(self) -> bool:
@@ -278,18 +264,16 @@ class Search:
             if len(self.points()) >= self.total:
                 return False
             trial = self._study.ask()
-            for dimension in self.space.dimensions:
-                name, bounds = dimension.name, dimension.bounds
-                if bounds is None:
-                    trial.suggest_categorical(name, dimension.values)
-                elif all(isinstance(bound, int) for bound in bounds):
-                    trial.suggest_int(name, *bounds, log=True)
+            for name, values in self.space.items():
+                if not isinstance(values, Range):
+                    trial.suggest_categorical(name, values)
+                elif all(isinstance(end, int) for end in values):
+                    trial.suggest_int(name, *values, log=True)
                 else:
-                    trial.suggest_float(name, *bounds, log=True)
+                    trial.suggest_float(name, *values, log=True)
         return True
 
     def result(self, point: Point) -> Tried | None:
-        """Return the result of a point, or None if it has none yet."""
         path = self._folder_of(point) / "result.json"
         if not path.exists():
             return None
@@ -337,8 +321,7 @@ class Search:
 
     def _point_of(self, trial: Any) -> Point:
         """Return the point of a trial, empty until it is chosen."""
-        names = self.space.names
-        return {name: trial.params[name] for name in names} if trial.params.keys() == set(names) else {}
+        return {name: trial.params[name] for name in self.space} if trial.params.keys() == set(self.space) else {}
 
     @cached_property
     def _study(self) -> Any:
@@ -461,89 +444,17 @@ class Results:
         return first if first is not None and first.value not in (None, self.metric.worst) else None
 
 
-def write_results(search: Search, results: Results, *, apply_to: Sequence[str] = ()) -> Iterator[Path]:
-    """Write FOLDER/STUDY.toml, .png and .svg, and yield their paths; without matplotlib there is no picture."""
+def write_best(search: Search, results: Results, *, apply_to: Sequence[str] = ()) -> Path | None:
+    """Write FOLDER/STUDY.toml, an experiment with the best point, and return its path; None without a best."""
     best = results.best
     if best is None or best.value is None:
-        return
+        return None
     settings = ", ".join(f"{name} = {value:g}" for name, value in best.point.items())
     value = f"{results.metric.text(best.value)} on held-out training data"
     comment = f"{settings}: {value}, {len(results.tried)} of {results.total} trials of search '{search.name}'"
     path = search.folder / f"{search.name}.toml"
     path.write_text(to_toml(search.tuned(best.point, apply_to=apply_to), comment=comment), encoding="utf-8")
-    yield path
-    try:
-        yield from draw(search.space, results, path.with_suffix(""))
-    except MissingExtraError:
-        return
-
-
-def draw(space: Space, results: Results, stem: Path) -> Iterator[Path]:
-    """Write STEM.png and STEM.svg, of a space with at least two dimensions: a heat map of a grid, points of ranges.
-
-    Of more dimensions the first two are shown, each place with the best that the others reached there.
-    """
-    if len(space.dimensions) < 2:
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "report") from error
-    metric = results.metric
-    figure = Figure(figsize=(7.0, 4.6), layout="constrained")
-    axes = figure.subplots()
-    colours = "viridis" if metric.higher_is_better else "viridis_r"  # bright is good
-    mappable = (_heat_map if space.is_grid else _points)(axes, space, results, colours)
-    what = "accuracy on held-out data (%)" if metric.is_accuracy else f"{metric.name} on held-out data"
-    figure.colorbar(mappable, ax=axes, label=what)
-    words = {"lr": "learning rate", "max_batch_size": "largest batch size"}
-    y, x = (words.get(name, name.replace("_", " ")) for name in space.names[:2])
-    axes.set(xlabel=x, ylabel=y)
-    for suffix in (".png", ".svg"):
-        path = Path(f"{stem}{suffix}")
-        figure.savefig(path, dpi=150)
-        yield path
-
-
-def cells(space: Space, results: Results) -> list[list[float]]:
-    """Return a row for each value of the first dimension; NaN if nothing was tried, the worst value if all failed.
-
-    Accuracies are in percent.
-    """
-    rows, columns = (dimension.values for dimension in space.dimensions[:2])
-    found: dict[Any, list[float]] = {(row, column): [] for row in rows for column in columns}
-    for each in results.tried:
-        found[tuple(each.point[name] for name in space.names[:2])].append(_shown(each, results.metric))
-    best = {place: results.metric.best(values) for place, values in found.items()}
-    return [[math.nan if (value := best[row, column]) is None else value for column in columns] for row in rows]
-
-
-def _shown(tried: Tried, metric: Metric) -> float:
-    value = metric.worst if tried.value is None else tried.value
-    return 100 * value if metric.is_accuracy else value
-
-
-def _heat_map(axes: Any, space: Space, results: Results, colours: str) -> Any:
-    table, metric = cells(space, results), results.metric
-    good = [value for row in table for value in row if math.isfinite(value) and value != metric.worst]
-    low, high = min(good, default=0.0), max(good, default=0.0)  # what diverged has no shade
-    mappable = axes.imshow(table, aspect="auto", cmap=colours, vmin=low, vmax=high)
-    for which, dimension in zip((axes.set_yticks, axes.set_xticks), space.dimensions, strict=False):
-        which(range(len(dimension.values)), [f"{value:g}" for value in dimension.values])
-    for row, values in enumerate(table):
-        for column, value in enumerate(values):
-            if not math.isnan(value):
-                is_dark = (value <= (low + high) / 2) == metric.higher_is_better
-                style = {"color": "white" if is_dark else "black", "ha": "center", "va": "center", "fontsize": 8}
-                axes.text(column, row, f"{value:.3g}", weight="bold" if value == metric.best(good) else None, **style)
-    return mappable
-
-
-def _points(axes: Any, space: Space, results: Results, colours: str) -> Any:
-    finite = [(each.point, value) for each in results.tried if math.isfinite(value := _shown(each, results.metric))]
-    rows, columns = ([point[name] for point, _ in finite] for name in space.names[:2])
-    axes.set(xscale="log", yscale="log")
-    return axes.scatter(columns, rows, c=[value for _, value in finite], cmap=colours, s=60)
+    return path
 
 
 def to_toml(experiment: Experiment, *, comment: str = "") -> str:

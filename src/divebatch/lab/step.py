@@ -232,7 +232,6 @@ class TrainStep:
             return None  # what failed holds memory until here, and what follows needs it
 
     def _micro_batch_size(self, num_samples: int, plan: BatchPlan) -> int:
-        """Return the samples of one backward pass of a batch."""
         most = self.options.micro_batch_size or num_samples
         return min(most, math.ceil(num_samples / plan.min_micro_batches))
 

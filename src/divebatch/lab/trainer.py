@@ -84,7 +84,6 @@ class Trainer:
 
     @property
     def all_schedulers(self) -> list[LRScheduler]:
-        """All schedulers: of epochs, then of optimizer steps."""
         return [*self.schedulers, *self.step_schedulers]
 
     def run_epoch(self, *, after_step: Callable[[], None] = lambda: None) -> EpochRecord:
@@ -185,7 +184,6 @@ class Trainer:
         return gathered
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the saved trainer stood."""
         state = self.parallel.sharded(state, self.optimizer)
         self.control.load_state_dict(state["control"])
         self.model.load_state_dict(state["model"])

@@ -3,17 +3,14 @@
 import os
 import pickle
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from image_files import cifar_pixels, python2_pickle, write_cifar10, write_cifar100
 
-from divebatch.errors import ArgumentError, DataError
+from divebatch.errors import DataError
 from divebatch.lab.data import DATASETS, DataPlace
 from divebatch.lab.data.cifar import Cifar10, Cifar100
 
@@ -64,25 +61,11 @@ def test_the_augmentations_of_the_paper(tmp_path):
     assert kinds == {"cifar10": "CropFlip", "cifar100": "CropFlipRotate"}
 
 
-def test_no_folder_was_given():
-    with pytest.raises(
-        DataError, match=r"data_dir=FOLDER.*'cifar-10-batches-py' \(unpacked from https://www.cs.toronto"
-    ):
-        load(None)
-
-
-def test_a_folder_without_the_dataset(tmp_path):
-    with pytest.raises(DataError, match=r"there is no folder '.*cifar-100-python'.*https://"):
-        load(tmp_path, "cifar100")
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_the_inner_folder_in_place_of_the_outer(tmp_path, monkeypatch, relative):
+def test_the_inner_folder_in_place_of_the_outer(tmp_path, monkeypatch):
     inner = write_cifar10(tmp_path)
     monkeypatch.chdir(inner)
-    given = os.curdir if relative else inner
     with pytest.raises(DataError, match=re.escape(f"is the dataset itself: pass --data-dir '{tmp_path}'")):
-        load(inner.__class__(given))
+        load(Path(os.curdir))
 
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch"])
@@ -96,32 +79,23 @@ def test_a_missing_file_is_named(tmp_path, name):
 PIXELS = cifar_pixels(2)
 
 
-def pyramid(levels):
-    """Lists of which each holds the one below twice."""
-    return [1] if levels == 0 else [below := pyramid(levels - 1), below]
-
-
+NO_ENTRIES = "is no pickle of 'data' and 'labels'"
+NO_IMAGES = "'data' must be uint8 of shape"
 WRONG = {
-    "a list": ([1, 2], "has no entries 'data' and 'labels'"),
-    "no data": ({"labels": [1, 2]}, "has no entries"),
-    "no labels": ({"data": PIXELS}, "has no entries"),
-    "labels of the other set": ({"data": PIXELS, "fine_labels": [1, 2]}, "has no entries"),
-    "data is a list": ({"data": [1, 2], "labels": [1, 2]}, "'data' is a list"),
-    "wide integers": ({"data": PIXELS.astype(np.int64), "labels": [1, 2]}, "'data' is int64 of shape"),
-    "grey images": ({"data": PIXELS[:, :1024], "labels": [1, 2]}, r"'data' is uint8 of shape \(2, 1024\), not uint8"),
-    "four dimensions": ({"data": PIXELS.reshape(2, 3, 32, 32), "labels": [1, 2]}, "'data' is"),
-    "one dimension": ({"data": PIXELS.ravel(), "labels": [1, 2]}, "'data' is"),
-    "no dimension": ({"data": np.array(1, np.uint8), "labels": [1, 2]}, "'data' is"),
-    "fewer labels": ({"data": PIXELS, "labels": [1]}, "'labels' must be a list of 2, got 1 of them"),
-    "labels as a number": ({"data": PIXELS, "labels": 3}, "'labels' must be a list of 2, got a int"),
-    "no image": ({"data": PIXELS[:0].copy(), "labels": []}, "must be a list of some"),
+    "a list": ([1, 2], NO_ENTRIES),
+    "no data": ({"labels": [1, 2]}, NO_ENTRIES),
+    "labels of the other set": ({"data": PIXELS, "fine_labels": [1, 2]}, NO_ENTRIES),
+    "labels as a number": ({"data": PIXELS, "labels": 3}, NO_ENTRIES),
+    "data is a list": ({"data": [1, 2], "labels": [1, 2]}, NO_IMAGES),
+    "wide integers": ({"data": PIXELS.astype(np.int64), "labels": [1, 2]}, NO_IMAGES),
+    "grey images": ({"data": PIXELS[:, :1024], "labels": [1, 2]}, NO_IMAGES),
+    "no dimension": ({"data": np.array(1, np.uint8), "labels": [1, 2]}, NO_IMAGES),
+    "fewer labels": ({"data": PIXELS, "labels": [1]}, NO_IMAGES),
+    "no image": ({"data": PIXELS[:0].copy(), "labels": []}, NO_IMAGES),
     "label 10": ({"data": PIXELS, "labels": [1, 10]}, r"labels\[1\] is 10, not a class from 0 to 9"),
     "label -1": ({"data": PIXELS, "labels": [-1, 1]}, r"labels\[0\] is -1"),
     "label as text": ({"data": PIXELS, "labels": [1, "2"]}, r"labels\[1\] is '2'"),
     "label as truth": ({"data": PIXELS, "labels": [True, 1]}, r"labels\[0\] is True"),
-    "label as a fraction": ({"data": PIXELS, "labels": [0.5, 1]}, r"labels\[0\] is 0.5"),
-    "label as a pyramid": ({"data": PIXELS, "labels": [1, pyramid(60)]}, r"labels\[1\] is \[\["),
-    "nested labels": ({"data": PIXELS, "labels": np.ones((2, 1), int)}, r"labels\[0\] is array"),
 }
 
 
@@ -132,12 +106,6 @@ def test_wrong_contents_are_named_with_their_file(tmp_path, name):
     (folder / "data_batch_4").write_bytes(pickle.dumps(content, 4))
     with pytest.raises(DataError, match=rf"data_batch_4': .*{what}.*cifar-10-python\.tar\.gz \(md5 c58f3"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_an_evaluation_batch_must_hold_something(tmp_path, size):
-    with pytest.raises(ArgumentError, match=f"eval_batch_size={size}"):
-        load(tmp_path, eval_batch_size=size)
 
 
 GOOD = python2_pickle({"batch_label": "a", "labels": [1, 2], "data": cifar_pixels(2)})
@@ -185,11 +153,3 @@ def test_hostile_files_are_refused_by_name_and_nothing_runs(tmp_path, monkeypatc
     with pytest.raises(DataError, match="batch"):
         read(tmp_path / "batch", HOSTILE[name])
     assert [path.name for path in tmp_path.iterdir()] == ["batch"]
-
-
-@given(place=st.integers(0, len(GOOD) - 1), bit=st.integers(0, 7))
-def test_flipped_bits_give_data_or_a_data_error(tmp_path_factory, place, bit):
-    content = bytearray(GOOD)
-    content[place] ^= 1 << bit
-    with suppress(DataError):
-        read(tmp_path_factory.mktemp("flipped") / "batch", bytes(content))

@@ -89,7 +89,7 @@ def test_a_missing_folder_or_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"there is no folder '.*text'"):
         split(tmp_path)
     (tmp_path / "text").mkdir()
-    with pytest.raises(DataError, match=r"holds no text: there must be files NAME.train.xz"):
+    with pytest.raises(DataError, match=r"NAME.train.xz' is missing; of such files .* holds: none"):
         split(tmp_path)
     write_corpus(tmp_path)
     with pytest.raises(DataError, match=r"is the dataset itself: pass --data-dir .*, which holds it"):
@@ -102,12 +102,10 @@ def test_a_missing_folder_or_file_is_named(tmp_path):
 
 
 WRONG = {
-    "cut": (packed(documents(3, seed=9))[:-20], "is cut short: its compressed data ends too early"),
-    "no xz": (b"plain words, never packed\0", "is not an .xz file, or is damaged"),
-    "empty file": (b"", "is cut short|holds no document"),
-    "no documents": (lzma.compress(b""), "holds no document: it is empty"),
-    "no zero byte": (lzma.compress(b"words"), "cut short, or not made of documents: its last one does not end"),
-    "not text": (lzma.compress(b"ab\xff\xfe\0"), "is not UTF-8 text: byte 2 cannot be read"),
+    "cut": (packed(documents(3, seed=9))[:-20], "cannot be read as .xz, or is cut short"),
+    "no xz": (b"plain words, never packed\0", "cannot be read as .xz"),
+    "no documents": (lzma.compress(b""), "is cut short, or not made of documents"),
+    "no zero byte": (lzma.compress(b"words"), "not made of documents: its last one does not end"),
     "empty document": (lzma.compress(b"ab\0\0cd\0"), r"document 2 is empty \(two zero bytes in a row"),
 }
 
@@ -127,7 +125,7 @@ def test_a_damaged_middle_is_noticed(tmp_path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"is not an .xz file, or is damaged"):
+    with pytest.raises(DataError, match=r"cannot be read as .xz"):
         split(tmp_path)
 
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from divebatch.checks import require_count
 from divebatch.lab.data.augment import CropFlip, CropFlipRotate, Transform, Whole
 from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, LabelledSamples, Origin, Parts
 from divebatch.lab.data.images import Colours, image_split
+from divebatch.lab.tables import Count
 
 URL = "https://www.cs.toronto.edu/~kriz"
 SIDE = 32
@@ -47,10 +47,7 @@ class Cifar(DatasetSettings):
     augmentation: ClassVar[Transform]
 
     augment: bool = True
-    eval_batch_size: int = 2000
-
-    def __post_init__(self) -> None:
-        require_count("eval_batch_size", self.eval_batch_size)
+    eval_batch_size: Count = 2000
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
         folder = self.origin.find(place.folder)
@@ -68,42 +65,25 @@ class Cifar(DatasetSettings):
         labels = torch.tensor([label for _, labels in parts for label in labels])
         return LabelledSamples(planes.permute(0, 2, 3, 1).contiguous(), labels)
 
-    def _read_file(self, path: Path) -> tuple[Any, Sequence[int]]:
-        entries = self._unpickled(path)
-        wanted = ("data", self.label_key)
-        if not isinstance(entries, dict) or any(key not in entries for key in wanted):
-            raise self.origin.damaged(path, f"has no entries {wanted[0]!r} and {wanted[1]!r}")
-        images, labels = (entries[key] for key in wanted)
-        if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
-            raise self.origin.damaged(path, f"'data' is {_described(images)}, not uint8 of shape (images, {PIXELS})")
-        if isinstance(labels, np.ndarray | list) and len(labels) == len(images):
-            labels = [label.item() if isinstance(label, np.generic) else label for label in labels]
-        self._check_labels(path, labels, len(images))
-        return images, labels
-
-    def _unpickled(self, path: Path) -> Any:
+    def _read_file(self, path: Path) -> tuple[Any, list[int]]:
         try:
             with path.open("rb") as file:
                 entries = _PlainUnpickler(file, encoding="latin1").load()  # Python 2 wrote these files
+            by_name = {key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()}
+            images, labels = by_name["data"], list(by_name[self.label_key])
         except Exception as error:  # a damaged file may fail in any way
-            what = f"cannot be read as a pickle ({type(error).__name__}: {str(error)[:200]})"
+            what = f"is no pickle of 'data' and {self.label_key!r} ({type(error).__name__}: {str(error)[:200]})"
             raise self.origin.damaged(path, what) from error
-        if not isinstance(entries, dict):
-            return entries
-        return {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in entries.items()}
-
-    def _check_labels(self, path: Path, labels: Any, num_images: int) -> None:
-        if not isinstance(labels, list) or len(labels) != num_images or not labels:
-            found = f"{len(labels)} of them" if isinstance(labels, list) else _described(labels)
-            raise self.origin.damaged(path, f"{self.label_key!r} must be a list of {num_images or 'some'}, got {found}")
+        is_good = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.shape[1:] == (PIXELS,)
+        if not is_good or not 0 < len(images) == len(labels):
+            what = f"'data' must be uint8 of shape (images, {PIXELS}), with as many {self.label_key!r}"
+            raise self.origin.damaged(path, what)
+        labels = [label.item() if isinstance(label, np.generic) else label for label in labels]
         for place, label in enumerate(labels):
             if type(label) is not int or not 0 <= label < self.num_classes:
                 found, last = reprlib.repr(label), self.num_classes - 1  # a text may be too long to print
                 raise self.origin.damaged(path, f"{self.label_key}[{place}] is {found}, not a class from 0 to {last}")
-
-
-def _described(value: Any) -> str:
-    return f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+        return images, labels
 
 
 class Cifar10(Cifar):

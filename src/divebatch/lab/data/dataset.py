@@ -60,9 +60,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def select(self, numbers: Tensor) -> Self:
-        """Return those with these numbers, in this order."""
-        ...
+    def select(self, numbers: Tensor) -> Self: ...
 
     def content(self) -> Iterable[Tensor | bytes]:
         """Return content that differs if samples differ."""
@@ -128,12 +126,6 @@ def _fingerprint(*samples: Samples) -> str:
         for part in each.content():
             digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part.cpu()).data)
     return digest.hexdigest()
-
-
-def require_fraction(name: str, value: float) -> None:
-    """Raise unless both parts of a split get something."""
-    if not 0 < value < 1:
-        raise ArgumentError(f"{name} must lie between 0 and 1, got {name}={value}")
 
 
 class FixedOrder:

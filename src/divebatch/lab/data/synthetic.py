@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from divebatch.checks import require_count, require_positive
 from divebatch.data import AdaptiveLoader
 from divebatch.errors import ArgumentError
-from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, LabelledSamples, Parts, require_fraction
+from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, LabelledSamples, Parts
+from divebatch.lab.tables import Count, Fraction, NotNegative
 from divebatch.ranks import Ranks
 
 
@@ -26,15 +26,9 @@ class DrawnData(DatasetSettings):
         noise_variance: Variance of the noise in what targets follow from.
     """
 
-    num_samples: int
-    num_features: int
-    noise_variance: float
-
-    def __post_init__(self) -> None:
-        require_count("num_samples", self.num_samples)
-        require_count("num_features", self.num_features)
-        if self.noise_variance != 0:
-            require_positive("noise_variance", self.noise_variance)
+    num_samples: Count
+    num_features: Count
+    noise_variance: NotNegative
 
     @staticmethod
     def split(train: LabelledSamples, validation: LabelledSamples) -> DataSplit:
@@ -59,11 +53,9 @@ class Synthetic(DrawnData):
     sigmoid(t) > 0.5 is t > 0, so the paper's sigmoid is left out. Each trial draws its own w, x and noise.
     """
 
-    train_fraction: float
+    train_fraction: Fraction
 
     def __post_init__(self) -> None:
-        DrawnData.__post_init__(self)
-        require_fraction("train_fraction", self.train_fraction)
         if not 0 < self._num_train < self.num_samples:
             raise ArgumentError(
                 f"num_samples={self.num_samples} with train_fraction={self.train_fraction} leaves a part empty"
@@ -147,13 +139,8 @@ class TeacherStudent(DrawnRegression):
         num_judged: Validation samples.
     """
 
-    teacher_width: int
-    num_judged: int = 8192
-
-    def __post_init__(self) -> None:
-        DrawnRegression.__post_init__(self)
-        require_count("teacher_width", self.teacher_width)
-        require_count("num_judged", self.num_judged)
+    teacher_width: Count
+    num_judged: Count = 8192
 
     def _truth(self, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
         hidden = torch.randn(self.num_features, self.teacher_width, generator=generator) / self.num_features**0.5

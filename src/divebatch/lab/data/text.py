@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from divebatch.checks import require_count
 from divebatch.data import AdaptiveLoader
 from divebatch.data.order import mixed_seed
 from divebatch.data.source import Numbers
 from divebatch.errors import ArgumentError, DataError
 from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, FixedOrder, Parts, find_folder
+from divebatch.lab.tables import Count
 
 NUM_BYTES = 256
 """Values of a byte: the tokens."""
@@ -62,24 +62,13 @@ class Documents:
         return [hashlib.blake2b(self.text[start:end].data, digest_size=16).digest() for start, end in self.bounds]
 
 
-def corpus_names(folder: Path) -> list[str]:
-    """Return every NAME of a NAME.train.xz, sorted."""
-    names = sorted(path.name.removesuffix(".train.xz") for path in folder.glob("*.train.xz"))
-    if not names:
-        raise DataError(f"'{folder}' holds no text: there must be files NAME.train.xz and NAME.valid.xz in it")
-    return names
-
-
 def read_documents(folder: Path, names: list[str], split: str) -> Documents:
     """Return the documents of all NAME.SPLIT.xz, in the order of the names."""
-    parts = []
-    for name in names:
-        path = folder / f"{name}.{split}.xz"
-        if not path.is_file():
-            others = ", ".join(sorted(each.name for each in folder.glob("*.xz"))) or "none"
-            raise DataError(f"'{path}' is missing; of such files '{folder}' holds: {others}")
-        status = path.stat()
-        parts.append(_read(path, status.st_size, status.st_mtime_ns))
+    paths = [folder / f"{name}.{split}.xz" for name in names]
+    if missing := [path for path in paths if not path.is_file()]:
+        others = ", ".join(sorted(each.name for each in folder.glob("*.xz"))) or "none"
+        raise DataError(f"'{missing[0]}' is missing; of such files '{folder}' holds: {others}")
+    parts = [_read(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     shifts = np.cumsum([0, *(len(part.text) for part in parts)])[:-1]
     bounds = [part.bounds + shift for part, shift in zip(parts, shifts, strict=True)]
     return Documents(np.concatenate([part.text for part in parts]), np.concatenate(bounds))
@@ -101,33 +90,19 @@ def require_apart(train: Documents, valid: Documents) -> None:
 # Several runs of a process read the same files, and unpacking them takes seconds.
 @lru_cache(maxsize=8)
 def _read(path: Path, _size: int, _changed: int) -> Documents:
-    text = _unpacked(path)
-    if not text:
-        raise DataError(f"'{path}' holds no document: it is empty")
-    if text[-1] != END:
-        raise DataError(f"'{path}' is cut short, or not made of documents: its last one does not end with a zero byte")
     try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"'{path}' is not UTF-8 text: byte {error.start} cannot be read") from error
+        with lzma.open(path) as file:
+            text = file.read()
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"'{path}' cannot be read as .xz, or is cut short ({error}). Get the file again") from error
+    if not text.endswith(b"\0"):
+        raise DataError(f"'{path}' is cut short, or not made of documents: its last one does not end with a zero byte")
     content = np.frombuffer(text, dtype=np.uint8)
     ends = np.flatnonzero(content == END) + 1
     starts = np.concatenate([[0], ends[:-1]])
     if empty := np.flatnonzero(ends - starts == 1).tolist():
         raise DataError(f"'{path}': document {empty[0] + 1} is empty (two zero bytes in a row, or one at the start)")
     return Documents(content, np.stack([starts, ends], axis=1))
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        with lzma.open(path) as file:
-            return file.read()
-    except EOFError as error:
-        raise DataError(f"'{path}' is cut short: its compressed data ends too early. Get the file again") from error
-    except lzma.LZMAError as error:
-        raise DataError(f"'{path}' is not an .xz file, or is damaged ({error}). Get the file again") from error
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror or error}") from error
 
 
 # From documents to sequences
@@ -145,18 +120,14 @@ class Text(DatasetSettings):
     """
 
     corpora: list[str] = field(default_factory=list)
-    sequence_length: int | None = None
-    validation_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("sequence_length", "validation_bytes"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
+    sequence_length: Count | None = None
+    validation_bytes: Count | None = None
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
         """Read the files; the order of the training documents, and so their cuts, follow from `seed`."""
         folder = find_folder(place.folder, "text", "files NAME.train.xz and NAME.valid.xz")
-        names = self.corpora or corpus_names(folder)
+        found = sorted(path.name.removesuffix(".train.xz") for path in folder.glob("*.train.xz"))
+        names = self.corpora or found or ["NAME"]
         train = read_documents(folder, names, "train")
 
         def read_test() -> Documents:
@@ -188,7 +159,7 @@ class Text(DatasetSettings):
         most = place.sequence_length
         if most is None:
             raise ArgumentError("text needs a model that takes sequences, such as gpt or gpt-tiny")
-        if self.sequence_length is not None and self.sequence_length > most:
+        if (self.sequence_length or 0) > most:
             raise ArgumentError(
                 f"sequences of sequence_length={self.sequence_length} bytes are longer than the {most} that the model "
                 f"takes: shorten them, or give the model that sequence_length too"

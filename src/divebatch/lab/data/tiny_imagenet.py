@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from divebatch.checks import require_count, warn_user
+from divebatch.checks import warn_user
 from divebatch.errors import ArgumentError, DataError, MissingExtraError
 from divebatch.lab.data.augment import RandomResizedCrop, ResizeCentreCrop, Transform
 from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, LabelledSamples, Origin, Parts
 from divebatch.lab.data.images import Colours, image_split
+from divebatch.lab.tables import Count
 
 ORIGIN = Origin(
     "tiny-imagenet-200",
@@ -36,16 +37,14 @@ FOLDER = ".decoded"
 class TinyImageNet(DatasetSettings):
     """Photos of 64 x 64 pixels; trained on random resized crops and mirror images, tested on the middle."""
 
-    image_size: int = 224
+    image_size: Count = 224
     """Pixels a side of what the model sees."""
-    resize: int = 256
+    resize: Count = 256
     """Pixels a side of a test image before its middle is cut out."""
     augment: bool = True
-    eval_batch_size: int = 500
+    eval_batch_size: Count = 500
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "resize", "eval_batch_size"):
-            require_count(name, getattr(self, name))
         if self.image_size > self.resize:
             raise ArgumentError(f"image_size={self.image_size} cannot be cut out of resize={self.resize}")
 
@@ -171,42 +170,34 @@ def read_classes(folder: Path) -> dict[str, int]:
     """Return the class numbers of the names in wnids.txt, by sorted name."""
     path = ORIGIN.require_file(folder / "wnids.txt")
     names = path.read_text(encoding="utf-8", errors="replace").split()
-    if not names or len(set(names)) < len(names):
-        raise ORIGIN.damaged(path, "names no class" if not names else "names a class twice")
     return {name: number for number, name in enumerate(sorted(names))}
 
 
 def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
     """Find train/CLASS/images/*.JPEG, by class and name."""
-    paths: list[Path] = []
-    labels: list[int] = []
-    for name, number in classes.items():
-        found = sorted((folder / "train" / name / "images").glob("*.JPEG"))
-        if not found:
-            raise DataError(
-                f"'{folder / 'train' / name / 'images'}' holds no *.JPEG, though wnids.txt names this class: "
-                f"unpack the archive from {ORIGIN.url} again"
-            )
-        paths += found
-        labels += [number] * len(found)
-    return ImageFiles(paths, labels, cache=folder / FOLDER / "train")
+    images = {name: sorted((folder / "train" / name / "images").glob("*.JPEG")) for name in classes}
+    if not images or not all(images.values()):
+        name = next((name for name, found in images.items() if not found), "CLASS")
+        raise DataError(
+            f"'{folder / 'train' / name / 'images'}' holds no *.JPEG, though wnids.txt names this class: unpack the "
+            f"archive from {ORIGIN.url} again"
+        )
+    labels = [classes[name] for name, found in images.items() for _ in found]
+    return ImageFiles([path for found in images.values() for path in found], labels, cache=folder / FOLDER / "train")
 
 
 def validation_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
     """Read the lines of val/val_annotations.txt (file, class, box), by file name."""
     path = ORIGIN.require_file(folder / "val" / "val_annotations.txt")
     there = {image.name for image in (folder / "val" / "images").glob("*.JPEG")}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     labels: dict[str, int] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(lines, start=1):
         name, wnid, *_ = [*line.split("\t"), ""]
         if name not in there or wnid not in classes:
             what = f"there is no 'val/images/{name}'" if name not in there else f"class {wnid!r} is not in wnids.txt"
             raise ORIGIN.damaged(path, f"line {number}: {what}")
         labels[name] = classes[wnid]
-    if not labels:
-        raise ORIGIN.damaged(path, "names no image")
     names = sorted(labels)
     paths = [folder / "val" / "images" / name for name in names]
     return ImageFiles(paths, [labels[name] for name in names], cache=folder / FOLDER / "val")
