@@ -493,7 +493,7 @@ class Schedule:
         """Samples of a delivered batch at the first size."""
         self._gap = math.ceil(self._first_size / self._first_delivery) if loader.delivery_size else accumulate
         """Batches of a step at the first size."""
-        self._rest = "own step" if loader.delivery_size else "left out"
+        self.rest = "own step" if loader.delivery_size else "left out"
         """What becomes of an epoch's last batches if they fill no step."""
         self._first_epoch = loader.epoch
         self._lead: int | None = None
@@ -599,14 +599,10 @@ class Schedule:
                     f"scheduler_unit is 'step': call it once after each optimizer step, or pass scheduler_unit='call'"
                 )
         self._is_sure = self._is_sure or steps >= SURE
-        if is_first_size and self._rest == "left out" and batches % self._gap and steps > batches // self._gap:
-            self._rest = "own step"
+        if is_first_size and self.rest == "left out" and batches % self._gap and steps > batches // self._gap:
+            self.rest = "own step"
         self.catch_up(None)
         self._at_end = position_of(self.scheduler)
-
-    def carry_over(self) -> None:
-        """Count batches that filled no step into the next epoch's first one, as the loop does."""
-        self._rest = "carried over"
 
     def _place(self, samples: int | None) -> int:
         """Return the steps of the loop at the first size after `samples` of the present epoch; None: none is begun."""
@@ -616,28 +612,28 @@ class Schedule:
         if samples is None:
             return before
         done = math.ceil(samples / self._first_delivery)
-        if self._rest == "carried over":
+        if self.rest == "carried over":
             done += epochs * batches % self._gap
         place = before + math.ceil(done / self._gap)
         return place if size is None else min(place, after)
 
     def _whole_epochs(self, batches: int, epochs: int) -> int:
-        if self._rest == "carried over":
+        if self.rest == "carried over":
             return epochs * batches // self._gap
-        return epochs * (math.ceil(batches / self._gap) if self._rest == "own step" else batches // self._gap)
+        return epochs * (math.ceil(batches / self._gap) if self.rest == "own step" else batches // self._gap)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where it stands beside its samples."""
-        return {name: getattr(self, f"_{name}") for name in _SCHEDULE_STATE}
+        return {name.lstrip("_"): getattr(self, name) for name in _SCHEDULE_STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. The scheduler may be loaded before or after."""
         for name in _SCHEDULE_STATE:
-            setattr(self, f"_{name}", state[name])
+            setattr(self, name, state[name.lstrip("_")])
         self._kept = self._at_end = None
 
 
-_SCHEDULE_STATE = ("first_size", "first_delivery", "first_epoch", "rest", "lead", "at_begin", "is_sure")
+_SCHEDULE_STATE = ("_first_size", "_first_delivery", "_first_epoch", "rest", "_lead", "_at_begin", "_is_sure")
 
 
 def _own_of(value: Any) -> Any:
@@ -854,6 +850,16 @@ class Rates:
         for schedule in self.schedules:
             schedule.unit = "call"
         return self.gains.due(step)
+
+    def catch_up(self, samples: int) -> None:
+        """Make the steps that schedulers are behind after `samples` of the epoch."""
+        for schedule in self.schedules:
+            schedule.catch_up(samples)
+
+    def carry_over(self) -> None:
+        """Count batches that filled no step into the next epoch's first one, as the loop does."""
+        for schedule in self.schedules:
+            schedule.rest = "carried over"
 
     def end_epoch(self, steps: int, batches: int, *, is_first_size: bool) -> None:
         """Check schedulers, and bring them to the epoch's end."""

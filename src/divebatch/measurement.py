@@ -194,6 +194,22 @@ class Diversity:
         high = max(low, high) if high > 0 else 0.0
         return (low if self.spread.bounds_below else 0.0, high)
 
+    def in_record(self, *, at_fixed_weights: bool) -> dict[str, Any]:
+        """Return the fields of an epoch's record; JSON has no infinity, so an infinite end is None."""
+        low, high = (math.inf, math.inf) if self.spread is None else self.noise_scale_interval()
+        value, count = self.value if self.is_defined else None, self.num_samples
+        fields: dict[str, Any] = {
+            "skipped_samples": self.skipped_samples,
+            "diversity": value,
+            "diversity_low": (1 + low) / count if low < math.inf else None,
+            "diversity_high": (1 + high) / count if high < math.inf else None,
+        }
+        if at_fixed_weights:
+            fields["noise_scale"] = None if value is None else self.noise_scale
+            fields["noise_scale_low"] = low if low < math.inf else None
+            fields["noise_scale_high"] = high if high < math.inf else None
+        return fields
+
 
 def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) -> tuple[float, float]:
     """Return the range of positive ratios B for which trace - B * sq_norm is within `reach` standard errors of 0."""

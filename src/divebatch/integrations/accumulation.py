@@ -8,14 +8,14 @@ from typing import Any, Self
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from divebatch.controller import Controller, in_multiples
+from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.order import EpochProgress, num_batches
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.measurement import Decision, Measurement
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.policies import Policy
-from divebatch.policies.policy import require_policy
+from divebatch.policies.policy import in_multiples, require_policy
 from divebatch.policies.wrappers import Around
 
 
