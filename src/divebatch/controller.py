@@ -39,7 +39,7 @@ from divebatch.policies import Fixed, Policy
 from divebatch.policies.policy import in_multiples, settings_of
 from divebatch.records import Change, EpochRecord
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 class Controller:

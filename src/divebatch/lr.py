@@ -115,21 +115,17 @@ def factor_of(coupling: Coupling, ratio: float, noise: float | None = None) -> f
     return COUPLINGS[coupling](ratio, noise) if isinstance(coupling, str) else float(ratio**coupling)
 
 
-def coupling_for(optimizer: Optimizer, *, one_of: int = 1) -> Literal["linear", "sqrt"]:
-    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient.
-
-    `one_of` is the number of optimizers that train together.
-    """
+def coupling_for(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
+    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient."""
     # By type and not by name: a user's subclass of Adam is Adam-like too.
     if isinstance(optimizer, _ADAM_LIKE):
         return "sqrt"
     if isinstance(optimizer, SGD | ASGD):
         return "linear"
-    one = "Controller(..., lr_coupling='sqrt')"
-    several = "Controller(..., lr_coupling=[...]) with a name for each optimizer: 'sqrt'"
     raise ArgumentError(
         f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how the learning rate must "
-        f"follow the batch size: pass {one if one_of == 1 else several} if it is Adam-like, 'linear' if it is like SGD"
+        f"follow the batch size: pass Controller(..., lr_coupling='sqrt') if it is Adam-like, 'linear' if it is like "
+        f"SGD, or a list with a name for each of several optimizers"
     )
 
 
@@ -140,9 +136,8 @@ def require_adam(optimizer: Optimizer) -> None:
     known = ", ".join(kind.__name__ for kind in _ADAM_KNOWN)
     other = "linear" if isinstance(optimizer, SGD | ASGD) else "sqrt"
     raise ArgumentError(
-        f"this lr_coupling sets betas as well, for torch's {known}, and "
-        f"{type(optimizer).__name__} is none of them: pass lr_coupling={other!r}, which changes the learning rate "
-        f"alone. Several optimizers may each have their own, as a list in their order"
+        f"this lr_coupling sets betas as well, for torch's {known}, and {type(optimizer).__name__} is none of them: "
+        f"pass lr_coupling={other!r}, which changes the learning rate alone; of several optimizers a list has one each"
     )
 
 
@@ -153,7 +148,7 @@ def couplings_of(
     if lr_coupling is None and policy.lr_coupling is None and policy.needs_lr_coupling:
         # Linear for SGD, the square root for Adam-like optimizers, and the policy's own for torch's Adam and its kind.
         of_adam: Any = policy.adam_coupling
-        suiting = [coupling_for(each, one_of=len(optimizers)) for each in optimizers]
+        suiting = [coupling_for(each) for each in optimizers]
         return [of_adam if isinstance(o, _ADAM_KNOWN) else suits for o, suits in zip(optimizers, suiting, strict=True)]
     named = policy.lr_coupling or "none" if lr_coupling is None else lr_coupling
     couplings: list[Any] = [named] * len(optimizers) if isinstance(named, str | int | float) else list(named)
@@ -251,13 +246,8 @@ class GainSum:
 class LrCoupling:
     """The learning rates of one optimizer, and settings of Adam's: changed for the time of a step.
 
-    Args:
-        optimizer: The optimizer whose rates follow.
-        kind: A name of `COUPLINGS`, or a power of the batch size.
-        first_batch_size: The batch size of the first step.
-        base_batch_size: The size that the rates were chosen for; None: the first.
-        loss_reduction: How the loss is reduced over a batch. The gradient of a "sum" grows with the batch, so a rate
-            for gradients that are not normalized follows by one power less.
+    `kind` is a name of `COUPLINGS`, or a power of the batch size. The gradient of a loss that is a "sum" over the batch
+    grows with it, so a rate for gradients that are not normalized follows by one power less.
     """
 
     def __init__(
@@ -382,16 +372,19 @@ class LrCoupling:
             _count_steps_in(self.optimizer, ratio / self._ratio)
         self._ratio = ratio
         if self.kind in BY_GAIN:
-            noise = None if self._noise_scale is None else self._noise_scale / self.base_batch_size
-            self.gains.change(gain(ratio, noise), step)
+            self.gains.change(gain(ratio, self._noise), step)
         self._decided_factor *= lr_factor
         self.factor = self.factor_at(batch_size) * self._decided_factor
+
+    @property
+    def _noise(self) -> float | None:
+        """The noise scale over the base batch size."""
+        return None if self._noise_scale is None else self._noise_scale / self.base_batch_size
 
     def factor_at(self, batch_size: int) -> float:
         """Return the factor of `batch_size` alone, without those of decisions."""
         ratio = batch_size / self.base_batch_size
-        noise = None if self._noise_scale is None else self._noise_scale / self.base_batch_size
-        factor = factor_of(self.kind, ratio, noise)
+        factor = factor_of(self.kind, ratio, self._noise)
         if self.kind == "1/(1+B/b)" and self._first_noise_scale is not None:
             # Over what it is for the base batch at the noise first measured.
             factor /= factor_of(self.kind, 1.0, self._first_noise_scale / self.base_batch_size)
@@ -399,25 +392,20 @@ class LrCoupling:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factors and what they follow from. The own values are in the optimizer's state."""
-        return {
-            "base_batch_size": self.base_batch_size,
-            "ratio": self._ratio,
-            "factor": self.factor,
-            "decided_factor": self._decided_factor,
-            "highest_own": list(self._highest_own),
-            "noise_scale": self._noise_scale,
-            "first_noise_scale": self._first_noise_scale,
-            "gains": asdict(self.gains),
-        }
+        saved = {name.lstrip("_"): copy.copy(getattr(self, name)) for name in _COUPLING_STATE}
+        return {**saved, "gains": asdict(self.gains)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. Optimizer and scheduler may be loaded before or after."""
         self.put_back()
-        self.base_batch_size, self._ratio = state["base_batch_size"], state["ratio"]
-        self.factor, self._decided_factor = state["factor"], state["decided_factor"]
-        self._highest_own = list(state["highest_own"])
-        self._noise_scale, self._first_noise_scale = state["noise_scale"], state["first_noise_scale"]
+        for name in _COUPLING_STATE:
+            setattr(self, name, copy.copy(state[name.lstrip("_")]))
         self.gains = GainSum(**state["gains"])
+
+
+_COUPLING_STATE = (
+    *("base_batch_size", "_ratio", "factor", "_decided_factor", "_highest_own", "_noise_scale", "_first_noise_scale"),
+)
 
 
 def _put(held: Any, rule: Rule | tuple[Rule, Rule], k: float) -> tuple[Any, Any]:
@@ -467,13 +455,7 @@ class Schedule:
     it stands where the loop at the first size would stand after as many samples: it is stepped as often as it is
     behind. While batches are smaller than the first ones, a step of the loop's that comes too early is taken back.
 
-    Args:
-        scheduler: The scheduler, of torch or of any other kind that counts its steps in `last_epoch`.
-        unit: The meaning of a call of its `step`: an "epoch", a "step" at the first batch size, or just a "call".
-        loader: Delivers the batches.
-        optimizer: The optimizer that it drives.
-        first_size: The loader's first batch size.
-        accumulate: The loader's batches of an optimizer step.
+    `first_size` is the loader's first batch size, and `accumulate` its batches in an optimizer step.
     """
 
     def __init__(
@@ -488,10 +470,9 @@ class Schedule:
     ) -> None:
         self.scheduler, self.unit, self._loader = scheduler, unit, loader
         self.name, self.optimizer = type(scheduler).__name__, optimizer
-        self._first_size = first_size
         self._first_delivery = loader.delivery_size or first_size
         """Samples of a delivered batch at the first size."""
-        self._gap = math.ceil(self._first_size / self._first_delivery) if loader.delivery_size else accumulate
+        self._gap = math.ceil(first_size / self._first_delivery) if loader.delivery_size else accumulate
         """Batches of a step at the first size."""
         self.rest = "own step" if loader.delivery_size else "left out"
         """What becomes of an epoch's last batches if they fill no step."""
@@ -507,13 +488,7 @@ class Schedule:
         """Its position before its last step, its state there, and the groups."""
 
     def before_step(self, number: int, before: int, after: int) -> None:
-        """Check and catch up before an optimizer step.
-
-        Args:
-            number: Steps that the epoch had before.
-            before: Samples that the epoch had delivered at the step before.
-            after: Those that it has delivered now.
-        """
+        """Check and catch up before step `number` of the epoch; the arguments are those of `Rates.before_step`."""
         if number == 0:
             self._at_begin, self._kept = position_of(self.scheduler), None
             if self.unit == "epoch" and self._at_end is not None and self._at_begin > self._at_end:
@@ -578,26 +553,23 @@ class Schedule:
     def end_epoch(self, steps: int, batches: int, is_first_size: bool) -> None:
         """Check what the epoch has shown, and make the steps that are left of it.
 
-        Args:
-            steps: Optimizer steps of the epoch.
-            batches: Batches of the loader.
-            is_first_size: Whether all of its batches had the first size.
+        It had this number of optimizer steps and of batches; `is_first_size`: all of them had the first size.
         """
         moved = position_of(self.scheduler) - self._at_begin
         if self.unit == "epoch" and moved > 1 and steps > 1 and not self._is_sure:
             raise self._wrong_unit()
-        if self.unit == "step" and self._lead is None and not self._is_sure and steps >= SURE:
-            if moved <= 1:
-                raise UsageError(
-                    f"{self.name}.step() was called {'once' if moved else 'not once'} in an epoch of {steps} optimizer "
-                    f"steps, and scheduler_unit is 'step': pass scheduler_unit='epoch' (the default) for a scheduler "
-                    f"stepped after each epoch"
-                )
-            if moved > steps + 1:
-                raise UsageError(
-                    f"{self.name}.step() was called {moved} times in an epoch of {steps} optimizer steps, and "
-                    f"scheduler_unit is 'step': call it once after each optimizer step, or pass scheduler_unit='call'"
-                )
+        counts_steps = self.unit == "step" and self._lead is None and not self._is_sure and steps >= SURE
+        if counts_steps and not 1 < moved <= steps + 1:
+            seen = f"{moved} times" if moved > 1 else "once" if moved else "not once"
+            way = (
+                "call it once after each optimizer step, or pass scheduler_unit='call'"
+                if moved > 1
+                else "pass scheduler_unit='epoch' (the default) for a scheduler stepped after each epoch"
+            )
+            raise UsageError(
+                f"{self.name}.step() was called {seen} in an epoch of {steps} optimizer steps, and scheduler_unit is "
+                f"'step': {way}"
+            )
         self._is_sure = self._is_sure or steps >= SURE
         if is_first_size and self.rest == "left out" and batches % self._gap and steps > batches // self._gap:
             self.rest = "own step"
@@ -633,7 +605,7 @@ class Schedule:
         self._kept = self._at_end = None
 
 
-_SCHEDULE_STATE = ("_first_size", "_first_delivery", "_first_epoch", "rest", "_lead", "_at_begin", "_is_sure")
+_SCHEDULE_STATE = ("_first_delivery", "_gap", "_first_epoch", "rest", "_lead", "_at_begin", "_is_sure")
 
 
 def _own_of(value: Any) -> Any:
@@ -681,18 +653,9 @@ def schedules_of(
 
 
 class Rates:
-    """The learning rates of all optimizers: each follows the batch size by its own coupling.
+    """The learning rates of all optimizers: each follows the batch size by its own coupling of `kinds`.
 
-    Args:
-        optimizers: Those whose rates follow.
-        kinds: The coupling of each.
-        schedulers: Those that the user has passed.
-        scheduler_unit: The meaning of a call of their `step`, for all or for each.
-        loader: Delivers the samples.
-        first_batch_size: The samples of an optimizer step at the beginning.
-        base_batch_size: Those that the rates were chosen for; None: the first.
-        accumulate: The loader's batches of an optimizer step.
-        loss_reduction: How the loss is reduced over a batch.
+    Batch sizes are those of optimizer steps here. The other arguments are the controller's.
     """
 
     def __init__(
@@ -764,9 +727,9 @@ class Rates:
 
         Args:
             coupling: That of the optimizer that steps.
-            number: Steps that the epoch had before; -1: no epoch is under way.
-            before: Samples that the epoch had delivered at the step before.
-            after: Those that it has delivered now.
+            number: Steps of the epoch before this one; -1: no epoch is under way.
+            before: Samples that the epoch had delivered at the last step.
+            after: Samples that it has delivered now.
         """
         if number >= 0:
             for schedule in self.schedules:
@@ -881,10 +844,8 @@ class Rates:
         return {
             "couplings": [coupling.state_dict() for coupling in self.couplings.values()],
             "schedules": [schedule.state_dict() for schedule in self.schedules],
-            "first_batch_size": self.first_batch_size,
-            "batch_size": self.batch_size,
-            "epoch_lr": self.epoch_lr,
-            "is_used": self._is_used,
+            "batch_sizes": [self.first_batch_size, self.batch_size],
+            "epoch_lr": [self.epoch_lr, self._is_used],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -893,5 +854,5 @@ class Rates:
             coupling.load_state_dict(saved)
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
-        self.first_batch_size, self.batch_size = state["first_batch_size"], state["batch_size"]
-        self.epoch_lr, self._is_used = state["epoch_lr"], state["is_used"]
+        self.first_batch_size, self.batch_size = state["batch_sizes"]
+        self.epoch_lr, self._is_used = state["epoch_lr"]
