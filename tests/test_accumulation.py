@@ -1,6 +1,5 @@
 """Loops that add up the gradients of several batches: what each step really held, counted by the loop itself."""
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch,
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.policies import NoiseScale, Policy
 from reference.per_sample import dataset, mean_loss, mlp
+from saved import through_a_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # plain SGD has no momentum
 
@@ -318,10 +318,7 @@ def test_a_state_taken_after_any_batch_goes_on(stop: int, every_steps: int | Non
     for batches in begun.train():
         if batches == stop:
             break
-    file = io.BytesIO()
-    torch.save(begun.control.state_dict(), file)
-    file.seek(0)
-    resumed.control.load_state_dict(torch.load(file))
+    resumed.control.load_state_dict(through_a_file(begun.control.state_dict()))
     resumed._batches = stop % 4  # this loop's own count, which it keeps in its checkpoint
     resumed.ending = "carry"
     records = [resumed.epoch()]

@@ -4,7 +4,6 @@ The twins are a loop that sets everything by hand from the formulas, and the sam
 """
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from divebatch.measurement import Decision, Measurement
 from divebatch.policies import NoiseDoubling, Policy
 from reference.adam_by_hand import set_by_hand, train_by_hand
 from reference.per_sample import dataset, mean_loss, mlp
+from saved import through_a_file
 
 FIRST, DATA = 4, dataset(40)
 SIZES = (4, 8, 16, 12, 2, 4)
@@ -130,12 +130,6 @@ def test_every_setting_is_what_the_formula_says(name: str, size: int, expected: 
         assert found[knob] == pytest.approx(value, rel=1e-14), knob
 
 
-def test_ninety_five_becomes_exactly_ninety_and_a_quarter_at_twice_the_batch():
-    coupling = following(OPTIMIZERS["AdamW"](one_parameter()))
-    coupling.follow(64)
-    assert in_force(coupling)["betas"][1] == 0.9025
-
-
 @settings(deadline=None, max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 4096), max_size=6),
@@ -172,15 +166,6 @@ def plain(knobs: dict[str, Any]) -> dict[str, Any]:
 def test_a_base_batch_counts_from_the_first_step():
     run = Run(policy=Fixed(), base_batch_size=1)
     assert run.knobs == {"lr": 0.02, "betas": (0.9**4, 0.95**4), "eps": 5e-5, "weight_decay": 0.2}
-
-
-def test_weight_decay_takes_as_much_a_sample_as_at_the_base():
-    optimizer = OPTIMIZERS["AdamW"](one_parameter())
-    coupling = following(optimizer)
-    for size in (32, 64, 512, 8):
-        coupling.follow(size)
-        group = in_force(coupling)
-        assert group["lr"] * group["weight_decay"] / size == pytest.approx(0.01 * 0.1 / 32, rel=1e-14)
 
 
 # The slow twin
@@ -311,13 +296,6 @@ def state_of(scheduler: Any) -> Any:
     return through_a_file({k: v for k, v in scheduler.state_dict().items() if not k.startswith("_s")})
 
 
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 # Written by hand
 
 
@@ -331,29 +309,6 @@ def test_what_the_loop_writes_is_the_own_value_from_then_on():
     assert run.knobs["betas"] == pytest.approx((0.5**4, 0.8**4))
     assert run.knobs["eps"] == pytest.approx(1e-3 / 2)
     assert (group["weight_decay"], group["betas"], group["eps"]) == (0.3, (0.5, 0.8), 1e-3)
-
-
-def test_a_weight_decay_that_is_written_before_every_step():
-    run, used = Run(), []
-    run.optimizer.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["weight_decay"]))
-    expected = []
-    for size in SIZES:
-        for _ in run.loader:
-            own = 0.01 * (1 + len(used))
-            run.optimizer.param_groups[0]["weight_decay"] = own
-            expected.append(own * math.sqrt(size / FIRST))
-            run.optimizer.step()
-        run.control.step()
-    assert used == pytest.approx(expected)
-
-
-def test_one_beta_written_leaves_the_other():
-    run = Run()
-    run.epoch()
-    group = run.optimizer.param_groups[0]
-    group["betas"] = (0.5, *group["betas"][1:])
-    run.optimizer.step()
-    assert run.knobs["betas"] == pytest.approx((0.25, 0.9025))
 
 
 def test_a_parameter_group_added_later_has_own_values_too():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, Oracle, gradient_diversity
@@ -103,17 +103,6 @@ def test_it_follows_the_size_and_the_measured_noise_together():
     assert record.next_batch_size > 8
 
 
-def test_samples_that_agree_gain_nothing():
-    model, data = mlp(), torch.utils.data.TensorDataset(*(t[:1].expand(40, -1) for t in DATA.tensors))
-    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(data, 8, seed=0)
-    control = Controller(
-        model, optimizer, loader, Fixed(), lr_coupling="adascale", base_batch_size=2, estimator="per-sample"
-    )
-    for x, y in loader:
-        mean_loss(model(x), y).backward()
-    assert control.step().next_lr == pytest.approx(0.01, rel=1e-6)
-
-
 # Beside it: 1 / (1 + B / b), which also goes by the noise at a constant batch
 
 
@@ -198,12 +187,6 @@ def test_the_sum_of_gains_counts_steps_at_the_base_batch():
     assert sums == pytest.approx([0, 5, 5 + 5 * 4, 5 + 20 + 5 * 1.6])
 
 
-def test_with_other_couplings_each_step_counts_as_one():
-    run = Training(PadaDamp(16), kind="linear")
-    run.epoch()
-    assert run.control.effective_steps == run.loader.batches_delivered == 5
-
-
 def test_a_scheduler_stepped_as_often_as_said_goes_by_the_sum_of_gains():
     def course(optimizer: SGD) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -251,21 +234,3 @@ def test_no_step_is_lost_to_rounding():
         due.append(gains.due(step))
     assert gains.before < 1
     assert due == [0] * 9 + [1]
-
-
-def test_adamw_with_the_square_root_of_the_gain():
-    model = mlp()
-    optimizer, loader = AdamW(model.parameters(), 0.01), AdaptiveLoader(DATA, 8, seed=0)
-    control = Controller(
-        model,
-        optimizer,
-        loader,
-        PadaDamp(32, rate=5.0),
-        lr_coupling="adascale-sqrt",
-        estimator=Says((1.0, 0.0)),
-    )
-    for x, y in loader:
-        mean_loss(model(x), y).backward()
-        optimizer.step()
-    record = control.step()
-    assert record.next_lr == pytest.approx(0.01 * math.sqrt(record.next_batch_size / 8))

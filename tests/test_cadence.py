@@ -1,6 +1,5 @@
 """Decisions every so many steps: the course, the windows, the records, and every state on the way."""
 
-import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from divebatch.policies import (
 )
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp
+from saved import through_a_file
 
 DATA, SEED = dataset(40), 3
 
@@ -148,13 +148,6 @@ def test_the_rate_follows_at_once_whatever_the_scheduler(per_batch: bool):
         if not per_batch:
             run.scheduler.step(), twin.step()
         run.control.step()
-
-
-def test_fixed_changes_nothing_and_records_no_change():
-    run, plain = Training(Fixed(), every_steps=2), Training(Fixed())
-    assert [run.epoch(), run.epoch()] == [plain.epoch(), plain.epoch()]
-    for mine, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_a_schedule_of_its_own_is_no_change():
@@ -315,13 +308,6 @@ def test_a_cap_above_the_data_leaves_the_rate_where_the_coupling_wants_it():
 # Resuming
 
 
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 CASES: dict[str, Callable[[], Training]] = {
     "by step": lambda: Training(
         Steady(ByStep(((3, 8), (6, 16), (7, 5), (12, 4)))), every_steps=1, lr_coupling="linear"
@@ -394,18 +380,6 @@ def test_policies_that_go_by_epochs_are_refused(policy: Policy):
 def test_the_papers_estimate_is_refused_with_the_others_named():
     with pytest.raises(ArgumentError, match=r"Trajectory sums over whole epochs.*'split', 'moments'"):
         Training(DiveBatch(0.1, 16), every_steps=5)
-
-
-@pytest.mark.parametrize("every_steps", [0, -1, 2.5, True, "3"])
-def test_a_number_of_steps_that_cannot_be_is_refused(every_steps: Any):
-    with pytest.raises(ArgumentError, match="every_steps must be an integer of at least 1"):
-        Training(Fixed(), every_steps=every_steps)
-
-
-def test_a_closed_controller_hears_nothing():
-    run = Training(ByStep(((2, 8),)), every_steps=1)
-    run.control.close()
-    assert list(run.batches()) == [4] * 10
 
 
 # Streams
@@ -485,11 +459,3 @@ def test_a_policy_that_needs_the_length_of_a_stream_says_so():
     seen = Measurement(epoch=1, batch_size=4, dataset_size=None, diversity=Diversity(1.0, 2.0, 40))
     with pytest.raises(UsageError, match=r"needs the number of samples of an epoch.*epoch_samples=N"):
         run.control.policy.next(seen)
-
-
-def test_epochs_of_an_endless_stream_are_epochs():
-    run = OnStream(DiveBatch(1.0, 16, monotone=False), endless=True, epoch_samples=20)
-    records = [run.epoch() for _ in range(3)]
-    assert [record.samples for record in records] == [20, 40, 60]
-    assert all(record.diversity is not None for record in records)
-    assert [r.next_batch_size for r in records[:-1]] == [r.batch_size for r in records[1:]]

@@ -207,17 +207,6 @@ def test_what_is_no_estimator_is_told_so():
         control_of(DiveBatch(0.1, 64), estimator="oracle")
 
 
-def test_every_epoch_can_be_measured_for_the_record():
-    model = mlp()
-    driver, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(24), 4, seed=0)
-    control = Controller(model, driver, loader, Fixed(), measure_always=True)
-    for x, y in loader:
-        driver.zero_grad()
-        mean_loss(model(x), y).backward()
-        driver.step()
-    assert control.step().measured
-
-
 class OwnLayer(nn.Module):
     """Without a norm rule."""
 

@@ -6,11 +6,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD
 
 from divebatch import AdaptiveLoader, Controller, Decision, DiveBatch, Fixed, Measurement, Policy, Trajectory
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.errors import UsageError
 from divebatch.norms import gradient_diversity
 from reference.per_sample import dataset, mean_loss, mlp
 
@@ -123,18 +122,3 @@ def test_a_loss_that_is_told_is_in_the_record():
     assert loop.control.step(loss=torch.tensor(0.5)).train_loss == 0.5
     loop.train()
     assert loop.control.step().train_loss is None
-
-
-def test_parts_of_the_wrong_kind_are_named():
-    loader, model = AdaptiveLoader(dataset(40), 10, seed=0), nn.Linear(4, 3)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ArgumentError, match=r"policy must be a policy object .* got policy='divebatch'"):
-        Controller(model, optimizer, loader, "divebatch")
-    with pytest.raises(ArgumentError, match="policy must be a policy object"):
-        Controller(model, optimizer, loader, DiveBatch)
-    with pytest.raises(ArgumentError, match="optimizer must be a torch optimizer or a list of such, got Linear"):
-        Controller(model, model, loader, Fixed())
-    with pytest.raises(ArgumentError, match=r"estimator must be a name or an object such as Trajectory\(\)"):
-        Controller(model, optimizer, loader, Fixed(), estimator=Trajectory)
-    with pytest.raises(ArgumentError, match="unknown estimator 'orcle': did you mean 'oracle'"):
-        Controller(model, optimizer, loader, Fixed(), estimator="orcle")

@@ -126,11 +126,6 @@ def test_a_method_that_has_not_finished_shows_what_it_has_but_nothing_final(tmp_
     assert any(note.startswith("adabatch: 0 of 2 trials finished, epoch 2 reached") for note in table.notes)
 
 
-def test_times_that_were_not_recorded_leave_the_epoch(tmp_path: Path) -> None:
-    write_real(tmp_path, {"sgd-small": [[{"val_accuracy": 0.5}, {"val_accuracy": 0.9}]]})
-    assert cells_of(results(tmp_path))["sgd-small"]["to own target"] == "(2)"
-
-
 def test_with_no_final_accuracy_at_all_there_is_no_target(tmp_path: Path) -> None:
     write_real(tmp_path, {"sgd-small": [rows_of([0.5])], "divebatch": [[]]}, epochs=4)
     table = results(tmp_path)
@@ -301,13 +296,6 @@ FORMULAS = ("=1+1", "+1", "@x", "-a", "\tx", "\n=1", "-1+cmd|x", " =1", "\uff1d1
 def test_no_cell_begins_like_a_formula_and_other_text_stays(text: str) -> None:
     (row,) = csv.DictReader(io.StringIO(csv_text([["method"], [text]])))
     assert row["method"] == (f"'{text}" if text in FORMULAS else text)
-
-
-def test_text_is_aligned() -> None:
-    table = Table(
-        "t", "t", ["method", "batch", "steps", ""], [["a", "8 -> 16", "12", "no gain"], ["bc", "8", "3", ""]], []
-    )
-    assert table.to_text() == ["method  batch    steps", "a       8 -> 16     12  no gain", "bc      8            3"]
 
 
 # The small table, gains, settings
