@@ -1,4 +1,4 @@
-"""How the learning rate follows the batch size, under every scheduler and under none.
+"""Let the learning rate follow the batch size, under every scheduler and under none.
 
 `group["lr"]` always holds the schedule's own rate. The hook before an optimizer step multiplies it by
 f(batch_size / base batch size) and by the decisions' factors, and the hook after the step puts the very same value
@@ -75,7 +75,7 @@ ADAM_RULES: Mapping[str, Mapping[str, Rule | tuple[Rule, Rule]]] = {
     },
     "adam-beta1": {"betas": (_power, lambda beta, k: beta)},
 }
-"""How each setting of a parameter group follows with a coupling, if the group has it.
+"""The rule by which each setting of a parameter group follows with a coupling, if the group has it.
 
 "adam": Malladi et al. 2022 (Adam's stochastic differential equation), Marek et al. 2025 (half-lives in samples),
 Bergsma et al. 2025 (weight decay). "adam-beta1": a batch that grows late leaves few steps, and a mean over ten of them
@@ -264,9 +264,9 @@ class LrCoupling:
         self.base_batch_size = base_batch_size or first_batch_size
         self._is_of_sum = loss_reduction == "sum" and kind != "none" and not isinstance(optimizer, _ADAM_LIKE)
         self._noise_scale: float | None = None
-        """What was measured last, in samples."""
+        """The last one measured, in samples."""
         self._first_noise_scale: float | None = None
-        """What was measured first: the rates were chosen for the base batch at that noise."""
+        """The first one measured: the rates were chosen for the base batch at that noise."""
         self.undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         """(group, name, own value, value put there) of all that is changed for the step that is being made."""
         self._ratio = first_batch_size / self.base_batch_size
@@ -475,7 +475,7 @@ class Schedule:
         self._gap = math.ceil(first_size / self._first_delivery) if loader.delivery_size else accumulate
         """Batches of a step at the first size."""
         self.rest = "own step" if loader.delivery_size else "left out"
-        """What becomes of an epoch's last batches if they fill no step."""
+        """The fate of an epoch's last batches if they fill no step."""
         self._first_epoch = loader.epoch
         self._lead: int | None = None
         """Its steps so far minus those that the samples say, fixed when the size first changes."""
@@ -709,7 +709,7 @@ class Rates:
         return next((each for each in self.couplings.values() if each.kind in BY_GAIN), self.first).gains
 
     def mark(self) -> None:
-        """Take note of a new rate: an epoch begins, or another batch size is in force."""
+        """Take note of a new rate: an epoch begins, or the batch size has changed."""
         self.epoch_lr, self._is_used = self.first.lr, False
 
     def schedule_ratio(self) -> float:

@@ -1,4 +1,4 @@
-"""What is measured and what is decided: the only objects that pass between estimators, policies and controller."""
+"""Measurements and decisions: the only objects that pass between estimators, policies and controller."""
 
 import math
 import sys
@@ -32,7 +32,7 @@ class StepEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How far estimates of tr(Sigma) and ||G||^2 scatter around what they estimate, from the scatter of the steps."""
+    """The scatter of estimates of tr(Sigma) and ||G||^2 around what they estimate, from the scatter of the steps."""
 
     trace_variance: float
     sq_norm_variance: float
@@ -233,14 +233,14 @@ def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a policy may see of a training's past: policies themselves remember nothing."""
+    """The part of a training's past that a policy may see: policies themselves remember nothing."""
 
     decisions_at_size: int = 0
-    """How many decisions were made at the present batch size, this one included: one an epoch, or every few steps."""
+    """Decisions made at the present batch size, this one included: one an epoch, or every few steps."""
     previous_batch_size: int | None = None
     """The one before the last change; None while there was none."""
     unclamped: float | None = None
-    """What the last decision's rule asked for before floor and cap."""
+    """The size that the last decision's rule asked for before floor and cap."""
     first_loss: float | None = None
     """Training loss of the first epoch."""
     best_loss: float | None = None
@@ -287,7 +287,7 @@ class History:
         )
 
     def with_decision(self, batch_size: int, decision: "Decision") -> Self:
-        """Return the history after `decision`, made while `batch_size` was in force."""
+        """Return the history after `decision`, made at `batch_size`."""
         if decision.batch_size == batch_size:
             return replace(self, unclamped=decision.unclamped)
         return replace(self, unclamped=decision.unclamped, decisions_at_size=0, previous_batch_size=batch_size)
@@ -299,7 +299,7 @@ class Measurement:
 
     Args:
         epoch: Finished epochs, so 1 at the first decision; for a decision within an epoch, that epoch's number.
-        batch_size: The batch size that was in force: samples of an optimizer step.
+        batch_size: The batch size so far: samples of an optimizer step.
         dataset_size: Samples in one epoch: the paper's n. None in the first epoch of a stream of unknown length; a
             policy that cannot do without asks for `known_dataset_size`.
         first_batch_size: The batch size that training started with; `batch_size` where it is not given.
@@ -307,10 +307,10 @@ class Measurement:
         step: Optimizer steps so far.
         samples: Samples seen so far.
         diversity: What the estimator measured; None where nothing asked for it.
-        lr: The learning rate in force, of the first parameter group.
+        lr: The current learning rate of the first parameter group.
         lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling; of the
             parameter group where it has fallen least.
-        lr_growth: The rate in force over the schedule's own, relative to the first batch: what growth made of it.
+        lr_growth: The current rate over the schedule's own, relative to the first batch: what growth made of it.
         lr_coupling: How the learning rate follows the batch size in this training: a name, or a power of it.
         loss: The epoch's mean training loss, where the loop gave it: `Controller.step(loss=...)`.
         history: What was kept of the epochs before.
@@ -350,14 +350,14 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a policy wants next.
+    """The wish of a policy.
 
     Args:
         batch_size: The batch size to use from now on, in samples.
-        lr_factor: What the learning rate is multiplied by from now on, beside the coupling.
-        lr_owed: What the next decision will multiply the learning rate by if the size stays; for the record.
-        reason: Why, in words, for the record.
-        unclamped: What the rule asked for before floor and cap; None where it asked for nothing.
+        lr_factor: The factor of the learning rate from now on, beside the coupling.
+        lr_owed: The factor that the next decision will bring if the size stays; for the record.
+        reason: The reason in words, for the record.
+        unclamped: The size that the rule asked for before floor and cap. None: it asked for nothing.
     """
 
     batch_size: int

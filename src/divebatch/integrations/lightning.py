@@ -467,18 +467,13 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching after a failure: Lightning then does not call `teardown`."""
-        self._leave()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Stop watching."""
-        self._leave()
-
-    def _leave(self) -> None:
         if self._meter is not None:
             self._meter.close()
         self._meter = None
+
+    on_exception = teardown  # after a failure Lightning does not call `teardown`
 
 
 def _num_samples(batch: Any) -> int:

@@ -42,7 +42,7 @@ class Policy(ABC):
     needs_lr_coupling: bool = False
     """Whether the learning rate must follow the batch size: if no coupling is named, as suits the optimizer."""
     adam_coupling: str = "sqrt"
-    """What suits torch's Adam, AdamW, NAdam and Adamax then: "sqrt" or "adam-beta1"."""
+    """The coupling that suits torch's Adam, AdamW, NAdam and Adamax then: "sqrt" or "adam-beta1"."""
     moves_lr: bool = False
     """Whether the decisions' `lr_factor` is made for their size, so that no wrapper may change the size."""
     decides_within_epochs: bool = False
