@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from divebatch import AdaBatch, AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement
+from divebatch import AdaptiveLoader, Controller, Decision, DiveBatch, EpochRecord, Fixed, Measurement
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.policies import NoiseScale, Policy
 from reference.per_sample import dataset, mean_loss, mlp
@@ -116,13 +116,6 @@ def test_sizes_rates_and_records_are_those_of_what_a_step_holds(ending: str, num
         assert [loop.rates[step] for step in mine] == pytest.approx([0.01 * record.batch_size / 12] * len(mine))
         steps = record.steps
     assert steps == len(loop.held)
-
-
-def test_the_rate_is_right_from_the_first_step_where_a_base_was_given():
-    loop = Loop(Fixed(), lr_coupling="linear", base_batch_size=24)
-    record = loop.epoch()
-    assert loop.rates == pytest.approx([0.01 * 12 / 24] * 4)
-    assert (record.lr, record.batch_size) == (pytest.approx(0.005), 12)
 
 
 @pytest.mark.parametrize("estimator", ["split", "moments", "per-sample", "ranks", "trajectory"])
@@ -271,11 +264,6 @@ def test_two_ways_to_say_it_are_one_too_many():
         Loop(Fixed(), batch_size=12, loader={"delivery_size": 3}, accumulate=4)
     with pytest.raises(ArgumentError, match="accumulate"):
         Loop(Fixed(), accumulate=0)
-
-
-def test_a_step_above_the_cap_is_refused_as_a_first_batch_is():
-    with pytest.raises(ArgumentError, match="12"):
-        Loop(AdaBatch(10, every_epochs=1), 4)
 
 
 def test_an_epoch_whose_steps_were_all_skipped_has_as_many_as_its_batches():

@@ -163,11 +163,6 @@ def plain(knobs: dict[str, Any]) -> dict[str, Any]:
     return {name: list(map(float, value)) if name == "betas" else float(value) for name, value in knobs.items()}
 
 
-def test_a_base_batch_counts_from_the_first_step():
-    run = Run(policy=Fixed(), base_batch_size=1)
-    assert run.knobs == {"lr": 0.02, "betas": (0.9**4, 0.95**4), "eps": 5e-5, "weight_decay": 0.2}
-
-
 # The slow twin
 
 
@@ -234,20 +229,6 @@ def test_a_change_of_betas_leaves_the_correction_exact(steps: int, ratio: float)
         optimizer.step()
         coupling.put_back()
         assert before - parameter.item() == pytest.approx(coupling.lr, rel=1e-4)
-
-
-@pytest.mark.parametrize(("steps", "too_long"), [(10, 1.075), (100, 1.373), (1000, 1.169)])
-def test_without_it_steps_would_be_too_long(steps: int, too_long: float):
-    """The numbers that the documentation gives."""
-    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = Adam([parameter], lr=1e-3, eps=0.0)
-    parameter.grad = torch.ones_like(parameter)
-    for _ in range(steps):
-        optimizer.step()
-    group, before = optimizer.param_groups[0], parameter.item()
-    set_by_hand(group, dict(group), 2.0)
-    optimizer.step()
-    assert (before - parameter.item()) / group["lr"] == pytest.approx(too_long, abs=5e-4)
 
 
 # Schedulers
@@ -326,22 +307,6 @@ def test_a_parameter_group_added_later_has_own_values_too():
 # Several optimizers, and those that it is not for
 
 
-def test_each_of_several_optimizers_has_its_own():
-    model = mlp(dtype=torch.float32)
-    matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
-    muon, adamw = Muon(matrices, lr=0.02), AdamW(rest, lr=0.01, betas=(0.9, 0.95))
-    loader = AdaptiveLoader(DATA, FIRST, seed=0)
-    control = Controller(model, [muon, adamw], loader, BySizes(), lr_coupling=["sqrt", "adam"])
-    before = {name: value for name, value in muon.param_groups[0].items() if name not in ("params", "lr")}
-    list(loader), control.step()
-    first, second = control._rates.couplings.values()
-    first.put_in_force()
-    assert muon.param_groups[0]["lr"] == pytest.approx(0.02 * ROOT)
-    assert {name: muon.param_groups[0][name] for name in before} == before
-    first.put_back()
-    assert in_force(second)["betas"] == pytest.approx((0.81, 0.9025))
-
-
 class Foreign(Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.99)})
@@ -368,12 +333,6 @@ def test_an_optimizer_that_is_not_known_gets_an_error_that_says_what_to_pass(mak
         Run(make, policy=NoiseDoubling(40), lr_coupling="adam")
 
 
-def test_a_subclass_is_known():
-    class Mine(AdamW): ...
-
-    assert Run(lambda p: Mine(p, 0.01), base_batch_size=1).knobs["lr"] == pytest.approx(0.02)
-
-
 # State
 
 
@@ -398,15 +357,6 @@ def test_a_resumed_run_is_the_whole_run(case: str, batches: int | None, order: t
         fresh.epoch()
     assert fresh.knobs == whole.knobs
     assert same_weights(fresh.model, whole.model)
-
-
-def test_after_close_everything_is_the_loops_own():
-    run = Run()
-    run.epoch()
-    assert run.knobs == plain_at(2)
-    run.control.close()
-    run.optimizer.step()
-    assert knobs_of(run.optimizer) == plain_at(1)
 
 
 def plain_at(k: float) -> dict[str, Any]:

@@ -88,11 +88,6 @@ def test_the_rate_is_the_gain_of_what_was_measured(trace: float, sq_norm: float,
     assert root.epoch().next_lr == pytest.approx(0.01 * math.sqrt(expected))
 
 
-def test_an_estimate_that_says_nothing_leaves_the_last_one_in_force():
-    run = Training(Fixed(), base_batch_size=2, estimator=Says((1.0, 0.0), (math.nan, math.nan), (0.0, 1.0)))
-    assert [run.epoch().next_lr for _ in range(3)] == pytest.approx([0.04, 0.04, 0.01])
-
-
 def test_it_follows_the_size_and_the_measured_noise_together():
     run = Training(DiveBatch(0.5, 32), estimator=Oracle(mean_loss))
     for _ in range(3):

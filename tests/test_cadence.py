@@ -24,7 +24,7 @@ from divebatch import (
     Oracle,
 )
 from divebatch.data.order import Shuffled
-from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Moments, PerSample
 from divebatch.policies import (
     CABS,
@@ -150,17 +150,6 @@ def test_the_rate_follows_at_once_whatever_the_scheduler(per_batch: bool):
         run.control.step()
 
 
-def test_a_schedule_of_its_own_is_no_change():
-    """The record's rate is that of the epoch's beginning, as without decisions in between."""
-    run = Training(
-        Fixed(), every_steps=2, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.9), scheduler_unit="step"
-    )
-    for _ in run.batches():
-        run.scheduler.step()
-    record = run.control.step()
-    assert (record.lr, record.changes, record.next_lr) == (0.01, None, pytest.approx(0.01 * 0.9**10))
-
-
 def test_padadamp_and_a_sample_schedule_change_where_they_say():
     run = Training(PadaDamp(16, rate=1.0), every_steps=1)
     assert list(run.batches()) == [4, 5, 6, 7, 8, 9, 1]
@@ -198,17 +187,6 @@ def test_each_decision_sees_the_steps_since_the_last_one():
     still(Watching(((4, 8),), seen), estimator="per-sample", every_steps=2).epoch()
     expected = windows([[4, 4], [4, 4], [8, 8], [8]])
     assert [(m.diversity.trace, m.diversity.sq_norm) for m in seen] == [pytest.approx(p, rel=1e-9) for p in expected]
-
-
-def test_diversity_means_the_same_in_records_with_and_without_decisions_in_between():
-    """n * diversity - 1 is the noise scale, whatever part of the epoch a window holds."""
-    seen: list[Measurement] = []
-    record = still(Watching((), seen), estimator="per-sample", every_steps=7).epoch()
-    *_, (trace, sq_norm) = windows([[4] * 7, [4] * 3])
-    assert {m.diversity.num_samples for m in seen} == {len(DATA)}
-    assert len(DATA) * record.diversity == pytest.approx(1 + trace / sq_norm, rel=1e-6)
-    assert len(DATA) * record.diversity == pytest.approx(1 + record.noise_scale)
-    assert len(DATA) * record.diversity_low == pytest.approx(1 + record.noise_scale_low)
 
 
 def test_an_exponential_mean_goes_on_through_decisions():
@@ -297,14 +275,6 @@ def test_dwell_and_warm_up_count_decisions():
     assert run.control.step().next_lr == pytest.approx(0.04)
 
 
-def test_a_cap_above_the_data_leaves_the_rate_where_the_coupling_wants_it():
-    run = Training(WarmUp(ByStep(tuple((step, 64) for step in range(10, 14))), epochs=1), lr_coupling="linear")
-    run.epoch()
-    for _ in range(3):
-        record = run.epoch()
-        assert (record.next_batch_size, record.next_lr) == (40, pytest.approx(0.1))
-
-
 # Resuming
 
 
@@ -358,12 +328,6 @@ def test_a_resumed_epoch_knows_that_earlier_steps_were_measured():
     fresh.control.load_state_dict(through_a_file(run.control.state_dict()))
     assert list(fresh.batches()) == []
     assert fresh.control.step().diversity is None
-
-
-def test_a_state_of_another_cadence_is_refused():
-    state = Training(Fixed(), every_steps=3).control.state_dict()
-    with pytest.raises(CheckpointError, match="every_steps is 3 in the checkpoint, and None in this run"):
-        Training(Fixed()).control.load_state_dict(state)
 
 
 # What is refused

@@ -135,12 +135,6 @@ def test_a_policy_sees_the_counters_the_rate_and_the_schedules_own_ratio():
     assert [m.lr_schedule_ratio for m in seen] == pytest.approx([0.1, 0.01])
 
 
-def test_oracle_by_name_measures_the_weights_the_epoch_ended_with():
-    run = Training(DiveBatch(0.3, 16), estimator=Oracle(mean_loss))
-    (record,) = run.epochs(1)
-    assert record.diversity == pytest.approx(per_sample.diversity(run.model, mean_loss, [DATA.tensors]).value)
-
-
 # What cannot be followed
 
 
@@ -314,15 +308,6 @@ def test_a_loader_that_has_run_before_is_taken_as_it_stands():
     assert control.step().epoch == 2
 
 
-def test_a_batch_size_lowered_by_hand_is_measured_again():
-    run = Training(at_once(16))
-    run.epochs(2)
-    run.loader.batch_size = 8
-    (record,) = run.epochs(1)
-    assert (record.batch_size, record.next_batch_size) == (8, 16)
-    assert record.diversity is not None
-
-
 # Wrong parts
 
 
@@ -347,11 +332,6 @@ def test_wrong_settings_get_an_error_and_leave_nothing_attached(settings: dict[s
     with pytest.raises(ArgumentError, match=message):
         Training(DiveBatch(0.1, 16), **settings)
     assert num_hooks(settings["model"]) == 0
-
-
-def test_a_first_batch_above_the_cap_is_refused():
-    with pytest.raises(ArgumentError, match="max_batch_size=2 is below the first batch size 4"):
-        Training(DiveBatch(0.1, 2))
 
 
 def test_a_controller_that_could_not_be_made_leaves_everything_as_it_was():

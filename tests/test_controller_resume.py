@@ -238,12 +238,6 @@ def test_sums_of_another_estimator_or_model_are_refused_and_change_nothing(make:
     assert_refused(make(), run.save()["control"])
 
 
-def test_an_epoch_measured_in_half_is_refused_and_changes_nothing():
-    run = other_estimator()
-    run.train(stop_after_step=2)
-    assert_refused(Training(SgdLinear()), run.save()["control"])
-
-
 @pytest.mark.parametrize("state", [{}, {"version": 99}])
 def test_a_state_of_another_version_is_refused(state: dict[str, Any]):
     assert_refused(Training(SgdLinear()), state, "version")

@@ -389,21 +389,6 @@ def test_a_closure_sees_its_own_rates(optimizer: Any):
     assert set(seen) <= {0.1, 0.05, 0.025}
 
 
-def test_steps_that_a_grad_scaler_skips_leave_the_rates_alone():
-    loop = Loop(Doubling())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for epoch in range(3):
-        for number, (x, y) in enumerate(loop.loader):
-            loop.optimizer.zero_grad()
-            loss = mean_loss(loop.model(x), y)
-            scaler.scale(loss * float("inf") if number == 1 else loss).backward()
-            scaler.step(loop.optimizer)
-            scaler.update()
-            assert loop.group["lr"] == 0.1
-        assert loop.used[-1][1] == pytest.approx(0.1 * 2**epoch)
-        loop.control.step()
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of torch's own compiler
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_a_compiled_optimizer_step(lr: Any):

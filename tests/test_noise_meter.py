@@ -227,19 +227,6 @@ def test_a_step_by_a_closure_is_seen_after_it_ran():
     assert_same(meter.read(BATCH), by_moments(momentum))
 
 
-def test_the_optimizer_inside_of_a_frameworks_is_watched():
-    class Wrapped:
-        def __init__(self, optimizer: Optimizer) -> None:
-            self.optimizer = optimizer
-
-    model = linear()
-    optimizer = momentum(model.parameters())
-    meter = NoiseMeter(Wrapped(optimizer))  # type: ignore[arg-type]
-    for batch in batches():
-        stepped(model, optimizer, batch)
-    assert_same(meter.read(BATCH), by_moments(momentum))
-
-
 @pytest.mark.parametrize(("own_momentum", "settings"), [(0.9, {}), (0.0, {}), (0.9, {"sketch": True})])
 @pytest.mark.filterwarnings("ignore:NoiseMeter can only say")
 def test_an_update_of_ones_own_is_measured_as_an_optimizers(own_momentum: float, settings: dict[str, Any]):

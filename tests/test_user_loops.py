@@ -51,14 +51,6 @@ def test_a_full_pass_within_a_pass_changes_nothing():
     assert curious.control.step() == quiet.control.step()
 
 
-@pytest.mark.parametrize("policy", [Fixed(), DiveBatch(1.0, 2000)])
-def test_a_first_batch_beyond_the_data_is_the_data(policy):
-    loop = Loop(policy, batch_size=1000, lr_coupling="linear")
-    loop.train()
-    record = loop.control.step()
-    assert (record.batch_size, record.next_batch_size, record.next_lr) == (40, 40, 0.1)
-
-
 @pytest.mark.parametrize("frozen_first", [True, False])
 def test_layers_frozen_or_set_free_between_epochs_are_counted_as_they_are(frozen_first):
     loop = Loop(DiveBatch(1.0, 40), lr=0.0)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset
 
 from divebatch import AdaptiveLoader, DiveBatch, Fixed, Policy, gradient_diversity
 from divebatch.errors import ArgumentError, CheckpointError
-from integrations.plain_loop import Course, Kept, Numbered, assert_same_sums, each_once
+from integrations.plain_loop import Kept, Numbered, assert_same_sums, each_once
 from integrations.step_courses import NUM_TEXTS, BySteps, TinyGpt2, cosine, size_of, texts, whole_steps
 from reference.per_sample import mean_loss, mlp, sum_loss
 
@@ -276,18 +276,3 @@ def test_loaders_that_cannot_deliver_passes_are_refused():
     stream = AdaptiveLoader(Endless(), 12)
     with pytest.raises(ArgumentError, match="this stream's is not: pass AdaptiveLoader"):
         fit(Gpt2(), stream, BatchSizeCallback(stream, Fixed(), every_steps=2), max_epochs=1)
-
-
-def test_one_cycle_ends_with_the_samples_though_the_batch_grows():
-    run = Run(Course((6, 12, 6)), max_epochs=3)
-
-    def configure() -> Any:
-        optimizer = SGD(run.module.parameters(), lr=0.01)
-        steps = run.trainer.estimated_stepping_batches
-        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1, cycle_momentum=False)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    run.module.configure_optimizers = configure
-    run.fit()
-    assert run.trainer.global_step == 16 + 8 + 16
-    assert run.scheduler.last_epoch == 3 * 16

@@ -16,7 +16,7 @@ from torch.utils.data import ChainDataset, DataLoader, RandomSampler, Sequential
 from divebatch import AdaptiveLoader, DiveBatch, Fixed
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.policies import NoiseDoubling
-from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums, each_once
+from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums
 from integrations.trainer_runs import (
     NUMBERED,
     Regression,
@@ -92,14 +92,6 @@ def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
 
 def settings_of(optimizer: Any) -> list[Any]:
     return [optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")]
-
-
-def test_every_sample_comes_once_an_epoch_on_a_written_course(tmp_path):
-    run = trainer(Course(GROWS_AND_SHRINKS), tmp_path)
-    run.train()
-    assert tuple(record.batch_size for record in run.records) == GROWS_AND_SHRINKS
-    assert each_once([run.model.seen[start : start + 48] for start in range(0, 5 * 48, 48)])
-    assert run.state.global_step == run.state.max_steps == sum(48 // size for size in GROWS_AND_SHRINKS)
 
 
 @pytest.mark.parametrize("passes", [1, 3])

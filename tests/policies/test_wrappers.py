@@ -10,7 +10,6 @@ from divebatch.errors import ArgumentError
 from divebatch.measurement import History
 from divebatch.policies import (
     Doublings,
-    GeoDamp,
     NoiseDoubling,
     NoiseScale,
     Policy,
@@ -97,12 +96,6 @@ def test_spill_over_lowers_the_rate_by_what_is_over_the_cap_and_gives_it_back():
 
 def test_less_than_a_sample_over_the_cap_is_rounding():
     assert run(SpillOver(Asks(CAP + 0.9, CAP + 1.0)), 2)[1] == pytest.approx([1, CAP / (CAP + 1)])
-
-
-def test_geodamp_with_spill_over_halves_the_rate_at_the_cap():
-    sizes, factors = run(SpillOver(GeoDamp(400, every_epochs=1)), 5)
-    assert sizes == [200, 400, 400, 400, 400]
-    assert factors == pytest.approx([1, 1, 1 / 2, 1 / 4, 1 / 8])
 
 
 def test_warm_up_takes_the_jump_back_and_pays_it_out():

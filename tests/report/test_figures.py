@@ -160,15 +160,6 @@ def test_a_wish_stands_at_the_epoch_it_was_for(tmp_path: Path) -> None:
     assert chart.log_base == 2
 
 
-def test_one_figure_for_each_method_that_has_shadows(tmp_path: Path) -> None:
-    write_run(tmp_path, "e", "alone", 0, watched(None, None))
-    write_run(tmp_path, "e", "brief", 0, watched({"noise": 4}), config={"epochs": 1})
-    for method in ("one", "two"):
-        write_run(tmp_path, "e", method, 0, watched({"noise": 4}, {"noise": 4}))
-    titles = {chart.name: chart.title.split(", ")[1] for chart in shadow_charts(tmp_path)}
-    assert titles == {"shadows1": "one driving", "shadows2": "two driving"}
-
-
 def test_the_report_draws_them_and_the_page_has_their_colours(tmp_path: Path) -> None:
     write_run(tmp_path, "e", "sgd-small", 0, watched({"noise": 256}, {"noise": 4096}, {"noise": 4096}))
     report = write_report(tmp_path)

@@ -138,14 +138,6 @@ def test_looking_at_gradients_is_no_training_and_after_close_nothing_is_rounded(
     assert all(map(torch.equal, gradients(net), gradients(plain)))
 
 
-def test_frozen_parameters_are_left_out_and_keep_their_number():
-    net, frozen = model(), model()
-    frozen[0].requires_grad_(False)
-    with QuantizedGradients(1, seed=2).attach(net), QuantizedGradients(1, seed=2).attach(frozen):
-        passes(net, 1), passes(frozen, 1)
-    assert torch.equal(net[2].weight.grad, frozen[2].weight.grad)
-
-
 def test_one_model_at_a_time_and_one_that_can_be_trained():
     quantize = QuantizedGradients(1).attach(model())
     with pytest.raises(UsageError, match="attached to a model already"):
