@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, Oracle, gradient_diversity
+import training
+from divebatch import DiveBatch, Diversity, Fixed, Oracle, gradient_diversity
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.lr import GainSum, LrCoupling
 from divebatch.measurement import gain
 from divebatch.policies import PadaDamp, Policy
-from reference.per_sample import dataset, mean_loss, mlp
-
-DATA = dataset(40)
+from reference.per_sample import mean_loss
+from training import DATA
 
 
 class Says(Estimator):
@@ -35,26 +35,9 @@ class Says(Estimator):
     window = finish
 
 
-class Training:
-    def __init__(self, policy: Policy, *, kind: str = "adascale", scheduler: Any = None, **settings: Any) -> None:
-        self.model = mlp()
-        self.optimizer = SGD(self.model.parameters(), 0.01)
-        self.scheduler = scheduler(self.optimizer) if scheduler else None
-        self.loader = AdaptiveLoader(DATA, batch_size=8, seed=0)
-        self.control = Controller(
-            self.model, self.optimizer, self.loader, policy, lr_coupling=kind, scheduler=self.scheduler, **settings
-        )
-
-    def epoch(self) -> Any:
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            mean_loss(self.model(x), y).backward()
-            self.optimizer.step()
-        return self.control.step()
-
-    @property
-    def lr(self) -> float:
-        return self.control.lr
+class Training(training.Training):
+    def __init__(self, policy: Policy, *, kind: str = "adascale", **settings: Any) -> None:
+        super().__init__(policy, batch_size=8, lr_coupling=kind, **settings)
 
 
 # The gain

@@ -11,10 +11,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import IterableDataset
 
+import training
 from divebatch import (
     AdaBatch,
     AdaptiveLoader,
-    Controller,
     Decision,
     DiveBatch,
     Diversity,
@@ -40,10 +40,11 @@ from divebatch.policies import (
     WarmUp,
 )
 from reference import per_sample
-from reference.per_sample import dataset, mean_loss, mlp
+from reference.per_sample import mean_loss, mlp
 from saved import through_a_file
+from training import DATA
 
-DATA, SEED = dataset(40), 3
+SEED = 3
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
@@ -69,28 +70,9 @@ class Watching(ByStep):
     needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
 
 
-class Training:
-    def __init__(self, policy: Policy, *, scheduler: Callable[[SGD], Any] = lambda _: None, **settings: Any) -> None:
-        self.model = mlp()
-        self.optimizer = SGD(self.model.parameters(), 0.01, momentum=0.9)
-        self.scheduler = scheduler(self.optimizer)
-        self.loader = AdaptiveLoader(DATA, batch_size=4, seed=SEED)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy, scheduler=self.scheduler, **settings)
-
-    def batches(self) -> Iterator[int]:
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            mean_loss(self.model(x), y).backward()
-            self.optimizer.step()
-            yield len(x)
-
-    def epoch(self) -> EpochRecord:
-        list(self.batches())
-        return self.control.step()
-
-    @property
-    def lr(self) -> float:
-        return self.control.lr
+class Training(training.Training):
+    def __init__(self, policy: Policy, **settings: Any) -> None:
+        super().__init__(policy, optimizer=lambda parameters: SGD(parameters, 0.01, momentum=0.9), **settings)
 
 
 # The course
@@ -362,18 +344,15 @@ class Samples(IterableDataset):
                 return
 
 
-class OnStream(Training):
-    def __init__(self, policy: Policy, *, endless: bool, epoch_samples: int | None = None, **settings: Any) -> None:
-        self.model = mlp()
-        self.optimizer, self.scheduler = SGD(self.model.parameters(), 0.01), None
-        self.loader = AdaptiveLoader(Samples(endless=endless), 4, epoch_samples=epoch_samples, seed=SEED)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
+def on_stream(policy: Policy, *, endless: bool, epoch_samples: int | None = None, **settings: Any) -> Training:
+    loader = AdaptiveLoader(Samples(endless=endless), 4, epoch_samples=epoch_samples, seed=SEED)
+    return Training(policy, data=loader, **settings)
 
 
 @pytest.mark.parametrize(("endless", "epoch_samples"), [(False, None), (True, 40), (True, None)])
 def test_a_stream_is_decided_on_within_epochs_at_every_step(endless: bool, epoch_samples: int | None):
     seen: list[Measurement] = []
-    run = OnStream(
+    run = on_stream(
         ByStep(((2, 8), (4, 3), (10, 6)), seen),
         endless=endless,
         epoch_samples=epoch_samples,
@@ -400,26 +379,26 @@ def test_a_stream_is_decided_on_within_epochs_at_every_step(endless: bool, epoch
 
 def test_a_stream_that_goes_on_and_on_without_a_decision_is_a_warning_at_the_loops_line(monkeypatch):
     monkeypatch.setattr("divebatch.data.loader.MANY_BATCHES", 5)
-    run = OnStream(Fixed(), endless=True)
+    run = on_stream(Fixed(), endless=True)
     with pytest.warns(UserWarning, match=r"5 batches .* epoch_samples=N.* every_steps=N") as caught:
         for _ in zip(run.loader, range(20), strict=False):
             pass
     assert [warning.filename for warning in caught] == [__file__]
-    finite = OnStream(Fixed(), endless=False)
+    finite = on_stream(Fixed(), endless=False)
     with pytest.warns(UserWarning, match="its end is not known"):
         finite.epoch()
     finite.epoch()  # told once
 
 
 def test_a_policy_that_goes_by_the_noise_scale_needs_no_length():
-    run = OnStream(NoiseScale(16), endless=True, every_steps=3, estimator="per-sample")
+    run = on_stream(NoiseScale(16), endless=True, every_steps=3, estimator="per-sample")
     held = [size for size, _ in zip(run.batches(), range(30), strict=False)]
     assert max(held) > 4
     assert set(held) <= set(range(4, 17))
 
 
 def test_a_policy_that_needs_the_length_of_a_stream_says_so():
-    run = OnStream(DiveBatch(0.1, 16), endless=True, every_steps=3, estimator=Oracle(mean_loss))
+    run = on_stream(DiveBatch(0.1, 16), endless=True, every_steps=3, estimator=Oracle(mean_loss))
     seen = Measurement(epoch=1, batch_size=4, dataset_size=None, diversity=Diversity(1.0, 2.0, 40))
     with pytest.raises(UsageError, match=r"needs the number of samples of an epoch.*epoch_samples=N"):
         run.control.policy.next(seen)

@@ -6,12 +6,12 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,46 +35,9 @@ from divebatch.estimators import PerSample
 from divebatch.policies import NoiseDoubling, NoiseScale, Policy
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
+from training import DATA, Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* cannot grow the batch")
-
-DATA = dataset(40)
-
-
-class Training:
-    """The loop of the README, in parts."""
-
-    def __init__(self, policy: Policy, *, data: Any = DATA, model: nn.Module | None = None, **settings: Any):
-        self.model = mlp() if model is None else model
-        self.optimizer = SGD(self.model.parameters(), 0.01)
-        make_scheduler: Callable[[SGD], Any] = settings.pop("scheduler", lambda _: None)
-        self.loss_fn: Callable[[Any, Any], Tensor] = settings.pop("loss", mean_loss)
-        self.scheduler = make_scheduler(self.optimizer)
-        self.loader = data if isinstance(data, AdaptiveLoader) else AdaptiveLoader(data, batch_size=4, seed=3)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy, scheduler=self.scheduler, **settings)
-
-    def batches(self) -> Iterator[None]:
-        """One epoch, a batch at a time."""
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            self.loss_fn(self.model(x), y).backward()
-            self.optimizer.step()
-            yield
-
-    def epoch(self) -> None:
-        for _ in self.batches():
-            pass
-
-    def epochs(self, count: int) -> list[EpochRecord]:
-        records = []
-        for _ in range(count):
-            self.epoch()
-            records.append(self.control.step())
-        return records
-
-    @property
-    def lr(self) -> float:
-        return self.control.lr
 
 
 def grow(**settings: Any) -> Training:
@@ -126,7 +89,7 @@ def test_a_policy_sees_the_counters_the_rate_and_the_schedules_own_ratio():
 
     run = Training(Spy(), lr_coupling="linear", scheduler=lambda o: StepLR(o, 1, gamma=0.1))
     for _ in range(2):
-        run.epoch()
+        run.train()
         run.scheduler.step()
         run.control.step()
     counters = [(m.epoch, m.batch_size, m.dataset_size, m.step, m.samples, m.diversity) for m in seen]
@@ -279,9 +242,9 @@ def test_a_loop_that_stops_at_the_last_batch_has_ended_the_epoch():
 
 def test_two_epochs_without_step_get_an_error_that_stays():
     run = grow()
-    run.epoch()
+    run.train()
     with pytest.warns(UserWarning, match=r"epoch 1 has ended without a call of control\.step"):
-        run.epoch()
+        run.train()
     for _ in range(2):
         with pytest.raises(UsageError, match="once after each epoch: 2 epochs have ended"):
             run.control.step()
@@ -292,7 +255,7 @@ def test_two_epochs_without_step_get_an_error_that_stays():
 def test_saving_between_the_epochs_end_and_step_gets_an_error_and_loses_nothing():
     run, undisturbed = grow(), grow()
     for expected in undisturbed.epochs(2):
-        run.epoch()
+        run.train()
         with pytest.raises(UsageError, match=r"call step\(\) before saving"):
             run.control.state_dict()
         assert run.control.step() == expected
@@ -301,10 +264,10 @@ def test_saving_between_the_epochs_end_and_step_gets_an_error_and_loses_nothing(
 def test_a_loader_that_has_run_before_is_taken_as_it_stands():
     run = grow()
     run.control.close()
-    run.epoch()
+    run.train()
     control = Controller(run.model, run.optimizer, run.loader, DiveBatch(0.3, 16))
     assert control.state_dict()["epoch"] == 1
-    run.epoch()
+    run.train()
     assert control.step().epoch == 2
 
 
@@ -387,13 +350,13 @@ def test_a_step_makes_few_calls_of_ours(policy: Policy, estimator: str | None, m
 
 def test_close_takes_everything_off_and_leaves_the_size_and_the_schedules_rate():
     run = Training(at_once(16), lr_coupling="linear", scheduler=lambda o: StepLR(o, 1))
-    run.epoch()
+    run.train()
     run.scheduler.step()
     run.control.step()
     run.control.close()
     assert num_hooks(run.model) == 0
     assert (run.loader.batch_size, run.optimizer.param_groups[0]["lr"]) == (16, pytest.approx(0.001))
-    run.epoch()
+    run.train()
     assert num_hooks(run.model) == 0
 
 
@@ -414,7 +377,7 @@ def test_a_second_controller_on_a_loader_is_refused_until_the_first_is_closed():
     assert (record.batch_size, record.next_batch_size) == (4, run.loader.batch_size)
     run.control.close()
     with Controller(run.model, run.optimizer, run.loader, Fixed()) as second:
-        run.epoch()
+        run.train()
         assert second.step().epoch == 2
 
 
@@ -427,7 +390,7 @@ def test_leaving_the_with_block_by_an_error_closes():
 
 def test_step_after_close_gets_an_error():
     run = grow()
-    run.epoch()
+    run.train()
     with pytest.warns(UserWarning, match=r"without a call of control\.step"):
         run.control.close()
     with pytest.raises(UsageError, match="close"):
@@ -444,7 +407,7 @@ def test_step_after_close_gets_an_error():
 def test_a_look_at_one_batch_before_the_step_changes_nothing(policy: Policy):
     def record(looks: int) -> EpochRecord:
         run = Training(policy)
-        run.epoch()
+        run.train()
         for _ in range(looks):
             next(iter(run.loader))
         return run.control.step()
@@ -455,7 +418,7 @@ def test_a_look_at_one_batch_before_the_step_changes_nothing(policy: Policy):
 @pytest.mark.parametrize("mistake", ["a forgotten step", "an evaluation"])
 def test_a_second_pass_before_the_step_is_questioned_at_its_second_batch(mistake: str):
     run = Training(Fixed())
-    run.epoch()
+    run.train()
     if mistake == "an evaluation":
         run.control.step()
         list(run.loader)

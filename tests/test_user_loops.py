@@ -2,30 +2,22 @@
 
 import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.optim import SGD
 
-from divebatch import AdaptiveLoader, Controller, Decision, DiveBatch, Fixed, Measurement, Policy, Trajectory
+from divebatch import AdaptiveLoader, Decision, DiveBatch, Fixed, Measurement, Policy, Trajectory
 from divebatch.errors import UsageError
 from divebatch.norms import gradient_diversity
-from reference.per_sample import dataset, mean_loss, mlp
+from reference.per_sample import dataset, mean_loss
+from training import Training
 
 
-class Loop:
-    def __init__(self, policy: Policy, *, batch_size: int = 10, lr: float = 0.1, **settings: object) -> None:
-        self.model = mlp()
-        self.optimizer = SGD(self.model.parameters(), lr=lr)
-        self.loader = AdaptiveLoader(dataset(40), batch_size, seed=0)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
-
-    def train(self) -> None:
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            mean_loss(self.model(x), y).backward()
-            self.optimizer.step()
+class Loop(Training):
+    def __init__(self, policy: Policy, *, lr: float = 0.1, **settings: Any) -> None:
+        super().__init__(policy, batch_size=10, optimizer=lambda parameters: SGD(parameters, lr), **settings)
 
     def exact(self) -> float:
         return gradient_diversity(self.model, mean_loss, self.loader.full_pass()).value
