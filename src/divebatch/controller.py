@@ -20,7 +20,7 @@ from divebatch.data.loader import AdaptiveLoader, warn_if_endless
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import EpochProgress
 from divebatch.data.source import rank_shard_of
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.errors import UsageError
 from divebatch.estimators import Estimator, require_fit
 from divebatch.lr import BY_NOISE, Coupling, Rates, Unit, couplings_of, position_of
 from divebatch.measurement import Decision, Diversity, History, Measurement, StepEvent
@@ -107,13 +107,14 @@ class Controller:
         require_parts(model, optimizers, as_list(scheduler), loader, policy, estimator, self._shadows)
         loader.require_no_controller()
         require_choice("loss_reduction", loss_reduction, ("mean", "sum", "weighted"))
-        require_count("accumulate", accumulate)
         if base_batch_size is not None:
             require_count("base_batch_size", base_batch_size)
         couplings = couplings_of(policy, lr_coupling, optimizers)
         context = training_context(model, optimizers, loader, "sum" if loss_reduction == "sum" else "mean")
         chosen = resolve_estimator(policy, estimator, context, shadows=self._shadows, grad_scaler=grad_scaler)
         self.policy, self.loader, self.ranks, self._context = policy, loader, loader.ranks, context
+        self._cadence = Cadence(loader, accumulate)
+        self._unit = self._cadence.unit
         require_same_setup(
             optimizers,
             loader,
@@ -128,14 +129,6 @@ class Controller:
             measure_always=measure_always,
             scheduler_unit=scheduler_unit,
         )
-        if accumulate > 1 and loader.delivery_size is not None:
-            raise ArgumentError(
-                f"the loader's delivery_size={loader.delivery_size} says already how much of a step it delivers: leave "
-                f"accumulate={accumulate} out, or delivery_size"
-            )
-        self._cadence = Cadence(loader, accumulate)
-        self._unit = 1 if loader.delivery_size is not None else accumulate
-        """Batches of the loader's `batch_size` that a step holds."""
         first = min(loader.batch_size, loader.dataset_size or sys.maxsize)  # what a batch really holds
         policy.check_start(first * self._unit)
         policies = [policy, *self._shadows.values()]

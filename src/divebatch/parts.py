@@ -28,7 +28,15 @@ class Cadence:
     """
 
     def __init__(self, loader: AdaptiveLoader, accumulate: int) -> None:
+        require_count("accumulate", accumulate)
+        if accumulate > 1 and loader.delivery_size is not None:
+            raise ArgumentError(
+                f"the loader's delivery_size={loader.delivery_size} says already how much of a step it delivers: leave "
+                f"accumulate={accumulate} out, or delivery_size"
+            )
         self.accumulate, self._loader = accumulate, loader
+        self.unit = 1 if loader.delivery_size is not None else accumulate
+        """Batches of the loader's `batch_size` in a step; a loader with a `delivery_size` counts whole steps."""
         self.agreeing, self._others = 0, Counter[int]()
         """Steps that took as many batches as was said, and how many took another number."""
 

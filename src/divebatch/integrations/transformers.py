@@ -293,7 +293,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Make one pass, whose loss is marked with its weight in the step."""
-        self._rows_in_pass = _num_rows(inputs)
+        self._rows_in_pass = len(next(value for value in inputs.values() if isinstance(value, Tensor)))
         # The passes of a step were all delivered before the first one runs.
         self.train_loader.rank_shard = self._shards.popleft()
         self._pass_weight, self._shard_weight = self._weights(self.train_loader.rank_shard, num_items_in_batch)
@@ -348,10 +348,6 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()
         if self.args.should_save:  # the Trainer's own state, written next, is last
             _save_state(Path(output_dir), state)
-
-
-def _num_rows(inputs: Any) -> int:
-    return len(next(value for value in inputs.values() if isinstance(value, Tensor)))
 
 
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
