@@ -138,8 +138,7 @@ class Controller:
         self._measure_always = measure_always or not BY_NOISE.isdisjoint(couplings)
         self._estimator = chosen if self._asking or self._measure_always else None
         self._every_steps = every_steps
-        if every_steps is not None:
-            require_step_cadence(every_steps, policy, self._estimator)
+        require_step_cadence(every_steps, policy, self._estimator)
         self._rates = Rates(
             optimizers,
             kinds=couplings,

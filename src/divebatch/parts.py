@@ -189,8 +189,10 @@ def require_parts(
         )
 
 
-def require_step_cadence(every_steps: int, policy: Policy, estimator: Estimator | None) -> None:
-    """Raise unless policy and estimator can work with a part of an epoch."""
+def require_step_cadence(every_steps: int | None, policy: Policy, estimator: Estimator | None = None) -> None:
+    """Raise unless policy and estimator can work with a part of an epoch, if they are to."""
+    if every_steps is None:
+        return
     require_count("every_steps", every_steps)
     if not policy.decides_within_epochs:
         raise ArgumentError(

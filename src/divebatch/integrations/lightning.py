@@ -99,8 +99,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
                 f"for a DataLoader: AdaptiveLoader.wrap(dataloader), also for trainer.fit"
             )
         refuse_loss(policy)
-        if every_steps is not None:
-            require_step_cadence(every_steps, policy, None)
+        require_step_cadence(every_steps, policy)
         self.loader, self.policy = loader, policy
         self._estimator = estimator
         self._settings: dict[str, Any] = {

@@ -104,8 +104,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*positional, **settings)
         _refuse_settings(self)
         refuse_loss(policy)
-        if every_steps is not None:
-            require_step_cadence(every_steps, policy, None)
+        require_step_cadence(every_steps, policy)
         if self.lr_scheduler is not None and not step_schedule:
             raise ArgumentError(
                 f"{type(self.lr_scheduler).__name__} is stepped once an optimizer step, and their number changes: set "

@@ -123,8 +123,10 @@ def _lines(quantity: Quantity, track: Track, label: str) -> Iterator[Line]:
         curve = track.result.curve(field) if is_whole else average_curve(on_gpu, field)
         curve = curve.measured().scaled(quantity.factor)
         # A policy may act on the exact value: there the second line would hide the first.
-        has_same_epochs = before is not None and np.array_equal(before.epochs, curve.epochs)
-        if len(curve.epochs) and not (has_same_epochs and before and np.allclose(before.mean, curve.mean, rtol=1e-3)):
+        is_new = before is None or not (
+            np.array_equal(before.epochs, curve.epochs) and np.allclose(before.mean, curve.mean, rtol=1e-3)
+        )
+        if len(curve.epochs) and is_new:
             look = replace(track.look, dashes=DOTTED) if ending else track.look
             yield Line(label + ending, look, curve, track)
         before = curve
