@@ -55,13 +55,7 @@ def require_coupling_power(name: str, value: Any) -> None:
 
 
 def require_same(place: str, saved: Any, mine: Any) -> None:
-    """Raise if a setting of a saved state is not the one of this run, naming the first place where they differ.
-
-    Args:
-        place: Where both stand, such as "control.settings".
-        saved: The settings in the checkpoint.
-        mine: Those of this run.
-    """
+    """Raise if saved settings are not `mine`; the error names the first that differs, below a `place` in the state."""
     if isinstance(mine, Mapping) and isinstance(saved, Mapping):
         for name in [*mine, *(name for name in saved if name not in mine)]:
             require_same(f"{place}.{name}", saved.get(name), mine.get(name))

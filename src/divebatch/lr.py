@@ -105,13 +105,7 @@ def require_known(coupling: Coupling) -> None:
 
 
 def factor_of(coupling: Coupling, ratio: float, noise: float | None = None) -> float:
-    """Return the factor of the learning rate.
-
-    Args:
-        coupling: A name of `COUPLINGS`, or a power.
-        ratio: The batch size over the base batch size.
-        noise: The noise scale over the base batch size; None: not known.
-    """
+    """Return the factor of the rate at `ratio` base batches, `noise` the noise scale in base batches if it is known."""
     return COUPLINGS[coupling](ratio, noise) if isinstance(coupling, str) else float(ratio**coupling)
 
 
@@ -179,12 +173,7 @@ def require_coupling(policy: Policy, lr_coupling: Coupling) -> None:
 
 
 def scale_settings(optimizer: Optimizer, ratio: float) -> None:
-    """Change the Adam settings of an optimizer without a coupling once and for all.
-
-    Args:
-        optimizer: One that `require_adam` accepts.
-        ratio: The new batch size over the one that its present settings belong to.
-    """
+    """Change the Adam settings of an optimizer without a coupling for good: for a batch `ratio` times as large."""
     require_adam(optimizer)
     for group in optimizer.param_groups:
         for name, rule in _rules_of("adam", group):

@@ -22,9 +22,7 @@ from divebatch.ranks import inside_ddp
 class Cadence:
     """The number of the loader's batches in an optimizer step, as it was said, and the check against what happens.
 
-    Args:
-        loader: Delivers the batches.
-        accumulate: The number, as the user has given it; a `delivery_size` of the loader says the same.
+    `accumulate` says it, or the loader's `delivery_size`.
     """
 
     def __init__(self, loader: AdaptiveLoader, accumulate: int) -> None:

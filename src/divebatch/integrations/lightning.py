@@ -336,12 +336,7 @@ def _set_max_steps(trainer: Any, steps: int) -> None:
 
 
 def check_epochs(trainer: Any, *, in_passes: bool) -> None:
-    """Refuse what would end an epoch before all samples were seen, or break it later.
-
-    Args:
-        trainer: The trainer.
-        in_passes: Whether the loader's batches keep their size, as passes of a step.
-    """
+    """Refuse what would end an epoch early; `in_passes`: the loader's batches keep their sizes."""
     if trainer.reload_dataloaders_every_n_epochs != 1 and not in_passes:
         raise ArgumentError(
             f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) never learns "

@@ -355,11 +355,7 @@ def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Follow(TrainerCallback):  # type: ignore[misc]
-    """The callback that makes the controller when training begins, and lets it decide after epochs.
-
-    Args:
-        trainer: The `BatchSizeTrainer`.
-    """
+    """The callback of a `BatchSizeTrainer` that makes its controller, and lets it decide after epochs."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -488,11 +484,8 @@ def _refuse_settings(trainer: Any) -> None:
 class RunLength:
     """The length of a training that the Trainer counts in steps of the first batch size.
 
-    Args:
-        first_steps: Optimizer steps at the first batch size; each epoch ends with what is left of it.
-        first_batch_size: The samples of such a step.
-        epoch_samples: Samples of an epoch. None: not known.
-        pass_samples: Samples of one backward pass on all processes.
+    Each epoch ends with a step on what is left of it; `epoch_samples` is None if its length is not known. A backward
+    pass has `pass_samples` on all processes.
 
     >>> RunLength(first_steps=5, first_batch_size=6, epoch_samples=20, pass_samples=2).samples  # 6, 6, 6, 2 and 6
     26

@@ -269,12 +269,7 @@ def in_multiples(
 ) -> Decision:
     """Return what `policy` decides, rounded down to a multiple of `unit`, but not to nothing.
 
-    Args:
-        policy: The policy.
-        seen: Its input.
-        unit: The number that sizes are multiples of: a step's batches, or the samples of one backward pass.
-        at_most: The most samples that a step may hold.
-        at_least: The fewest units that a step may hold.
+    A unit is a step's batches, or the samples of one pass. A step holds `at_most` samples and `at_least` units.
     """
     # Rounded down: a policy's cap stays one. And no learning rate may follow a batch that does not exist.
     decision = policy.next(seen)
