@@ -472,10 +472,9 @@ class Controller:
         )
         if is_begun and not isinstance(self.policy, Fixed):
             warn_user(
-                f"the optimizer has made steps before, and this controller begins anew: with a batch of "
-                f"{self._rates.batch_size} samples and no history. To continue a training, save it with the rest, "
-                f"checkpoint['control'] = control.state_dict(), and restore it, "
-                f"control.load_state_dict(checkpoint['control'])"
+                f"the optimizer has made steps before, and this controller begins anew, with a batch of "
+                f"{self._rates.batch_size} samples: to continue a training, save control.state_dict() with the rest, "
+                f"and restore it with control.load_state_dict(checkpoint['control'])"
             )
 
     # Measuring

@@ -117,9 +117,9 @@ def coupling_for(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
     if isinstance(optimizer, SGD | ASGD):
         return "linear"
     raise ArgumentError(
-        f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how the learning rate must "
-        f"follow the batch size: pass Controller(..., lr_coupling='sqrt') if it is Adam-like, 'linear' if it is like "
-        f"SGD, or a list with a name for each of several optimizers"
+        f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how its rate must follow: "
+        f"pass Controller(..., lr_coupling='sqrt') if it is Adam-like, 'linear' if it is like SGD, or a list with a "
+        f"name for each of several optimizers"
     )
 
 
@@ -503,8 +503,8 @@ class Schedule:
     def _wrong_unit(self) -> UsageError:
         return UsageError(
             f"{self.name}.step() is called within the epoch, and scheduler_unit is 'epoch': pass Controller(..., "
-            f"scheduler_unit='step') if it counts steps, which samples then count (the first batch size makes one), or "
-            f"scheduler_unit='call' if each call is one step of it whatever the batch size"
+            f"scheduler_unit='step') if it counts steps of the first batch size, scheduler_unit='call' if each call is "
+            f"one step of it whatever the batch size"
         )
 
     def after_step(self, samples: int, batch_size: int) -> None:
@@ -748,10 +748,9 @@ class Rates:
         self._has_warned = True
         warn_user(
             f"the learning rate changes within the epoch, and batches have grown from {self.first_batch_size} to "
-            f"{self.batch_size} samples: a schedule that counts steps will not reach its end. Pass a scheduler that is "
-            f"stepped with every batch as Controller(..., scheduler=scheduler, scheduler_unit='step'). Let a rate that "
-            f"your loop writes count samples: lr_at(loader.samples_delivered // {self.first_batch_size}); if it does, "
-            f"or if steps are what it shall count, pass scheduler_unit='call'"
+            f"{self.batch_size} samples: a schedule that counts steps will not reach its end. Pass a scheduler stepped "
+            f"with every batch: Controller(..., scheduler=scheduler, scheduler_unit='step'). Let a rate that you write "
+            f"count loader.samples_delivered // {self.first_batch_size}; if it is right, pass scheduler_unit='call'"
         )
 
     # Following
@@ -791,9 +790,8 @@ class Rates:
         self._may_be_sum = False
         if expected / 2 < sq_norm / first_sq_norm < 2 * expected:
             warn_user(
-                f"the gradients have grown by about as much as the batch, {first_size} -> {size} samples, and the "
-                f"learning rate grows with it: is the loss a sum over the batch? Then pass loss_reduction='sum', or "
-                f"take its mean"
+                f"the gradients have grown about as much as the batch, {first_size} -> {size} samples: is the loss a "
+                f"sum over the batch? Then pass loss_reduction='sum', or take its mean"
             )
 
     def take_scheduler_steps(self, step: int) -> int:

@@ -63,9 +63,8 @@ class Cadence:
     def _wrong(self, taken: int, said: int) -> UsageError:
         if self._loader.delivery_size is not None:
             return UsageError(
-                f"{said} of the loader's batches were to make one optimizer step (batch_size over delivery_size), and "
-                f"the optimizer steps once in {taken}: step once in {said} batches, or leave delivery_size out and "
-                f"pass Controller(..., accumulate={taken})"
+                f"{said} of the loader's batches make a step (batch_size over delivery_size), and the optimizer steps "
+                f"once in {taken}: step once in {said}, or leave delivery_size out and pass accumulate={taken}"
             )
         if taken == 0:
             return UsageError(
@@ -164,8 +163,7 @@ def require_parts(
         if type(prepared).__module__.startswith("accelerate."):
             raise ArgumentError(
                 f"{type(prepared).__name__} was made by accelerator.prepare, and Controller takes torch's own: use "
-                f"divebatch.integrations.accelerate.make_controller(accelerator, model, optimizer, loader, policy), "
-                f"which takes what was prepared"
+                f"divebatch.integrations.accelerate.make_controller(accelerator, model, optimizer, loader, policy)"
             )
     for optimizer in optimizers or [None]:
         if not isinstance(optimizer, Optimizer):

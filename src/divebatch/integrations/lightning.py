@@ -359,9 +359,8 @@ def check_accumulation(trainer: Any, module: Any) -> None:
     """Refuse what else sets how many passes make a step."""
     if not module.automatic_optimization:
         raise ArgumentError(
-            f"{type(module).__name__} has automatic_optimization=False, and only Lightning's own optimization can make "
-            f"a step of several passes: leave out every_steps and the loader's delivery_size, and accumulate in "
-            f"training_step"
+            f"{type(module).__name__} has automatic_optimization=False, and only Lightning's own can make steps of "
+            f"several passes: leave out every_steps and delivery_size, and accumulate in training_step"
         )
     if trainer.strategy.handles_gradient_accumulation:
         raise ArgumentError(
@@ -377,9 +376,8 @@ def check_optimizer(trainer: Any) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1:
             raise ArgumentError(
-                f"{type(config.scheduler).__name__} has interval='step' and frequency={config.frequency}, which "
-                f"Lightning counts in batches, and their number changes: use frequency=1 and a schedule that is as "
-                f"much slower"
+                f"{type(config.scheduler).__name__} has interval='step' and frequency={config.frequency}, counted in "
+                f"batches, whose number changes: use frequency=1 and a schedule that is as much slower"
             )
 
 

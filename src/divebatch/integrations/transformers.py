@@ -233,8 +233,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         if type(scheduler) is not LambdaLR:
             raise ArgumentError(
                 f"lr_scheduler_type={self.args.lr_scheduler_type.value!r} makes a {type(scheduler).__name__}, which "
-                f"cannot be driven by samples, and the number of steps changes: use 'linear', 'cosine' or another of "
-                f"its LambdaLRs"
+                f"cannot be driven by samples: use 'linear', 'cosine' or another that is a LambdaLR"
             )
         scheduler.lr_lambdas = [self._by_samples(schedule) for schedule in scheduler.lr_lambdas]
         return scheduler
@@ -442,9 +441,8 @@ def _is_shuffled(theirs: Any) -> bool:
     if isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(theirs.dataset):
         return True
     raise ArgumentError(
-        f"the training loader has a {type(sampler).__name__}, which a BatchSizeTrainer would not ask: it takes every "
-        f"sample once an epoch, shuffled or in order. Take out what sets the sampler (_get_train_sampler or "
-        f"get_train_dataloader), and let the dataset itself repeat or leave out samples"
+        f"the training loader has a {type(sampler).__name__}, but a BatchSizeTrainer takes every sample once an epoch, "
+        f"shuffled or in order: leave out _get_train_sampler or get_train_dataloader, and let the dataset repeat some"
     )
 
 
@@ -531,8 +529,7 @@ def _require_complete(folder: Path) -> None:
     if not _is_complete(folder):
         raise CheckpointError(
             f"'{folder}' has no {STATE_FILE} or no whole {_TRAINER_STATE}: it was not saved by a BatchSizeTrainer, or "
-            f"with save_only_model=True, or its process was killed meanwhile. train(resume_from_checkpoint=True) takes "
-            f"the last complete checkpoint"
+            f"not to its end. train(resume_from_checkpoint=True) takes the last complete checkpoint"
         )
 
 
