@@ -529,7 +529,7 @@ def _require_complete(folder: Path) -> None:
     if not _is_complete(folder):
         raise CheckpointError(
             f"'{folder}' has no {STATE_FILE} or no whole {_TRAINER_STATE}: it was not saved by a BatchSizeTrainer, or "
-            f"not to its end. train(resume_from_checkpoint=True) takes the last complete checkpoint"
+            f"with save_only_model=True, or not whole. train(resume_from_checkpoint=True) takes the last complete one"
         )
 
 
