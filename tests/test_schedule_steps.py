@@ -119,7 +119,9 @@ class Run:
         self.optimizer = SGD(self.model.parameters(), LR)
         self.scheduler = schedule(self.optimizer, total)
         of_loader = {"delivery_size": settings.pop("delivery_size", None)}
-        self.loader = AdaptiveLoader(settings.pop("data", DATA), FIRST, seed=0, drop_last=drop_last, **of_loader)
+        self.loader = AdaptiveLoader(
+            settings.pop("data", DATA), settings.pop("batch_size", FIRST), seed=0, drop_last=drop_last, **of_loader
+        )
         settings = {"lr_coupling": "sqrt", "scheduler": self.scheduler, "scheduler_unit": "step"} | settings
         self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
         self.used: list[tuple[int, float]] = []
@@ -272,6 +274,27 @@ def driven(make: Callable[[], Run], *, stop: int | None = None) -> tuple[list[tu
         else:
             run.control.step()
     return done, run
+
+
+def test_a_resume_counts_in_steps_of_the_first_batch_size_whatever_the_new_loader_begins_with():
+    def make(batch_size: int) -> Run:
+        return Run(SCHEDULES["cosine"], 33, Sizes((8,)), delivery_size=2, batch_size=batch_size)
+
+    def epoch(run: Run) -> None:
+        held = 0
+        for size in run.batches():
+            held += size
+            if held >= run.loader.batch_size or run.loader.is_at_end:
+                run.step()
+                held = 0
+        run.control.step()
+
+    run, fresh = make(FIRST), make(2 * FIRST)
+    epoch(run)
+    for name in ("optimizer", "scheduler", "control"):
+        getattr(fresh, name).load_state_dict(through_a_file(getattr(run, name).state_dict()))
+    epoch(fresh)
+    assert fresh.scheduler.last_epoch == 2 * math.ceil(N / FIRST)
 
 
 # Steps of the loop's own
