@@ -7,18 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Fixed, Oracle, gradient_diversity
+import training
+from divebatch import DiveBatch, Diversity, Fixed, Oracle, gradient_diversity
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator
 from divebatch.lr import GainSum, LrCoupling
 from divebatch.measurement import gain
 from divebatch.policies import PadaDamp, Policy
-from reference.per_sample import dataset, mean_loss, mlp
-
-DATA = dataset(40)
+from reference.per_sample import mean_loss
+from training import DATA
 
 
 class Says(Estimator):
@@ -35,26 +35,9 @@ class Says(Estimator):
     window = finish
 
 
-class Training:
-    def __init__(self, policy: Policy, *, kind: str = "adascale", scheduler: Any = None, **settings: Any) -> None:
-        self.model = mlp()
-        self.optimizer = SGD(self.model.parameters(), 0.01)
-        self.scheduler = scheduler(self.optimizer) if scheduler else None
-        self.loader = AdaptiveLoader(DATA, batch_size=8, seed=0)
-        self.control = Controller(
-            self.model, self.optimizer, self.loader, policy, lr_coupling=kind, scheduler=self.scheduler, **settings
-        )
-
-    def epoch(self) -> Any:
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            mean_loss(self.model(x), y).backward()
-            self.optimizer.step()
-        return self.control.step()
-
-    @property
-    def lr(self) -> float:
-        return self.control.lr
+class Training(training.Training):
+    def __init__(self, policy: Policy, *, kind: str = "adascale", **settings: Any) -> None:
+        super().__init__(policy, batch_size=8, lr_coupling=kind, **settings)
 
 
 # The gain
@@ -88,11 +71,6 @@ def test_the_rate_is_the_gain_of_what_was_measured(trace: float, sq_norm: float,
     assert root.epoch().next_lr == pytest.approx(0.01 * math.sqrt(expected))
 
 
-def test_an_estimate_that_says_nothing_leaves_the_last_one_in_force():
-    run = Training(Fixed(), base_batch_size=2, estimator=Says((1.0, 0.0), (math.nan, math.nan), (0.0, 1.0)))
-    assert [run.epoch().next_lr for _ in range(3)] == pytest.approx([0.04, 0.04, 0.01])
-
-
 def test_it_follows_the_size_and_the_measured_noise_together():
     run = Training(DiveBatch(0.5, 32), estimator=Oracle(mean_loss))
     for _ in range(3):
@@ -101,17 +79,6 @@ def test_it_follows_the_size_and_the_measured_noise_together():
         record = run.control.step()
         assert record.next_lr == pytest.approx(0.01 * gain(record.next_batch_size / 8, noise / 8), rel=1e-9)
     assert record.next_batch_size > 8
-
-
-def test_samples_that_agree_gain_nothing():
-    model, data = mlp(), torch.utils.data.TensorDataset(*(t[:1].expand(40, -1) for t in DATA.tensors))
-    optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(data, 8, seed=0)
-    control = Controller(
-        model, optimizer, loader, Fixed(), lr_coupling="adascale", base_batch_size=2, estimator="per-sample"
-    )
-    for x, y in loader:
-        mean_loss(model(x), y).backward()
-    assert control.step().next_lr == pytest.approx(0.01, rel=1e-6)
 
 
 # Beside it: 1 / (1 + B / b), which also goes by the noise at a constant batch
@@ -198,12 +165,6 @@ def test_the_sum_of_gains_counts_steps_at_the_base_batch():
     assert sums == pytest.approx([0, 5, 5 + 5 * 4, 5 + 20 + 5 * 1.6])
 
 
-def test_with_other_couplings_each_step_counts_as_one():
-    run = Training(PadaDamp(16), kind="linear")
-    run.epoch()
-    assert run.control.effective_steps == run.loader.batches_delivered == 5
-
-
 def test_a_scheduler_stepped_as_often_as_said_goes_by_the_sum_of_gains():
     def course(optimizer: SGD) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -251,21 +212,3 @@ def test_no_step_is_lost_to_rounding():
         due.append(gains.due(step))
     assert gains.before < 1
     assert due == [0] * 9 + [1]
-
-
-def test_adamw_with_the_square_root_of_the_gain():
-    model = mlp()
-    optimizer, loader = AdamW(model.parameters(), 0.01), AdaptiveLoader(DATA, 8, seed=0)
-    control = Controller(
-        model,
-        optimizer,
-        loader,
-        PadaDamp(32, rate=5.0),
-        lr_coupling="adascale-sqrt",
-        estimator=Says((1.0, 0.0)),
-    )
-    for x, y in loader:
-        mean_loss(model(x), y).backward()
-        optimizer.step()
-    record = control.step()
-    assert record.next_lr == pytest.approx(0.01 * math.sqrt(record.next_batch_size / 8))

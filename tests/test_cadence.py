@@ -1,6 +1,5 @@
 """Decisions every so many steps: the course, the windows, the records, and every state on the way."""
 
-import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import IterableDataset
 
+import training
 from divebatch import (
     AdaBatch,
     AdaptiveLoader,
-    Controller,
     Decision,
     DiveBatch,
     Diversity,
@@ -25,7 +24,7 @@ from divebatch import (
     Oracle,
 )
 from divebatch.data.order import Shuffled
-from divebatch.errors import ArgumentError, CheckpointError, UsageError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import Moments, PerSample
 from divebatch.policies import (
     CABS,
@@ -41,9 +40,11 @@ from divebatch.policies import (
     WarmUp,
 )
 from reference import per_sample
-from reference.per_sample import dataset, mean_loss, mlp
+from reference.per_sample import mean_loss, mlp
+from saved import through_a_file
+from training import DATA
 
-DATA, SEED = dataset(40), 3
+SEED = 3
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
@@ -69,28 +70,9 @@ class Watching(ByStep):
     needs: ClassVar[frozenset[str]] = frozenset({"diversity"})
 
 
-class Training:
-    def __init__(self, policy: Policy, *, scheduler: Callable[[SGD], Any] = lambda _: None, **settings: Any) -> None:
-        self.model = mlp()
-        self.optimizer = SGD(self.model.parameters(), 0.01, momentum=0.9)
-        self.scheduler = scheduler(self.optimizer)
-        self.loader = AdaptiveLoader(DATA, batch_size=4, seed=SEED)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy, scheduler=self.scheduler, **settings)
-
-    def batches(self) -> Iterator[int]:
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            mean_loss(self.model(x), y).backward()
-            self.optimizer.step()
-            yield len(x)
-
-    def epoch(self) -> EpochRecord:
-        list(self.batches())
-        return self.control.step()
-
-    @property
-    def lr(self) -> float:
-        return self.control.lr
+class Training(training.Training):
+    def __init__(self, policy: Policy, **settings: Any) -> None:
+        super().__init__(policy, optimizer=lambda parameters: SGD(parameters, 0.01, momentum=0.9), **settings)
 
 
 # The course
@@ -150,24 +132,6 @@ def test_the_rate_follows_at_once_whatever_the_scheduler(per_batch: bool):
         run.control.step()
 
 
-def test_fixed_changes_nothing_and_records_no_change():
-    run, plain = Training(Fixed(), every_steps=2), Training(Fixed())
-    assert [run.epoch(), run.epoch()] == [plain.epoch(), plain.epoch()]
-    for mine, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_a_schedule_of_its_own_is_no_change():
-    """The record's rate is that of the epoch's beginning, as without decisions in between."""
-    run = Training(
-        Fixed(), every_steps=2, scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.9), scheduler_unit="step"
-    )
-    for _ in run.batches():
-        run.scheduler.step()
-    record = run.control.step()
-    assert (record.lr, record.changes, record.next_lr) == (0.01, None, pytest.approx(0.01 * 0.9**10))
-
-
 def test_padadamp_and_a_sample_schedule_change_where_they_say():
     run = Training(PadaDamp(16, rate=1.0), every_steps=1)
     assert list(run.batches()) == [4, 5, 6, 7, 8, 9, 1]
@@ -205,17 +169,6 @@ def test_each_decision_sees_the_steps_since_the_last_one():
     still(Watching(((4, 8),), seen), estimator="per-sample", every_steps=2).epoch()
     expected = windows([[4, 4], [4, 4], [8, 8], [8]])
     assert [(m.diversity.trace, m.diversity.sq_norm) for m in seen] == [pytest.approx(p, rel=1e-9) for p in expected]
-
-
-def test_diversity_means_the_same_in_records_with_and_without_decisions_in_between():
-    """n * diversity - 1 is the noise scale, whatever part of the epoch a window holds."""
-    seen: list[Measurement] = []
-    record = still(Watching((), seen), estimator="per-sample", every_steps=7).epoch()
-    *_, (trace, sq_norm) = windows([[4] * 7, [4] * 3])
-    assert {m.diversity.num_samples for m in seen} == {len(DATA)}
-    assert len(DATA) * record.diversity == pytest.approx(1 + trace / sq_norm, rel=1e-6)
-    assert len(DATA) * record.diversity == pytest.approx(1 + record.noise_scale)
-    assert len(DATA) * record.diversity_low == pytest.approx(1 + record.noise_scale_low)
 
 
 def test_an_exponential_mean_goes_on_through_decisions():
@@ -304,22 +257,7 @@ def test_dwell_and_warm_up_count_decisions():
     assert run.control.step().next_lr == pytest.approx(0.04)
 
 
-def test_a_cap_above_the_data_leaves_the_rate_where_the_coupling_wants_it():
-    run = Training(WarmUp(ByStep(tuple((step, 64) for step in range(10, 14))), epochs=1), lr_coupling="linear")
-    run.epoch()
-    for _ in range(3):
-        record = run.epoch()
-        assert (record.next_batch_size, record.next_lr) == (40, pytest.approx(0.1))
-
-
 # Resuming
-
-
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 CASES: dict[str, Callable[[], Training]] = {
@@ -374,12 +312,6 @@ def test_a_resumed_epoch_knows_that_earlier_steps_were_measured():
     assert fresh.control.step().diversity is None
 
 
-def test_a_state_of_another_cadence_is_refused():
-    state = Training(Fixed(), every_steps=3).control.state_dict()
-    with pytest.raises(CheckpointError, match="every_steps is 3 in the checkpoint, and None in this run"):
-        Training(Fixed()).control.load_state_dict(state)
-
-
 # What is refused
 
 
@@ -394,18 +326,6 @@ def test_policies_that_go_by_epochs_are_refused(policy: Policy):
 def test_the_papers_estimate_is_refused_with_the_others_named():
     with pytest.raises(ArgumentError, match=r"Trajectory sums over whole epochs.*'split', 'moments'"):
         Training(DiveBatch(0.1, 16), every_steps=5)
-
-
-@pytest.mark.parametrize("every_steps", [0, -1, 2.5, True, "3"])
-def test_a_number_of_steps_that_cannot_be_is_refused(every_steps: Any):
-    with pytest.raises(ArgumentError, match="every_steps must be an integer of at least 1"):
-        Training(Fixed(), every_steps=every_steps)
-
-
-def test_a_closed_controller_hears_nothing():
-    run = Training(ByStep(((2, 8),)), every_steps=1)
-    run.control.close()
-    assert list(run.batches()) == [4] * 10
 
 
 # Streams
@@ -424,18 +344,15 @@ class Samples(IterableDataset):
                 return
 
 
-class OnStream(Training):
-    def __init__(self, policy: Policy, *, endless: bool, epoch_samples: int | None = None, **settings: Any) -> None:
-        self.model = mlp()
-        self.optimizer, self.scheduler = SGD(self.model.parameters(), 0.01), None
-        self.loader = AdaptiveLoader(Samples(endless=endless), 4, epoch_samples=epoch_samples, seed=SEED)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
+def on_stream(policy: Policy, *, endless: bool, epoch_samples: int | None = None, **settings: Any) -> Training:
+    loader = AdaptiveLoader(Samples(endless=endless), 4, epoch_samples=epoch_samples, seed=SEED)
+    return Training(policy, data=loader, **settings)
 
 
 @pytest.mark.parametrize(("endless", "epoch_samples"), [(False, None), (True, 40), (True, None)])
 def test_a_stream_is_decided_on_within_epochs_at_every_step(endless: bool, epoch_samples: int | None):
     seen: list[Measurement] = []
-    run = OnStream(
+    run = on_stream(
         ByStep(((2, 8), (4, 3), (10, 6)), seen),
         endless=endless,
         epoch_samples=epoch_samples,
@@ -462,34 +379,26 @@ def test_a_stream_is_decided_on_within_epochs_at_every_step(endless: bool, epoch
 
 def test_a_stream_that_goes_on_and_on_without_a_decision_is_a_warning_at_the_loops_line(monkeypatch):
     monkeypatch.setattr("divebatch.data.loader.MANY_BATCHES", 5)
-    run = OnStream(Fixed(), endless=True)
+    run = on_stream(Fixed(), endless=True)
     with pytest.warns(UserWarning, match=r"5 batches .* epoch_samples=N.* every_steps=N") as caught:
         for _ in zip(run.loader, range(20), strict=False):
             pass
     assert [warning.filename for warning in caught] == [__file__]
-    finite = OnStream(Fixed(), endless=False)
+    finite = on_stream(Fixed(), endless=False)
     with pytest.warns(UserWarning, match="its end is not known"):
         finite.epoch()
     finite.epoch()  # told once
 
 
 def test_a_policy_that_goes_by_the_noise_scale_needs_no_length():
-    run = OnStream(NoiseScale(16), endless=True, every_steps=3, estimator="per-sample")
+    run = on_stream(NoiseScale(16), endless=True, every_steps=3, estimator="per-sample")
     held = [size for size, _ in zip(run.batches(), range(30), strict=False)]
     assert max(held) > 4
     assert set(held) <= set(range(4, 17))
 
 
 def test_a_policy_that_needs_the_length_of_a_stream_says_so():
-    run = OnStream(DiveBatch(0.1, 16), endless=True, every_steps=3, estimator=Oracle(mean_loss))
+    run = on_stream(DiveBatch(0.1, 16), endless=True, every_steps=3, estimator=Oracle(mean_loss))
     seen = Measurement(epoch=1, batch_size=4, dataset_size=None, diversity=Diversity(1.0, 2.0, 40))
     with pytest.raises(UsageError, match=r"needs the number of samples of an epoch.*epoch_samples=N"):
         run.control.policy.next(seen)
-
-
-def test_epochs_of_an_endless_stream_are_epochs():
-    run = OnStream(DiveBatch(1.0, 16, monotone=False), endless=True, epoch_samples=20)
-    records = [run.epoch() for _ in range(3)]
-    assert [record.samples for record in records] == [20, 40, 60]
-    assert all(record.diversity is not None for record in records)
-    assert [r.next_batch_size for r in records[:-1]] == [r.batch_size for r in records[1:]]

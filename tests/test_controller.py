@@ -6,14 +6,14 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import divebatch
@@ -32,49 +32,12 @@ from divebatch import (
 )
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.estimators import PerSample
-from divebatch.policies import CABS, NoiseDoubling, NoiseScale, Policy
+from divebatch.policies import NoiseDoubling, NoiseScale, Policy
 from reference import per_sample
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
+from training import DATA, Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* cannot grow the batch")
-
-DATA = dataset(40)
-
-
-class Training:
-    """The loop of the README, in parts."""
-
-    def __init__(self, policy: Policy, *, data: Any = DATA, model: nn.Module | None = None, **settings: Any):
-        self.model = mlp() if model is None else model
-        self.optimizer = SGD(self.model.parameters(), 0.01)
-        make_scheduler: Callable[[SGD], Any] = settings.pop("scheduler", lambda _: None)
-        self.loss_fn: Callable[[Any, Any], Tensor] = settings.pop("loss", mean_loss)
-        self.scheduler = make_scheduler(self.optimizer)
-        self.loader = data if isinstance(data, AdaptiveLoader) else AdaptiveLoader(data, batch_size=4, seed=3)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy, scheduler=self.scheduler, **settings)
-
-    def batches(self) -> Iterator[None]:
-        """One epoch, a batch at a time."""
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            self.loss_fn(self.model(x), y).backward()
-            self.optimizer.step()
-            yield
-
-    def epoch(self) -> None:
-        for _ in self.batches():
-            pass
-
-    def epochs(self, count: int) -> list[EpochRecord]:
-        records = []
-        for _ in range(count):
-            self.epoch()
-            records.append(self.control.step())
-        return records
-
-    @property
-    def lr(self) -> float:
-        return self.control.lr
 
 
 def grow(**settings: Any) -> Training:
@@ -114,37 +77,6 @@ def test_a_record_says_what_was_in_force_and_what_comes_next():
     assert "capped at 16" in first.reason
 
 
-def test_the_schedulers_own_step_comes_before_and_shows_in_the_next_rate():
-    run = Training(at_once(16), lr_coupling="sqrt", scheduler=lambda o: StepLR(o, 1, gamma=0.5))
-    run.epoch()
-    run.scheduler.step()
-    record = run.control.step()
-    assert (record.lr, record.next_lr) == (0.01, pytest.approx(0.01 * 0.5 * 2))
-    assert run.lr == record.next_lr
-
-
-def test_a_scheduler_stepped_per_batch_keeps_its_course():
-    def one_cycle(optimizer: SGD) -> OneCycleLR:
-        return OneCycleLR(optimizer, max_lr=0.02, total_steps=41, cycle_momentum=False)
-
-    run = Training(
-        AdaBatch(16, every_epochs=1, lr_decay=0.5), lr_coupling="linear", scheduler=one_cycle, scheduler_unit="step"
-    )
-    twin = one_cycle(SGD([torch.ones(1)], 0.01))
-    twin.optimizer.step()
-    used: list[float] = []
-    run.optimizer.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
-    factors = []
-    for _ in range(4):
-        for _ in run.batches():
-            run.scheduler.step()
-            factors.append(used.pop() / twin.optimizer.param_groups[0]["lr"])
-            while twin.last_epoch < run.loader.samples_delivered / 4:
-                twin.step()
-        run.control.step()
-    assert factors == pytest.approx([1.0] * 10 + [2 * 0.5] * 5 + [4 * 0.5**2] * 3 + [4 * 0.5**2] * 3)
-
-
 def test_a_policy_sees_the_counters_the_rate_and_the_schedules_own_ratio():
     seen: list[Measurement] = []
 
@@ -157,19 +89,13 @@ def test_a_policy_sees_the_counters_the_rate_and_the_schedules_own_ratio():
 
     run = Training(Spy(), lr_coupling="linear", scheduler=lambda o: StepLR(o, 1, gamma=0.1))
     for _ in range(2):
-        run.epoch()
+        run.train()
         run.scheduler.step()
         run.control.step()
     counters = [(m.epoch, m.batch_size, m.dataset_size, m.step, m.samples, m.diversity) for m in seen]
     assert counters == [(1, 4, 40, 10, 40, None), (2, 8, 40, 15, 80, None)]
     assert [m.lr for m in seen] == pytest.approx([0.01, 0.01 * 0.1 * 2 * 0.5])
     assert [m.lr_schedule_ratio for m in seen] == pytest.approx([0.1, 0.01])
-
-
-def test_oracle_by_name_measures_the_weights_the_epoch_ended_with():
-    run = Training(DiveBatch(0.3, 16), estimator=Oracle(mean_loss))
-    (record,) = run.epochs(1)
-    assert record.diversity == pytest.approx(per_sample.diversity(run.model, mean_loss, [DATA.tensors]).value)
 
 
 # What cannot be followed
@@ -198,15 +124,6 @@ def test_nan_gradients_give_the_cap():
     (record,) = Training(DiveBatch(0.1, 16), data=TensorDataset(inputs, targets), lr_coupling="linear").epochs(1)
     assert (record.diversity, record.next_batch_size, record.next_lr) == (None, 16, pytest.approx(0.04))
     assert "NaN or infinite gradients" in record.reason
-
-
-def test_gradients_that_sum_to_zero_give_the_cap():
-    inputs = torch.tensor([[1.0], [-1.0]] * 4)
-    model = nn.Linear(1, 1, bias=False)
-    data = TensorDataset(inputs, inputs)
-    (record,) = Training(DiveBatch(0.1, 6), data=data, model=model, loss=lambda out, _: out.mean()).epochs(1)
-    assert (record.diversity, record.next_batch_size) == (None, 6)
-    assert "gradients of 8 samples sum to zero" in record.reason
 
 
 # What is measured
@@ -325,9 +242,9 @@ def test_a_loop_that_stops_at_the_last_batch_has_ended_the_epoch():
 
 def test_two_epochs_without_step_get_an_error_that_stays():
     run = grow()
-    run.epoch()
+    run.train()
     with pytest.warns(UserWarning, match=r"epoch 1 has ended without a call of control\.step"):
-        run.epoch()
+        run.train()
     for _ in range(2):
         with pytest.raises(UsageError, match="once after each epoch: 2 epochs have ended"):
             run.control.step()
@@ -338,7 +255,7 @@ def test_two_epochs_without_step_get_an_error_that_stays():
 def test_saving_between_the_epochs_end_and_step_gets_an_error_and_loses_nothing():
     run, undisturbed = grow(), grow()
     for expected in undisturbed.epochs(2):
-        run.epoch()
+        run.train()
         with pytest.raises(UsageError, match=r"call step\(\) before saving"):
             run.control.state_dict()
         assert run.control.step() == expected
@@ -347,20 +264,11 @@ def test_saving_between_the_epochs_end_and_step_gets_an_error_and_loses_nothing(
 def test_a_loader_that_has_run_before_is_taken_as_it_stands():
     run = grow()
     run.control.close()
-    run.epoch()
+    run.train()
     control = Controller(run.model, run.optimizer, run.loader, DiveBatch(0.3, 16))
     assert control.state_dict()["epoch"] == 1
-    run.epoch()
+    run.train()
     assert control.step().epoch == 2
-
-
-def test_a_batch_size_lowered_by_hand_is_measured_again():
-    run = Training(at_once(16))
-    run.epochs(2)
-    run.loader.batch_size = 8
-    (record,) = run.epochs(1)
-    assert (record.batch_size, record.next_batch_size) == (8, 16)
-    assert record.diversity is not None
 
 
 # Wrong parts
@@ -389,11 +297,6 @@ def test_wrong_settings_get_an_error_and_leave_nothing_attached(settings: dict[s
     assert num_hooks(settings["model"]) == 0
 
 
-def test_a_first_batch_above_the_cap_is_refused():
-    with pytest.raises(ArgumentError, match="max_batch_size=2 is below the first batch size 4"):
-        Training(DiveBatch(0.1, 2))
-
-
 def test_a_controller_that_could_not_be_made_leaves_everything_as_it_was():
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=3), PerSample()
     optimizer = SGD(model.parameters(), 0.01)
@@ -409,23 +312,6 @@ def test_a_controller_that_could_not_be_made_leaves_everything_as_it_was():
         mean_loss(model(x), y).backward()
         optimizer.step()
     assert control.step().epoch == 1
-
-
-def test_another_models_grad_scaler_changes_nothing():
-    def size() -> int:
-        run = Training(CABS(64), estimator="split", loss=lambda out, y: mean_loss(out, y))
-        for x, y in run.loader:
-            run.optimizer.zero_grad()
-            for (px, py), weight in micro_batches((x, y), 2):
-                (mean_loss(run.model(px), py) * weight).backward()
-            run.optimizer.step()
-        return run.control.step(loss=1.0).next_batch_size
-
-    alone = size()
-    other = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    other.scale(torch.ones(1, requires_grad=True).sum()).backward()  # of another training
-    assert size() == alone
-    assert other.is_enabled()
 
 
 # What a step costs
@@ -464,13 +350,13 @@ def test_a_step_makes_few_calls_of_ours(policy: Policy, estimator: str | None, m
 
 def test_close_takes_everything_off_and_leaves_the_size_and_the_schedules_rate():
     run = Training(at_once(16), lr_coupling="linear", scheduler=lambda o: StepLR(o, 1))
-    run.epoch()
+    run.train()
     run.scheduler.step()
     run.control.step()
     run.control.close()
     assert num_hooks(run.model) == 0
     assert (run.loader.batch_size, run.optimizer.param_groups[0]["lr"]) == (16, pytest.approx(0.001))
-    run.epoch()
+    run.train()
     assert num_hooks(run.model) == 0
 
 
@@ -491,17 +377,8 @@ def test_a_second_controller_on_a_loader_is_refused_until_the_first_is_closed():
     assert (record.batch_size, record.next_batch_size) == (4, run.loader.batch_size)
     run.control.close()
     with Controller(run.model, run.optimizer, run.loader, Fixed()) as second:
-        run.epoch()
+        run.train()
         assert second.step().epoch == 2
-
-
-def test_leaving_the_with_block_closes():
-    run = grow()
-    with run.control as control:
-        assert control is run.control
-        next(run.batches())
-        assert num_hooks(run.model) == 6
-    assert num_hooks(run.model) == 0
 
 
 def test_leaving_the_with_block_by_an_error_closes():
@@ -511,16 +388,9 @@ def test_leaving_the_with_block_by_an_error_closes():
     assert num_hooks(run.model) == 0
 
 
-def test_closing_twice_is_closing_once():
-    run = grow()
-    with run.control:
-        run.control.close()
-    assert num_hooks(run.model) == 0
-
-
 def test_step_after_close_gets_an_error():
     run = grow()
-    run.epoch()
+    run.train()
     with pytest.warns(UserWarning, match=r"without a call of control\.step"):
         run.control.close()
     with pytest.raises(UsageError, match="close"):
@@ -531,49 +401,31 @@ def test_step_after_close_gets_an_error():
 # A pass over the loader between the end of an epoch and step()
 
 
-class Looked:
-    """A loop of ten batches an epoch, with a controller."""
-
-    def __init__(self, policy: Policy):
-        torch.manual_seed(0)
-        data = TensorDataset(torch.randn(160, 4), torch.randn(160, 1))
-        self.model = nn.Linear(4, 1)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.loader = AdaptiveLoader(data, 16, seed=0)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy)
-
-    def train(self) -> None:
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            (self.model(x) - y).square().mean().backward()
-            self.optimizer.step()
-
-
 @pytest.mark.parametrize(
-    "policy", [NoiseDoubling(64), DiveBatch(0.1, 64), Fixed()], ids=lambda policy: type(policy).__name__
+    "policy", [NoiseDoubling(40), DiveBatch(0.1, 40), Fixed()], ids=lambda policy: type(policy).__name__
 )
 def test_a_look_at_one_batch_before_the_step_changes_nothing(policy: Policy):
     def record(looks: int) -> EpochRecord:
-        loop = Looked(policy)
-        loop.train()
+        run = Training(policy)
+        run.train()
         for _ in range(looks):
-            next(iter(loop.loader))
-        return loop.control.step()
+            next(iter(run.loader))
+        return run.control.step()
 
     assert record(looks=2) == record(looks=0)
 
 
 @pytest.mark.parametrize("mistake", ["a forgotten step", "an evaluation"])
 def test_a_second_pass_before_the_step_is_questioned_at_its_second_batch(mistake: str):
-    loop = Looked(Fixed())
-    loop.train()
+    run = Training(Fixed())
+    run.train()
     if mistake == "an evaluation":
-        loop.control.step()
-        list(loop.loader)
+        run.control.step()
+        list(run.loader)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        seen = [len(caught) for _ in loop.loader]
+        seen = [len(caught) for _ in run.loader]
     assert seen == [0, *[1] * 9]
     assert re.search(r"control\.step\(\).*full_pass\(\)", str(caught[0].message))
     with pytest.raises(UsageError, match=r"2 epochs have ended.*full_pass\(\)"):
-        loop.control.step()
+        run.control.step()

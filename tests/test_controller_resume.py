@@ -1,6 +1,5 @@
 """Stop anywhere, load into fresh objects, go on: the same run bit for bit."""
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, EpochRecord, Oracle
-from divebatch.errors import CheckpointError, UsageError
+from divebatch.errors import CheckpointError
 from reference.per_sample import dataset, mean_loss, mlp, num_hooks
+from saved import through_a_file
 
 # Torch counts a fresh optimizer's own steps and cannot know that the epoch's were made before the stop.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -90,13 +90,6 @@ class Training:
         fresh.load(self.save(), control_first=control_first)
         fresh.records = list(self.records)
         return fresh
-
-
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_same_run(run: Training, whole: Training) -> None:
@@ -179,14 +172,6 @@ def test_the_state_is_what_it_was_when_it_was_taken(setup: Any):
     assert equal(taken, kept)
 
 
-@EVERY_SETUP
-def test_only_a_measured_epoch_is_hooked_after_loading(setup: Any):
-    for epochs in range(EPOCHS):
-        stopped = Training(setup)
-        stopped.train(epochs=epochs)
-        assert num_hooks(stopped.resumed().model) == num_hooks(stopped.model)
-
-
 # States that do not fit
 
 
@@ -253,19 +238,6 @@ def test_sums_of_another_estimator_or_model_are_refused_and_change_nothing(make:
     assert_refused(make(), run.save()["control"])
 
 
-def test_an_epoch_measured_in_half_is_refused_and_changes_nothing():
-    run = other_estimator()
-    run.train(stop_after_step=2)
-    assert_refused(Training(SgdLinear()), run.save()["control"])
-
-
 @pytest.mark.parametrize("state", [{}, {"version": 99}])
 def test_a_state_of_another_version_is_refused(state: dict[str, Any]):
     assert_refused(Training(SgdLinear()), state, "version")
-
-
-def test_saving_between_the_epochs_end_and_step_is_refused():
-    run = Training(SgdLinear())
-    list(run.loader)
-    with pytest.raises(UsageError, match=r"call step\(\) before saving"):
-        run.control.state_dict()

@@ -12,11 +12,16 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "first_look")
-"""But for the one whose cells tests/docs/test_made_files.py runs."""
+OF_FRAMEWORKS = {"transformers_trainer", "lightning_fit", "accelerate_loop", "ddp_loop"}
+"""Those that take long to import, or start processes."""
+EXAMPLES = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.stem in OF_FRAMEWORKS else [], id=path.stem)
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if path.stem != "first_look"  # whose cells tests/docs/test_made_files.py runs
+]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(path)]
     answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

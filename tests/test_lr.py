@@ -5,7 +5,6 @@ The twin is the same optimizer and scheduler with nothing coupled to it.
 
 import ast
 import copy
-import io
 import math
 import re
 import warnings
@@ -24,6 +23,7 @@ from divebatch.errors import ArgumentError
 from divebatch.lr import COUPLINGS, LrCoupling, Rates
 from divebatch.policies import Policy
 from reference.per_sample import dataset, mean_loss, mlp
+from saved import through_a_file
 
 FIRST = 32
 # After which scheduler step: batch size and lr_factor of the decision.
@@ -137,13 +137,6 @@ def factor_after(step: int, kind: Any) -> float:
     return SHAPES[kind](size / FIRST) * math.prod(lr_factor for _, lr_factor in done)
 
 
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 # The course
 
 
@@ -167,15 +160,6 @@ def test_a_step_uses_the_own_rate_times_the_factors_and_leaves_the_own_one(case:
         assert through_a_file(run.scheduler.state_dict()) == through_a_file(twin.scheduler.state_dict())
     elif tensors:
         assert all(a is group["lr"] for a, group in zip(held, run.optimizer.param_groups, strict=True))
-
-
-@pytest.mark.parametrize(("power", "factor"), [(1, 4.0), (0.5, 2.0), (0.6, 4**0.6), (0.25, math.sqrt(2))])
-def test_a_power_of_the_batch_size_and_back_to_the_bit(power: float, factor: float):
-    run = Run("none", kind=power)
-    for size in (4 * FIRST, FIRST):
-        run.coupling.follow(size)
-        run.advance(0)
-    assert run.used == [pytest.approx([0.1 * factor, 0.02 * factor], rel=1e-14), [0.1, 0.02]]
 
 
 @pytest.mark.parametrize("optimizer", [SGD, AdamW])
@@ -359,41 +343,6 @@ def test_what_the_loop_writes_is_the_schedules_own(name: str):
     assert [rate for _, rate in loop.used] == pytest.approx([rate for _, rate in expected], rel=1e-5)
 
 
-def test_a_decay_written_after_the_batch_has_shrunk_stays():
-    """The batch falls to a tenth, and the loop writes its milestone, a tenth of the rate, once."""
-
-    class Falling(Policy):
-        def next(self, seen: Measurement) -> Decision:
-            return Decision(batch_size=4)
-
-    loop = Loop(Falling(), lr=0.1)
-    loop.loader.batch_size = 40
-    for epoch in range(3):
-        if epoch == 2:
-            loop.group["lr"] = 0.01
-        for x, y in loop.loader:
-            loop.backward(x, y)
-            loop.optimizer.step()
-        loop.control.step()
-    assert loop.used[0] == (40, pytest.approx(1.0))
-    assert [rate for _, rate in loop.used[-10:]] == pytest.approx([0.01] * 10)
-    assert loop.group["lr"] == 0.01
-
-
-def test_a_plateau_scheduler_halves_the_rate_while_the_factor_is_two():
-    loop = Loop(Doubling())
-    scheduler = lr_scheduler.ReduceLROnPlateau(loop.optimizer, factor=0.5, patience=0)
-    rates = []
-    for _ in range(3):
-        for x, y in loop.loader:
-            loop.backward(x, y)
-            loop.optimizer.step()
-        scheduler.step(1.0)
-        record = loop.control.step()
-        rates.append((record.lr, record.next_lr))
-    assert rates == [(pytest.approx(0.1), pytest.approx(0.2)), (0.2, 0.2), (0.2, pytest.approx(0.05 / 2 * 8))]
-
-
 def test_a_step_that_raises_is_put_right_before_the_next():
     class Failing(SGD):
         fails = False
@@ -438,21 +387,6 @@ def test_a_closure_sees_its_own_rates(optimizer: Any):
                     assert torch.allclose(new, old - factor * new.grad, rtol=1e-4, atol=1e-7)
         loop.control.step()
     assert set(seen) <= {0.1, 0.05, 0.025}
-
-
-def test_steps_that_a_grad_scaler_skips_leave_the_rates_alone():
-    loop = Loop(Doubling())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for epoch in range(3):
-        for number, (x, y) in enumerate(loop.loader):
-            loop.optimizer.zero_grad()
-            loss = mean_loss(loop.model(x), y)
-            scaler.scale(loss * float("inf") if number == 1 else loss).backward()
-            scaler.step(loop.optimizer)
-            scaler.update()
-            assert loop.group["lr"] == 0.1
-        assert loop.used[-1][1] == pytest.approx(0.1 * 2**epoch)
-        loop.control.step()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of torch's own compiler

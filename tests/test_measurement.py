@@ -1,7 +1,8 @@
-"""Diversity, Measurement and Decision: the objects that pass between estimators, policies and controller."""
+"""Diversity, its intervals' quantiles, and the history that policies see."""
 
+import json
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from divebatch import Decision, Diversity, Measurement
 from divebatch.errors import DivebatchError, UndefinedDiversityError
+from divebatch.measurement import History, _distribution, t_quantile
 
 UNDEFINED = {
     "zero sum": (Diversity(3.0, 0.0, 10), "the gradients of 10 samples sum to zero"),
@@ -86,36 +88,82 @@ def test_the_noise_scale_is_nan_where_nothing_is_known():
         assert math.isnan(diversity.noise_scale)
 
 
-def test_a_negative_squared_norm_is_not_called_nan():
-    assert "NaN" not in Diversity(1.0, -0.5, 10).undefined_reason
+# Student's t distribution
 
 
-@pytest.mark.parametrize("diversity", [Diversity(8.0, 4.0, 10), Diversity(0.0, 4.0, 10)])
-def test_a_defined_diversity_has_no_problem(diversity):
-    assert diversity.is_defined
-    assert diversity.undefined_reason == ""
-    assert diversity.value == diversity.sum_of_sq_norms / diversity.sq_norm_of_sum
+EXACT = {
+    1: 12.706204736174694,
+    2: 4.302652729749462,
+    5.5: 2.501858617589239,
+    99: 1.9842169515864174,
+    100: 1.9839715185235518,
+    1000: 1.9623390808264083,
+    1e5: 1.9599877075346095,
+}
+"""The same by `scipy.stats.t.ppf`."""
 
 
-def test_what_is_passed_on_cannot_be_changed():
-    for thing, name in [
-        (Diversity(8.0, 4.0, 10), "num_samples"),
-        (Measurement(epoch=1, batch_size=2, dataset_size=3), "epoch"),
-        (Decision(batch_size=2), "batch_size"),
-    ]:
-        with pytest.raises(FrozenInstanceError):
-            setattr(thing, name, 5)
+@pytest.mark.parametrize(("degrees", "value"), EXACT.items())
+def test_quantiles_have_ten_digits(degrees, value):
+    assert t_quantile(0.975, degrees) == pytest.approx(value, rel=1e-10)
 
 
-def test_measurement_and_decision_go_by_name():
-    with pytest.raises(TypeError):
-        Measurement(1, 2, 3)
-    with pytest.raises(TypeError):
-        Decision(2)
+@pytest.mark.parametrize("degrees", [1, 1.5, 2, 5, 7.3, 31])
+def test_the_distribution_is_the_integral_of_its_density(degrees):
+    """The slow twin: the density summed over fine steps."""
+    constant = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    for value in (0.0, 0.3, 1.0, 2.5, 6.0):
+        x = np.linspace(0.0, value, 20_001)
+        density = constant * (1 + x**2 / degrees) ** (-(degrees + 1) / 2)
+        integral = float(np.sum((density[1:] + density[:-1]) / 2 * np.diff(x)))
+        below, slope = _distribution(value, degrees)
+        assert below == pytest.approx(0.5 + integral, abs=1e-7)
+        assert slope == pytest.approx(density[-1])
+        assert value == 0 or t_quantile(below, degrees) == pytest.approx(value)
 
 
-def test_what_was_not_measured_is_none_and_nothing_decided_changes_nothing():
-    measurement = Measurement(epoch=1, batch_size=2, dataset_size=3)
-    assert (measurement.step, measurement.samples) == (0, 0)
-    assert measurement.diversity is measurement.lr is measurement.lr_schedule_ratio is None
-    assert Decision(batch_size=2) == Decision(batch_size=2, lr_factor=1.0, reason="")
+def test_below_one_degree_of_freedom_nothing_is_known():
+    assert t_quantile(0.975, 0.5) == math.inf
+
+
+# The history that policies see
+
+
+def seen(*, loss: float | None = None, sq_norm: float | None = None) -> Measurement:
+    diversity = None if sq_norm is None else Diversity.from_noise(1.0, sq_norm, 100)
+    return Measurement(epoch=1, batch_size=128, dataset_size=100, loss=loss, diversity=diversity)
+
+
+def test_the_first_and_the_best_loss_are_kept():
+    history, since = History(), []
+    for loss in (3.0, 2.0, 2.5, 2.0, 1.9):
+        history = history.with_epoch(seen(loss=loss))
+        since.append(history.epochs_since_best)
+    assert (history.first_loss, history.best_loss, since) == (3.0, 1.9, [0, 0, 1, 2, 0])
+
+
+def test_the_first_gradient_norm_is_the_first_that_means_something():
+    history = History()
+    for sq_norm in (None, -1.0, 4.0, 2.0):
+        history = history.with_epoch(seen(sq_norm=sq_norm))
+    assert history.first_sq_norm == 4.0
+
+
+def test_epochs_at_a_size_count_from_its_change():
+    history = (
+        History().with_epoch(seen()).with_decision(128, Decision(batch_size=128, unclamped=9.0)).with_epoch(seen())
+    )
+    assert (history.decisions_at_size, history.previous_batch_size, history.unclamped) == (2, None, 9.0)
+    history = history.with_decision(128, Decision(batch_size=256))
+    assert (history.decisions_at_size, history.previous_batch_size, history.unclamped) == (0, 128, None)
+    assert history.with_epoch(seen()).decisions_at_size == 1
+
+
+def test_the_fastest_epoch_of_a_size_counts():
+    history = History().with_throughput(256, 50.0).with_throughput(128, 20.0).with_throughput(256, 40.0)
+    assert history.throughputs == ((128, 20.0), (256, 50.0))
+
+
+def test_it_comes_back_from_any_format():
+    history = History(first_loss=2.0, unclamped=5.5).with_throughput(256, 50.0)
+    assert History.from_dict(asdict(history)) == History.from_dict(json.loads(json.dumps(asdict(history)))) == history

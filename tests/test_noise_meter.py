@@ -1,10 +1,7 @@
 """The noise scale in anybody's loop: against the estimator `moments` on the same steps, and against the truth."""
 
 import math
-import re
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,29 +227,6 @@ def test_a_step_by_a_closure_is_seen_after_it_ran():
     assert_same(meter.read(BATCH), by_moments(momentum))
 
 
-def test_a_compiled_model_is_measured_as_any_other():
-    plain = linear()
-    model: Any = torch.compile(plain, backend="eager")
-    optimizer = momentum(plain.parameters())
-    meter = NoiseMeter(optimizer)
-    for batch in batches():
-        stepped(model, optimizer, batch)
-    assert_same(meter.read(BATCH), by_moments(momentum))
-
-
-def test_the_optimizer_inside_of_a_frameworks_is_watched():
-    class Wrapped:
-        def __init__(self, optimizer: Optimizer) -> None:
-            self.optimizer = optimizer
-
-    model = linear()
-    optimizer = momentum(model.parameters())
-    meter = NoiseMeter(Wrapped(optimizer))  # type: ignore[arg-type]
-    for batch in batches():
-        stepped(model, optimizer, batch)
-    assert_same(meter.read(BATCH), by_moments(momentum))
-
-
 @pytest.mark.parametrize(("own_momentum", "settings"), [(0.9, {}), (0.0, {}), (0.9, {"sketch": True})])
 @pytest.mark.filterwarnings("ignore:NoiseMeter can only say")
 def test_an_update_of_ones_own_is_measured_as_an_optimizers(own_momentum: float, settings: dict[str, Any]):
@@ -324,14 +298,3 @@ def test_once_closed_it_watches_no_more():
     meter.close()
     with pytest.raises(UsageError, match="this meter is closed"):
         meter.read(BATCH)
-
-
-def test_the_loop_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
-    page = Path(__file__).parents[1] / "docs" / "noise-meter.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    names: dict[str, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for block in blocks:
-            exec(compile(block, str(page), "exec"), names)
-    assert re.search(r"noise scale \d+ \(\d+-\d+\) samples", capsys.readouterr().out)

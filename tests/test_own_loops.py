@@ -210,6 +210,7 @@ def test_the_page_resumes_exactly(tmp_path, monkeypatch):
     assert resumed["control"]["loader"] == whole["control"]["loader"]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_was_meant(tmp_path):
     before, after = run_ranks("+", tmp_path / "before"), run_ranks("-", tmp_path / "after")
     assert_as_meant(before, after, policy="doubling")

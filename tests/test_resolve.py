@@ -28,6 +28,7 @@ from divebatch.lr import coupling_for, couplings_of
 from divebatch.parts import resolve_estimator
 from divebatch.policies import POLICIES, InnerProductTest, NoiseDoubling, NoiseScale, Seesaw, SmithSchedule
 from reference.per_sample import dataset, mean_loss, mlp
+from training import Training
 
 LINEAR = ("SGD", "ASGD")
 SQRT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
@@ -207,17 +208,6 @@ def test_what_is_no_estimator_is_told_so():
         control_of(DiveBatch(0.1, 64), estimator="oracle")
 
 
-def test_every_epoch_can_be_measured_for_the_record():
-    model = mlp()
-    driver, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(24), 4, seed=0)
-    control = Controller(model, driver, loader, Fixed(), measure_always=True)
-    for x, y in loader:
-        driver.zero_grad()
-        mean_loss(model(x), y).backward()
-        driver.step()
-    assert control.step().measured
-
-
 class OwnLayer(nn.Module):
     """Without a norm rule."""
 
@@ -288,16 +278,7 @@ def test_an_estimate_that_policies_grow_on_is_no_reason_for_a_warning(momentum, 
 
 
 def test_auto_grows_with_plain_sgd_and_nothing_chosen():
-    torch.manual_seed(0)
-    model = mlp()
-    driver, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(400), 2, seed=0)
-    control = Controller(model, driver, loader, NoiseDoubling(64))
-    for _ in range(4):
-        for x, y in loader:
-            driver.zero_grad()
-            mean_loss(model(x), y).backward()
-            driver.step()
-        record = control.step()
+    *_, record = Training(NoiseDoubling(64), data=dataset(400), batch_size=2).epochs(4)
     assert record.next_batch_size > 2
     assert record.diversity_low > 0
 

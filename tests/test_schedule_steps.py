@@ -4,7 +4,6 @@ The twin is a plain loop of torch's own at the first batch size: its rates, in t
 Where a run must stand on it is counted from the samples that the loop itself has seen.
 """
 
-import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from divebatch.errors import UsageError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Policy
 from reference.per_sample import dataset, mlp
+from saved import through_a_file
 
 N, FIRST, EPOCHS, LR = 42, 4, 3, 0.1
 DATA = dataset(N)
@@ -119,7 +119,9 @@ class Run:
         self.optimizer = SGD(self.model.parameters(), LR)
         self.scheduler = schedule(self.optimizer, total)
         of_loader = {"delivery_size": settings.pop("delivery_size", None)}
-        self.loader = AdaptiveLoader(settings.pop("data", DATA), FIRST, seed=0, drop_last=drop_last, **of_loader)
+        self.loader = AdaptiveLoader(
+            settings.pop("data", DATA), settings.pop("batch_size", FIRST), seed=0, drop_last=drop_last, **of_loader
+        )
         settings = {"lr_coupling": "sqrt", "scheduler": self.scheduler, "scheduler_unit": "step"} | settings
         self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
         self.used: list[tuple[int, float]] = []
@@ -274,11 +276,25 @@ def driven(make: Callable[[], Run], *, stop: int | None = None) -> tuple[list[tu
     return done, run
 
 
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+def test_a_resume_counts_in_steps_of_the_first_batch_size_whatever_the_new_loader_begins_with():
+    def make(batch_size: int) -> Run:
+        return Run(SCHEDULES["cosine"], 33, Sizes((8,)), delivery_size=2, batch_size=batch_size)
+
+    def epoch(run: Run) -> None:
+        held = 0
+        for size in run.batches():
+            held += size
+            if held >= run.loader.batch_size or run.loader.is_at_end:
+                run.step()
+                held = 0
+        run.control.step()
+
+    run, fresh = make(FIRST), make(2 * FIRST)
+    epoch(run)
+    for name in ("optimizer", "scheduler", "control"):
+        getattr(fresh, name).load_state_dict(through_a_file(getattr(run, name).state_dict()))
+    epoch(fresh)
+    assert fresh.scheduler.last_epoch == 2 * math.ceil(N / FIRST)
 
 
 # Steps of the loop's own
@@ -306,16 +322,6 @@ def test_steps_left_out_before_the_size_changed_stay_left_out_and_later_ones_are
         if index != 2:
             run.step()
     assert run.scheduler.last_epoch == 9 + 11
-
-
-def test_a_scheduler_stepped_after_each_epoch_makes_one_step_an_epoch():
-    run = Run(SCHEDULES["by step"], 0, Sizes((8, 16, 3)), scheduler_unit="epoch")
-    for epoch in range(EPOCHS):
-        list(run.loader)
-        run.optimizer.step()
-        run.scheduler.step()
-        run.control.step()
-        assert run.scheduler.last_epoch == epoch + 1
 
 
 def test_schedules_per_epoch_and_per_step_side_by_side():
@@ -459,14 +465,3 @@ def test_a_scheduler_that_is_told_a_part_of_an_epoch_needs_no_help():
             run.scheduler.step(epoch + index / length)
         run.control.step()
     assert run.scheduler.last_epoch == 2
-
-
-def test_steps_that_are_handed_out_by_gains_are_made_one_by_one():
-    run = Run(SCHEDULES["cosine"], 99, Sizes((8, 16)), scheduler_unit="call")
-    for _ in range(EPOCHS):
-        for _ in run.batches():
-            run.optimizer.step()
-            for _ in range(run.control.take_scheduler_steps()):
-                run.scheduler.step()
-        run.control.step()
-    assert run.scheduler.last_epoch == run.loader.batches_delivered == 11 + 6 + 3

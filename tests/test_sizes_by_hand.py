@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from torch.optim import SGD
 
-from divebatch import AdaptiveLoader, Controller, Fixed
+from divebatch import Fixed
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies import Policy
-from reference.per_sample import dataset, mlp
+from training import Training
 
 FIRST, LR = 4, 0.1
 
@@ -19,14 +19,10 @@ class Doubling(Policy):
         return Decision(batch_size=2 * seen.batch_size)
 
 
-class Run:
+class Run(Training):
     def __init__(self, policy: Policy | None = None, **settings: Any) -> None:
-        self.model = mlp()
-        self.optimizer = SGD(self.model.parameters(), LR)
-        self.loader = AdaptiveLoader(dataset(40), FIRST, seed=0)
-        self.control = Controller(
-            self.model, self.optimizer, self.loader, policy or Fixed(), lr_coupling="linear", **settings
-        )
+        sgd = {"optimizer": lambda parameters: SGD(parameters, LR), "lr_coupling": "linear"}
+        super().__init__(policy or Fixed(), **sgd, **settings)
 
     def steps(self) -> Iterator[int]:
         """Each batch's size; the rate goes with the full size of the batches at hand."""

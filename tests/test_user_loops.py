@@ -2,31 +2,22 @@
 
 import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD
 
-from divebatch import AdaptiveLoader, Controller, Decision, DiveBatch, Fixed, Measurement, Policy, Trajectory
-from divebatch.errors import ArgumentError, UsageError
+from divebatch import AdaptiveLoader, Decision, DiveBatch, Fixed, Measurement, Policy, Trajectory
+from divebatch.errors import UsageError
 from divebatch.norms import gradient_diversity
-from reference.per_sample import dataset, mean_loss, mlp
+from reference.per_sample import dataset, mean_loss
+from training import Training
 
 
-class Loop:
-    def __init__(self, policy: Policy, *, batch_size: int = 10, lr: float = 0.1, **settings: object) -> None:
-        self.model = mlp()
-        self.optimizer = SGD(self.model.parameters(), lr=lr)
-        self.loader = AdaptiveLoader(dataset(40), batch_size, seed=0)
-        self.control = Controller(self.model, self.optimizer, self.loader, policy, **settings)
-
-    def train(self) -> None:
-        for x, y in self.loader:
-            self.optimizer.zero_grad()
-            mean_loss(self.model(x), y).backward()
-            self.optimizer.step()
+class Loop(Training):
+    def __init__(self, policy: Policy, *, lr: float = 0.1, **settings: Any) -> None:
+        super().__init__(policy, batch_size=10, optimizer=lambda parameters: SGD(parameters, lr), **settings)
 
     def exact(self) -> float:
         return gradient_diversity(self.model, mean_loss, self.loader.full_pass()).value
@@ -50,14 +41,6 @@ def test_a_full_pass_within_a_pass_changes_nothing():
         mean_loss(curious.model(x), y).backward()
         curious.optimizer.step()
     assert curious.control.step() == quiet.control.step()
-
-
-@pytest.mark.parametrize("policy", [Fixed(), DiveBatch(1.0, 2000)])
-def test_a_first_batch_beyond_the_data_is_the_data(policy):
-    loop = Loop(policy, batch_size=1000, lr_coupling="linear")
-    loop.train()
-    record = loop.control.step()
-    assert (record.batch_size, record.next_batch_size, record.next_lr) == (40, 40, 0.1)
 
 
 @pytest.mark.parametrize("frozen_first", [True, False])
@@ -123,18 +106,3 @@ def test_a_loss_that_is_told_is_in_the_record():
     assert loop.control.step(loss=torch.tensor(0.5)).train_loss == 0.5
     loop.train()
     assert loop.control.step().train_loss is None
-
-
-def test_parts_of_the_wrong_kind_are_named():
-    loader, model = AdaptiveLoader(dataset(40), 10, seed=0), nn.Linear(4, 3)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ArgumentError, match=r"policy must be a policy object .* got policy='divebatch'"):
-        Controller(model, optimizer, loader, "divebatch")
-    with pytest.raises(ArgumentError, match="policy must be a policy object"):
-        Controller(model, optimizer, loader, DiveBatch)
-    with pytest.raises(ArgumentError, match="optimizer must be a torch optimizer or a list of such, got Linear"):
-        Controller(model, model, loader, Fixed())
-    with pytest.raises(ArgumentError, match=r"estimator must be a name or an object such as Trajectory\(\)"):
-        Controller(model, optimizer, loader, Fixed(), estimator=Trajectory)
-    with pytest.raises(ArgumentError, match="unknown estimator 'orcle': did you mean 'oracle'"):
-        Controller(model, optimizer, loader, Fixed(), estimator="orcle")

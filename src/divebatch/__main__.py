@@ -11,7 +11,9 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Start the command line, or say which extra it needs."""
-    _say_once_who_is_lost()
+    is_one_of_several = os.environ.get("WORLD_SIZE", "1") != "1"
+    if is_one_of_several:  # our own errors say which rank is lost; torch would add a page of addresses to each
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once, when torch is imported
     try:
         try:
             from divebatch.cli import app
@@ -24,35 +26,16 @@ def main() -> None:
                 reconfigure(errors="replace")  # a table must not end in a traceback where an encoding lacks a sign
         app()
     except SystemExit as end:
-        _leave_at_once(end)
+        if is_one_of_several:
+            # Threads that talk to ranks which may be gone now and then abort a process in its very last moment (those
+            # of gloo), and a launcher would take that for a failure: do not wait for them.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
     except KeyboardInterrupt:  # while modules were imported, or a command without an end of its own
         print("divebatch: interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-
-
-def _say_once_who_is_lost() -> None:
-    """Leave it to our own errors: torch warns with a page of addresses where it loses the process that keeps its store.
-
-    It looks at this once, when it is imported.
-    """
-    if _is_one_of_several():
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def _is_one_of_several() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") != "1"
-
-
-def _leave_at_once(end: SystemExit) -> None:
-    """End a process that is one of several ranks without waiting for threads that talk to ranks which may be gone.
-
-    Those of gloo now and then abort a process in its very last moment, and a launcher would take that for a failure.
-    """
-    if _is_one_of_several():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":

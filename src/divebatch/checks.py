@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 from divebatch.errors import ArgumentError, CheckpointError
 
@@ -55,13 +55,7 @@ def require_coupling_power(name: str, value: Any) -> None:
 
 
 def require_same(place: str, saved: Any, mine: Any) -> None:
-    """Raise if a setting of a saved state is not the one of this run, naming the first place where they differ.
-
-    Args:
-        place: Where both stand, such as "control.settings".
-        saved: The settings in the checkpoint.
-        mine: Those of this run.
-    """
+    """Raise if saved settings are not `mine`; the error names the first that differs, below a `place` in the state."""
     if isinstance(mine, Mapping) and isinstance(saved, Mapping):
         for name in [*mine, *(name for name in saved if name not in mine)]:
             require_same(f"{place}.{name}", saved.get(name), mine.get(name))
@@ -79,19 +73,7 @@ _NOT_THE_USERS = frozenset({"divebatch", "torch", "contextlib"})
 
 def warn_user(text: str) -> None:
     """Warn at the line of the user's that is under way, however deep below it this is called."""
-    level = 1
-    while (frame := _frame(level)) is not None and _package_of(frame) in _NOT_THE_USERS:
-        level += 1
+    level, frame = 1, cast(Any, sys._getframe(1))
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level + 1)
-
-
-def _frame(level: int) -> Any:
-    """The frame `level` above the caller's; None above the outermost."""
-    try:
-        return sys._getframe(level + 1)
-    except ValueError:
-        return None
-
-
-def _package_of(frame: Any) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -6,11 +6,9 @@ its step: rates first, then the estimator. The user calls `step` after the epoch
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -22,13 +20,14 @@ from divebatch.data.loader import AdaptiveLoader, warn_if_endless
 from divebatch.data.micro_batches import BatchPlan
 from divebatch.data.order import EpochProgress
 from divebatch.data.source import rank_shard_of
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.errors import UsageError
 from divebatch.estimators import Estimator, require_fit
-from divebatch.lr import BY_NOISE, SURE, Coupling, LrCoupling, Rates, Unit, couplings_of, position_of
+from divebatch.lr import BY_NOISE, Coupling, Rates, Unit, couplings_of, position_of
 from divebatch.measurement import Decision, Diversity, History, Measurement, StepEvent
 from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.norms.sharded import local
 from divebatch.parts import (
+    Cadence,
     as_list,
     require_parts,
     require_same_setup,
@@ -37,10 +36,10 @@ from divebatch.parts import (
     training_context,
 )
 from divebatch.policies import Fixed, Policy
-from divebatch.policies.policy import settings_of
+from divebatch.policies.policy import in_multiples, settings_of
 from divebatch.records import Change, EpochRecord
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 class Controller:
@@ -108,13 +107,14 @@ class Controller:
         require_parts(model, optimizers, as_list(scheduler), loader, policy, estimator, self._shadows)
         loader.require_no_controller()
         require_choice("loss_reduction", loss_reduction, ("mean", "sum", "weighted"))
-        require_count("accumulate", accumulate)
         if base_batch_size is not None:
             require_count("base_batch_size", base_batch_size)
         couplings = couplings_of(policy, lr_coupling, optimizers)
         context = training_context(model, optimizers, loader, "sum" if loss_reduction == "sum" else "mean")
         chosen = resolve_estimator(policy, estimator, context, shadows=self._shadows, grad_scaler=grad_scaler)
         self.policy, self.loader, self.ranks, self._context = policy, loader, loader.ranks, context
+        self._cadence = Cadence(loader, accumulate)
+        self._unit = self._cadence.unit
         require_same_setup(
             optimizers,
             loader,
@@ -129,14 +129,6 @@ class Controller:
             measure_always=measure_always,
             scheduler_unit=scheduler_unit,
         )
-        if accumulate > 1 and loader.delivery_size is not None:
-            raise ArgumentError(
-                f"the loader's delivery_size={loader.delivery_size} says already how much of a step it delivers: leave "
-                f"accumulate={accumulate} out, or delivery_size"
-            )
-        self._accumulate = accumulate
-        self._unit = 1 if loader.delivery_size is not None else accumulate
-        """Batches of the loader's `batch_size` that a step holds."""
         first = min(loader.batch_size, loader.dataset_size or sys.maxsize)  # what a batch really holds
         policy.check_start(first * self._unit)
         policies = [policy, *self._shadows.values()]
@@ -146,8 +138,7 @@ class Controller:
         self._measure_always = measure_always or not BY_NOISE.isdisjoint(couplings)
         self._estimator = chosen if self._asking or self._measure_always else None
         self._every_steps = every_steps
-        if every_steps is not None:
-            require_step_cadence(every_steps, policy, self._estimator)
+        require_step_cadence(every_steps, policy, self._estimator)
         self._rates = Rates(
             optimizers,
             kinds=couplings,
@@ -173,8 +164,6 @@ class Controller:
         """Samples of the epoch that had been delivered at its last step."""
         self._leader: Optimizer | None = None
         """The optimizer that stepped first on the batch delivered last."""
-        self._agreeing, self._others = 0, Counter[int]()
-        """Steps that took as many batches as was said, and how many took another number."""
         self._at_work: Estimator | None = None
         """The estimator while it measures."""
         self._was_at_work = False
@@ -248,7 +237,18 @@ class Controller:
             if event is not None and self._at_work is not None:
                 self._at_work.on_step(event, optimizer)
             return None
-        followed = partial(self._run_closure, closure, coupling, optimizer, [event])
+
+        def followed() -> Any:
+            nonlocal event
+            coupling.put_back()  # a closure sees its own rates
+            result = closure()
+            coupling.look()  # it may have written a rate
+            coupling.put_in_force()
+            if event is not None and self._at_work is not None:  # now the gradients are there
+                self._at_work.on_step(event, optimizer)
+            event = None  # line searches call the closure again, at other weights
+            return result
+
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
     def _begin_step(self, optimizer: Optimizer) -> StepEvent | None:
@@ -258,31 +258,20 @@ class Controller:
             batches, samples, local_samples = self.loader.since_last_step()
             number, before = self.steps - self._steps_before, self._samples
             size = self._rates.batch_size
-            said = self._accumulate if self.loader.delivery_size is None else self._batches_per_step(size)
+            said = self._cadence.accumulate if self.loader.delivery_size is None else self._cadence.said(size)
             event = StepEvent(self.steps, batches, samples, local_samples, size, said)
             self._samples += samples
             if samples or optimizer is self._leader:  # else another optimizer's step on the same samples
                 self._leader = optimizer
                 if batches == said:
-                    self._agreeing += 1
+                    self._cadence.agreeing += 1
+                elif number == 0 and batches < said and self._has_decided:  # with what the last epoch had left
+                    self._rates.carry_over()
                 else:
-                    self._check_batches(batches, said, number)
+                    self._cadence.check(batches, said)
                 self.steps += 1
         self._rates.before_step(coupling, number, before, self._samples)
         return event
-
-    def _run_closure(
-        self, closure: Callable[[], Any], coupling: LrCoupling, optimizer: Optimizer, events: list[StepEvent | None]
-    ) -> Any:
-        """Run the closure of a step, which sees its own rates; after the first run the gradients are there."""
-        coupling.put_back()
-        result = closure()
-        coupling.look()  # it may have written a rate
-        coupling.put_in_force()
-        event = events.pop() if events else None  # line searches call the closure again, at other weights
-        if event is not None and self._at_work is not None:
-            self._at_work.on_step(event, optimizer)
-        return result
 
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
         """Restore the rates: the only hook after a step."""
@@ -316,6 +305,8 @@ class Controller:
         seen = self._measurement(finished, self._end_of_epoch(), lr=self._rates.epoch_lr, loss=loss)
         seen, decision = self._agreed(replace(seen, history=history.with_epoch(seen)))
         shadows = {name: self._decided(policy, seen).batch_size for name, policy in self._shadows.items()}
+        is_at_rest = self._estimator is not None and self._estimator.at_fixed_weights
+        measured = {} if seen.diversity is None else seen.diversity.in_record(at_fixed_weights=is_at_rest)
         # Only from here on is the epoch over: what raised an error above can be mended and step() called again.
         self.loader.batch_size = decision.batch_size // self._unit
         self._follow(seen, decision)
@@ -334,7 +325,7 @@ class Controller:
             changes=self._changes or None,
             measured=self._was_at_work if self._estimator is not None else None,
             micro_batch_size=finished.batch_size if self._unit > 1 else None,
-            **measured_fields(seen.diversity, self._estimator),
+            **measured,
         )
         self.epoch, self._steps_before = self.epoch + 1, self.steps
         self._found, self._changes, self._most_is_news = None, [], False
@@ -342,8 +333,7 @@ class Controller:
         return record
 
     def _decide_within_epoch(self, current: EpochProgress) -> None:
-        for schedule in self._rates.schedules:
-            schedule.catch_up(self._samples)
+        self._rates.catch_up(self._samples)
         lr = self._rates.first.lr
         seen = self._measurement(current, self._at_work.window() if self._at_work is not None else None, lr=lr)
         seen, decision = self._agreed(replace(seen, history=self._history.with_steps(seen)))
@@ -433,8 +423,7 @@ class Controller:
 
     def _detach(self) -> None:
         if self._is_under_way and not self._is_closed:
-            for schedule in self._rates.schedules:  # training ends within an epoch
-                schedule.catch_up(self._samples)
+            self._rates.catch_up(self._samples)  # training ends within an epoch
         self._is_closed = True
         while self._undo:
             self._undo.pop()()
@@ -453,47 +442,9 @@ class Controller:
 
     # Checks of the arguments against the loop
 
-    def _batches_per_step(self, batch_size: int) -> int:
-        delivered = self.loader.delivery_size
-        return self._accumulate if delivered is None else math.ceil(batch_size / delivered)
-
-    def _check_batches(self, taken: int, said: int, number: int) -> None:
-        """Compare the batches of a step with what was said; step `number` of the epoch, from 0."""
-        current = self.loader.current
-        if (taken, said) == (0, 1):  # the same batch again is one batch
-            self._agreeing += 1
-            return
-        if number == 0 and taken < said and self._has_decided:  # with batches that the last epoch had left
-            for schedule in self._rates.schedules:
-                schedule.carry_over()
-        elif current is not None and not current.is_used_up:  # the last step of an epoch may hold fewer
-            self._others[taken] += 1
-            if not self._agreeing and self._others[taken] == SURE:
-                raise self._wrong_accumulation(taken, said)
-
-    def _wrong_accumulation(self, taken: int, said: int) -> UsageError:
-        if self.loader.delivery_size is not None:
-            return UsageError(
-                f"{said} of the loader's batches were to make one optimizer step (batch_size over delivery_size), and "
-                f"the optimizer steps once in {taken}: step once in {said} batches, or leave delivery_size out and "
-                f"pass Controller(..., accumulate={taken})"
-            )
-        if taken == 0:
-            return UsageError(
-                f"the optimizer steps several times before the {said} batches of accumulate={said} are delivered: let "
-                f"the loader deliver what a step takes (batch_size=...), and pass accumulate=1"
-            )
-        return UsageError(
-            f"the optimizer steps once in {taken} of the loader's batches, and Controller was told accumulate={said}: "
-            f"pass accumulate={taken}"
-        )
-
     def _check_steps(self, finished: EpochProgress) -> None:
         """Check the steps of an epoch that has ended."""
-        said = self._batches_per_step(finished.batch_size)
-        if self._others.total() >= SURE and self._others.total() > self._agreeing:
-            raise self._wrong_accumulation(self._others.most_common(1)[0][0], said)
-        self._agreeing, self._others = (0, Counter()) if self._agreeing >= SURE else (self._agreeing, self._others)
+        self._cadence.end_epoch(finished.batch_size)
         if self.steps > self._steps_before:
             return
         seen = f"no step of {', '.join(type(each).__name__ for each in self._rates.couplings)} was seen in it"
@@ -505,7 +456,7 @@ class Controller:
             )
         if self._every_steps is not None:
             raise UsageError(f"every_steps={self._every_steps} counts steps of the optimizer, and {seen}")
-        self.steps += max(1, finished.batches // said)  # a GradScaler may have skipped all
+        self.steps += max(1, finished.batches // self._cadence.said(finished.batch_size))  # a GradScaler skipped all
 
     def _warn_if_step_is_missing(self) -> None:
         if not self._has_warned_of_step and self.loader.has_finished_epoch(since=self.epoch):
@@ -521,10 +472,9 @@ class Controller:
         )
         if is_begun and not isinstance(self.policy, Fixed):
             warn_user(
-                f"the optimizer has made steps before, and this controller begins anew: with a batch of "
-                f"{self._rates.batch_size} samples and no history. To continue a training, save it with the rest, "
-                f"checkpoint['control'] = control.state_dict(), and restore it, "
-                f"control.load_state_dict(checkpoint['control'])"
+                f"the optimizer has made steps before, and this controller begins anew, with a batch of "
+                f"{self._rates.batch_size} samples: to continue a training, save control.state_dict() with the rest, "
+                f"and restore it with control.load_state_dict(checkpoint['control'])"
             )
 
     # Measuring
@@ -656,7 +606,7 @@ class Controller:
             "policy": settings_of(self.policy),
             "estimator": type(self._estimator).__name__,
             "every_steps": self._every_steps,
-            "accumulate": self._accumulate,
+            "accumulate": self._cadence.accumulate,
             "parameters": {name.replace("_orig_mod.", ""): list(each.shape) for name, each in parameters},
             **self._rates.settings(),
         }
@@ -686,45 +636,3 @@ class Controller:
             self._start_measuring()
             self._estimator.load_state_dict(state["estimator"])
         self._was_at_work = state["was_at_work"]
-
-
-def measured_fields(found: Diversity | None, estimator: Estimator | None) -> dict[str, Any]:
-    """Return the fields of an epoch's record for what was measured."""
-    if found is None:
-        return {}
-    low, high = (math.inf, math.inf) if found.spread is None else found.noise_scale_interval()
-    # JSON has no infinity: an open end is left out.
-    value, count = found.value if found.is_defined else None, found.num_samples
-    fields: dict[str, Any] = {
-        "skipped_samples": found.skipped_samples,
-        "diversity": value,
-        "diversity_low": (1 + low) / count if low < math.inf else None,
-        "diversity_high": (1 + high) / count if high < math.inf else None,
-    }
-    if estimator is not None and estimator.at_fixed_weights:  # else the same ratio is not the gradient noise scale
-        fields["noise_scale"] = None if value is None else found.noise_scale
-        fields["noise_scale_low"] = low if low < math.inf else None
-        fields["noise_scale_high"] = high if high < math.inf else None
-    return fields
-
-
-def in_multiples(
-    policy: Policy, seen: Measurement, unit: int, *, at_most: float = math.inf, at_least: int = 1
-) -> Decision:
-    """Return what `policy` decides, rounded down to a multiple of `unit`, but not to nothing.
-
-    Args:
-        policy: The policy.
-        seen: Its input.
-        unit: The number that sizes are multiples of: a step's batches, or the samples of one backward pass.
-        at_most: The most samples that a step may hold.
-        at_least: The fewest units that a step may hold.
-    """
-    # Rounded down: a policy's cap stays one. And no learning rate may follow a batch that does not exist.
-    decision = policy.next(seen)
-    decision = (decision if decision.batch_size <= at_most else decision.at_most(int(at_most))).at_least(at_least)
-    size = max(at_least, decision.batch_size // unit) * unit
-    if policy.moves_lr and size < decision.batch_size:  # asked again, for a learning rate that belongs to this size
-        decision = replace(policy.next(replace(seen, largest_batch_size=size)), reason=decision.reason)
-    reason = f"{decision.reason}; in multiples of {unit}".lstrip("; ")
-    return decision if size == decision.batch_size else replace(decision, batch_size=size, reason=reason)

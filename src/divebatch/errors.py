@@ -60,7 +60,7 @@ class StoppedError(DivebatchError):
 
 
 class RankError(DivebatchError, RuntimeError):
-    """What went wrong on one rank of several, which ends the work of all."""
+    """A failure on one rank of several, which ends the work of all."""
 
 
 class WorkerError(DivebatchError, RuntimeError):

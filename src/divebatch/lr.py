@@ -1,4 +1,4 @@
-"""How the learning rate follows the batch size, under every scheduler and under none.
+"""Let the learning rate follow the batch size, under every scheduler and under none.
 
 `group["lr"]` always holds the schedule's own rate. The hook before an optimizer step multiplies it by
 f(batch_size / base batch size) and by the decisions' factors, and the hook after the step puts the very same value
@@ -75,7 +75,7 @@ ADAM_RULES: Mapping[str, Mapping[str, Rule | tuple[Rule, Rule]]] = {
     },
     "adam-beta1": {"betas": (_power, lambda beta, k: beta)},
 }
-"""How each setting of a parameter group follows with a coupling, if the group has it.
+"""The rule by which each setting of a parameter group follows with a coupling, if the group has it.
 
 "adam": Malladi et al. 2022 (Adam's stochastic differential equation), Marek et al. 2025 (half-lives in samples),
 Bergsma et al. 2025 (weight decay). "adam-beta1": a batch that grows late leaves few steps, and a mean over ten of them
@@ -105,31 +105,21 @@ def require_known(coupling: Coupling) -> None:
 
 
 def factor_of(coupling: Coupling, ratio: float, noise: float | None = None) -> float:
-    """Return the factor of the learning rate.
-
-    Args:
-        coupling: A name of `COUPLINGS`, or a power.
-        ratio: The batch size over the base batch size.
-        noise: The noise scale over the base batch size; None: not known.
-    """
+    """Return the factor of the rate at `ratio` base batches, `noise` the noise scale in base batches if it is known."""
     return COUPLINGS[coupling](ratio, noise) if isinstance(coupling, str) else float(ratio**coupling)
 
 
-def coupling_for(optimizer: Optimizer, *, one_of: int = 1) -> Literal["linear", "sqrt"]:
-    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient.
-
-    `one_of` is the number of optimizers that train together.
-    """
+def coupling_for(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
+    """Return "linear" for SGD and "sqrt" for Adam-like optimizers, whose step does not grow with the gradient."""
     # By type and not by name: a user's subclass of Adam is Adam-like too.
     if isinstance(optimizer, _ADAM_LIKE):
         return "sqrt"
     if isinstance(optimizer, SGD | ASGD):
         return "linear"
-    one = "Controller(..., lr_coupling='sqrt')"
-    several = "Controller(..., lr_coupling=[...]) with a name for each optimizer: 'sqrt'"
     raise ArgumentError(
-        f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how the learning rate must "
-        f"follow the batch size: pass {one if one_of == 1 else several} if it is Adam-like, 'linear' if it is like SGD"
+        f"{type(optimizer).__name__} is no optimizer of torch.optim for which it is known how its rate must follow: "
+        f"pass Controller(..., lr_coupling='sqrt') if it is Adam-like, 'linear' if it is like SGD, or a list with a "
+        f"name for each of several optimizers"
     )
 
 
@@ -140,9 +130,8 @@ def require_adam(optimizer: Optimizer) -> None:
     known = ", ".join(kind.__name__ for kind in _ADAM_KNOWN)
     other = "linear" if isinstance(optimizer, SGD | ASGD) else "sqrt"
     raise ArgumentError(
-        f"this lr_coupling sets betas as well, for torch's {known}, and "
-        f"{type(optimizer).__name__} is none of them: pass lr_coupling={other!r}, which changes the learning rate "
-        f"alone. Several optimizers may each have their own, as a list in their order"
+        f"this lr_coupling sets betas as well, for torch's {known}, and {type(optimizer).__name__} is none of them: "
+        f"pass lr_coupling={other!r}, which changes the learning rate alone; of several optimizers a list has one each"
     )
 
 
@@ -153,7 +142,7 @@ def couplings_of(
     if lr_coupling is None and policy.lr_coupling is None and policy.needs_lr_coupling:
         # Linear for SGD, the square root for Adam-like optimizers, and the policy's own for torch's Adam and its kind.
         of_adam: Any = policy.adam_coupling
-        suiting = [coupling_for(each, one_of=len(optimizers)) for each in optimizers]
+        suiting = [coupling_for(each) for each in optimizers]
         return [of_adam if isinstance(o, _ADAM_KNOWN) else suits for o, suits in zip(optimizers, suiting, strict=True)]
     named = policy.lr_coupling or "none" if lr_coupling is None else lr_coupling
     couplings: list[Any] = [named] * len(optimizers) if isinstance(named, str | int | float) else list(named)
@@ -184,12 +173,7 @@ def require_coupling(policy: Policy, lr_coupling: Coupling) -> None:
 
 
 def scale_settings(optimizer: Optimizer, ratio: float) -> None:
-    """Change the Adam settings of an optimizer without a coupling once and for all.
-
-    Args:
-        optimizer: One that `require_adam` accepts.
-        ratio: The new batch size over the one that its present settings belong to.
-    """
+    """Change the Adam settings of an optimizer without a coupling for good: for a batch `ratio` times as large."""
     require_adam(optimizer)
     for group in optimizer.param_groups:
         for name, rule in _rules_of("adam", group):
@@ -251,13 +235,8 @@ class GainSum:
 class LrCoupling:
     """The learning rates of one optimizer, and settings of Adam's: changed for the time of a step.
 
-    Args:
-        optimizer: The optimizer whose rates follow.
-        kind: A name of `COUPLINGS`, or a power of the batch size.
-        first_batch_size: The batch size of the first step.
-        base_batch_size: The size that the rates were chosen for; None: the first.
-        loss_reduction: How the loss is reduced over a batch. The gradient of a "sum" grows with the batch, so a rate
-            for gradients that are not normalized follows by one power less.
+    `kind` is a name of `COUPLINGS`, or a power of the batch size. The gradient of a loss that is a "sum" over the batch
+    grows with it, so a rate for gradients that are not normalized follows by one power less.
     """
 
     def __init__(
@@ -274,9 +253,9 @@ class LrCoupling:
         self.base_batch_size = base_batch_size or first_batch_size
         self._is_of_sum = loss_reduction == "sum" and kind != "none" and not isinstance(optimizer, _ADAM_LIKE)
         self._noise_scale: float | None = None
-        """What was measured last, in samples."""
+        """The last one measured, in samples."""
         self._first_noise_scale: float | None = None
-        """What was measured first: the rates were chosen for the base batch at that noise."""
+        """The first one measured: the rates were chosen for the base batch at that noise."""
         self.undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         """(group, name, own value, value put there) of all that is changed for the step that is being made."""
         self._ratio = first_batch_size / self.base_batch_size
@@ -382,16 +361,19 @@ class LrCoupling:
             _count_steps_in(self.optimizer, ratio / self._ratio)
         self._ratio = ratio
         if self.kind in BY_GAIN:
-            noise = None if self._noise_scale is None else self._noise_scale / self.base_batch_size
-            self.gains.change(gain(ratio, noise), step)
+            self.gains.change(gain(ratio, self._noise), step)
         self._decided_factor *= lr_factor
         self.factor = self.factor_at(batch_size) * self._decided_factor
+
+    @property
+    def _noise(self) -> float | None:
+        """The noise scale over the base batch size."""
+        return None if self._noise_scale is None else self._noise_scale / self.base_batch_size
 
     def factor_at(self, batch_size: int) -> float:
         """Return the factor of `batch_size` alone, without those of decisions."""
         ratio = batch_size / self.base_batch_size
-        noise = None if self._noise_scale is None else self._noise_scale / self.base_batch_size
-        factor = factor_of(self.kind, ratio, noise)
+        factor = factor_of(self.kind, ratio, self._noise)
         if self.kind == "1/(1+B/b)" and self._first_noise_scale is not None:
             # Over what it is for the base batch at the noise first measured.
             factor /= factor_of(self.kind, 1.0, self._first_noise_scale / self.base_batch_size)
@@ -399,25 +381,20 @@ class LrCoupling:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factors and what they follow from. The own values are in the optimizer's state."""
-        return {
-            "base_batch_size": self.base_batch_size,
-            "ratio": self._ratio,
-            "factor": self.factor,
-            "decided_factor": self._decided_factor,
-            "highest_own": list(self._highest_own),
-            "noise_scale": self._noise_scale,
-            "first_noise_scale": self._first_noise_scale,
-            "gains": asdict(self.gains),
-        }
+        saved = {name.lstrip("_"): copy.copy(getattr(self, name)) for name in _COUPLING_STATE}
+        return {**saved, "gains": asdict(self.gains)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. Optimizer and scheduler may be loaded before or after."""
         self.put_back()
-        self.base_batch_size, self._ratio = state["base_batch_size"], state["ratio"]
-        self.factor, self._decided_factor = state["factor"], state["decided_factor"]
-        self._highest_own = list(state["highest_own"])
-        self._noise_scale, self._first_noise_scale = state["noise_scale"], state["first_noise_scale"]
+        for name in _COUPLING_STATE:
+            setattr(self, name, copy.copy(state[name.lstrip("_")]))
         self.gains = GainSum(**state["gains"])
+
+
+_COUPLING_STATE = (
+    *("base_batch_size", "_ratio", "factor", "_decided_factor", "_highest_own", "_noise_scale", "_first_noise_scale"),
+)
 
 
 def _put(held: Any, rule: Rule | tuple[Rule, Rule], k: float) -> tuple[Any, Any]:
@@ -467,13 +444,7 @@ class Schedule:
     it stands where the loop at the first size would stand after as many samples: it is stepped as often as it is
     behind. While batches are smaller than the first ones, a step of the loop's that comes too early is taken back.
 
-    Args:
-        scheduler: The scheduler, of torch or of any other kind that counts its steps in `last_epoch`.
-        unit: The meaning of a call of its `step`: an "epoch", a "step" at the first batch size, or just a "call".
-        loader: Delivers the batches.
-        optimizer: The optimizer that it drives.
-        first_size: The loader's first batch size.
-        accumulate: The loader's batches of an optimizer step.
+    `first_size` is the loader's first batch size, and `accumulate` its batches in an optimizer step.
     """
 
     def __init__(
@@ -488,13 +459,12 @@ class Schedule:
     ) -> None:
         self.scheduler, self.unit, self._loader = scheduler, unit, loader
         self.name, self.optimizer = type(scheduler).__name__, optimizer
-        self._first_size = first_size
         self._first_delivery = loader.delivery_size or first_size
         """Samples of a delivered batch at the first size."""
-        self._gap = math.ceil(self._first_size / self._first_delivery) if loader.delivery_size else accumulate
+        self._gap = math.ceil(first_size / self._first_delivery) if loader.delivery_size else accumulate
         """Batches of a step at the first size."""
-        self._rest = "own step" if loader.delivery_size else "left out"
-        """What becomes of an epoch's last batches if they fill no step."""
+        self.rest = "own step" if loader.delivery_size else "left out"
+        """The fate of an epoch's last batches if they fill no step."""
         self._first_epoch = loader.epoch
         self._lead: int | None = None
         """Its steps so far minus those that the samples say, fixed when the size first changes."""
@@ -507,13 +477,7 @@ class Schedule:
         """Its position before its last step, its state there, and the groups."""
 
     def before_step(self, number: int, before: int, after: int) -> None:
-        """Check and catch up before an optimizer step.
-
-        Args:
-            number: Steps that the epoch had before.
-            before: Samples that the epoch had delivered at the step before.
-            after: Those that it has delivered now.
-        """
+        """Check and catch up before step `number` of the epoch; the arguments are those of `Rates.before_step`."""
         if number == 0:
             self._at_begin, self._kept = position_of(self.scheduler), None
             if self.unit == "epoch" and self._at_end is not None and self._at_begin > self._at_end:
@@ -539,8 +503,8 @@ class Schedule:
     def _wrong_unit(self) -> UsageError:
         return UsageError(
             f"{self.name}.step() is called within the epoch, and scheduler_unit is 'epoch': pass Controller(..., "
-            f"scheduler_unit='step') if it counts steps, which samples then count (the first batch size makes one), or "
-            f"scheduler_unit='call' if each call is one step of it whatever the batch size"
+            f"scheduler_unit='step') if it counts steps of the first batch size, scheduler_unit='call' if each call is "
+            f"one step of it whatever the batch size"
         )
 
     def after_step(self, samples: int, batch_size: int) -> None:
@@ -578,35 +542,28 @@ class Schedule:
     def end_epoch(self, steps: int, batches: int, is_first_size: bool) -> None:
         """Check what the epoch has shown, and make the steps that are left of it.
 
-        Args:
-            steps: Optimizer steps of the epoch.
-            batches: Batches of the loader.
-            is_first_size: Whether all of its batches had the first size.
+        It had this number of optimizer steps and of batches; `is_first_size`: all of them had the first size.
         """
         moved = position_of(self.scheduler) - self._at_begin
         if self.unit == "epoch" and moved > 1 and steps > 1 and not self._is_sure:
             raise self._wrong_unit()
-        if self.unit == "step" and self._lead is None and not self._is_sure and steps >= SURE:
-            if moved <= 1:
-                raise UsageError(
-                    f"{self.name}.step() was called {'once' if moved else 'not once'} in an epoch of {steps} optimizer "
-                    f"steps, and scheduler_unit is 'step': pass scheduler_unit='epoch' (the default) for a scheduler "
-                    f"stepped after each epoch"
-                )
-            if moved > steps + 1:
-                raise UsageError(
-                    f"{self.name}.step() was called {moved} times in an epoch of {steps} optimizer steps, and "
-                    f"scheduler_unit is 'step': call it once after each optimizer step, or pass scheduler_unit='call'"
-                )
+        counts_steps = self.unit == "step" and self._lead is None and not self._is_sure and steps >= SURE
+        if counts_steps and not 1 < moved <= steps + 1:
+            seen = f"{moved} times" if moved > 1 else "once" if moved else "not once"
+            way = (
+                "call it once after each optimizer step, or pass scheduler_unit='call'"
+                if moved > 1
+                else "pass scheduler_unit='epoch' (the default) for a scheduler stepped after each epoch"
+            )
+            raise UsageError(
+                f"{self.name}.step() was called {seen} in an epoch of {steps} optimizer steps, and scheduler_unit is "
+                f"'step': {way}"
+            )
         self._is_sure = self._is_sure or steps >= SURE
-        if is_first_size and self._rest == "left out" and batches % self._gap and steps > batches // self._gap:
-            self._rest = "own step"
+        if is_first_size and self.rest == "left out" and batches % self._gap and steps > batches // self._gap:
+            self.rest = "own step"
         self.catch_up(None)
         self._at_end = position_of(self.scheduler)
-
-    def carry_over(self) -> None:
-        """Count batches that filled no step into the next epoch's first one, as the loop does."""
-        self._rest = "carried over"
 
     def _place(self, samples: int | None) -> int:
         """Return the steps of the loop at the first size after `samples` of the present epoch; None: none is begun."""
@@ -616,28 +573,28 @@ class Schedule:
         if samples is None:
             return before
         done = math.ceil(samples / self._first_delivery)
-        if self._rest == "carried over":
+        if self.rest == "carried over":
             done += epochs * batches % self._gap
         place = before + math.ceil(done / self._gap)
         return place if size is None else min(place, after)
 
     def _whole_epochs(self, batches: int, epochs: int) -> int:
-        if self._rest == "carried over":
+        if self.rest == "carried over":
             return epochs * batches // self._gap
-        return epochs * (math.ceil(batches / self._gap) if self._rest == "own step" else batches // self._gap)
+        return epochs * (math.ceil(batches / self._gap) if self.rest == "own step" else batches // self._gap)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where it stands beside its samples."""
-        return {name: getattr(self, f"_{name}") for name in _SCHEDULE_STATE}
+        return {name.lstrip("_"): getattr(self, name) for name in _SCHEDULE_STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. The scheduler may be loaded before or after."""
         for name in _SCHEDULE_STATE:
-            setattr(self, f"_{name}", state[name])
+            setattr(self, name, state[name.lstrip("_")])
         self._kept = self._at_end = None
 
 
-_SCHEDULE_STATE = ("first_size", "first_delivery", "first_epoch", "rest", "lead", "at_begin", "is_sure")
+_SCHEDULE_STATE = ("_first_delivery", "_gap", "_first_epoch", "rest", "_lead", "_at_begin", "_is_sure")
 
 
 def _own_of(value: Any) -> Any:
@@ -685,18 +642,9 @@ def schedules_of(
 
 
 class Rates:
-    """The learning rates of all optimizers: each follows the batch size by its own coupling.
+    """The learning rates of all optimizers: each follows the batch size by its own coupling of `kinds`.
 
-    Args:
-        optimizers: Those whose rates follow.
-        kinds: The coupling of each.
-        schedulers: Those that the user has passed.
-        scheduler_unit: The meaning of a call of their `step`, for all or for each.
-        loader: Delivers the samples.
-        first_batch_size: The samples of an optimizer step at the beginning.
-        base_batch_size: Those that the rates were chosen for; None: the first.
-        accumulate: The loader's batches of an optimizer step.
-        loss_reduction: How the loss is reduced over a batch.
+    Batch sizes are those of optimizer steps here. The other arguments are the controller's.
     """
 
     def __init__(
@@ -750,7 +698,7 @@ class Rates:
         return next((each for each in self.couplings.values() if each.kind in BY_GAIN), self.first).gains
 
     def mark(self) -> None:
-        """Take note of a new rate: an epoch begins, or another batch size is in force."""
+        """Take note of a new rate: an epoch begins, or the batch size has changed."""
         self.epoch_lr, self._is_used = self.first.lr, False
 
     def schedule_ratio(self) -> float:
@@ -768,9 +716,9 @@ class Rates:
 
         Args:
             coupling: That of the optimizer that steps.
-            number: Steps that the epoch had before; -1: no epoch is under way.
-            before: Samples that the epoch had delivered at the step before.
-            after: Those that it has delivered now.
+            number: Steps of the epoch before this one; -1: no epoch is under way.
+            before: Samples that the epoch had delivered at the last step.
+            after: Samples that it has delivered now.
         """
         if number >= 0:
             for schedule in self.schedules:
@@ -800,10 +748,9 @@ class Rates:
         self._has_warned = True
         warn_user(
             f"the learning rate changes within the epoch, and batches have grown from {self.first_batch_size} to "
-            f"{self.batch_size} samples: a schedule that counts steps will not reach its end. Pass a scheduler that is "
-            f"stepped with every batch as Controller(..., scheduler=scheduler, scheduler_unit='step'). Let a rate that "
-            f"your loop writes count samples: lr_at(loader.samples_delivered // {self.first_batch_size}); if it does, "
-            f"or if steps are what it shall count, pass scheduler_unit='call'"
+            f"{self.batch_size} samples: a schedule that counts steps will not reach its end. Pass a scheduler stepped "
+            f"with every batch: Controller(..., scheduler=scheduler, scheduler_unit='step'). Let a rate that you write "
+            f"count loader.samples_delivered // {self.first_batch_size}; if it is right, pass scheduler_unit='call'"
         )
 
     # Following
@@ -843,9 +790,8 @@ class Rates:
         self._may_be_sum = False
         if expected / 2 < sq_norm / first_sq_norm < 2 * expected:
             warn_user(
-                f"the gradients have grown by about as much as the batch, {first_size} -> {size} samples, and the "
-                f"learning rate grows with it: is the loss a sum over the batch? Then pass loss_reduction='sum', or "
-                f"take its mean"
+                f"the gradients have grown about as much as the batch, {first_size} -> {size} samples: is the loss a "
+                f"sum over the batch? Then pass loss_reduction='sum', or take its mean"
             )
 
     def take_scheduler_steps(self, step: int) -> int:
@@ -854,6 +800,16 @@ class Rates:
         for schedule in self.schedules:
             schedule.unit = "call"
         return self.gains.due(step)
+
+    def catch_up(self, samples: int) -> None:
+        """Make the steps that schedulers are behind after `samples` of the epoch."""
+        for schedule in self.schedules:
+            schedule.catch_up(samples)
+
+    def carry_over(self) -> None:
+        """Count batches that filled no step into the next epoch's first one, as the loop does."""
+        for schedule in self.schedules:
+            schedule.rest = "carried over"
 
     def end_epoch(self, steps: int, batches: int, *, is_first_size: bool) -> None:
         """Check schedulers, and bring them to the epoch's end."""
@@ -875,10 +831,8 @@ class Rates:
         return {
             "couplings": [coupling.state_dict() for coupling in self.couplings.values()],
             "schedules": [schedule.state_dict() for schedule in self.schedules],
-            "first_batch_size": self.first_batch_size,
-            "batch_size": self.batch_size,
-            "epoch_lr": self.epoch_lr,
-            "is_used": self._is_used,
+            "batch_sizes": [self.first_batch_size, self.batch_size],
+            "epoch_lr": [self.epoch_lr, self._is_used],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -887,5 +841,5 @@ class Rates:
             coupling.load_state_dict(saved)
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
-        self.first_batch_size, self.batch_size = state["first_batch_size"], state["batch_size"]
-        self.epoch_lr, self._is_used = state["epoch_lr"], state["is_used"]
+        self.first_batch_size, self.batch_size = state["batch_sizes"]
+        self.epoch_lr, self._is_used = state["epoch_lr"]

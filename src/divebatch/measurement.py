@@ -1,4 +1,4 @@
-"""What is measured and what is decided: the only objects that pass between estimators, policies and controller."""
+"""Measurements and decisions: the only objects that pass between estimators, policies and controller."""
 
 import math
 import sys
@@ -32,7 +32,7 @@ class StepEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How far estimates of tr(Sigma) and ||G||^2 scatter around what they estimate, from the scatter of the steps."""
+    """The scatter of estimates of tr(Sigma) and ||G||^2 around what they estimate, from the scatter of the steps."""
 
     trace_variance: float
     sq_norm_variance: float
@@ -194,6 +194,22 @@ class Diversity:
         high = max(low, high) if high > 0 else 0.0
         return (low if self.spread.bounds_below else 0.0, high)
 
+    def in_record(self, *, at_fixed_weights: bool) -> dict[str, Any]:
+        """Return the fields of an epoch's record; JSON has no infinity, so an infinite end is None."""
+        low, high = (math.inf, math.inf) if self.spread is None else self.noise_scale_interval()
+        value, count = self.value if self.is_defined else None, self.num_samples
+        fields: dict[str, Any] = {
+            "skipped_samples": self.skipped_samples,
+            "diversity": value,
+            "diversity_low": (1 + low) / count if low < math.inf else None,
+            "diversity_high": (1 + high) / count if high < math.inf else None,
+        }
+        if at_fixed_weights:
+            fields["noise_scale"] = None if value is None else self.noise_scale
+            fields["noise_scale_low"] = low if low < math.inf else None
+            fields["noise_scale_high"] = high if high < math.inf else None
+        return fields
+
 
 def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) -> tuple[float, float]:
     """Return the range of positive ratios B for which trace - B * sq_norm is within `reach` standard errors of 0."""
@@ -217,14 +233,14 @@ def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a policy may see of a training's past: policies themselves remember nothing."""
+    """The part of a training's past that a policy may see: policies themselves remember nothing."""
 
     decisions_at_size: int = 0
-    """How many decisions were made at the present batch size, this one included: one an epoch, or every few steps."""
+    """Decisions made at the present batch size, this one included: one an epoch, or every few steps."""
     previous_batch_size: int | None = None
     """The one before the last change; None while there was none."""
     unclamped: float | None = None
-    """What the last decision's rule asked for before floor and cap."""
+    """The size that the last decision's rule asked for before floor and cap."""
     first_loss: float | None = None
     """Training loss of the first epoch."""
     best_loss: float | None = None
@@ -271,7 +287,7 @@ class History:
         )
 
     def with_decision(self, batch_size: int, decision: "Decision") -> Self:
-        """Return the history after `decision`, made while `batch_size` was in force."""
+        """Return the history after `decision`, made at `batch_size`."""
         if decision.batch_size == batch_size:
             return replace(self, unclamped=decision.unclamped)
         return replace(self, unclamped=decision.unclamped, decisions_at_size=0, previous_batch_size=batch_size)
@@ -283,7 +299,7 @@ class Measurement:
 
     Args:
         epoch: Finished epochs, so 1 at the first decision; for a decision within an epoch, that epoch's number.
-        batch_size: The batch size that was in force: samples of an optimizer step.
+        batch_size: The batch size so far: samples of an optimizer step.
         dataset_size: Samples in one epoch: the paper's n. None in the first epoch of a stream of unknown length; a
             policy that cannot do without asks for `known_dataset_size`.
         first_batch_size: The batch size that training started with; `batch_size` where it is not given.
@@ -291,10 +307,10 @@ class Measurement:
         step: Optimizer steps so far.
         samples: Samples seen so far.
         diversity: What the estimator measured; None where nothing asked for it.
-        lr: The learning rate in force, of the first parameter group.
+        lr: The current learning rate of the first parameter group.
         lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling; of the
             parameter group where it has fallen least.
-        lr_growth: The rate in force over the schedule's own, relative to the first batch: what growth made of it.
+        lr_growth: The current rate over the schedule's own, relative to the first batch: what growth made of it.
         lr_coupling: How the learning rate follows the batch size in this training: a name, or a power of it.
         loss: The epoch's mean training loss, where the loop gave it: `Controller.step(loss=...)`.
         history: What was kept of the epochs before.
@@ -334,14 +350,14 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a policy wants next.
+    """The wish of a policy.
 
     Args:
         batch_size: The batch size to use from now on, in samples.
-        lr_factor: What the learning rate is multiplied by from now on, beside the coupling.
-        lr_owed: What the next decision will multiply the learning rate by if the size stays; for the record.
-        reason: Why, in words, for the record.
-        unclamped: What the rule asked for before floor and cap; None where it asked for nothing.
+        lr_factor: The factor of the learning rate from now on, beside the coupling.
+        lr_owed: The factor that the next decision will bring if the size stays; for the record.
+        reason: The reason in words, for the record.
+        unclamped: The size that the rule asked for before floor and cap. None: it asked for nothing.
     """
 
     batch_size: int

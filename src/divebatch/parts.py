@@ -1,5 +1,7 @@
-"""The parts of a controller: checks of what it is given, and the choice of an estimator where none is named."""
+"""Checks of what a controller is given, at once and against the loop, and the estimator if none is named."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,12 +10,71 @@ from torch.optim import Optimizer
 
 from divebatch.checks import require_count
 from divebatch.data.loader import AdaptiveLoader
-from divebatch.errors import ArgumentError
+from divebatch.errors import ArgumentError, UsageError
 from divebatch.estimators import ESTIMATORS, Estimator, TrainingContext, make_estimator, names_where
+from divebatch.lr import SURE
 from divebatch.norms.loss_scale import LossReduction
 from divebatch.policies import Policy
 from divebatch.policies.policy import require_policy
 from divebatch.ranks import inside_ddp
+
+
+class Cadence:
+    """The number of the loader's batches in an optimizer step, as it was said, and the check against what happens.
+
+    `accumulate` says it, or the loader's `delivery_size`.
+    """
+
+    def __init__(self, loader: AdaptiveLoader, accumulate: int) -> None:
+        require_count("accumulate", accumulate)
+        if accumulate > 1 and loader.delivery_size is not None:
+            raise ArgumentError(
+                f"the loader's delivery_size={loader.delivery_size} says already how much of a step it delivers: leave "
+                f"accumulate={accumulate} out, or delivery_size"
+            )
+        self.accumulate, self._loader = accumulate, loader
+        self.unit = 1 if loader.delivery_size is not None else accumulate
+        """Batches of the loader's `batch_size` in a step; a loader with a `delivery_size` counts whole steps."""
+        self.agreeing, self._others = 0, Counter[int]()
+        """Steps that took as many batches as was said, and how many took another number."""
+
+    def said(self, batch_size: int) -> int:
+        """Return the batches of a step of `batch_size` samples."""
+        delivered = self._loader.delivery_size
+        return self.accumulate if delivered is None else math.ceil(batch_size / delivered)
+
+    def check(self, taken: int, said: int) -> None:
+        """Take note of a step that took another number of batches than was said; raise if all do."""
+        current = self._loader.current
+        if (taken, said) == (0, 1):  # the same batch again is one batch
+            self.agreeing += 1
+        elif current is not None and not current.is_used_up:  # the last step of an epoch may hold fewer
+            self._others[taken] += 1
+            if not self.agreeing and self._others[taken] == SURE:
+                raise self._wrong(taken, said)
+
+    def end_epoch(self, batch_size: int) -> None:
+        """Raise if most steps of an epoch took another number of batches."""
+        if self._others.total() >= SURE and self._others.total() > self.agreeing:
+            raise self._wrong(self._others.most_common(1)[0][0], self.said(batch_size))
+        if self.agreeing >= SURE:
+            self.agreeing, self._others = 0, Counter()
+
+    def _wrong(self, taken: int, said: int) -> UsageError:
+        if self._loader.delivery_size is not None:
+            return UsageError(
+                f"{said} of the loader's batches make a step (batch_size over delivery_size), and the optimizer steps "
+                f"once in {taken}: step once in {said}, or leave delivery_size out and pass accumulate={taken}"
+            )
+        if taken == 0:
+            return UsageError(
+                f"the optimizer steps several times before the {said} batches of accumulate={said} are delivered: let "
+                f"the loader deliver what a step takes (batch_size=...), and pass accumulate=1"
+            )
+        return UsageError(
+            f"the optimizer steps once in {taken} of the loader's batches, and Controller was told accumulate={said}: "
+            f"pass accumulate={taken}"
+        )
 
 
 def as_list(given: Any) -> list[Any]:
@@ -102,8 +163,7 @@ def require_parts(
         if type(prepared).__module__.startswith("accelerate."):
             raise ArgumentError(
                 f"{type(prepared).__name__} was made by accelerator.prepare, and Controller takes torch's own: use "
-                f"divebatch.integrations.accelerate.make_controller(accelerator, model, optimizer, loader, policy), "
-                f"which takes what was prepared"
+                f"divebatch.integrations.accelerate.make_controller(accelerator, model, optimizer, loader, policy)"
             )
     for optimizer in optimizers or [None]:
         if not isinstance(optimizer, Optimizer):
@@ -125,8 +185,10 @@ def require_parts(
         )
 
 
-def require_step_cadence(every_steps: int, policy: Policy, estimator: Estimator | None) -> None:
-    """Raise unless policy and estimator can work with a part of an epoch."""
+def require_step_cadence(every_steps: int | None, policy: Policy, estimator: Estimator | None = None) -> None:
+    """Raise unless policy and estimator can work with a part of an epoch, if they are to."""
+    if every_steps is None:
+        return
     require_count("every_steps", every_steps)
     if not policy.decides_within_epochs:
         raise ArgumentError(

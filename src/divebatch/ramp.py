@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from divebatch.checks import require_choice, require_count, require_coupling_power
 from divebatch.errors import ArgumentError
-from divebatch.policies.auto import POWERS, growth, room, step_size
+from divebatch.policies.auto import growth, power_of, room, step_size
 
 PLACES = 8192
 """Equal parts of a training at whose beginnings the schedule is looked at."""
@@ -75,7 +75,7 @@ class Ramp:
         else:
             require_coupling_power("lr_coupling", lr_coupling)
         self.batch_size, self.max_batch_size, self.total_samples = batch_size, max_batch_size, total_samples
-        self._power = POWERS[lr_coupling] if isinstance(lr_coupling, str) else lr_coupling
+        self._power = power_of(lr_coupling)
         self._course = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
         rates = [self._rate(place / PLACES) for place in range(PLACES + 1)]
         self._highest = max(rates)

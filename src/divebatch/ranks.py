@@ -224,6 +224,5 @@ def _require_no_launcher() -> None:
     if announced.isdigit() and int(announced) > 1:
         raise UsageError(
             f"the environment announces WORLD_SIZE={announced} processes, but no process group is initialised: call "
-            f"torch.distributed.init_process_group() first, or pass process_group='alone' to AdaptiveLoader "
-            f"to train in this one by itself"
+            f"torch.distributed.init_process_group() first, or pass AdaptiveLoader(..., process_group='alone')"
         )

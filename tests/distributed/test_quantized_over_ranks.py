@@ -101,30 +101,6 @@ def test_a_resume_within_an_epoch_is_exact(pool: RankPool, stop: int) -> None:
             assert one == pytest.approx(other, rel=1e-9)
 
 
-def over_ranks(ranks: Ranks, number: float) -> float:
-    total = torch.tensor([number], dtype=torch.float64)
-    ranks.sum_([total])
-    return total.item()
-
-
-def scatter_and_told(ranks: Ranks) -> tuple[float, float]:
-    """Of the mean over ranks, for the same batch again and again at the same weights."""
-    run = Run(ranks, levels=1)
-    x, y = (tensor[: N // 2] if ranks.is_first else tensor[N // 2 :] for tensor in run.loader.dataset.tensors)
-    drawn = []
-    for _ in range(400):
-        run.net.zero_grad()
-        (run.net(x) - y).square().mean().backward()
-        drawn.append(torch.cat([p.grad.flatten() for p in run.net.parameters()]))
-    told = over_ranks(ranks, run.quantize.variance_added) / 400 / 4
-    return torch.stack(drawn).var(0).sum().item(), told
-
-
-def test_the_noise_of_the_mean_is_what_the_ranks_told(pool: RankPool) -> None:
-    for scatter, told in pool.run(2, scatter_and_told):
-        assert scatter == pytest.approx(told, rel=0.15)
-
-
 def on_the_inner_model(ranks: Ranks) -> None:
     QuantizedGradients(1).attach(nn.Linear(2, 2))
 

@@ -92,13 +92,6 @@ def test_a_sum_is_there_only_when_no_worker_holds_it_any_more() -> None:
     workers[0].join()
 
 
-def test_a_worker_that_never_lets_go_holds_nobody_up() -> None:
-    tensor = torch.ones(3)
-    view = tensor.view(-1)
-    module._wait_until_let_go(tensor, at_most=0.01)
-    assert view._base is tensor
-
-
 def differ(ranks: Ranks) -> None:
     ranks.require_same({"the same": 1, "the rank": ranks.rank // 3})
 

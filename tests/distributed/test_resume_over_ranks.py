@@ -1,7 +1,7 @@
 """A run that stops within an epoch and goes on with another number of ranks ends as one that never stopped."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distributed.loops import Problem, Restless, Run
 from distributed.rank_pool import RankPool
-from divebatch import Decision, DiveBatch, Fixed, Measurement, Policy
+from divebatch import DiveBatch, Fixed
 from divebatch.errors import UsageError
 from divebatch.ranks import Ranks
 
@@ -101,14 +101,6 @@ def test_decisions_within_epochs_go_on_too(pool: RankPool) -> None:
         assert_same((weights, records + later), expected)
 
 
-def test_sketches_go_on_with_another_number_of_ranks(pool: RankPool) -> None:
-    problem = replace(PROBLEM, estimator="moments", settings={"sketch_size": 50})
-    first = pool.run(4, run_before_the_stop, problem)
-    expected = run_without_a_stop(Ranks.alone(), problem)
-    for weights, later, _ in pool.run(2, run_after_the_stop, problem, first[0][0]):
-        assert_same((weights, first[0][1] + later), expected)
-
-
 @pytest.mark.parametrize("estimator", ["per-sample", "split", "moments", "ranks"])
 def test_every_estimator_goes_on_with_the_sums_of_all_ranks(pool: RankPool, estimator: str) -> None:
     problem = replace(PROBLEM, estimator=estimator, micro=4, sync_each=False)
@@ -142,22 +134,6 @@ def test_a_batch_below_the_ranks_is_raised_within_an_epoch_too(pool: RankPool) -
 def within_an_epoch(ranks: Ranks, problem: Problem, batches: int) -> tuple[Any, list[int]]:
     run = Run(ranks, problem)
     return state_after(run, batches), run.seen
-
-
-@dataclass(frozen=True)
-class NeedsLoss(Policy):
-    needs: ClassVar[frozenset[str]] = frozenset({"loss"})
-
-    def next(self, seen: Measurement) -> Decision:
-        return Decision(batch_size=seen.batch_size, reason=f"{seen.loss}")
-
-
-def test_behind_the_last_batch_the_loss_of_the_process_before_counts(pool: RankPool) -> None:
-    problem = Problem(num_samples=23, batch_size=8, policy=NeedsLoss())
-    state, _ = pool.run(4, within_an_epoch, problem, 3)[0]
-    for seen, record, _ in pool.run(4, rest_of_epoch, problem, state):
-        assert not seen
-        assert float(record.reason) == 2.5
 
 
 def sums_of_shards(ranks: Ranks, problem: Problem) -> tuple[Any, Any, Any]:

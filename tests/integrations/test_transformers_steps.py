@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from divebatch import Decision, Fixed, Measurement, Policy
 from divebatch.errors import ArgumentError, CheckpointError
 from integrations.plain_loop import GROWS_AND_SHRINKS, Course, each_once
-from integrations.trainer_runs import NUMBERED, Regression, adapter, arguments, gpt2, plain_course, sentences, trainer
+from integrations.trainer_runs import NUMBERED, Regression, adapter, gpt2, plain_course, sentences, trainer
 from integrations.trainer_runs import transformers as hf
 
 pytestmark = [
@@ -284,61 +284,6 @@ def test_a_stream_is_read_until_the_samples_are_seen_and_resumes_where_it_was(si
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert_same_weights(resumed.model, whole.model)
         assert whole.model.seen[-len(resumed.model.seen) :] == resumed.model.seen
-
-
-# What goes wrong without a word in a Trainer whose accumulation is changed by hand
-
-
-class Change(hf.TrainerCallback):
-    """From its second step on the Trainer is to accumulate more."""
-
-    def __init__(self, passes: int) -> None:
-        self.passes = passes
-        self.seen: list[int] = []
-
-    def on_step_end(self, args: Any, *_: Any, model: Any, **__: Any) -> None:
-        self.seen.append(len(model.seen))
-        args.gradient_accumulation_steps = self.passes
-
-
-def by_hand(folder: Path, change: Change, **settings: Any) -> Any:
-    args = arguments(folder, gradient_accumulation_steps=2, num_train_epochs=1, **settings)
-    theirs = hf.Trainer(model=Regression(), args=args, train_dataset=NUMBERED, callbacks=[change])
-    theirs.train()
-    return theirs
-
-
-def test_by_hand_steps_end_in_the_wrong_place_and_the_schedule_does_not_end(tmp_path):
-    change = Change(5)
-    theirs = by_hand(tmp_path, change, lr_scheduler_type="linear")
-    # The losses of the second step's three passes are divided by five: so many were fetched.
-    assert change.seen == [4, 10, 20, 30, 40, 48]
-    assert theirs.optimizer.param_groups[0]["lr"] > 0.01
-    run = trainer(InTurn((6, 10)), tmp_path, num_train_epochs=1, every_steps=1, lr_scheduler_type="linear")
-    run.train()
-    assert run.optimizer.param_groups[0]["lr"] == 0.0
-
-
-def test_by_hand_a_resume_leaves_samples_out(tmp_path):
-    change = Change(4)
-    by_hand(tmp_path, change, save_strategy="steps", save_steps=2)
-    args = arguments(tmp_path, gradient_accumulation_steps=4, num_train_epochs=1)
-    resumed = hf.Trainer(model=Regression(), args=args, train_dataset=NUMBERED)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert change.seen[1] == 8  # samples that the two steps before the checkpoint held
-    assert len(resumed.model.seen) == 48 - 2 * 8
-
-
-def test_a_plain_checkpoint_that_is_not_complete_resumes_without_its_optimizer(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 4, "optim": "adamw_torch", "num_train_epochs": 1}
-    hf.Trainer(model=Regression(), args=arguments(tmp_path, **settings), train_dataset=NUMBERED).train()
-    (tmp_path / "checkpoint-8" / "optimizer.pt").unlink()
-    resumed = hf.Trainer(
-        model=Regression(), args=arguments(tmp_path, **settings | {"num_train_epochs": 2}), train_dataset=NUMBERED
-    )
-    resumed.train(resume_from_checkpoint=True)
-    steps = {float(state["step"]) for state in resumed.optimizer.state.values()}
-    assert steps == {8.0}  # of 16: Adam has forgotten the first eight
 
 
 def test_a_policy_that_decides_by_epochs_is_refused_within_them(tmp_path):

@@ -78,22 +78,12 @@ def passes(folder: str, *, resumes: bool = False) -> dict[str, Any]:
     }
 
 
-def steps_of_a_prepared_scheduler() -> int:
-    accelerator = Accelerator(cpu=True)
-    optimizer = SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    optimizer, prepared = accelerator.prepare(optimizer, StepLR(optimizer, step_size=1))
-    optimizer.step()
-    prepared.step()
-    return int(prepared.scheduler.last_epoch)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     answer = {
         **whole_batches(),
         "passes": passes(sys.argv[1]),
         "resumed": passes(sys.argv[1], resumes=True),
-        "steps_of_a_prepared_scheduler": steps_of_a_prepared_scheduler(),
     }
     sys.stdout.write(json.dumps(answer) + "\n")
     Accelerator(cpu=True).end_training()

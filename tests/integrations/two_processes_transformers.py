@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from integrations.plain_loop import Watched
-from integrations.trainer_runs import NUMBERED, Regression, adapter, arguments, gpt2, sentences, transformers
+from integrations.trainer_runs import NUMBERED, Regression, adapter, arguments, gpt2, sentences
 
 SAMPLES = 45
 """The last pass of an epoch has one sample for two processes."""
@@ -25,11 +25,11 @@ class Watching(adapter.BatchSizeTrainer):  # type: ignore[misc, name-defined]
         return super().compute_loss(model, inputs, *rest, **named)
 
 
-def numbers(folder: Path, *, per_device: int, kind: type = Watching, **settings: Any) -> Any:
+def numbers(folder: Path, *, per_device: int, **settings: Any) -> Any:
     """A mean over samples."""
     args = arguments(folder, num_train_epochs=3, per_device_train_batch_size=per_device, **settings)
-    ours = {"policy": Watched(SIZES), "lr_coupling": "linear"} if kind is Watching else {}
-    return kind(model=Regression(), args=args, train_dataset=NUMBERED[:SAMPLES], **ours)
+    ours = {"policy": Watched(SIZES), "lr_coupling": "linear"}
+    return Watching(model=Regression(), args=args, train_dataset=NUMBERED[:SAMPLES], **ours)
 
 
 def tokens(folder: Path, *, per_device: int) -> Any:
@@ -63,15 +63,12 @@ def main(folder: Path) -> None:
     of_tokens.train()
     of_chunks = chunks(folder, passes=3)
     of_chunks.train()
-    theirs = numbers(folder, per_device=2, kind=transformers.Trainer)
-    theirs.train()
     answer = {
         "seen": run.seen,
         "numbers": answer_of(run),
         "resumed": answer_of(resumed),
         "tokens": answer_of(of_tokens),
         "chunks": answer_of(of_chunks),
-        "seen_by_plain_trainer": theirs.model.seen,
     }
     sys.stdout.write(json.dumps(answer) + "\n")
     run.accelerator.end_training()

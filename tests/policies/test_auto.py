@@ -178,13 +178,6 @@ def test_the_rate_in_force_is_never_above_the_schedules_highest(make_optimizer, 
     assert records[-1].next_batch_size > 8
 
 
-def test_a_constant_rate_changes_nothing():
-    records, rates = trained(COSINE[0], lambda optimizer: LambdaLR(optimizer, lambda epoch: 1.0), epochs=3)
-    assert {each.next_batch_size for each in records} == {8}
-    assert set(rates) == {0.01}
-    assert "nothing to trade" in records[0].reason
-
-
 def test_of_groups_with_schedules_of_their_own_the_rate_that_fell_least_counts():
     def two_groups(parameters):
         first, *others = parameters

@@ -1,18 +1,16 @@
 """`NoiseDoubling`: what it asks for, in which steps, with which rate."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch.optim import SGD
 
 from divebatch import AdaptiveLoader, Controller, Diversity, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History, Spread
 from divebatch.policies import NoiseDoubling, Rounded, SpillOver, Steady
-from reference.per_sample import dataset, mean_loss, mlp
+from reference.per_sample import dataset, mlp
 
 
 def seen(noise_scale: float, batch_size: int = 128, *, error: float = 0.0, **more) -> Measurement:
@@ -115,34 +113,6 @@ def test_what_spills_over_at_the_cap_is_measured_there():
 def test_nothing_around_it_may_change_its_size(wrap):
     with pytest.raises(ArgumentError, match=r"changes the size for which NoiseDoubling has moved .*: .*leave it out"):
         wrap(NoiseDoubling(4096))
-
-
-@pytest.mark.parametrize(("coupling", "jump"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0), (0.6, 4**0.6)])
-def test_the_rate_follows_by_the_coupling_in_force(coupling: Any, jump: float):
-    grown = NoiseDoubling(4096).next(replace(seen(128.0 * 16), lr_coupling=coupling))
-    assert (grown.batch_size, grown.lr_factor) == (512, pytest.approx(1 / jump))
-
-
-def test_one_line_is_enough():
-    torch.manual_seed(0)
-    model = mlp()
-    optimizer = SGD(model.parameters(), 0.0001, momentum=0.9)
-    loader = AdaptiveLoader(dataset(400), batch_size=4, seed=0)
-    control = Controller(model, optimizer, loader, NoiseDoubling(64))
-    records = []
-    for _ in range(4):
-        for x, y in loader:
-            optimizer.zero_grad()
-            mean_loss(model(x), y).backward()
-            optimizer.step()
-        records.append(control.step())
-    assert control.state_dict()["settings"]["estimator"] == "Moments"
-    sizes = [record.next_batch_size for record in records]
-    assert sizes == sorted(sizes)
-    assert sizes[-1] > 4
-    last = records[-1]
-    if last.next_batch_size == last.batch_size:
-        assert last.next_lr == pytest.approx(0.0001 * last.batch_size / 4)
 
 
 def test_a_coupling_that_would_change_the_noise_is_refused():

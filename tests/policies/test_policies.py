@@ -184,22 +184,11 @@ def test_a_policy_is_frozen_and_its_repr_shows_every_setting(policy):
     assert hash(policy) == hash(replace(policy))
 
 
-@any_policy
-def test_a_policy_needs_fields_of_a_measurement(policy):
-    assert policy.needs <= {entry.name for kind in (Measurement, Diversity, History) for entry in fields(kind)}
-
-
 @pytest.mark.parametrize("policy", [case for case in CASES.values() if hasattr(case, "max_batch_size")])
 def test_training_cannot_start_above_the_cap(policy):
     policy.check_start(CAP)
     with pytest.raises(ArgumentError, match="max_batch_size=2048 is below the first batch size 2049"):
         policy.check_start(CAP + 1)
-
-
-def test_settings_with_a_default_go_by_name():
-    for make in (lambda: DiveBatch(0.1, CAP, 1), lambda: AdaBatch(CAP, 2)):
-        with pytest.raises(TypeError):
-            make()
 
 
 def test_the_catalog_builds_every_policy_by_name():

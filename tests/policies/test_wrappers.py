@@ -9,9 +9,7 @@ from divebatch import AdaBatch, Decision, Diversity, Fixed, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.measurement import History
 from divebatch.policies import (
-    DiveBatch,
     Doublings,
-    GeoDamp,
     NoiseDoubling,
     NoiseScale,
     Policy,
@@ -90,12 +88,6 @@ def test_steady_makes_no_small_change():
     assert run(Steady(asks, threshold=1.25), 6)[0] == [100, 125, 125, 100, 156, 1000]
 
 
-def test_what_was_kept_back_says_so():
-    seen = Measurement(epoch=1, batch_size=100, dataset_size=N, history=History(decisions_at_size=1))
-    decision = Steady(Asks(110), threshold=2.0).next(seen)
-    assert decision == Decision(batch_size=100, reason="asked; kept for now, 110 asked")
-
-
 def test_spill_over_lowers_the_rate_by_what_is_over_the_cap_and_gives_it_back():
     sizes, factors = run(SpillOver(Asks(500, 2000, 4000, None, math.inf, 4000, 1000, 2000)), 8)
     assert sizes == [500, CAP, CAP, CAP, CAP, CAP, CAP, CAP]
@@ -104,12 +96,6 @@ def test_spill_over_lowers_the_rate_by_what_is_over_the_cap_and_gives_it_back():
 
 def test_less_than_a_sample_over_the_cap_is_rounding():
     assert run(SpillOver(Asks(CAP + 0.9, CAP + 1.0)), 2)[1] == pytest.approx([1, CAP / (CAP + 1)])
-
-
-def test_geodamp_with_spill_over_halves_the_rate_at_the_cap():
-    sizes, factors = run(SpillOver(GeoDamp(400, every_epochs=1)), 5)
-    assert sizes == [200, 400, 400, 400, 400]
-    assert factors == pytest.approx([1, 1, 1 / 2, 1 / 4, 1 / 8])
 
 
 def test_warm_up_takes_the_jump_back_and_pays_it_out():
@@ -128,13 +114,6 @@ def test_a_second_jump_pays_out_what_the_first_still_owes():
 def test_a_smaller_batch_needs_no_warm_up():
     _, factors = run(WarmUp(Asks(50, None, None), epochs=2), 3)
     assert factors == [1, 1, 1]
-
-
-def test_they_can_be_put_around_each_other():
-    asks = Asks(2000, 4000, None, None, None, None)
-    _, factors = run(WarmUp(SpillOver(asks), epochs=2), 6)
-    grown = CAP / 100
-    assert factors == pytest.approx([0.5 / grown, 0.25 * math.sqrt(grown) / grown, 0.25, 0.25, 0.25, 0.25])
 
 
 def test_the_rate_goes_by_the_size_that_the_data_allow():
@@ -195,14 +174,6 @@ def test_the_rest_is_the_inner_policys(wrap):
         wrapped.check_start(CAP + 1)
     assert wrap(SimiGrad(CAP)).lr_coupling == "sqrt"
     assert wrap(AdaBatch(CAP)).needs == frozenset()
-
-
-@pytest.mark.parametrize("wrap", [Steady, SpillOver, WarmUp])
-def test_its_repr_shows_every_setting(wrap):
-    inner = NoiseScale(CAP, step_cost=3.0)
-    assert repr(inner) in repr(wrap(inner))
-    assert wrap(inner) == wrap(NoiseScale(CAP, step_cost=3.0)) != wrap(DiveBatch(0.1, CAP))
-    assert hash(wrap(inner)) == hash(wrap(NoiseScale(CAP, step_cost=3.0)))
 
 
 WRONG = {

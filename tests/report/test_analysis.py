@@ -157,12 +157,6 @@ def test_no_peak_of_a_long_curve_disappears(length, where, height):
     assert (drawn.epochs[0], drawn.epochs[-1]) == (1, length)
 
 
-def test_epochs_without_a_value_are_no_extremes():
-    mean = np.full(10 * MOST_POINTS, np.nan)
-    mean[::1000] = np.arange(len(mean[::1000]))
-    assert np.nanmax(curve_of(mean).outline().mean) == np.nanmax(mean)
-
-
 # One value of each number, whoever says it
 
 
@@ -211,12 +205,3 @@ def test_a_report_has_one_peak_of_memory(tmp_path: Path) -> None:
     for table in write_report(tmp_path).sections[0].tables:
         cells = {name: cell for name, cell in zip(table.columns, table.rows[0], strict=True) if "MiB" in name}
         assert set(cells.values()) <= {"100"}, table.name
-
-
-@pytest.mark.usefixtures("quick_figures")
-def test_figures_and_tables_end_with_the_same_value(tmp_path: Path) -> None:
-    for seed in range(2):
-        write_run(tmp_path, "e", "m", seed, ways(0.5, 0.9 - 0.1 * seed))
-    (section,) = write_report(tmp_path).sections
-    curve = section.charts[0].lines[0].curve
-    assert section.summary.rows[0][3] == f"{curve.mean[-1]:.2f} ± {curve.standard_error[-1]:.2f} %" == "85.00 ± 5.00 %"

@@ -287,12 +287,6 @@ def test_the_best_fixed_batch_is_the_quickest_of_those_within_noise(tmp_path: Pa
     assert best_of(tmp_path) == "small"
 
 
-def test_of_equals_on_different_machines_the_one_with_fewer_steps_is_best(tmp_path: Path) -> None:
-    write_sized(tmp_path, "small", B)
-    write_sized(tmp_path, "large", B, sizes=(500, 500), speed=0.001, hardware={**GPU, "name": "A slow one"})
-    assert best_of(tmp_path) == "large"
-
-
 def test_a_fixed_batch_that_diverged_once_is_not_the_best(tmp_path: Path) -> None:
     write_sized(tmp_path, "small", [0.5, 0.5])
     write_sized(tmp_path, "large", [0.95, None])
@@ -310,12 +304,6 @@ def test_without_a_named_policy_a_method_that_kept_its_size_is_fixed(tmp_path: P
     write_sized(tmp_path, "kept", B, policy=None)
     write_sized(tmp_path, "grown", A, policy=None, sizes=(100, 500))
     assert set(gains_of(tmp_path)) == {("grown", "kept")}
-
-
-def test_one_method_may_be_the_best_and_the_customary(tmp_path: Path) -> None:
-    write_sized(tmp_path, "small", A)
-    write_sized(tmp_path, "auto", B, policy="auto")
-    assert [gain.roles for gain in gains_of(tmp_path).values()] == [(BEST, CUSTOMARY)]
 
 
 # The verdict, and a few words on each method
@@ -359,13 +347,6 @@ def test_unfinished_runs_make_the_verdict_a_provisional_one_without_seconds_of_o
     write_run(tmp_path, "e", "auto", 9, [{"val_accuracy": 0.5}], config={"epochs": 2}, hardware=GPU)
     assert verdict_of(tmp_path).startswith("So far: auto against small")
     assert notes_of(tmp_path)["auto"].endswith("5 of 6 seeds finished")
-
-
-def test_methods_that_trained_the_same_have_no_winner(tmp_path: Path) -> None:
-    rows = [{"val_accuracy": 0.5, "lr": 0.1, "train_seconds": 1.0}]
-    write_run(tmp_path, "e", "small", 0, rows, config={"epochs": 1, "method": {"policy": {"kind": "fixed"}}})
-    write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 1, "method": {"policy": {"kind": "auto"}}})
-    assert "trained exactly the same" in verdict_of(tmp_path)
 
 
 def test_a_method_at_chance_has_learned_nothing(tmp_path: Path) -> None:

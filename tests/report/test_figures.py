@@ -15,17 +15,13 @@ from made_up_runs import SYNTHETIC, write_accuracies, write_cifar_like, write_re
 from divebatch.report import Analysis, analyse, load_runs, write_report
 from divebatch.report.analysis import Curve, MethodResult
 from divebatch.report.drawing import (
-    CHART_SIZE,
     DASHED,
-    PALETTE,
     Drawing,
     Line,
     Look,
     Panel,
     Track,
     band,
-    draw_panels,
-    log_limits,
     looks_for,
 )
 from divebatch.report.figures import draw_paper_figures, make_bars, make_charts, make_tracks
@@ -118,30 +114,6 @@ def test_bars_say_when_the_mean_got_there_and_dots_each_trial(tmp_path: Path) ->
     assert (bars["seconds"].end, bars["steps"].text("divebatch")) == (3.0, "10")
 
 
-def test_losses_of_any_size_are_drawn(tmp_path: Path) -> None:
-    for seed, losses in enumerate([(1e200, 1e-200, 1e290), (1e250, 1e-250, 1e299), (1e10, 1e-9, 0.0)]):
-        write_run(tmp_path, "e", "m", seed, [{"val_loss": loss} for loss in losses])
-    assert draw_panels("n", "t", "e", [charts_of(tmp_path)["loss"]], "", CHART_SIZE).png.startswith(b"\x89PNG")
-
-
-def test_no_line_is_lost_on_either_page() -> None:
-    """Contrast of at least 2 to 1 with the card that the figures lie on."""
-    for color, dark in PALETTE.items():
-        assert contrast(color, "#ffffff") > 2, color
-        assert contrast(dark, "#1e2125") > 4, color
-
-
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def luminance(color: str) -> float:
-    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return float(np.dot((0.2126, 0.7152, 0.0722), linear))
-
-
 # Looks
 
 
@@ -186,22 +158,6 @@ def test_a_wish_stands_at_the_epoch_it_was_for(tmp_path: Path) -> None:
     assert len({line.look.color for line in chart.lines}) == 3
     assert (driver.width or 0) > (noise.width or 0)
     assert chart.log_base == 2
-
-
-def test_one_figure_for_each_method_that_has_shadows(tmp_path: Path) -> None:
-    write_run(tmp_path, "e", "alone", 0, watched(None, None))
-    write_run(tmp_path, "e", "brief", 0, watched({"noise": 4}), config={"epochs": 1})
-    for method in ("one", "two"):
-        write_run(tmp_path, "e", method, 0, watched({"noise": 4}, {"noise": 4}))
-    titles = {chart.name: chart.title.split(", ")[1] for chart in shadow_charts(tmp_path)}
-    assert titles == {"shadows1": "one driving", "shadows2": "two driving"}
-
-
-def test_a_gap_between_epochs_is_no_wish_for_the_later_one(tmp_path: Path) -> None:
-    path = write_run(tmp_path, "e", "m", 0, watched({"noise": 4}, {"noise": 8}, {"noise": 16}))
-    path.write_text(path.read_text().replace('"epoch": 3', '"epoch": 4'))
-    (chart,) = shadow_charts(tmp_path)
-    assert chart.lines[1].curve.epochs.tolist() == [2]
 
 
 def test_the_report_draws_them_and_the_page_has_their_colours(tmp_path: Path) -> None:
@@ -325,12 +281,6 @@ def test_any_experiment_name_can_be_drawn(tmp_path: Path, name: str) -> None:
 )
 def test_a_log_axis_is_for_positive_means_over_more_than_a_decade(curves: list[list[float]], is_log: bool) -> None:
     assert panel_of(*map(straight, curves)).is_log == is_log
-
-
-def test_log_limits_hold_every_mean_but_do_not_follow_a_band_to_zero() -> None:
-    low, high = log_limits(panel_of(straight([0.1, 10.0], std=0.0999999)))
-    assert 0.03 < low < 0.1
-    assert 10.0999 < high < 20.0
 
 
 def test_bands_are_cut_at_the_bounds_and_absent_without_a_spread() -> None:

@@ -3,10 +3,10 @@
 import csv
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -39,11 +39,12 @@ def fixed(seeds=(0, 1, 2), law=law, scatter=0.0) -> list[Trial]:
     return found
 
 
-def scored(*more: Trial, **settings) -> Frontier:
-    (found,) = score([*fixed(**settings), *more])
+def scored(*more: Trial, **of_fixed) -> Frontier:
+    (found,) = score([*fixed(**of_fixed), *more])
     return found
 
 
+@settings(max_examples=10)  # each draws 2000 samples of the seeds
 @given(st.floats(600, 8000), st.floats(0.3, 1.5))
 def test_a_known_law_gives_the_known_ratio(needed, ratio):
     own = [trial("rule", 64, needed * ratio, law(needed) + 0.1 * seed, seed=seed) for seed in range(3)]
@@ -51,14 +52,6 @@ def test_a_known_law_gives_the_known_ratio(needed, ratio):
     assert found.ratio == pytest.approx(own[0].steps / needed, rel=1e-6)
     assert found.interval == pytest.approx((found.ratio, found.ratio), rel=1e-6)
     assert found.against_first == pytest.approx((law(needed) + 0.1) / (law(2048) + 0.1) - 1)
-
-
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_a_method_on_the_frontier_has_the_ratio_one(size):
-    own = [replace(each, method="same") for each in fixed() if each.batch_size == size and each.lr == 0.1]
-    (found,) = scored(*own).scores
-    assert found.ratio == pytest.approx(1.0)
-    assert found.at_equal_steps == pytest.approx(0.0, abs=1e-12)
 
 
 def test_the_interval_covers_what_seeds_change():

@@ -124,18 +124,6 @@ def test_a_terminal_shows_runs_live_until_ctrl_c(tmp_path, monkeypatch):
     assert "\x1b[" in shown
 
 
-def test_more_runs_than_lines_are_counted(tmp_path, monkeypatch):
-    for seed in range(12):
-        write_run(tmp_path, "e", "m", seed, ROWS, config={"epochs": 10})
-
-    def leave(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    shown = watch_until(monkeypatch, leave, tmp_path, height=10)
-    assert "and 9 more" in shown
-    assert "seed 11" not in shown
-
-
 def test_a_run_that_was_asked_to_stop_is_stopped_at_once(tmp_path):
     path = write_run(tmp_path, "e", "m", 0, ROWS, config={"epochs": 10})
     assert [each.state for each in Watch(tmp_path).look()] == ["running"]

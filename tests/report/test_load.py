@@ -127,14 +127,6 @@ def test_finished_means_the_configured_length_or_else_the_longest(tmp_path: Path
     assert [each.length for each in (experiment, *others)] == [3, 4, 0]
 
 
-def test_kinds_come_from_the_configuration_and_odd_ones_are_none(tmp_path: Path) -> None:
-    config = {"data": {"kind": "cifar"}, "method": {"policy": {"kind": 3}}, "model": "mlp"}
-    write_run(tmp_path, "e", "m", 0, [{}], config=config)
-    (run,) = load_runs(tmp_path).experiments[0].runs
-    found = [run.kind_of(*place) for place in (("data",), ("method", "policy"), ("model",), ("nothing", "here"))]
-    assert found == ["cifar", None, None, None]
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -73,25 +73,6 @@ def test_all_files_are_written_and_named(synthetic: Report) -> None:
     assert synthetic.problems == ()
 
 
-@pytest.mark.usefixtures("quick_figures")
-def test_a_tables_file_is_named_by_what_it_holds(tmp_path: Path) -> None:
-    """An unfinished baseline has no gains; once it finishes, no other table may stand under another's name."""
-    rows = [{"val_accuracy": 0.5, "val_loss": 0.5}] * 2
-    config = {"epochs": 2, "method": {"policy": {"kind": "fixed"}}}
-    write_run(tmp_path, "e", "auto", 0, rows, config={"epochs": 2, "method": {"policy": {"kind": "auto"}}})
-    write_run(tmp_path, "e", "sgd", 0, rows[:1], config=config)
-
-    def columns() -> dict[str, str]:
-        tables = [path for path in write_report(tmp_path).paths if path.suffix == ".csv"]
-        return {path.name: path.read_text().splitlines()[0] for path in tables}
-
-    before = columns()
-    write_run(tmp_path, "e", "sgd", 0, rows, config=config)
-    after = columns()
-    assert "e-gains.csv" in after.keys() - before.keys()
-    assert all(after[name] == first for name, first in before.items())
-
-
 def test_markdown_has_the_tables_the_figures_and_the_settings(synthetic: Report) -> None:
     text = synthetic.html.with_name("report.md").read_text(encoding="utf-8")
     for method in ("sgd-small", "sgd-large", "divebatch", "oracle"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up_runs import GPU, LOSS, REAL, real_config, write_cifar_like, write_real, write_run
+from made_up_runs import GPU, LOSS, REAL, real_config, write_real, write_run
 
 from divebatch.records import ReportSettings
 from divebatch.report import Analysis, Table, analyse, load_runs
@@ -126,11 +126,6 @@ def test_a_method_that_has_not_finished_shows_what_it_has_but_nothing_final(tmp_
     assert any(note.startswith("adabatch: 0 of 2 trials finished, epoch 2 reached") for note in table.notes)
 
 
-def test_times_that_were_not_recorded_leave_the_epoch(tmp_path: Path) -> None:
-    write_real(tmp_path, {"sgd-small": [[{"val_accuracy": 0.5}, {"val_accuracy": 0.9}]]})
-    assert cells_of(results(tmp_path))["sgd-small"]["to own target"] == "(2)"
-
-
 def test_with_no_final_accuracy_at_all_there_is_no_target(tmp_path: Path) -> None:
     write_real(tmp_path, {"sgd-small": [rows_of([0.5])], "divebatch": [[]]}, epochs=4)
     table = results(tmp_path)
@@ -154,14 +149,6 @@ def test_runs_that_do_not_compare_are_named(tmp_path: Path) -> None:
     assert "A single trial, hence no standard error: divebatch." in table.notes
     assert "Not all methods have the same seeds: sgd-small 0, 1; divebatch 0." in table.notes
     assert len(summary_table(analysis_of(tmp_path), []).notes) == 2
-
-
-def test_runs_that_compare_have_no_such_notes(tmp_path: Path) -> None:
-    write_cifar_like(tmp_path, epochs=4, trials=2)
-    notes = results(tmp_path).notes
-    assert len(notes) == 4
-    assert not any("different" in note or "single" in note for note in notes)
-    assert len(summary_table(analysis_of(tmp_path), []).notes) == 1
 
 
 # Cost
@@ -303,13 +290,6 @@ def test_no_cell_begins_like_a_formula_and_other_text_stays(text: str) -> None:
     assert row["method"] == (f"'{text}" if text in FORMULAS else text)
 
 
-def test_text_is_aligned() -> None:
-    table = Table(
-        "t", "t", ["method", "batch", "steps", ""], [["a", "8 -> 16", "12", "no gain"], ["bc", "8", "3", ""]], []
-    )
-    assert table.to_text() == ["method  batch    steps", "a       8 -> 16     12  no gain", "bc      8            3"]
-
-
 # The small table, gains, settings
 
 
@@ -410,15 +390,6 @@ def test_ratios_are_to_fixed_runs_at_the_same_batch_sizes(tmp_path: Path) -> Non
     assert cells["sgd-small"]["ratio to fixed batch"] == "1.00"
     assert cells["sgd-small"]["ratio while measuring"] == "-"
     assert cells["sgd-large"]["ratio to fixed batch"] == f"{9300 / fixed[2048]:.2f}"
-
-
-def test_without_a_fixed_run_at_any_of_its_sizes_there_is_no_ratio(tmp_path: Path) -> None:
-    write_real(tmp_path, {"sgd-small": [epochs_of((128, 700))]})
-    sizes = [(size, 1000.0) for size in range(200, 207)]
-    write_real(tmp_path, {"divebatch": [epochs_of(*sizes)]}, policy="divebatch")
-    cells = memory_cells(tmp_path)["divebatch"]
-    assert (cells["ratio to fixed batch"], cells["epochs compared"]) == ("-", "0 of 7")
-    assert cells["batch sizes"] == "7 sizes, 200 to 206"
 
 
 def test_runs_on_a_cpu_do_not_count(tmp_path: Path) -> None:

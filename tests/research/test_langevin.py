@@ -3,11 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from divebatch import AdaptiveLoader, Controller, Fixed
 from divebatch.errors import ArgumentError, CheckpointError
-from divebatch.estimators import Moments
 from divebatch.research import LangevinNoise
 
 MANY = 20_000
@@ -99,22 +96,3 @@ def test_a_temperature_that_cannot_be_is_refused(temperature):
         LangevinNoise(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), temperature=temperature)
     with pytest.raises(ArgumentError, match="optimizer"):
         LangevinNoise(nn.Linear(1, 1), temperature=1.0)  # type: ignore[arg-type]
-
-
-def test_moments_in_pairs_takes_the_wandering_for_noise_as_told():
-    """On ||w||^2 / 2 samples do not differ at all, and H is the identity."""
-    net, lr, temperature, batch = nn.Linear(MANY, 1, bias=False), 1e-4, 10.0, 4
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    loader = AdaptiveLoader(TensorDataset(torch.zeros(80, 1)), batch, seed=0)
-    found = []
-    estimator = Moments()
-    finish = estimator.finish
-    estimator.finish = lambda: found.append(finish()) or found[-1]
-    control = Controller(net, optimizer, loader, Fixed(), estimator=estimator, measure_always=True)
-    with LangevinNoise(optimizer, temperature=temperature):
-        for _ in loader:
-            optimizer.zero_grad()
-            (net.weight.square().sum() / 2).backward()
-            optimizer.step()
-    control.step()
-    assert found[0].trace == pytest.approx(2 * batch * lr * temperature * MANY, rel=0.05)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from divebatch import AdaptiveLoader, Controller, Fixed, micro_batches
-from divebatch.data.order import Shuffled
 from divebatch.data.source import shard_places
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.ranks import Ranks
@@ -41,13 +40,6 @@ def test_any_samples_in_a_row_hold_each_class_in_proportion(labels, seed):
         so_far = np.concatenate([[0.0], np.cumsum(drawn == name) - share * np.arange(1, len(labels) + 1)])
         most = 1 + share * max(0, len(classes) - 2)
         assert so_far.max() - so_far.min() < most + 1e-9
-
-
-def test_every_sample_is_as_likely_to_come_first():
-    labels = [0] * 6 + [1] * 3 + [2]
-    order = StratifiedBatches(labels)
-    places = np.stack([np.argsort(order.draw(epoch).numpy()) for epoch in range(2000)])
-    assert places.mean(0) == pytest.approx([4.5] * 10, abs=5 * 2.9 / 2000**0.5)
 
 
 def test_labels_may_be_a_tensor_names_or_numbers_and_other_labels_make_another_order():
@@ -154,18 +146,6 @@ def classed_data():
 
 def scatter(samples):
     return (samples - samples.mean(0)).square().sum(1).mean().item()
-
-
-@pytest.mark.parametrize("stratified", [False, True])
-def test_the_part_of_the_variance_between_classes_is_gone(stratified):
-    data, size = classed_data(), 20
-    within = sum(scatter(data[label == SHARES]) for label in range(CLASSES)) / CLASSES
-    assert scatter(data) > 2 * within
-    order = StratifiedBatches(SHARES) if stratified else Shuffled(len(SHARES))
-    means = torch.cat([data[order.draw(epoch)].view(-1, size, FEATURES).mean(1) for epoch in range(40)])
-    expected = within if stratified else scatter(data)
-    # Without replacement: b samples of n have the variance of independent ones times (n - b) / (n - 1).
-    assert scatter(means) == pytest.approx(expected / size * (1000 - size) / 999, rel=0.05)
 
 
 @pytest.mark.parametrize(("estimator", "sees_all"), [("split", False), ("moments", False), ("per-sample", True)])

@@ -60,8 +60,7 @@ def make_controller(
     """
     _check(accelerator, loader)
     require_policy(policy)
-    if settings.get("every_steps") is not None:
-        require_step_cadence(settings["every_steps"], policy, None)
+    require_step_cadence(settings.get("every_steps"), policy)
     in_passes = accelerator.gradient_accumulation_steps != 1 or loader.delivery_size is not None
     if in_passes:
         if accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM"):

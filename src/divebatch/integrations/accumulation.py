@@ -8,14 +8,14 @@ from typing import Any, Self
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from divebatch.controller import Controller, in_multiples
+from divebatch.controller import Controller
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.order import EpochProgress, num_batches
 from divebatch.errors import ArgumentError, CheckpointError
 from divebatch.measurement import Decision, Measurement
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 from divebatch.policies import Policy
-from divebatch.policies.policy import require_policy
+from divebatch.policies.policy import in_multiples, require_policy
 from divebatch.policies.wrappers import Around
 
 
@@ -73,13 +73,7 @@ class PassCount(int):
 
 
 class StepBudget:
-    """The samples left of a training whose length is a number of steps.
-
-    Args:
-        steps: The length in steps of the first batch size.
-        first_batch_size: Returns that size, which a resume may change.
-        loader: Delivers the samples.
-    """
+    """The samples left of a training as long as `steps` of the first batch size, which a resume may change."""
 
     def __init__(self, steps: int, first_batch_size: Callable[[], int], loader: AdaptiveLoader) -> None:
         self.steps, self._first, self._loader = steps, first_batch_size, loader
@@ -111,8 +105,7 @@ class StepPasses:
 
     Args:
         control: The controller of the loader, which must deliver each pass after the backward pass before it.
-        on_step: Called with the number of passes before the first one of each step is fetched. The step has the batch
-            size that was set before.
+        on_step: Called with the number of passes before the first one of each step is fetched.
         loss_reduction: How the loss of a pass is reduced over its samples, "mean" or "sum".
         samples_left: Returns the samples that training may still see in this epoch; infinity: no limit.
     """
@@ -170,12 +163,7 @@ class StepPasses:
 def deliver_in_passes(loader: AdaptiveLoader, passes: int, setting: str) -> None:
     """Let `loader` deliver the passes of steps, at first `passes` of its batches each.
 
-    A loader that has a `delivery_size` does so already, and `passes` must be 1.
-
-    Args:
-        loader: The loader, before its first pass.
-        passes: What the framework was told to accumulate.
-        setting: The name of the framework's setting, for messages.
+    A loader that has a `delivery_size` does so already, and the framework's `setting`, `passes`, must be 1.
     """
     if isinstance(loader.dataset, IterableDataset) and (loader.dataset_size is None or loader.num_workers > 1):
         raise ArgumentError(

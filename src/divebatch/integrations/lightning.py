@@ -99,8 +99,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
                 f"for a DataLoader: AdaptiveLoader.wrap(dataloader), also for trainer.fit"
             )
         refuse_loss(policy)
-        if every_steps is not None:
-            require_step_cadence(every_steps, policy, None)
+        require_step_cadence(every_steps, policy)
         self.loader, self.policy = loader, policy
         self._estimator = estimator
         self._settings: dict[str, Any] = {
@@ -337,12 +336,7 @@ def _set_max_steps(trainer: Any, steps: int) -> None:
 
 
 def check_epochs(trainer: Any, *, in_passes: bool) -> None:
-    """Refuse what would end an epoch before all samples were seen, or break it later.
-
-    Args:
-        trainer: The trainer.
-        in_passes: Whether the loader's batches keep their size, as passes of a step.
-    """
+    """Refuse what would end an epoch early; `in_passes`: the loader's batches keep their sizes."""
     if trainer.reload_dataloaders_every_n_epochs != 1 and not in_passes:
         raise ArgumentError(
             f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) never learns "
@@ -365,9 +359,8 @@ def check_accumulation(trainer: Any, module: Any) -> None:
     """Refuse what else sets how many passes make a step."""
     if not module.automatic_optimization:
         raise ArgumentError(
-            f"{type(module).__name__} has automatic_optimization=False, and only Lightning's own optimization can make "
-            f"a step of several passes: leave out every_steps and the loader's delivery_size, and accumulate in "
-            f"training_step"
+            f"{type(module).__name__} has automatic_optimization=False, and only Lightning's own can make steps of "
+            f"several passes: leave out every_steps and delivery_size, and accumulate in training_step"
         )
     if trainer.strategy.handles_gradient_accumulation:
         raise ArgumentError(
@@ -383,9 +376,8 @@ def check_optimizer(trainer: Any) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1:
             raise ArgumentError(
-                f"{type(config.scheduler).__name__} has interval='step' and frequency={config.frequency}, which "
-                f"Lightning counts in batches, and their number changes: use frequency=1 and a schedule that is as "
-                f"much slower"
+                f"{type(config.scheduler).__name__} has interval='step' and frequency={config.frequency}, counted in "
+                f"batches, whose number changes: use frequency=1 and a schedule that is as much slower"
             )
 
 
@@ -467,18 +459,13 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching after a failure: Lightning then does not call `teardown`."""
-        self._leave()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Stop watching."""
-        self._leave()
-
-    def _leave(self) -> None:
         if self._meter is not None:
             self._meter.close()
         self._meter = None
+
+    on_exception = teardown  # after a failure Lightning does not call `teardown`
 
 
 def _num_samples(batch: Any) -> int:

@@ -104,8 +104,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*positional, **settings)
         _refuse_settings(self)
         refuse_loss(policy)
-        if every_steps is not None:
-            require_step_cadence(every_steps, policy, None)
+        require_step_cadence(every_steps, policy)
         if self.lr_scheduler is not None and not step_schedule:
             raise ArgumentError(
                 f"{type(self.lr_scheduler).__name__} is stepped once an optimizer step, and their number changes: set "
@@ -234,8 +233,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         if type(scheduler) is not LambdaLR:
             raise ArgumentError(
                 f"lr_scheduler_type={self.args.lr_scheduler_type.value!r} makes a {type(scheduler).__name__}, which "
-                f"cannot be driven by samples, and the number of steps changes: use 'linear', 'cosine' or another of "
-                f"its LambdaLRs"
+                f"cannot be driven by samples: use 'linear', 'cosine' or another that is a LambdaLR"
             )
         scheduler.lr_lambdas = [self._by_samples(schedule) for schedule in scheduler.lr_lambdas]
         return scheduler
@@ -293,7 +291,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Make one pass, whose loss is marked with its weight in the step."""
-        self._rows_in_pass = _num_rows(inputs)
+        self._rows_in_pass = len(next(value for value in inputs.values() if isinstance(value, Tensor)))
         # The passes of a step were all delivered before the first one runs.
         self.train_loader.rank_shard = self._shards.popleft()
         self._pass_weight, self._shard_weight = self._weights(self.train_loader.rank_shard, num_items_in_batch)
@@ -350,21 +348,13 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             _save_state(Path(output_dir), state)
 
 
-def _num_rows(inputs: Any) -> int:
-    return len(next(value for value in inputs.values() if isinstance(value, Tensor)))
-
-
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     names = {"labels", "shift_labels"} & set(batch)
     return {**batch, **{name: torch.full_like(batch[name], -100) for name in names}}
 
 
 class Follow(TrainerCallback):  # type: ignore[misc]
-    """The callback that makes the controller when training begins, and lets it decide after epochs.
-
-    Args:
-        trainer: The `BatchSizeTrainer`.
-    """
+    """The callback of a `BatchSizeTrainer` that makes its controller, and lets it decide after epochs."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -451,9 +441,8 @@ def _is_shuffled(theirs: Any) -> bool:
     if isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(theirs.dataset):
         return True
     raise ArgumentError(
-        f"the training loader has a {type(sampler).__name__}, which a BatchSizeTrainer would not ask: it takes every "
-        f"sample once an epoch, shuffled or in order. Take out what sets the sampler (_get_train_sampler or "
-        f"get_train_dataloader), and let the dataset itself repeat or leave out samples"
+        f"the training loader has a {type(sampler).__name__}, but a BatchSizeTrainer takes every sample once an epoch, "
+        f"shuffled or in order: leave out _get_train_sampler or get_train_dataloader, and let the dataset repeat some"
     )
 
 
@@ -493,11 +482,8 @@ def _refuse_settings(trainer: Any) -> None:
 class RunLength:
     """The length of a training that the Trainer counts in steps of the first batch size.
 
-    Args:
-        first_steps: Optimizer steps at the first batch size; each epoch ends with what is left of it.
-        first_batch_size: The samples of such a step.
-        epoch_samples: Samples of an epoch. None: not known.
-        pass_samples: Samples of one backward pass on all processes.
+    Each epoch ends with a step on what is left of it; `epoch_samples` is None if its length is not known. A backward
+    pass has `pass_samples` on all processes.
 
     >>> RunLength(first_steps=5, first_batch_size=6, epoch_samples=20, pass_samples=2).samples  # 6, 6, 6, 2 and 6
     26
@@ -543,8 +529,7 @@ def _require_complete(folder: Path) -> None:
     if not _is_complete(folder):
         raise CheckpointError(
             f"'{folder}' has no {STATE_FILE} or no whole {_TRAINER_STATE}: it was not saved by a BatchSizeTrainer, or "
-            f"with save_only_model=True, or its process was killed meanwhile. train(resume_from_checkpoint=True) takes "
-            f"the last complete checkpoint"
+            f"with save_only_model=True, or not whole. train(resume_from_checkpoint=True) takes the last complete one"
         )
 
 

@@ -22,6 +22,11 @@ TINY = 1e-9
 """A rate of zero counts as this part of its highest."""
 
 
+def power_of(coupling: str | float) -> float:
+    """Return the power of the batch size that the learning rate follows; 0 if it follows no power."""
+    return POWERS.get(coupling, 0.0) if isinstance(coupling, str) else coupling
+
+
 def growth(fallen_to: float, part: float = 0.0) -> float:
     """Return how many first batches a batch should have.
 
@@ -115,7 +120,7 @@ class Auto(Capped):
         wanted = growth(fallen_to, self._part_over(seen.samples))
         most = min(self.max_batch_size, seen.largest_batch_size, room(seen.samples, self.total_samples))
         size = max(seen.batch_size, step_size(seen.first_batch_size, wanted, most))
-        power = POWERS.get(seen.lr_coupling, 0.0) if isinstance(seen.lr_coupling, str) else seen.lr_coupling
+        power = power_of(seen.lr_coupling)
         raised = min((size / seen.first_batch_size) ** power, 1 / fallen_to)
         by_coupling = (size / seen.batch_size) ** power
         return Decision(

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from divebatch.checks import require_count, require_positive
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Decision, Diversity, Measurement
-from divebatch.policies.auto import POWERS
+from divebatch.policies.auto import power_of
 from divebatch.policies.policy import (
     Capped,
     Periodic,
@@ -111,10 +111,9 @@ class NoiseDoubling(Capped):
 
     def next(self, seen: Measurement) -> Decision:
         """Return the doubling nearest to the mean, and a learning rate that comes one decision after it."""
-        coupling = seen.lr_coupling
-        power = POWERS.get(coupling, 0.0) if isinstance(coupling, str) else coupling
         # Cut to what can be had first: the learning rate must be made for the size that comes.
-        return ramped(self._doubled(seen).at_most(seen.largest_batch_size), seen, decisions=1, power=power)
+        doubled = self._doubled(seen).at_most(seen.largest_batch_size)
+        return ramped(doubled, seen, decisions=1, power=power_of(seen.lr_coupling))
 
     def _doubled(self, seen: Measurement) -> Decision:
         if seen.diversity is None and not self.measures(seen.epoch, seen.batch_size):

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Set
-from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 from divebatch.checks import require_count
@@ -42,7 +42,7 @@ class Policy(ABC):
     needs_lr_coupling: bool = False
     """Whether the learning rate must follow the batch size: if no coupling is named, as suits the optimizer."""
     adam_coupling: str = "sqrt"
-    """What suits torch's Adam, AdamW, NAdam and Adamax then: "sqrt" or "adam-beta1"."""
+    """The coupling that suits torch's Adam, AdamW, NAdam and Adamax then: "sqrt" or "adam-beta1"."""
     moves_lr: bool = False
     """Whether the decisions' `lr_factor` is made for their size, so that no wrapper may change the size."""
     decides_within_epochs: bool = False
@@ -262,3 +262,20 @@ def ratio(above: float, below: float) -> float:
     if math.isnan(above) or math.isnan(below) or above < 0 or math.isinf(below) or above == below == 0:
         return math.nan
     return above / below if below > 0 and above / below < math.inf else math.inf
+
+
+def in_multiples(
+    policy: Policy, seen: Measurement, unit: int, *, at_most: float = math.inf, at_least: int = 1
+) -> Decision:
+    """Return what `policy` decides, rounded down to a multiple of `unit`, but not to nothing.
+
+    A unit is a step's batches, or the samples of one pass. A step holds `at_most` samples and `at_least` units.
+    """
+    # Rounded down: a policy's cap stays one. And no learning rate may follow a batch that does not exist.
+    decision = policy.next(seen)
+    decision = (decision if decision.batch_size <= at_most else decision.at_most(int(at_most))).at_least(at_least)
+    size = max(at_least, decision.batch_size // unit) * unit
+    if policy.moves_lr and size < decision.batch_size:  # asked again, for a learning rate that belongs to this size
+        decision = replace(policy.next(replace(seen, largest_batch_size=size)), reason=decision.reason)
+    reason = f"{decision.reason}; in multiples of {unit}".lstrip("; ")
+    return decision if size == decision.batch_size else replace(decision, batch_size=size, reason=reason)

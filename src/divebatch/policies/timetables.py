@@ -1,4 +1,4 @@
-"""Timetables: policies that measure nothing and go by epochs, steps or samples."""
+"""Timetables: policies that measure nothing and count epochs, steps or samples."""
 
 import math
 import re

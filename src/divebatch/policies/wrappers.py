@@ -12,9 +12,7 @@ from divebatch.errors import ArgumentError
 from divebatch.measurement import Decision, Measurement
 from divebatch.policies.policy import Policy, require_policy
 
-_OF_THE_INNER = (
-    *("needs", "estimator", "lr_coupling", "needs_lr_coupling", "adam_coupling", "moves_lr", "decides_within_epochs"),
-)
+_OF_THE_INNER = "needs estimator lr_coupling needs_lr_coupling adam_coupling moves_lr decides_within_epochs"
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Around(Policy):
 
     def __post_init__(self) -> None:
         require_policy(self.policy, example="NoiseScale(4096)")
-        for name in _OF_THE_INNER:
+        for name in _OF_THE_INNER.split():
             object.__setattr__(self, name, getattr(self.policy, name))
 
     @property
@@ -177,7 +175,7 @@ class SpillOver(Around):
         return self.policy.measures(epoch, 1) or self.policy.measures(epoch, batch_size)
 
     def next(self, seen: Measurement) -> Decision:
-        """Return the inner decision, with its spill relative to the one already in force."""
+        """Return the inner decision, with its spill relative to the present one."""
         decision = self._inner(seen)
         says_something = decision.unclamped is not None and math.isfinite(decision.unclamped)
         unclamped = decision.unclamped if says_something else seen.history.unclamped  # else the spill in force stays

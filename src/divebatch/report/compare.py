@@ -340,14 +340,10 @@ def compare_methods(
     against: Analysis | None = None,
     names: tuple[str, str] | None = None,
 ) -> Comparison:
-    """Compare two methods by their final value, their best value and their time to the common target.
+    """Compare two methods by their final value, their best value and their time to the target of `analysis`.
 
-    Args:
-        analysis: The experiment's, which also gives the target.
-        first: A method of it.
-        second: Another one, of `against` if that is given.
-        against: The same experiment from another folder.
-        names: Words for the two methods in the cautions. None: their names.
+    The second one is of `against`, the same experiment from another folder, if that is given. Cautions call the two by
+    `names`.
     """
     results = (analysis.method(first), (against or analysis).method(second))
     pairs = seed_pairs(*results, analysis.metric)

@@ -123,14 +123,13 @@ def _lines(quantity: Quantity, track: Track, label: str) -> Iterator[Line]:
         curve = track.result.curve(field) if is_whole else average_curve(on_gpu, field)
         curve = curve.measured().scaled(quantity.factor)
         # A policy may act on the exact value: there the second line would hide the first.
-        if len(curve.epochs) and not (before and _are_one(before, curve)):
+        is_new = before is None or not (
+            np.array_equal(before.epochs, curve.epochs) and np.allclose(before.mean, curve.mean, rtol=1e-3)
+        )
+        if len(curve.epochs) and is_new:
             look = replace(track.look, dashes=DOTTED) if ending else track.look
             yield Line(label + ending, look, curve, track)
         before = curve
-
-
-def _are_one(one: Curve, other: Curve) -> bool:
-    return np.array_equal(one.epochs, other.epochs) and np.allclose(one.mean, other.mean, rtol=1e-3)
 
 
 def _panel(quantity: Quantity, lines: Sequence[Line]) -> Panel:

@@ -241,12 +241,9 @@ def _points(chart: Panel) -> Iterator[Sequence[object]]:
     for line in chart.lines:
         curve = line.curve
         places = [line.positions(axis) for axis in AXES]
-        columns = [_column(values) for values in (*places, curve.mean, curve.standard_error)]
+        numbers = (*places, curve.mean, curve.standard_error)
+        columns = [repeat(None) if values is None else values.tolist() for values in numbers]
         yield from zip(repeat(line.label, len(curve.epochs)), *columns, curve.num_trials.tolist(), strict=False)
-
-
-def _column(values: Floats | None) -> Iterable[float | None]:
-    return repeat(None) if values is None else values.tolist()
 
 
 def _arrivals(bars: Mapping[str, TargetBars]) -> Iterator[Sequence[object]]:

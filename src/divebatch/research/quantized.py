@@ -177,11 +177,6 @@ class QuantizedGradients:
         _require_one_process()  # a model may be wrapped after it was attached to
         return (self(gradients[0], stream=stream),)
 
-    def _round_bucket(self, bucket: Any) -> None:
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter in self._streams:
-                gradient.copy_(self(gradient, stream=self._streams[parameter]))
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's numbers of draws, which determine the next ones, and its counts."""
         return {
@@ -214,7 +209,9 @@ def _comm_hook(
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP checks the annotations
 ) -> torch.futures.Future[Tensor]:
     """Round this rank's gradients in one of DDP's buckets, then average over ranks."""
-    state._round_bucket(bucket)
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if parameter in state._streams:
+            gradient.copy_(state(gradient, stream=state._streams[parameter]))
     mine = bucket.buffer().div_(dist.get_world_size(state._group))
     work = dist.all_reduce(mine, group=state._group, async_op=True)
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])

@@ -1,6 +1,7 @@
 """How steps fall into passes, whatever the sizes: every sample once, weights that add up, and a budget in samples."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
-from divebatch import AdaptiveLoader
-from divebatch.integrations.accumulation import StepBudget, StepPasses, deliver_in_passes
+from divebatch import AdaptiveLoader, Diversity, Measurement, Policy
+from divebatch.integrations.accumulation import InMultiples, StepBudget, StepPasses, deliver_in_passes
+from divebatch.measurement import History
+from divebatch.policies import NoiseDoubling, NoiseScale, SpillOver, WarmUp
 
 
 class Stream(IterableDataset[Any]):
@@ -87,3 +90,42 @@ def test_an_epoch_of_a_stream_ends_with_its_samples():
     loop.epoch([3, 1])
     assert loop.samples == [8, 4, 12, 4, 2]
     assert [sum(weights) for weights in loop.steps] == pytest.approx([1.0] * 5)
+
+
+# Sizes in multiples of a pass, and a learning rate that belongs to them
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "auto": NoiseDoubling,
+    "warm-up": lambda cap: WarmUp(NoiseScale(cap)),
+    "spill-over": lambda cap: SpillOver(NoiseScale(cap)),
+}
+
+
+def decided(policy: Policy, first: int, epochs: int = 6) -> list[tuple[int, float]]:
+    """Batch size and learning rate after each epoch, coupled linearly, from the first batch and a rate of 1."""
+    size, lr, history, found = first, 1.0, History(), []
+    diversity = Diversity.from_noise(500.0, 1.0, 10_000)
+    for epoch in range(1, epochs + 1):
+        seen = Measurement(
+            epoch=epoch,
+            batch_size=size,
+            first_batch_size=first,
+            dataset_size=10_000,
+            diversity=diversity,
+            lr_coupling="linear",
+            history=history,
+        )
+        seen = replace(seen, history=history.with_epoch(seen))
+        decision = policy.next(seen)
+        history = seen.history.with_decision(size, decision)
+        size, lr = decision.batch_size, lr * decision.lr_factor * decision.batch_size / size
+        found.append((size, lr))
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cap_that_is_no_multiple_is_as_the_multiple_below(policy: str):
+    ours = decided(InMultiples(POLICIES[policy](30), 8), 8)
+    assert ours == [(size, pytest.approx(lr)) for size, lr in decided(InMultiples(POLICIES[policy](24), 8), 8)]
+    assert ours[-1][0] == 24
