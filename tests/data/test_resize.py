@@ -88,18 +88,6 @@ def test_dropping_the_rest_leaves_whole_batches(changes):
 # The size
 
 
-@any_kind
-def test_the_length_is_right_after_a_change_and_the_next_epoch_has_the_new_size(kind):
-    loader = MAKE[kind](4)
-    batches = iter(loader)
-    next(batches), next(batches)
-    loader.resize_now(5)
-    assert (loader.batch_size, len(loader)) == (5, 2 + 3)
-    assert [len(listed(batch)) for batch in batches] == [5, 5, 5]
-    assert (len(loader), loader.batches_delivered, loader.samples_delivered) == (5, 5, N)
-    assert [len(listed(batch)) for batch in loader] == [5, 5, 5, 5, 3]
-
-
 def test_outside_a_pass_it_is_the_size_of_the_next():
     loader = MAKE["tensors"](4)
     loader.resize_now(10)
@@ -130,13 +118,6 @@ def test_an_observer_hears_before_each_batch_is_fetched_and_not_after_the_last()
     forget()
     assert len(list(loader)) == 3
     assert len(heard) == 6
-
-
-def test_looking_at_one_batch_is_no_step():
-    loader, heard = MAKE["tensors"](10), []
-    loader.observe(lambda current: heard.append(current.batches))
-    next(iter(loader))
-    assert heard == [0]
 
 
 def test_a_resumed_loop_first_hears_of_the_step_before():
@@ -207,11 +188,6 @@ def test_an_order_goes_to_the_tensors_device_once_an_epoch(convert):
     first, second = (convert(Shuffled(N, 0).draw(epoch)) for epoch in range(2))
     assert source._on_device(first) is source._on_device(first)
     assert source._on_device(first) is not source._on_device(second)
-
-
-def test_an_order_that_is_where_the_tensors_are_is_not_copied():
-    order = Shuffled(N, 0).draw(0)
-    assert TensorSource([torch.arange(N)])._on_device(order) is order
 
 
 # Resuming

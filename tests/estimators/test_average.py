@@ -37,13 +37,6 @@ def test_an_exponential_mean_is_not_pulled_to_zero_and_forgets():
     assert (changed.diversity().trace, changed.diversity().sq_norm) == pytest.approx((5.0, 1.0), rel=2e-3)
 
 
-def test_the_first_of_an_exponential_mean_counts_whole():
-    average = average_of(7, decay=0.99)
-    average.extend([[3.0, 2.0]], [7])
-    assert average.diversity().trace == pytest.approx(3.0)
-    assert average.diversity().noise_scale_interval() == (0.0, math.inf)  # one estimate tells nothing of its spread
-
-
 def test_an_exponential_mean_by_hand():
     values, decay, average = [4.0, 1.0, 7.0], 0.8, average_of(3, decay=0.8)
     for value in values:
@@ -91,17 +84,6 @@ def test_estimates_that_share_gradients_are_counted_with_their_neighbours(overla
     assert spread is not None
     assert (spread.trace_variance, spread.covariance) == pytest.approx((float(expected[0, 0]), float(expected[0, 1])))
     assert (spread.sq_norm_variance, spread.degrees) == pytest.approx((float(expected[1, 1]), 1 / share - 1))
-
-
-def test_a_covariance_moves_the_interval_of_the_ratio():
-    """What varies together cancels in a ratio."""
-
-    def width(covariance: float) -> float:
-        spread = Spread(trace_variance=1.0, sq_norm_variance=0.01, covariance=covariance, degrees=50)
-        low, high = Diversity.from_noise(10.0, 1.0, 100, spread=spread).noise_scale_interval()
-        return high - low
-
-    assert width(0.1) < 1e-6 < width(0.05) < width(0.0) < width(-0.05)
 
 
 def test_an_interval_survives_every_number():

@@ -59,18 +59,6 @@ def test_it_is_the_matrix_by_its_definition_also_shard_by_shard(numels, size, se
     assert square == pytest.approx(expected_square)
 
 
-def test_rows_of_a_matrix_are_shards_of_it():
-    """As FSDP2 holds them: shards of the first dimension, the last one shorter."""
-    held = parameters((7, 5), (3,))
-    signs = SignSketch(held, 6, seed=3)
-    parts = [held["0"][:3], held["0"][3:6], held["0"][6:]]
-    found = [
-        signs.of(StepGradients({"0": part}, offsets={"0": 5 * row}))[0]
-        for part, row in zip(parts, (0, 3, 6), strict=True)
-    ]
-    torch.testing.assert_close(sum(found), sketched(signs, {"0": held["0"]}))
-
-
 @pytest.mark.parametrize("kind", ["channels_last", "bfloat16", "complex", "sparse", "missing"])
 def test_gradients_of_all_kinds(kind: str):
     held = parameters((2, 3, 4, 2), (9, 2))

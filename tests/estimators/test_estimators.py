@@ -224,17 +224,6 @@ def test_trajectory_is_not_the_diversity_at_fixed_weights():
     assert all(abs(measured / value - 1) > 0.05 for value in fixed)
 
 
-def test_trajectory_forgets_a_pass_that_starts_again():
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Trajectory()
-    attach(estimator, context(model, loader))
-    estimator.start()
-    train(model, sgd(model, lr=0.0), list(loader)[:2])
-    estimator.close()
-    estimator.start()
-    train(model, sgd(model, lr=0.0), loader)
-    assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [DATA.tensors]))
-
-
 # Oracle
 
 
@@ -246,15 +235,6 @@ def test_oracle_is_exact_at_the_weights_the_epoch_ended_with():
     exact = per_sample.diversity(model, mean_loss, [DATA.tensors])
     assert_same(estimator.finish(), exact)
     assert_same(gradient_diversity(model, mean_loss, [DATA.tensors]), exact)
-
-
-def test_oracle_does_not_move_the_loader():
-    model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), Oracle(mean_loss)
-    attach(estimator, context(model, loader))
-    train(model, sgd(model), loader)
-    before = loader.state_dict()
-    estimator.finish()
-    assert loader.state_dict() == before
 
 
 def test_oracle_measures_the_samples_that_an_own_sampler_draws():
@@ -366,16 +346,3 @@ def test_a_batch_that_showed_nothing_leaves_its_turn_to_the_next():
     estimator.start()
     train(model, optimizer, loader, parts_of=2)
     assert estimator.finish().num_samples == 9  # the first four are in no estimate at all
-
-
-def test_sums_that_were_loaded_are_the_only_ones():
-    model, loader, estimator = mlp(), AdaptiveLoader(dataset(28), 4, seed=0), Split()
-    optimizer = sgd(model)
-    attach(estimator, context(model, loader, optimizer))
-    estimator.start()
-    for number, batch in enumerate(loader):
-        train(model, optimizer, [batch], parts_of=2)
-        if number == 2:
-            state = estimator.state_dict()
-    estimator.load_state_dict(state)
-    assert estimator.state_dict()["estimates"] == state["estimates"]

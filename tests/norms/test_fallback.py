@@ -18,7 +18,6 @@ from divebatch import (
     Controller,
     DiveBatch,
     NormMeter,
-    gradient_diversity,
     micro_batches,
     rule_for,
 )
@@ -27,7 +26,7 @@ from divebatch.estimators import PerSample, Trajectory
 from divebatch.norms import DiversityMeter, forms, shared_by_samples
 from divebatch.norms.registry import RULES
 from divebatch.policies import NoiseDoubling
-from reference.per_sample import diversity, diversity_of, gradients, mean_loss, samples, sq_norms
+from reference.per_sample import diversity_of, gradients, mean_loss, samples, sq_norms
 
 INPUTS, TARGETS = samples(7)
 
@@ -197,46 +196,6 @@ def test_vmap_matches_a_loop_over_samples(case: str, chunk_bytes: int, monkeypat
     torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, INPUTS, TARGETS), rtol=1e-10, atol=0)
 
 
-def test_vmap_in_single_precision():
-    model = made(CASES["own parameter inside a model"])
-    expected = sq_norms(model, mean_loss, INPUTS.float().double(), TARGETS.float().double())
-    model.float()
-    with NormMeter(model, fallback="vmap") as meter:
-        mean_loss(model(INPUTS.float()), TARGETS.float()).backward()
-    torch.testing.assert_close(meter.per_sample().double(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("case", EVERY_CASE)
-def test_the_diversity_meter_takes_a_fallback(case: str):
-    model = made(CASES[case])
-    expected = diversity_of(gradients(model, mean_loss, INPUTS, TARGETS))
-    with DiversityMeter(model, fallback="vmap") as meter:
-        for part in (slice(0, 3), slice(3, 7)):
-            mean_loss(model(INPUTS[part]), TARGETS[part]).backward()
-        measured = meter.diversity()
-    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
-    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
-
-
-@pytest.mark.parametrize("case", EVERY_CASE)
-def test_the_users_gradients_are_those_of_a_run_without_meter(case: str):
-    model, plain = made(CASES[case]), made(CASES[case])
-    with NormMeter(model, fallback="vmap"):
-        mean_loss(model(INPUTS), TARGETS).backward()
-    mean_loss(plain(INPUTS), TARGETS).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-
-
-@SLOW_BILINEAR
-def test_frozen_parameters_do_not_count():
-    model = made(Pair)
-    model.layer.weight.requires_grad_(False)
-    with NormMeter(model, fallback="vmap") as meter:
-        mean_loss(model(INPUTS), TARGETS).backward()
-    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, INPUTS, TARGETS), rtol=1e-10, atol=0)
-
-
 def test_a_users_forward_hook_that_changes_the_output_is_part_of_the_loss():
     model = made(CASES["PReLU with one slope"])
     model[1].register_forward_hook(lambda layer, inputs, output: 3 * output)
@@ -268,18 +227,6 @@ def test_fused_layers_of_another_type_are_refused_with_and_without_fallback(case
     with pytest.raises(CoverageError, match="no norm rule covers: ") as raised:
         NormMeter(made(make), fallback=fallback)
     assert named in str(raised.value)
-
-
-def test_both_weights_of_an_attention_layer_are_named():
-    with pytest.raises(CoverageError, match=r"'in_proj_weight' of MyAttention.*'out_proj\.weight' of"):
-        NormMeter(MyAttention(4, 2), fallback="vmap")
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_fallback_that_was_chosen_is_not_offered_again(case: str):
-    with pytest.raises(CoverageError) as raised:
-        NormMeter(made(REFUSED[case][0]), fallback="vmap")
-    assert "pass fallback='vmap'" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -315,13 +262,6 @@ def test_an_adapter_beside_a_frozen_layer_is_exact(fallback: str | None):
         measured = meter.diversity()
     assert rows.shape[1] == 2 * (4 + 5) + 2 * (5 + 3)
     assert measured.sq_norm_of_sum == pytest.approx(diversity_of(rows).sq_norm_of_sum, rel=1e-10)
-
-
-def test_an_adapter_on_sequences_is_exact():
-    model, inputs, targets = made(lambda: LowRank(4, 3)), torch.randn(5, 6, 4).double(), torch.randn(5, 6, 3).double()
-    with NormMeter(model) as meter:
-        mean_loss(model(inputs), targets).backward()
-    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, inputs, targets), rtol=1e-10, atol=0)
 
 
 # Arguments of which the shape does not tell whether they hold samples
@@ -541,13 +481,6 @@ def test_measured_policies_take_it(policy: Any) -> None:
         assert control.step().measured
         expected = PerSample if isinstance(policy, NoiseDoubling) else Trajectory
         assert type(control._estimator) is expected
-
-
-def test_the_diversity_is_that_of_a_loop_over_samples() -> None:
-    torch.manual_seed(0)
-    model, (x, y) = ViT(), batch(8)
-    expected = diversity(model, cross_entropy, [(x, y)])
-    assert gradient_diversity(model, cross_entropy, [(x, y)]).value == pytest.approx(expected.value, rel=1e-4)
 
 
 def test_a_frozen_token_costs_nothing_and_a_failed_forward_leaves_nothing() -> None:
