@@ -7,7 +7,7 @@ before they are read, many steps at once, and then on the host.
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,14 +81,6 @@ class StepEstimate(NamedTuple):
     """Turns the values that `parts` were read as into weight, tr(Sigma), ||G||^2, and what else is averaged."""
 
 
-def numbers_of(estimates: Sequence[StepEstimate], shards: Ranks | None = None) -> Iterator[tuple[float, ...]]:
-    """Yield the numbers of each estimate; one look at the device for all, and one sum over ranks that hold shards."""
-    found = read([part for each in estimates for part in each.parts])
-    values = iter(found if shards is None or shards.is_alone else shards.sum_numbers(found))
-    for each in estimates:
-        yield each.numbers(list(itertools.islice(values, len(each.parts))))
-
-
 class PairAverage:
     """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
 
@@ -147,7 +139,9 @@ class PairAverage:
     def _read_waiting(self) -> None:
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            rows = list(numbers_of(waiting, self.shards))
+            # One look at the device for all, and one sum over ranks that hold shards.
+            values = iter(self.shards.sum_numbers(read([part for each in waiting for part in each.parts])))
+            rows = [each.numbers(list(itertools.islice(values, len(each.parts)))) for each in waiting]
             self.extend([pair for _, *pair in rows], [weight for weight, *_ in rows])
 
     def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:

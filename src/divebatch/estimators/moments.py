@@ -129,7 +129,7 @@ class SuccessiveGradients:
             self._average.relative_variance = self.signs.relative_variance
         else:
             for _ in range(KEPT):
-                vector, views = _flat(self._shards.held)
+                vector, views = _flat(self._shards.of(self._parameters))
                 self.vectors.append(vector)
                 self.views.append(views)
             self._average.relative_variance = 0.0
@@ -235,7 +235,7 @@ class SuccessiveGradients:
             "sketch": None if self.signs is None else {"size": self.signs.size, "seed": self.signs.seed},
             "entries": {name: p.numel() for name, p in self._parameters.items()},
             "sizes": self._sizes[: len(held)],
-            "sq_norms": self._shards.summed(read(self._sq_norms[: len(held)])),
+            "sq_norms": self._shards.ranks.sum_numbers(read(self._sq_norms[: len(held)])),
             "gradients": [
                 self._shards.save(self.views[place]) if self.signs is None else self.vectors[place].clone()
                 for place in held
@@ -260,7 +260,9 @@ class SuccessiveGradients:
                 for name, gradient in self._shards.load(gradients).items():
                     self.views[self._count][name].copy_(gradient)
             self._count += 1
-        self._sizes, self._sq_norms = list(state["sizes"]), [*self._shards.share(state["sq_norms"])]
+        self._sizes = list(state["sizes"])
+        # Saved are the sums over ranks: the first one takes them over.
+        self._sq_norms = [each if self._shards.ranks.is_first else 0.0 for each in state["sq_norms"]]
         self.pause = state["pause"]
 
 

@@ -70,7 +70,7 @@ class _Chunked(AveragedEstimator):
 
     def _receive(self, name: str, gradient: Tensor) -> None:
         if self._is_looking() and not is_recorded(gradient):
-            current_pass().notes(self)[name] = gradient.detach()
+            current_pass().notes.setdefault(self, {})[name] = gradient.detach()
 
     def _accumulated(self, parameter: Tensor) -> None:
         if self._is_looking() and not is_recorded(parameter):
@@ -79,7 +79,7 @@ class _Chunked(AveragedEstimator):
     def _end_of_pass(self, over: BackwardPass) -> None:
         if self._handles:
             weight = LossWeight(1.0) if over.weight is None else over.weight
-            self._take(over.notes(self), weight, applied=float(weight))
+            self._take(over.notes.get(self, {}), weight, applied=float(weight))
 
     @property
     def replay_token(self) -> object:

@@ -135,7 +135,7 @@ class CompiledEngine:
         self.accumulator.grad = None
         self._most_calls = None
         for each in passes_seen_by(self):
-            each.drop(self)
+            each.notes.pop(self, None)
         if self._first is not None:
             self._first.forget()
         if self.mode == "sketch":  # in place, where recorded passes read them
@@ -143,10 +143,10 @@ class CompiledEngine:
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
         """Keep a parameter's gradient until the pass has ended."""
-        if self._first is not None and (not self.counts or current_pass().found(self._first) is not None):
+        if self._first is not None and (not self.counts or self._first in current_pass().notes):
             self._first.take_gradient(name, gradient)
         elif not self._paused:
-            current_pass().notes(self, dict)[name] = gradient.detach()
+            current_pass().notes.setdefault(self, {})[name] = gradient.detach()
 
     def _finish_first(self, done: MeasuredPass) -> None:
         """Count the first pass as a compiled one, whose numbers are on the device."""
@@ -185,7 +185,7 @@ class CompiledEngine:
         self._note_calls(layers)
         variances = variance if self.mode == "sketch" else None
         done = MeasuredPass(self.mode, sq_norms, variances, samples / layers, over.weight, list(self._layers))
-        done.gradients = over.notes(self, dict)
+        done.gradients = over.notes.get(self, {})
         self._on_end(done)
 
     def _note_calls(self, layers: Tensor) -> None:

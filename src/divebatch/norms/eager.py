@@ -367,7 +367,7 @@ class EagerEngine:
         """Drop passes that are under way."""
         self.num_open, self._latest = 0, (-1, None)
         for each in passes_seen_by(self):
-            each.drop(self)
+            each.notes.pop(self, None)
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
         """Keep a parameter's gradient until the pass has ended."""
@@ -401,26 +401,25 @@ class EagerEngine:
     def record(self) -> MeasuredPass:
         """Return the record of the pass that runs now."""
         running = current_pass()
-        record: MeasuredPass | None = running.found(self)
+        record: MeasuredPass | None = running.notes.get(self)
         if record is None:
             if self.on_start is not None and not passes_seen_by(self):
                 self.on_start()
             self.num_open += 1
             running.at_end(self._finish)
-            record = running.notes(self, partial(MeasuredPass, self._mode))
-            assert record is not None
+            record = running.notes[self] = MeasuredPass(self._mode)
         self._latest = running.number, weakref.ref(record)
         return record
 
     def _finish(self, over: BackwardPass) -> None:
-        done: MeasuredPass | None = over.found(self)
+        done: MeasuredPass | None = over.notes.get(self)
         if done is None:
             return
         self.num_open -= 1
         done.end()
         done.weight = over.weight if done.weight is None else done.weight
         if around := passes_seen_by(self):  # a reentrant checkpoint's pass is counted as a part of the one around it
-            around[-1].notes(self).take_over(done)
+            around[-1].notes[self].take_over(done)
             return
         done.add_up()
         if self.coverage.is_on:
