@@ -419,7 +419,7 @@ def test_a_parameter_that_a_rule_promised_and_left_out_is_named():
 @pytest.mark.usefixtures("_rules_put_back")
 def test_gradients_of_another_shape_are_refused():
     rule_for(Gate, parameters=("slope", "shift"))(lambda _, x, dy: {"slope": x * dy, "shift": dy[:, None]})
-    with pytest.raises(CoverageError, match=r"shape \(7, 1, 3\) for 'shift'; .* here \(batch, 3\)"):
+    with pytest.raises(CoverageError, match=r"shape \(7, 1, 3\) for 'shift', not \(batch, 3\)"):
         measure(gated())
 
 
