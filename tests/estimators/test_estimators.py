@@ -181,7 +181,7 @@ def test_a_model_that_cannot_be_measured_gets_the_error_at_once(case: str):
         CASES[case]().bind(context(model, AdaptiveLoader(DATA, 4, seed=0)))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "oracle"])
+@pytest.mark.parametrize("case", CASES)
 def test_an_estimator_serves_one_controller(case: str):
     estimator = CASES[case]()
     attach(estimator, context(mlp(), AdaptiveLoader(DATA, 4, seed=0)))

@@ -295,24 +295,12 @@ class AveragedEstimator(Estimator):
         self.min_steps_between_decisions = 2 * every_steps if every_steps > 1 and decay == 1 else 1
         self._average: PairAverage | None = None
         """The estimates so far, while an epoch is measured."""
-        self._context: TrainingContext | None = None
         self._was_read = False
-
-    def bind(self, context: TrainingContext) -> None:
-        if self._context is not None:
-            raise UsageError("this estimator belongs to another controller already: make one for each")
-        self._prepare(context)
-        self._context = context
 
     def start(self) -> None:
-        context = self._bound()
-        self._was_read = False
+        context, self._was_read = self.context, False
         self._average = PairAverage(decay=self._decay, trusts_negative=self.trusts_negative)
         self._attach(context, self._average)
-
-    @abstractmethod
-    def _prepare(self, context: TrainingContext) -> None:
-        """Raise if the context lacks something that this estimator needs."""
 
     @abstractmethod
     def _attach(self, context: TrainingContext, average: PairAverage) -> None:
@@ -362,15 +350,9 @@ class AveragedEstimator(Estimator):
     def _ranks(self) -> Ranks:
         """Return the ranks whose estimates must be averaged, since each sees samples of its own."""
         # Gradients that DDP has averaged are alike on all ranks: adding them up would count them several times.
-        return Ranks.alone() if self.sees_all_ranks else self._bound().loader.ranks
+        return Ranks.alone() if self.sees_all_ranks else self.context.loader.ranks
 
     def _at_work(self) -> PairAverage:
-        self._bound()
         if self._average is None:
-            raise UsageError("this estimator measures nothing now: start() comes first")
+            raise UsageError("this estimator measures nothing now: bind() comes first, and then start()")
         return self._average
-
-    def _bound(self) -> TrainingContext:
-        if self._context is None:
-            raise UsageError("this estimator belongs to no controller yet: bind() comes first")
-        return self._context

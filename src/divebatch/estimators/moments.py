@@ -407,8 +407,7 @@ class Moments(AveragedEstimator):
         if not event.samples:
             self._unchanged.later(optimizer)
             return
-        context, size = self._context, event.samples
-        assert context is not None
+        context, size = self.context, event.samples
         if event.batches > event.accumulate:
             size = self._used(event)
             # A loader that fetches ahead has delivered one batch more at the first step; nothing was left out there.
@@ -424,7 +423,7 @@ class Moments(AveragedEstimator):
 
     def _used(self, event: StepEvent) -> int:
         """Count the samples of a step's gradient: a GradScaler or the loop made no step on the batches before."""
-        last = self._bound().loader.rank_shard.num_samples
+        last = self.context.loader.rank_shard.num_samples
         earlier = (event.samples - last) / (event.batches - 1)
         return last + round(earlier * ((event.batches - 1) % event.accumulate))
 

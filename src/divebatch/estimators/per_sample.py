@@ -9,8 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CoverageError
 from divebatch.estimators.average import AveragedEstimator, PairAverage, StepEstimate, unbiased
-from divebatch.estimators.estimator import TrainingContext
-from divebatch.norms import DiversityMeter
+from divebatch.estimators.estimator import TrainingContext, meter_of
 from divebatch.norms.compiled import is_compiled
 from divebatch.norms.meter import MODES, PassSums
 from divebatch.norms.registry import cover
@@ -72,24 +71,11 @@ class PerSample(AveragedEstimator):
             )
         require_choice("mode", mode, MODES)
         super().__init__(decay=decay)
-        self._settings: dict[str, Any] = {
-            "mode": mode,
-            "compiled": compiled,
-            "fallback": fallback,
-            "grad_scaler": grad_scaler,
-        }
+        self._settings = {"mode": mode, "compiled": compiled, "fallback": fallback, "grad_scaler": grad_scaler}
 
     def _prepare(self, context: TrainingContext) -> None:
         self.min_batch_size = context.loader.ranks.size + 1  # one rank must have two samples, which it compares
-        self._meter = DiversityMeter(
-            context.model,
-            rank_shard=lambda: context.loader.rank_shard,
-            delivered=lambda: context.loader.local_samples_delivered,
-            on_pass=self._take,
-            loss_reduction=context.loss_reduction,
-            skip_nonfinite=True,
-            **self._settings,
-        )
+        self._meter = meter_of(context, on_pass=self._take, **self._settings)
         self._batch_norms = {name: m for name, m in context.model.named_modules() if isinstance(m, _BatchNorm)}
 
     def _attach(self, context: TrainingContext, average: PairAverage) -> None:
@@ -99,20 +85,17 @@ class PerSample(AveragedEstimator):
         self._meter.detach()
 
     def _take(self, seen: PassSums) -> None:
-        self._require_own_gradients()
-        average = self._at_work()
-        average.num_samples = average.num_samples + seen.num_samples
-        is_finite = 1.0 if seen.is_finite is None else seen.is_finite
-        parts = (seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples, is_finite)
-        average.add_step(StepEstimate(parts, _numbers))
-
-    def _require_own_gradients(self) -> None:
         for name, module in self._batch_norms.items():
             if module.training:
                 raise CoverageError(
                     f"'{name}' ({type(module).__name__}) is in training mode: samples have no gradients of their own, "
                     f"and an estimate from their norms would be wrong. Use estimator='split' or 'moments'"
                 )
+        average = self._at_work()
+        average.num_samples = average.num_samples + seen.num_samples
+        is_finite = 1.0 if seen.is_finite is None else seen.is_finite
+        parts = (seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples, is_finite)
+        average.add_step(StepEstimate(parts, _numbers))
 
 
 def suits_per_sample(context: TrainingContext, batch_size: int) -> bool:

@@ -95,7 +95,7 @@ class _Chunked(AveragedEstimator):
         return True
 
     def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
-        shard = self._bound().loader.rank_shard
+        shard = self.context.loader.rank_shard
         rank_weight = shard.weight_for("mean")
         if not rank_weight or not weight:  # of a dummy
             return
@@ -119,7 +119,7 @@ class _Chunked(AveragedEstimator):
 
     def _require_whole_batches(self, num_chunks: int) -> None:
         # Half a batch's chunks are of one rank alone, and a state must be that of all ranks.
-        if num_chunks and not self._bound().loader.ranks.is_alone:
+        if num_chunks and not self.context.loader.ranks.is_alone:
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
 
 
