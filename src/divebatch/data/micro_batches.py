@@ -16,10 +16,8 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mea
     """Cut `batch` into micro-batches of at most `size` samples, each with the weight for its loss.
 
     Multiply each micro-batch's loss by its weight and call `backward()`: the gradients add up to those of one backward
-    pass over the whole batch. Meters and controllers learn the weight from the product, so measured norms are
-    right in whatever order you use the micro-batches. If a controller measures a pass that leaves its weight out, that
-    is an error. The weight is a float otherwise. BatchNorm sees one micro-batch at a time: its statistics are those of
-    `size` samples.
+    pass over the whole batch. Meters and controllers learn the weight, a float, from the product; a measured pass that
+    leaves it out is an error. BatchNorm sees one micro-batch at a time: its statistics are those of `size` samples.
 
     Args:
         batch: a tensor, or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors
