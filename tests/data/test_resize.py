@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.data.source import TensorSource, make_source
-from divebatch.errors import ArgumentError
 from reference.feeding import numbers, with_workers
 
 N = 23
@@ -83,26 +82,6 @@ def test_dropping_the_rest_leaves_whole_batches(changes):
     assert N - sum(map(len, batches)) < size
     assert len(set(chain(*batches))) == sum(map(len, batches))
     assert loader.epoch == 1
-
-
-# The size
-
-
-def test_outside_a_pass_it_is_the_size_of_the_next():
-    loader = MAKE["tensors"](4)
-    loader.resize_now(10)
-    assert [len(listed(batch)) for batch in loader] == [10, 10, 3]
-    next(iter(loader))  # left at once
-    loader.resize_now(12)
-    assert [len(listed(batch)) for batch in loader] == [12, 11]
-
-
-def test_a_size_that_cannot_be_is_refused_and_changes_nothing():
-    loader = MAKE["tensors"](4, drop_last=True)
-    for _ in loader:
-        with pytest.raises(ArgumentError, match="batch_size"):
-            loader.resize_now(N + 1)
-    assert loader.batches_delivered == 5
 
 
 # Observing
@@ -219,14 +198,3 @@ def epoch_of_rest(loader, changes):
         if index in changes:
             loader.resize_now(changes[index])
     return batches
-
-
-def test_a_resumed_pass_may_be_recut_before_its_first_batch():
-    loader = MAKE["tensors"](4)
-    batches = iter(loader)
-    next(batches)
-    resumed = MAKE["tensors"](4)
-    resumed.load_state_dict(loader.state_dict())
-    resumed.resize_now(10)
-    assert len(resumed) == 3
-    assert [len(listed(batch)) for batch in resumed] == [10, 9]

@@ -290,21 +290,3 @@ def test_a_samplers_orders_go_on_after_a_resume(kind, epochs, batches):
     assert [flat(resumed) for _ in range(3)] == [flat(loader) for _ in range(3)]
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
-
-
-@pytest.mark.parametrize("kind", ["weighted", "of a part"])
-def test_a_loader_in_use_is_set_back_with_its_samplers_generator(kind):
-    loader = with_sampler(kind)
-    list(loader)
-    state = loader.state_dict()
-    orders = [flat(loader) for _ in range(3)]
-    loader.load_state_dict(state)
-    assert [flat(loader) for _ in range(3)] == orders
-
-
-def test_an_own_generator_decides_over_the_seed():
-    before = torch.get_rng_state()
-    first, again = (AdaptiveLoader(range(23), 4, generator=generator()) for _ in "ab")
-    other = AdaptiveLoader(range(23), 4, generator=torch.Generator().manual_seed(2))
-    assert first.seed == again.seed != other.seed
-    assert torch.equal(torch.get_rng_state(), before)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
-from reference.feeding import WORKERS, SizedStream, Stream, counted, flat, numbers, with_workers
+from reference.feeding import WORKERS, SizedStream, Stream, flat, numbers, with_workers
 
 with_one_worker_too = pytest.mark.parametrize("workers", [*WORKERS, pytest.param({"num_workers": 1}, id="one")])
 any_stream = pytest.mark.parametrize("stream", [Stream, SizedStream])
@@ -33,14 +33,6 @@ def test_a_stream_of_unknown_length_has_one_after_its_first_epoch():
         len(loader)
     assert len(list(loader)) == 6
     assert (loader.dataset_size, len(loader)) == (23, 6)
-
-
-def test_a_loop_that_counts_the_batches_of_a_sized_stream_finishes_the_epoch():
-    loader = AdaptiveLoader(SizedStream(), 5, seed=0)
-    assert flat(counted(loader)) == list(range(23))
-    assert loader.finished_epoch(since=0).samples == 23
-    assert flat(counted(loader)) == list(range(23))
-    assert loader.finished_epoch(since=1).epoch == 1
 
 
 @with_workers

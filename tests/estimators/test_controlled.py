@@ -16,7 +16,6 @@ from divebatch.policies import (
     Fixed,
     Goodput,
     NoiseScale,
-    NormTest,
     Plateau,
     Policy,
     Seesaw,
@@ -171,12 +170,6 @@ def test_smith_keeps_the_learning_rate_until_the_cap_and_the_ratio_always():
         assert record.next_lr / record.next_batch_size == pytest.approx(0.01 * 0.5**epoch / 16)
 
 
-def test_seesaw_lowers_the_rate_by_the_root():
-    training = Training(Seesaw(CAP), lr=0.01, step_lr=0.5, lr_coupling="sqrt")
-    record = training.epoch()
-    assert (record.next_batch_size, record.next_lr) == (32, pytest.approx(0.01 / math.sqrt(2)))
-
-
 def test_throughput_is_measured_where_a_policy_needs_it_and_only_there():
     for policy, sizes in ((Goodput(CAP), [16]), (NoiseScale(CAP), [])):
         watch = Watch(policy)
@@ -197,12 +190,6 @@ def test_shadows_watch_and_change_nothing():
         assert record.shadows["tenth"] <= record.shadows["noise"]
     for mine, theirs in zip(alone.model.parameters(), watched.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_a_shadow_says_what_it_would_do_as_the_driver():
-    drives = Training(NormTest(CAP), estimator="per-sample")
-    watches = Training(Fixed(), estimator="per-sample", shadows={"norm": NormTest(CAP)})
-    assert drives.epoch().next_batch_size == watches.epoch().shadows["norm"] > 16
 
 
 def test_the_record_has_the_interval_of_an_estimate():

@@ -266,17 +266,6 @@ def test_a_resume_goes_on_with_the_same_signs(settings_: dict[str, Any], cut_at:
     assert found[0] == found[1]
 
 
-def test_each_epoch_has_signs_of_its_own():
-    loop, found = looped(Moments(sketch_size=5)), []
-    for _ in range(2):
-        loop.estimator.close()
-        loop.estimator.start()
-        for x, y in cut(12, 4):
-            loop.step((x, y))
-        found.append(loop.estimator.state_dict()["sketch"]["seed"])
-    assert found == [0, 12]
-
-
 def test_gradients_of_another_model_are_refused():
     loop, other = looped(Moments(sketch_size=11)), Moments()
     for x, y in cut(12, 4):

@@ -124,22 +124,6 @@ def test_an_epoch_begins_with_a_look_and_steps_without_samples_are_none_of_it():
     assert math.isfinite(found[0].trace)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "reach"),
-    [({}, "momentum", 2), ({"every_steps": 2}, "momentum", 0), ({}, "none", 2)],
-)
-def test_estimates_that_share_gradients_are_known_to_do_so(settings: dict[str, Any], kind: str, reach: int):
-    loop = looped(kind, 0.01, Moments(**settings))
-    found = [loop.estimator._average.overlap]
-    loop.step(cut(4, 4)[0])
-    loop.estimator.window()
-    found.append(loop.estimator._average.overlap)
-    loop.optimizer.param_groups[0]["momentum"] = 0.9 - loop.optimizer.param_groups[0]["momentum"]
-    loop.estimator.window()
-    found.append(loop.estimator._average.overlap)  # what was begun goes on as it was
-    assert found == [reach] * 3
-
-
 def test_strides_and_types_of_parameters_are_kept_apart():
     """A network in channels_last with a half-precision head, and a parameter that gets no gradient in some steps."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
@@ -243,13 +227,6 @@ def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: 
 # In use
 
 
-def test_two_steps_say_nothing():
-    loop = looped("momentum", 0.01)
-    for batch in cut(8, 4):
-        loop.step(batch)
-    assert math.isnan(loop.estimator.finish().trace)
-
-
 @pytest.mark.parametrize("kind", ["momentum", "none"])
 def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
     """A momentum that changes in training is another one in a new optimizer."""
@@ -325,12 +302,6 @@ def test_a_batch_whose_step_a_scaler_skipped_is_in_no_estimate(before: bool, set
     for settings in ({}, {"momentum": 0.9}):
         expected = kept([1, 2, 5, 6], **settings)
         assert_same(scaled(skipping(**settings), before=before, set_to_none=set_to_none), expected)
-
-
-def test_a_fused_optimizer_skips_by_itself_and_finds_gradients_scaled():
-    expected = kept([1, 2, 5, 6], momentum=0.9)
-    measured = scaled(skipping(Adam, fused=True), before=True, set_to_none=True)
-    assert_same(measured, expected)
 
 
 @any_clearing

@@ -183,21 +183,6 @@ def test_sq_norms_match_for_any_shape(
     torch.testing.assert_close(meter.per_sample(), expected, rtol=1e-10, atol=1e-25)
 
 
-def test_calls_with_shared_weights_add_up():
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                x = x + self.layer(x, x, x)[0]
-            return x
-
-    assert_matches_loop(Deep(), some(SAMPLES, QUERIES, WIDTH))
-
-
 def test_a_sketch_is_unbiased_within_its_error():
     model = Attending({})
     model.requires_grad_(False).layer.in_proj_weight.requires_grad_(True)

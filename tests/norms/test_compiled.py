@@ -164,19 +164,6 @@ def test_no_gradient_is_copied_to_learn_its_strides(make, batch, mode: str, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["transformer"])
-def test_the_last_batch_may_be_smaller(case: str):
-    make, batch = CASES[case]
-    model = make()
-    meter = NormMeter(model, compiled=True)
-    run = compiled(model)
-    with meter:
-        for size in (6, 6, 4, 3):
-            backward(run, batch(size))
-    assert_same(meter, by_hooks(make(), *map(batch, (6, 6, 4, 3))))
-
-
-@pytest.mark.slow
 def test_attaching_and_detaching_switches_the_count_on_and_off():
     model, data = ConvNet(), images(6)
     meter = NormMeter(model, compiled=True)

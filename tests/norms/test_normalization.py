@@ -138,12 +138,6 @@ def test_inputs_far_from_zero_in_single_precision(case: str):
     assert_matches_loop(*layer_and_call(*TRAIN_MODE[case], torch.float32, offset=100.0), rel=1e-3)
 
 
-@pytest.mark.parametrize("case", EVAL_MODE)
-def test_inputs_far_from_zero_in_single_precision_and_eval_mode(case: str):
-    layer, x, dy = layer_and_call(*EVAL_MODE[case], torch.float32, offset=100.0)
-    assert_matches_loop(layer.eval(), x, dy, rel=1e-3)
-
-
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(1, 4),

@@ -113,14 +113,6 @@ def test_a_meter_that_knows_the_weight_counts_as_without():
     assert meter.num_samples == 5
 
 
-def test_a_pass_of_weight_zero_counts_for_nothing():
-    model, (x, y) = mlp(), samples(5)
-    weigh_gradients(model, lambda: 0.0)
-    with NormMeter(model, rank_shard=lambda: RankShard(5, 0, 2)) as meter:
-        mean_loss(model(x), y).backward()
-    assert (meter.sum_of_sq_norms(), meter.num_samples) == (0.0, 0)
-
-
 def test_a_measurement_at_fixed_weights_is_no_training():
     model, data = mlp(), samples(5)
     weigh_gradients(model, lambda: WEIGHT)

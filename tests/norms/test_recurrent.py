@@ -137,20 +137,6 @@ def test_a_state_carried_from_one_call_to_the_next():
     assert_matches_loop(Carrying(), some(SAMPLES, 5, INPUTS))
 
 
-def test_a_classifier_that_reads_the_last_state():
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.tokens, self.layer = nn.Embedding(6, INPUTS), nn.GRU(INPUTS, HIDDEN, batch_first=True)
-            self.head = nn.Linear(HIDDEN, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.layer(self.tokens(x))[1][0])
-
-    assert_matches_loop(Classifier().double(), torch.randint(0, 6, (SAMPLES, 7)))
-
-
 def test_a_retained_graph_runs_again():
     layer, x = nn.LSTM(INPUTS, HIDDEN).double(), some(STEPS, SAMPLES, INPUTS)
     with NormMeter(layer, loss_reduction="sum") as meter:

@@ -127,15 +127,6 @@ def test_what_cannot_be_cheaper_is_exact(case: str):
     assert meter.standard_error() == 0
 
 
-def test_biases_are_exact():
-    torch.manual_seed(5)
-    layer = nn.Conv2d(3, 4, 3).double()
-    layer.weight.requires_grad_(False)
-    estimates, exact, standard_error = draws(layer, torch.randn(1, 3, 5, 5, dtype=torch.float64), count=10)
-    torch.testing.assert_close(estimates, torch.full_like(estimates, exact), rtol=1e-10, atol=0)
-    assert standard_error == 0
-
-
 def test_a_layer_called_twice_is_right():
     model = Twice()
     estimates, exact, standard_error = draws(model, torch.randn(1, 3, 4, dtype=torch.float64))
