@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from divebatch import NormMeter
 from divebatch.norms import forms
 from divebatch.norms.rules import conv
-from reference.per_sample import mean_loss, sq_norms
+from reference.per_sample import Calls, mean_loss, sq_norms, twice
 from reference.rules import TOLERANCE, assert_matches_loop, metered, weighted
 
 KERNELS = ("_by_positions", "_by_patches", "_by_grouped_convolution")
@@ -289,15 +289,9 @@ def test_squares_of_half_precision_do_not_overflow():
 # Several calls
 
 
-class Twice(nn.Module):
-    """One convolution, called twice in each forward pass on images of two sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Conv2d(3, 3, 3, stride=2, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x).tanh())
+def called_twice() -> nn.Module:
+    """On images of two sizes."""
+    return Calls(nn.Conv2d(3, 3, 3, stride=2, padding=1), twice)
 
 
 def tied_convolutions() -> nn.Module:
@@ -320,7 +314,7 @@ def tied_autoencoder() -> nn.Module:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 16 * 2**20])
-@pytest.mark.parametrize("make", [Twice, tied_convolutions, tied_bias_only, tied_autoencoder])
+@pytest.mark.parametrize("make", [called_twice, tied_convolutions, tied_bias_only, tied_autoencoder])
 def test_gradients_of_a_shared_weight_add_up_before_they_are_squared(make, chunk_bytes: int, monkeypatch):
     monkeypatch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)

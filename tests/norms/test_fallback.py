@@ -26,7 +26,7 @@ from divebatch.estimators import PerSample, Trajectory
 from divebatch.norms import DiversityMeter, forms, shared_by_samples
 from divebatch.norms.registry import RULES
 from divebatch.policies import NoiseDoubling
-from reference.per_sample import diversity_of, gradients, mean_loss, samples, sq_norms
+from reference.per_sample import Calls, diversity_of, gradients, mean_loss, samples, sq_norms
 
 INPUTS, TARGETS = samples(7)
 
@@ -53,39 +53,6 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor, power: int = 1) -> Tensor:
         return self.child(x * self.gate**power).tanh() + self.gate[:3]
-
-
-class Twice(nn.Module):
-    """One layer, called twice in each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.PReLU(4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.layer(x) - 0.5))
-
-
-class Powers(nn.Module):
-    """A module called with an argument that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Gated()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, power=2)
-
-
-class Options(nn.Module):
-    """A module called with options its signature does not name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Optional()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, 2.0, x.flip(1), factor=3.0)
 
 
 class Optional(nn.Module):
@@ -120,18 +87,6 @@ class Listed(nn.Module):
         return self.layer(x) * self.gains[0]
 
 
-class TwoResults(nn.Module):
-    """Both of its outputs are in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Halves()
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.layer(x)
-        return (first * second)[:, :3]
-
-
 class Halves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -163,9 +118,9 @@ CASES = {
     "Bilinear by keyword": lambda: Pair(by_keyword=True),
     "own parameter and covered child": Gated,
     "own parameter inside a model": lambda: nn.Sequential(nn.Linear(4, 4), Gated(), nn.PReLU()),
-    "an argument that is no tensor": Powers,
-    "arguments without name": Options,
-    "called twice": Twice,
+    "an argument that is no tensor": lambda: Calls(Gated(), lambda layer, x: layer(x, power=2)),
+    "arguments without name": lambda: Calls(Optional(), lambda layer, x: layer(x, 2.0, x.flip(1), factor=3.0)),
+    "called twice": lambda: nn.Sequential(Calls(nn.PReLU(4), lambda layer, x: layer(layer(x) - 0.5)), nn.Linear(4, 3)),
 }
 REFUSED = {
     "attention": (lambda: MyAttention(4, 2), "'in_proj_weight' of MyAttention"),
@@ -238,7 +193,7 @@ def test_parameters_that_no_call_with_samples_uses_are_refused(make, named: str)
 
 
 def test_a_layer_with_several_outputs_is_refused():
-    model = made(TwoResults)
+    model = made(lambda: Calls(Halves(), lambda layer, x: torch.mul(*layer(x))[:, :3]))
     with NormMeter(model, fallback="vmap"), pytest.raises(CoverageError, match="Halves"):
         mean_loss(model(INPUTS), TARGETS).backward()
 
@@ -278,15 +233,6 @@ class Masked(nn.Module):
         return (self.weight * mask) @ x * scale[:, None, None]
 
 
-class WithMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Masked()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x.sum((1, 2)), torch.ones(5, 5, dtype=x.dtype).tril())
-
-
 class Mixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -296,24 +242,23 @@ class Mixing(nn.Module):
         return self.weight * (x - x.mean(0)) * other
 
 
-class WithMixing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixing = Mixing()
+def with_mask() -> nn.Module:
+    return Calls(Masked(), lambda layer, x: layer(x, x.sum((1, 2)), torch.ones(5, 5, dtype=x.dtype).tril()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mixing(x, x.tanh())
+
+def with_mixing() -> nn.Module:
+    return Calls(Mixing(), lambda layer, x: layer(x, x.tanh()))
 
 
 @pytest.mark.parametrize("num_samples", [4, 6])
 def test_a_mask_that_samples_share_has_another_number_of_rows(num_samples: int):
-    model, x = WithMask().double(), torch.randn(num_samples, 5, 2, dtype=torch.float64)
+    model, x = with_mask().double(), torch.randn(num_samples, 5, 2, dtype=torch.float64)
     with NormMeter(model, fallback="vmap") as meter:
         mean_loss(model(x), x).backward()
     torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, x, x), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("make", [WithMixing, WithMask])
+@pytest.mark.parametrize("make", [with_mixing, with_mask])
 def test_mixed_samples_and_a_mask_with_a_row_a_sample_are_errors(make):
     model, x = make().double(), torch.randn(5, 5, 3, dtype=torch.float64)
     with NormMeter(model, fallback="vmap"), pytest.raises(CoverageError, match=r"add up .* '\w+\.weight'.*vmap"):

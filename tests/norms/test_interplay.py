@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from divebatch import NormMeter
 from divebatch.norms import DiversityMeter, sketch
-from reference.per_sample import diversity_of, gradients, mean_loss, mlp, samples, sq_norms
+from reference.per_sample import Calls, diversity_of, gradients, mean_loss, mlp, samples, sq_norms
 
 pytestmark = [  # what the compiler itself warns of
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
@@ -335,17 +335,6 @@ def of_sentences(layer: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 3))
 
 
-class First(nn.Module):
-    """What a layer gives first, where it gives more than that."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "GroupNorm": (lambda: of_images(nn.GroupNorm(2, 4)), (4, 2, 4, 4)),
     "BatchNorm": (lambda: of_images(nn.BatchNorm2d(4)), (4, 2, 4, 4)),
@@ -356,7 +345,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: of_sentences(nn.TransformerEncoderLayer(8, 2, 8, dropout=0, batch_first=True)),
         (4, 5, 8),
     ),
-    "LSTM": (lambda: of_sentences(First(nn.LSTM(8, 8, batch_first=True))), (4, 5, 8)),
+    "LSTM": (lambda: of_sentences(Calls(nn.LSTM(8, 8, batch_first=True), lambda layer, x: layer(x)[0])), (4, 5, 8)),
 }
 
 

@@ -17,7 +17,7 @@ from divebatch.errors import CoverageError, UsageError
 from divebatch.norms.registry import RULES, Entry
 from divebatch.norms.rules.rerun import Rerun, Surroundings, results
 from reference import rules
-from reference.per_sample import mean_loss, sq_norms, trainable
+from reference.per_sample import Calls, mean_loss, sq_norms, trainable
 from reference.rules import metered, some
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
@@ -123,18 +123,14 @@ def test_sq_norms_match_for_any_shape(
 
 
 def test_a_state_carried_from_one_call_to_the_next():
-    class Carrying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.LSTM(INPUTS, HIDDEN, batch_first=True).double()
+    def carry(layer: nn.LSTM, x: Tensor) -> Tensor:
+        first, state = layer(x[:, :3])
+        second, (_, cell) = layer(x[:, 3:], state)
+        return torch.cat([first.flatten(1), second.flatten(1), cell[0]], 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            first, state = self.layer(x[:, :3])
-            second, (_, cell) = self.layer(x[:, 3:], state)
-            return torch.cat([first.flatten(1), second.flatten(1), cell[0]], 1)
-
-    assert_matches_loop(Carrying(), some(SAMPLES, 5, INPUTS))
+    torch.manual_seed(0)
+    layer = nn.LSTM(INPUTS, HIDDEN, batch_first=True).double()
+    assert_matches_loop(Calls(layer, carry), some(SAMPLES, 5, INPUTS))
 
 
 def test_a_retained_graph_runs_again():

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from divebatch import NormMeter
 from divebatch.norms import forms, sketch
 from divebatch.norms.rules import conv
-from reference.per_sample import mean_loss, sq_norms, sum_loss
+from reference.per_sample import Calls, mean_loss, sq_norms, sum_loss, twice
 
 NUM_DRAWS = 4000
 
@@ -36,18 +36,6 @@ EXACT = {
     "group norm": (lambda: nn.GroupNorm(2, 4), (4, 5, 5)),
     "layer norm": (lambda: nn.LayerNorm(4), (3, 4)),
 }
-
-
-class Twice(nn.Module):
-    """One layer, called twice in each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x).tanh())
 
 
 def conv_net() -> nn.Sequential:
@@ -128,7 +116,8 @@ def test_what_cannot_be_cheaper_is_exact(case: str):
 
 
 def test_a_layer_called_twice_is_right():
-    model = Twice()
+    torch.manual_seed(0)
+    model = Calls(nn.Linear(4, 4), twice).double()
     estimates, exact, standard_error = draws(model, torch.randn(1, 3, 4, dtype=torch.float64))
     assert abs(float(estimates.mean()) - exact) <= 4 * standard_error / NUM_DRAWS + 1e-10 * exact
 

@@ -72,6 +72,22 @@ def mlp(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)).to(dtype)
 
 
+class Calls(nn.Module):
+    """A layer in a call of the test's own: `call(layer, x)`."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self.layer, x)
+
+
+def twice(layer: Any, x: Tensor) -> Tensor:
+    """Call a layer two times, for `Calls`."""
+    return layer(layer(x).tanh())
+
+
 def samples(count: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Inputs and targets that fit `mlp`."""
     generator = torch.Generator().manual_seed(seed)
