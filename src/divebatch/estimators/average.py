@@ -85,16 +85,11 @@ class PairAverage:
     """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
 
     A third number may come with each pair, the variance of <g_i, g>, and a fourth, the part of tr(Sigma) that falls as
-    ||G||^2 rises.
-
-    With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
-    weights, so its start does not pull it towards zero.
-
-    An estimate that is not made of finite numbers counts for nothing; its samples go from `num_samples` to
-    `skipped_samples`.
+    ||G||^2 rises. An estimate that is not made of finite numbers counts for nothing; its samples go from `num_samples`
+    to `skipped_samples`.
 
     Args:
-        decay: Below 1 for an exponential mean.
+        decay: Below 1 for an exponential mean: earlier pairs fade by it at each new one.
         overlap: The number of previous estimates that share gradients with each one. The spread counts their products
             too, the less the farther apart they are, so that it stays positive (Newey and West 1987).
         trusts_negative: False for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
@@ -265,12 +260,9 @@ class PairAverage:
 class AveragedEstimator(Estimator):
     """An estimator that averages pairs (tr(Sigma), ||G||^2) of single steps, each at its own weights, over an epoch.
 
-    The interval comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so
-    it is too wide rather than too narrow. An estimate with gradients that are not finite is left out. If ranks share
-    the batches and each estimates from its own samples, the mean is over all ranks.
-
-    If decisions come within epochs, each sees the steps since the last one. An exponential mean continues through the
-    decisions of an epoch instead: it forgets by itself.
+    The interval comes from the scatter between steps, to which the weights' way through the epoch adds. If ranks share
+    the batches and each estimates from its own samples, the mean is over all ranks. If decisions come within epochs,
+    each sees the steps since the last one; an exponential mean continues through them.
 
     A class built on this fills `_average` between `_attach` and `_detach`.
 

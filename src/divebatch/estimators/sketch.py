@@ -3,13 +3,11 @@
 A sketch S is linear, with random signs: E<Sg, Sh> = <g, h>, with a variance of at most (|g|^2 |h|^2 + <g, h>^2) / m for
 sketches of m numbers. The coordinates of each parameter are cut into lines of m. Each line is multiplied with m signs
 from a table of 2 m, from a random place on, and with a sign of its own; it is rotated by a random distance and added to
-the sketch. So a gradient is read once, in long runs. Two coordinates of one line never meet, two of different lines
-meet with probability 1 / m whatever the shape of the parameters, and the signs of the lines make products unbiased.
+the sketch. Two coordinates of one line never meet, two of different lines meet with probability 1 / m, and the signs of
+the lines make products unbiased. Sketches of shards add up.
 
-What happens to a coordinate depends on its parameter and its place there alone: sketches of shards add up.
-
-On NVIDIA GPUs a Triton kernel reads each gradient once, unless DIVEBATCH_TRITON=0 is set. The plain way stays, and is
-what the kernel is tested against.
+On NVIDIA GPUs a Triton kernel reads each gradient once, unless DIVEBATCH_TRITON=0 is set. It is tested against the
+plain way.
 """
 
 import functools
@@ -164,19 +162,12 @@ class KernelSketch:
         moments = None if step.moments is None else [step.moments[name] for name in names]
         means = None if moments is None else [each.mean.contiguous() for each in moments]
         device = self._signs.device
+        sent = self._sent("gradients", types, gradients)
+        sent_means = None if means is None else self._sent("moments", types, means)
+        factors = None if moments is None else _factors(moments, device)
+        arguments = sent, sent_means, factors, layout, draws, self._signs.table, self._signs.size
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return sketch_kernel.sketch(
-                self._sent("gradients", types, gradients),
-                None if means is None else self._sent("moments", types, means),
-                None if moments is None else _factors(moments, device),
-                layout,
-                draws,
-                self._signs.table,
-                self._signs.size,
-                types=types,
-                unscale=step.unscale,
-                scale=step.scale,
-            )
+            return sketch_kernel.sketch(*arguments, types=types, unscale=step.unscale, scale=step.scale)
 
     def _layout(self, pieces: tuple[tuple[str, int, int], ...]) -> tuple[Tensor, Tensor]:
         """Lay out the lines of pieces (name, number of the first entry, number of entries), with their draws."""

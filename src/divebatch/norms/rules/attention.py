@@ -34,7 +34,8 @@ def multihead_attention(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
         found = gradients(result, dy, [*projected, output, *extra])
     return {
         **_of_input_projections(inputs, found[:3]),
-        **_of_linear("out_proj.weight", "out_proj.bias", found[3], context.detach()),
+        "out_proj.weight": Outer(found[3], context.detach()),
+        "out_proj.bias": Explicit(found[3].sum(1)),
         **{name: Explicit(d[:, None]) for name, d in zip(("bias_k", "bias_v"), found[4:], strict=False)},
     }
 
@@ -45,10 +46,6 @@ def _of_input_projections(inputs: list[Tensor], dys: tuple[Tensor, ...]) -> dict
     bias = Explicit(torch.cat([dy.sum(1) for dy in dys], 1))
     separate = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), outers, strict=True))
     return {"in_proj_weight": Stacked(outers), "in_proj_bias": bias, **separate}
-
-
-def _of_linear(weight: str, bias: str, dy: Tensor, x: Tensor) -> dict[str, Form]:
-    return {weight: Outer(dy, x), bias: Explicit(dy.sum(1))}
 
 
 def _batch_first(layer: Any, x: Tensor) -> Tensor:

@@ -25,16 +25,6 @@ CELL_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 # One step, from its products with the input and with the hidden state
 
 
-def tanh_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
-    """h = tanh(W x + U h)."""
-    return ((by_input + by_state).tanh(),)
-
-
-def relu_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
-    """h = relu(W x + U h)."""
-    return ((by_input + by_state).relu(),)
-
-
 def lstm_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
     """Put input, forget and output gates around a cell state."""
     i, f, g, o = (by_input + by_state).chunk(4, -1)
@@ -51,8 +41,8 @@ def gru_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
 
 
 STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
-    "RNN_TANH": tanh_step,
-    "RNN_RELU": relu_step,
+    "RNN_TANH": lambda by_input, by_state, _: ((by_input + by_state).tanh(),),
+    "RNN_RELU": lambda by_input, by_state, _: ((by_input + by_state).relu(),),
     "LSTM": lstm_step,
     "GRU": gru_step,
 }
