@@ -110,8 +110,9 @@ class LossScale:
         factor: float | Tensor = num_samples if self.reduction == "mean" else 1
         if (known := of_loss * of_rank) != 1.0:  # on a GPU each operation on a number is a launch
             factor = factor / known
-        if self.grad_scaler is not None:
-            factor = factor / _scale_of(self.grad_scaler)
+        if self.grad_scaler is not None:  # a tensor of its own needs no synchronisation
+            scale = getattr(self.grad_scaler, "_scale", None)
+            factor = factor / (scale if isinstance(scale, Tensor) else float(self.grad_scaler.get_scale()))
         return PassScale(factor, num_samples)
 
     def of_mean_over_ranks(self) -> float:
@@ -119,9 +120,3 @@ class LossScale:
         assert self.rank_shard is not None
         shard = self.rank_shard()
         return shard.num_samples if self.reduction == "mean" else shard.num_ranks
-
-
-def _scale_of(grad_scaler: Any) -> float | Tensor:
-    """Return the scaler's present factor; its tensor where it has one, which needs no synchronisation."""
-    scale = getattr(grad_scaler, "_scale", None)
-    return scale if isinstance(scale, Tensor) else float(grad_scaler.get_scale())

@@ -95,7 +95,9 @@ def _common_ranks(parameters: Mapping[str, nn.Parameter]) -> Ranks:
     """Return the ranks over which the parameters are sharded; raises if they are not the same for all."""
     found: dict[tuple[int, ...], tuple[str, Ranks]] = {}
     for name, parameter in parameters.items():
-        ranks = _ranks_of(name, parameter)
+        mesh_dim = _sharding(name, parameter)[0] if is_sharded(parameter) else None
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        ranks = Ranks.alone() if mesh_dim is None else Ranks(mesh.get_group(mesh_dim))
         members = () if ranks.is_alone else tuple(dist.get_process_group_ranks(ranks._group))
         found.setdefault(members, (name, ranks))
     if len(found) > 1:
@@ -106,13 +108,6 @@ def _common_ranks(parameters: Mapping[str, nn.Parameter]) -> Ranks:
             f"mesh and without ignored_params, or freeze the others"
         )
     return next((ranks for _, ranks in found.values()), Ranks.alone())
-
-
-def _ranks_of(name: str, parameter: Any) -> Ranks:
-    if not is_sharded(parameter):
-        return Ranks.alone()
-    mesh_dim, _ = _sharding(name, parameter)
-    return Ranks(parameter.device_mesh.get_group(mesh_dim)) if mesh_dim is not None else Ranks.alone()
 
 
 def _sharding(name: str, parameter: Any) -> tuple[int | None, Any]:
@@ -168,11 +163,12 @@ class ShardSums:
 
     def sq_norm(self) -> float:
         """Return this rank's part of ||sum||^2: parts add up over ranks."""
-        parts = [
+        parts = []
+        for name, total in self._sums.items():
+            layout = zip(self._parameters[name].placements, self._parameters[name].device_mesh.shape, strict=True)
             # Under hybrid sharding several ranks hold the same piece, and the sum over ranks must count it once.
-            torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 / _num_copies(self._parameters[name])
-            for name, total in self._sums.items()
-        ]
+            copies = math.prod(size for placement, size in layout if not placement.is_shard())
+            parts.append(torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 / copies)
         return float(torch.stack(parts).sum()) if parts else 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -183,12 +179,6 @@ class ShardSums:
         """Load sums from shards laid out as here, or from whole tensors."""
         for name, total in self._sums.items():
             total.copy_(_piece(self._parameters[name], state[name]))
-
-
-def _num_copies(parameter: Any) -> int:
-    """Count the ranks that hold the same piece."""
-    layout = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in layout if not placement.is_shard())
 
 
 def _like(parameter: Any, held: Tensor) -> Any:

@@ -74,7 +74,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the context (B, T, E) and the attention weights, by the layer's own kernels, so that dropout agrees."""
     queries, keys, values = projected
-    extended = [_extended(layer, x, extra[i : i + 1]) for i, x in enumerate((keys, values))]
+    # Positions that every sample has besides its own.
+    zeros = [torch.zeros_like(keys[:, :1])] if layer.add_zero_attn else []
+    extended = [torch.cat([x, *extra[i : i + 1], *zeros], 1) for i, x in enumerate((keys, values))]
     q, k, v = (x.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for x in (queries, *extended))
     mask, is_causal = _mask(layer, arguments, q, keys.shape[1], k.shape[2])
     p = layer.dropout if layer.training else 0.0
@@ -85,12 +87,6 @@ def _attend(
     weights = dropout((scores if mask is None else scores + mask).softmax(-1), p)
     averaged = weights.mean(1) if arguments.get("average_attn_weights", True) else weights
     return (weights @ v).transpose(1, 2).flatten(2), averaged
-
-
-def _extended(layer: Any, x: Tensor, extra: list[Tensor]) -> Tensor:
-    """Append to (B, S, E) the positions that every sample has besides its own."""
-    zeros = [torch.zeros_like(x[:, :1])] if layer.add_zero_attn else []
-    return torch.cat([x, *extra, *zeros], 1)
 
 
 def _mask(
