@@ -51,11 +51,7 @@ def epoch(size: int | None) -> tuple[float, torch.Tensor]:
     loader = AdaptiveLoader(torch.utils.data.TensorDataset(*data(23)), 7, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Controller(model, optimizer, loader, DiveBatch(0.1, 16)) as control:
-        for batch in loader:
-            optimizer.zero_grad()
-            for (x, y), weight in micro_batches(batch, size or 100):
-                (cross_entropy(model(x), y) * weight).backward()
-            optimizer.step()
+        per_sample.train(model, optimizer, loader, parts_of=size or 100, loss_fn=cross_entropy)
         return control.step().diversity, model[0].weight.detach()
 
 

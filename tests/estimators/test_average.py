@@ -6,11 +6,11 @@ from itertools import permutations, product
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
-from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
+from divebatch import AdaptiveLoader, Controller, Diversity
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Moments, Oracle, PerSample, Split
 from divebatch.estimators import average as averages
@@ -19,7 +19,7 @@ from divebatch.estimators.split import numbers_of_chunks
 from divebatch.measurement import Spread
 from divebatch.policies import NoiseScale
 from reference import per_sample
-from reference.per_sample import dataset, mean_loss, mlp
+from reference.per_sample import dataset, mean_loss, mlp, train
 
 
 def average_of(num_samples: int, *, decay: float = 1.0) -> PairAverage:
@@ -157,15 +157,8 @@ def launches(estimator: object, parts: int, steps: int) -> int:
     loader, optimizer, seen = AdaptiveLoader(DATA, 8, seed=0), torch.optim.SGD(model.parameters(), 0.01), Launches()
     with Controller(model, optimizer, loader, NoiseScale(64), estimator=estimator), seen:
         for _, batch in zip(range(steps), loader, strict=False):
-            step(model, optimizer, batch, 8 // parts)
+            train(model, optimizer, [batch], parts_of=8 // parts)
     return seen.count
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], size: int) -> None:
-    optimizer.zero_grad()
-    for (x, y), share in micro_batches(batch, size):
-        (mean_loss(model(x), y) * share).backward()
-    optimizer.step()
 
 
 def launches_of_two_steps(estimator: Callable[[], object], parts: int) -> int:
@@ -189,8 +182,7 @@ def test_it_does_not_matter_when_they_are_read(kind, monkeypatch: pytest.MonkeyP
         model = mlp()
         loader, optimizer = AdaptiveLoader(DATA, 4, seed=0), torch.optim.SGD(model.parameters(), 0.01)
         with Controller(model, optimizer, loader, NoiseScale(64), estimator=kind(decay=0.9)) as control:
-            for batch in loader:
-                step(model, optimizer, batch, 2)
+            train(model, optimizer, loader, parts_of=2)
             found.append(control.step())
     assert found[0] == found[1] == found[2]
 
@@ -207,7 +199,6 @@ def test_sparse_gradients_count_as_dense_ones(kind):
         loader = AdaptiveLoader(TensorDataset(tokens, targets), 8, seed=0)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         with Controller(model, optimizer, loader, NoiseScale(64), estimator=kind()) as control:
-            for batch in loader:
-                step(model, optimizer, batch, 4)
+            train(model, optimizer, loader, parts_of=4)
             found.append(control.step().diversity)
     assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -35,7 +35,7 @@ from divebatch.estimators import (
 from divebatch.ranks import Ranks
 from reference import per_sample
 from reference.delivery import Delivered, attach
-from reference.per_sample import dataset, mean_loss, mlp, num_hooks
+from reference.per_sample import assert_same_sums, dataset, mean_loss, mlp, num_hooks, train
 
 CASES: dict[str, Callable[[], Estimator]] = {
     "trajectory": Trajectory,
@@ -56,22 +56,8 @@ def context(model: nn.Module, loader: AdaptiveLoader, optimizer: Optimizer | Non
     return TrainingContext(model, loader, optimizer)
 
 
-def train(model: nn.Module, optimizer: Optimizer, batches, *, parts_of: int = 100) -> None:
-    for batch in batches:
-        optimizer.zero_grad()
-        for (x, y), share in micro_batches(batch, parts_of):
-            (mean_loss(model(x), y) * share).backward()
-        optimizer.step()
-
-
 def sgd(model: nn.Module, lr: float = 0.05) -> SGD:
     return SGD(model.parameters(), lr, momentum=0.9)
-
-
-def assert_same(measured: Diversity, expected: Diversity) -> None:
-    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
-    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
-    assert measured.num_samples == expected.num_samples
 
 
 # What all promise
@@ -87,7 +73,7 @@ def test_at_weights_that_stand_still_the_sums_are_exact(case: str):
     attach(estimator, context(model, loader))
     estimator.start()
     train(model, sgd(model, lr=0.0), loader)
-    assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [DATA.tensors]))
+    assert_same_sums(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [DATA.tensors]))
 
 
 def num_attached(model: nn.Module, optimizer: Optimizer) -> int:
@@ -212,7 +198,7 @@ def test_trajectory_equals_the_sums_of_all_kept_gradients_epoch_by_epoch():
     for _ in range(3):
         estimator.start()
         train(model, optimizer, loader)
-        assert_same(estimator.finish(), per_sample.trajectory(twin, mean_loss, twin_optimizer, twin_loader))
+        assert_same_sums(estimator.finish(), per_sample.trajectory(twin, mean_loss, twin_optimizer, twin_loader))
 
 
 # Oracle
@@ -224,8 +210,8 @@ def test_oracle_is_exact_at_the_weights_the_epoch_ended_with():
     estimator.start()
     train(model, sgd(model), loader)
     exact = per_sample.diversity(model, mean_loss, [DATA.tensors])
-    assert_same(estimator.finish(), exact)
-    assert_same(gradient_diversity(model, mean_loss, [DATA.tensors]), exact)
+    assert_same_sums(estimator.finish(), exact)
+    assert_same_sums(gradient_diversity(model, mean_loss, [DATA.tensors]), exact)
 
 
 def test_oracle_measures_the_samples_that_an_own_sampler_draws():
@@ -235,7 +221,7 @@ def test_oracle_measures_the_samples_that_an_own_sampler_draws():
     attach(estimator, context(model, loader))
     train(model, sgd(model, lr=0.0), loader)
     subset = [tensor[chosen] for tensor in DATA.tensors]
-    assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [subset]))
+    assert_same_sums(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [subset]))
 
 
 class Halves(Sampler[int]):
@@ -267,7 +253,7 @@ def test_oracle_measures_the_samples_of_a_resumed_epoch():
     attach(estimator, context(model, resumed))
     train(model, sgd(model, lr=0.0), resumed)
     second_half = [tensor[6:12] for tensor in DATA.tensors]
-    assert_same(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [second_half]))
+    assert_same_sums(estimator.finish(), per_sample.diversity(mlp(), mean_loss, [second_half]))
 
 
 def test_oracle_without_a_loss_gets_an_error_that_says_how_to_give_one():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from divebatch import NormMeter
 from divebatch.norms import DiversityMeter, sketch
-from reference.per_sample import Calls, diversity_of, gradients, mean_loss, mlp, samples, sq_norms
+from reference.per_sample import Calls, assert_same_sums, diversity_of, gradients, mean_loss, mlp, samples, sq_norms
 
 pytestmark = [  # what the compiler itself warns of
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
@@ -63,10 +63,7 @@ def assert_counted(meter: NormMeter, expected: Tensor, rtol: float = 1e-10) -> N
 
 
 def assert_diversity(meter: DiversityMeter, rows: Tensor, rel: float = 1e-10) -> None:
-    measured, expected = meter.diversity(), diversity_of(rows)
-    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=rel)
-    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=rel)
-    assert measured.num_samples == expected.num_samples
+    assert_same_sums(meter.diversity(), diversity_of(rows), rel)
 
 
 # Precision
@@ -193,16 +190,11 @@ def test_the_standard_error_is_unscaled(scale: float):
 
 def test_passes_that_overflow_under_a_scaler_are_in_no_sum():
     model, inputs, targets = in_double(on_sequences())
+    rows = gradients(model, mean_loss, inputs, targets)
     with DiversityMeter(model, grad_scaler=ByTensor(8.0)) as meter:
         for factor in (1.0, float("inf"), 1.0):
             (mean_loss(model(inputs), targets) * 8.0 * factor).backward()
-        seen = meter.diversity()
-    with DiversityMeter(model) as plain:
-        for _ in range(2):
-            mean_loss(model(inputs), targets).backward()
-        expected = plain.diversity()
-    assert seen.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
-    assert seen.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
+        assert_diversity(meter, torch.cat([rows] * 2))
 
 
 # Layouts and in-place layers

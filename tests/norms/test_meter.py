@@ -13,7 +13,7 @@ from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.norms.accumulators import are_finite, kept
 from divebatch.norms.eager import MeasuredPass
 from divebatch.norms.registry import RULES
-from reference.per_sample import Calls, dataset, mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss, twice
+from reference.per_sample import Calls, dataset, mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss, train, twice
 
 INPUTS, TARGETS = samples(7)
 
@@ -370,10 +370,7 @@ def test_the_oracle_takes_the_fallback():
         Controller(model, optimizer, loader, DiveBatch(1.0, 8), estimator=Oracle(mean_loss))
     estimator = Oracle(mean_loss, fallback="vmap")
     with Controller(model, optimizer, loader, DiveBatch(1.0, 8), estimator=estimator) as control:
-        for x, y in loader:
-            optimizer.zero_grad()
-            mean_loss(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, loader)
         exact = gradient_diversity(model, mean_loss, loader.full_pass(), fallback="vmap").value
         assert control.step().diversity == pytest.approx(exact)
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from divebatch import Diversity
+from divebatch import Diversity, micro_batches
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -57,6 +58,28 @@ def trajectory(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batches:
         loss_fn(model(inputs), targets).backward()
         optimizer.step()
     return diversity_of(torch.cat(kept))
+
+
+def assert_same_sums(measured: Diversity, expected: Diversity, rel: float = 1e-10) -> None:
+    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=rel)
+    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=rel)
+    assert measured.num_samples == expected.num_samples
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    *,
+    parts_of: int = 1000,
+    loss_fn: LossFn | None = None,
+) -> None:
+    """Make a step on each batch, cut into parts of so many samples."""
+    for batch in batches:
+        optimizer.zero_grad()
+        for (x, y), weight in micro_batches(batch, parts_of):
+            ((loss_fn or mean_loss)(model(x), y) * weight).backward()
+        optimizer.step()
 
 
 def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
