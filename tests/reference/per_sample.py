@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from divebatch import Diversity, micro_batches
+from divebatch.norms.sharded import is_sharded
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -120,6 +121,11 @@ def samples(count: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) ->
 
 def dataset(count: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> TensorDataset:
     return TensorDataset(*samples(count, seed=seed, dtype=dtype))
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return a tensor with all its shards: a collective if it has any."""
+    return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
 
 
 def num_hooks(model: nn.Module) -> int:

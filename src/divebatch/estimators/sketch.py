@@ -76,7 +76,7 @@ class SignSketch:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], size: int, *, seed: int) -> None:
         self.size, self.seed, self.shards = size, seed, Shards(parameters)
-        self.shards.require_rows("a sketch")
+        self.shards.require_rows()
         self.numels = {name: p.numel() * (2 if p.is_complex() else 1) for name, p in parameters.items()}
         self.device, self.dtype = next(iter(parameters.values())).device, sketch_dtype(parameters.values())
         self.first_lines: dict[str, int] = {}

@@ -35,12 +35,6 @@ def local(tensor: Tensor) -> Tensor:
     return sharded.to_local().detach() if is_sharded(tensor) else tensor.detach()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with all its shards: a collective if it has any."""
-    sharded: Any = tensor
-    return sharded.full_tensor().detach() if is_sharded(tensor) else tensor.detach()
-
-
 class Shards:
     """What this rank holds of some parameters: its shards where FSDP2 has sharded them, else all of them.
 
@@ -71,12 +65,12 @@ class Shards:
         """Return this rank's part of saved tensors, which are sharded as here, or whole."""
         return {name: _piece(self.parameters[name], value) for name, value in saved.items()}
 
-    def require_rows(self, what: str) -> None:
+    def require_rows(self) -> None:
         """Raise for shards that are not rows: only rows have all their entries one after the other."""
         for name, parameter in self.parameters.items():
             if not self.ranks.is_alone and (dim := _sharding(name, parameter)[1].dim) != 0:
                 raise ArgumentError(
-                    f"{what} needs parameters that are sharded by rows, and '{name}' is by dimension {dim}: leave "
+                    f"a sketch needs parameters that are sharded by rows, and '{name}' is by dimension {dim}: leave "
                     f"shard_placement_fn out of fully_shard, or use 'moments' with sketch=False"
                 )
 
