@@ -85,13 +85,11 @@ class BatchPlan:
     Args:
         measuring: whether an estimator watches this batch.
         min_micro_batches: the fewest backward passes that the batch must be cut into; some estimators compare them.
-        replay_token: a recorded backward pass may be replayed for as long as this stays equal; None: the estimator
-            needs Python in every pass.
-        batch_size: samples of a full batch on this rank, as the last one of an epoch may have fewer; None: this batch
-            counts as full.
+        replay_token: a recorded backward pass may be replayed while this stays equal; None: each pass needs Python.
+        batch_size: samples of a full batch on this rank; None: this batch counts as full.
         rank_shard: this rank's samples of the batch; None: there is no controller.
-        see_replay: takes the gradients of a replayed pass, by the parameters' names, and the weight of its loss,
-            because no hook sees a replay.
+        see_replay: takes the gradients of a replayed pass, which no hook sees, by the parameters' names, and the
+            weight of its loss.
     """
 
     measuring: bool = False

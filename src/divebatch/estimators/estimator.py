@@ -23,8 +23,7 @@ class TrainingContext:
     Args:
         model: The model that is trained, without DistributedDataParallel around it.
         loader: The loader that delivers the samples.
-        optimizer: The optimizer that steps; estimators that look at single steps need it. Of several, the one that
-            holds most of the model's parameters.
+        optimizer: The optimizer that steps; of several, the one that holds most of the model's parameters.
         other_optimizers: Those that hold the rest of them.
         loss_reduction: How the loss is reduced over the samples of a backward pass, "mean" or "sum".
     """
@@ -67,10 +66,9 @@ def meter_of(context: TrainingContext, **settings: Any) -> DiversityMeter:
 class Estimator(ABC):
     """A way to turn the gradients of an epoch into a `Diversity`.
 
-    The controller calls `bind` once, then `start` and `finish` for each epoch that is to be measured, and `on_step`
-    before each optimizer step in between. If the epoch begins anew, it calls `close` and `start` again. Between
-    `finish` and `start` nothing may be attached to the model. A new estimator is a class in this folder and one entry
-    in `ESTIMATORS`.
+    The controller calls `bind` once, then `start` and `finish` for each measured epoch, and `on_step` before each
+    optimizer step in between. If the epoch begins anew, it calls `close` and `start` again. Between `finish` and
+    `start` nothing may be attached to the model.
     """
 
     name: ClassVar[str] = ""

@@ -32,12 +32,9 @@ def _numbers(values: Sequence[float]) -> tuple[float, ...]:
 class PerSample(AveragedEstimator):
     """Per-sample norms against the norm of their sum, for each backward pass at its own weights.
 
-    Bias: none; the mean over the epoch is of the weights the epoch passed through. Cost: `trajectory`'s, that is the
-    norms within the normal backward passes and one copy of the trainable parameters. It has the least scatter of all
-    that look at single steps, since a batch of b counts as b chunks.
-
-    Not for BatchNorm in training mode: samples then have no gradients of their own, their contributions cancel within
-    the batch, and ||G||^2 comes out too small, often below zero. That gets an error; use `split` or `moments`.
+    Bias: none. Cost: norms within the normal backward passes, and one copy of the trainable parameters. It has the
+    least scatter of all that look at single steps, since a batch of b counts as b chunks. BatchNorm in training mode is
+    an error, as samples then have no gradients of their own: use `split` or `moments`.
 
     Args:
         decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
@@ -50,8 +47,8 @@ class PerSample(AveragedEstimator):
 
     name = "per-sample"
     nothing_seen = (
-        "the epoch has ended, but no backward pass of two or more samples was seen in it. Where each pass has one "
-        "sample, or is inside compiled code, pass another estimator to the controller, such as 'moments'"
+        "the epoch has ended, but no backward pass of two or more samples was seen in it. If each pass has one sample, "
+        "or is inside compiled code, pass another estimator, such as 'moments'"
     )
 
     def __init__(
@@ -88,8 +85,8 @@ class PerSample(AveragedEstimator):
         for name, module in self._batch_norms.items():
             if module.training:
                 raise CoverageError(
-                    f"'{name}' ({type(module).__name__}) is in training mode: samples have no gradients of their own, "
-                    f"and an estimate from their norms would be wrong. Use estimator='split' or 'moments'"
+                    f"'{name}' ({type(module).__name__}) is in training mode: samples have no gradients of their own. "
+                    f"Use estimator='split' or 'moments'"
                 )
         average = self._at_work()
         average.num_samples = average.num_samples + seen.num_samples

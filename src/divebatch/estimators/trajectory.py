@@ -20,9 +20,8 @@ class Trajectory(Estimator):
     Bias: the weights move while the sums grow, gradients of early and late steps cancel, and the estimate comes out
     too large, often tenfold and more. It is the paper's rule, not an estimate at fixed weights.
 
-    A backward pass whose gradients are not finite is in neither sum: a loop may skip a batch. Training has diverged,
-    and the diversity is undefined, where that is more than half of the samples, or the weights are not finite when the
-    epoch ends.
+    A backward pass whose gradients are not finite is in neither sum. If that is more than half of the samples, or the
+    weights are not finite when the epoch ends, training has diverged, and the diversity is undefined.
 
     Args:
         mode: "exact" norms, or "sketch" for unbiased estimates of them at a fraction of the time.

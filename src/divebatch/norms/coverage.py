@@ -51,7 +51,7 @@ class Evidence:
 
 
 class CoverageCheck:
-    """Compares both sides in one backward pass; in the next too if a pass says nothing, since it is not finite.
+    """Compares both sides in one backward pass; in the next if a pass is not finite and so says nothing.
 
     Args:
         layers: all that have a rule.
