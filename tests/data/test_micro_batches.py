@@ -51,11 +51,7 @@ def epoch(size: int | None) -> tuple[float, torch.Tensor]:
     loader = AdaptiveLoader(torch.utils.data.TensorDataset(*data(23)), 7, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Controller(model, optimizer, loader, DiveBatch(0.1, 16)) as control:
-        for batch in loader:
-            optimizer.zero_grad()
-            for (x, y), weight in micro_batches(batch, size or 100):
-                (cross_entropy(model(x), y) * weight).backward()
-            optimizer.step()
+        per_sample.train(model, optimizer, loader, parts_of=size or 100, loss_fn=cross_entropy)
         return control.step().diversity, model[0].weight.detach()
 
 
@@ -98,11 +94,6 @@ def test_mappings_that_are_no_dicts_are_cut_too():
 def test_wrong_use_is_named(batch, size, message):
     with pytest.raises(ArgumentError, match=message):
         list(micro_batches(batch, size))
-
-
-def test_unknown_reduction():
-    with pytest.raises(ArgumentError, match="unknown loss_reduction 'median'; known: mean, sum"):
-        list(micro_batches(torch.arange(3), 1, loss_reduction="median"))
 
 
 # However the micro-batches are gone through
@@ -201,22 +192,6 @@ def test_norms_and_gradients_are_those_of_each_sample_by_itself(way):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_a_batch_left_early_does_not_touch_the_next():
-    """The two cases a process-wide weight got wrong."""
-    model, batch = network(), data(9)
-    expected = float(per_sample.sq_norms(model, cross_entropy, *batch).sum())
-    with NormMeter(model) as meter:
-        suspended = micro_batches(batch, 3)
-        (x, y), weight = next(suspended)
-        (mean_over(model, x, y) * weight).backward()
-        of_first = float(per_sample.sq_norms(network(), cross_entropy, x, y).sum())
-        assert meter.sum_of_sq_norms() == pytest.approx(of_first, rel=1e-10)
-        meter.reset()
-        mean_over(model, *batch).backward()
-        assert meter.sum_of_sq_norms() == pytest.approx(expected, rel=1e-10)
-        suspended.close()
-
-
 @pytest.mark.parametrize("again", [1, 2])
 def test_a_retained_graph_has_its_weight_each_time(again: int):
     model, batch = network(), data(6)
@@ -239,15 +214,6 @@ def test_with_a_scale_of_the_loss(scaled_first: bool):
             (scaler.scale(loss) * weight if scaled_first else scaler.scale(loss * weight)).backward()
     expected = per_sample.sq_norms(network(), cross_entropy, *batch)
     assert meter.sum_of_sq_norms() == pytest.approx(float(expected.sum()), rel=1e-6)
-
-
-def test_losses_of_low_precision():
-    model, batch = network(), data(8)
-    with NormMeter(model) as meter, torch.autocast("cpu", torch.bfloat16):
-        for (x, y), weight in list(micro_batches(batch, 3)):
-            (mean_over(model, x, y).bfloat16() * weight).backward()
-    expected = per_sample.sq_norms(network(), cross_entropy, *batch)
-    assert meter.sum_of_sq_norms() == pytest.approx(float(expected.sum()), rel=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")

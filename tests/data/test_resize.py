@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.data.source import TensorSource, make_source
-from divebatch.errors import ArgumentError
 from reference.feeding import numbers, with_workers
 
 N = 23
@@ -85,38 +84,6 @@ def test_dropping_the_rest_leaves_whole_batches(changes):
     assert loader.epoch == 1
 
 
-# The size
-
-
-@any_kind
-def test_the_length_is_right_after_a_change_and_the_next_epoch_has_the_new_size(kind):
-    loader = MAKE[kind](4)
-    batches = iter(loader)
-    next(batches), next(batches)
-    loader.resize_now(5)
-    assert (loader.batch_size, len(loader)) == (5, 2 + 3)
-    assert [len(listed(batch)) for batch in batches] == [5, 5, 5]
-    assert (len(loader), loader.batches_delivered, loader.samples_delivered) == (5, 5, N)
-    assert [len(listed(batch)) for batch in loader] == [5, 5, 5, 5, 3]
-
-
-def test_outside_a_pass_it_is_the_size_of_the_next():
-    loader = MAKE["tensors"](4)
-    loader.resize_now(10)
-    assert [len(listed(batch)) for batch in loader] == [10, 10, 3]
-    next(iter(loader))  # left at once
-    loader.resize_now(12)
-    assert [len(listed(batch)) for batch in loader] == [12, 11]
-
-
-def test_a_size_that_cannot_be_is_refused_and_changes_nothing():
-    loader = MAKE["tensors"](4, drop_last=True)
-    for _ in loader:
-        with pytest.raises(ArgumentError, match="batch_size"):
-            loader.resize_now(N + 1)
-    assert loader.batches_delivered == 5
-
-
 # Observing
 
 
@@ -130,13 +97,6 @@ def test_an_observer_hears_before_each_batch_is_fetched_and_not_after_the_last()
     forget()
     assert len(list(loader)) == 3
     assert len(heard) == 6
-
-
-def test_looking_at_one_batch_is_no_step():
-    loader, heard = MAKE["tensors"](10), []
-    loader.observe(lambda current: heard.append(current.batches))
-    next(iter(loader))
-    assert heard == [0]
 
 
 def test_a_resumed_loop_first_hears_of_the_step_before():
@@ -209,11 +169,6 @@ def test_an_order_goes_to_the_tensors_device_once_an_epoch(convert):
     assert source._on_device(first) is not source._on_device(second)
 
 
-def test_an_order_that_is_where_the_tensors_are_is_not_copied():
-    order = Shuffled(N, 0).draw(0)
-    assert TensorSource([torch.arange(N)])._on_device(order) is order
-
-
 # Resuming
 
 
@@ -243,14 +198,3 @@ def epoch_of_rest(loader, changes):
         if index in changes:
             loader.resize_now(changes[index])
     return batches
-
-
-def test_a_resumed_pass_may_be_recut_before_its_first_batch():
-    loader = MAKE["tensors"](4)
-    batches = iter(loader)
-    next(batches)
-    resumed = MAKE["tensors"](4)
-    resumed.load_state_dict(loader.state_dict())
-    resumed.resize_now(10)
-    assert len(resumed) == 3
-    assert [len(listed(batch)) for batch in resumed] == [10, 9]

@@ -127,23 +127,6 @@ def test_a_state_saved_between_epochs_continues_with_the_next(make):
     assert numbers(copy) == numbers(loader)
 
 
-@any_loader
-def test_a_state_saved_before_the_first_batch_is_the_beginning(make):
-    loader = make()
-    copy = resumed(make, loader.state_dict())
-    assert numbers(copy) == numbers(loader)
-
-
-@any_loader
-def test_a_state_survives_being_loaded_and_a_file(make, tmp_path):
-    loader = make()
-    batches = after(loader, 2)
-    torch.save(loader.state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert resumed(make, state).state_dict() == state == loader.state_dict()
-    del batches
-
-
 @pytest.mark.parametrize(
     "make", [LOADERS["tensors"], LOADERS["map"], LOADERS["stream"]], ids=["tensors", "map", "stream"]
 )
@@ -165,24 +148,6 @@ def test_a_resumed_epoch_left_early_starts_again_from_its_beginning():
     assert flat(copy) == Shuffled(23, 0).draw(0).tolist()
     assert copy.samples_delivered == 23
     del batches
-
-
-def test_a_resumed_pass_is_no_new_pass():
-    loader = AdaptiveLoader(range(23), 4, seed=0)
-    batches = after(loader, 2)
-    copy, heard = resumed(LOADERS["map"], loader.state_dict()), []
-    copy.observe(lambda current: heard.append((current.epoch, current.batches)))
-    list(copy), list(copy)
-    assert heard == [*((0, batches) for batches in range(2, 6)), *((1, batches) for batches in range(6))]
-    del batches
-
-
-def test_a_resumed_pass_has_the_length_of_the_whole():
-    loader = AdaptiveLoader(range(23), 4, seed=0)
-    batches = after(loader, 2)
-    copy = resumed(LOADERS["map"], loader.state_dict())
-    rest = [batch for _, batch in zip(range(len(copy)), copy, strict=False)]
-    assert (len(loader), numbers(rest), copy.epoch) == (6, numbers(batches), 1)
 
 
 # What a state brings along
@@ -209,39 +174,6 @@ def test_a_state_overrides_batch_size_and_seed():
     assert (copy.batch_size, copy.seed) == (4, 1)
     assert numbers(copy) == numbers(batches)
     assert flat(copy) == Shuffled(23, 1).draw(1).tolist()
-
-
-def test_workers_may_come_and_go_over_a_map_style_dataset():
-    loader = LOADERS["workers"]()
-    batches = after(loader, 2)
-    assert numbers(resumed(LOADERS["map"], loader.state_dict())) == numbers(batches)
-
-
-def test_the_order_of_a_random_sampler_travels_in_the_state():
-    def make():
-        return AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=SubsetRandomSampler(range(5, 20))), seed=0)
-
-    loader = make()
-    batches = after(loader, 2)
-    state = loader.state_dict()
-    rest = numbers(batches)
-    torch.manual_seed(1)
-    copy = resumed(make, state)
-    assert numbers(copy) == rest
-    assert sorted(flat(copy)) == list(range(5, 20))
-
-
-def test_a_full_pass_after_a_resume_shows_the_samples_of_the_resumed_epoch():
-    def make():
-        return AdaptiveLoader.wrap(DataLoader(range(23), 4, sampler=SubsetRandomSampler(range(5, 20))), seed=0)
-
-    loader = make()
-    batches = after(loader, 2)
-    copy = resumed(make, loader.state_dict())
-    list(batches), list(copy)
-    random_state = torch.get_rng_state()
-    assert numbers(copy.full_pass()) == numbers(loader.full_pass())
-    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 # What does not fit
@@ -358,21 +290,3 @@ def test_a_samplers_orders_go_on_after_a_resume(kind, epochs, batches):
     assert [flat(resumed) for _ in range(3)] == [flat(loader) for _ in range(3)]
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
-
-
-@pytest.mark.parametrize("kind", ["weighted", "of a part"])
-def test_a_loader_in_use_is_set_back_with_its_samplers_generator(kind):
-    loader = with_sampler(kind)
-    list(loader)
-    state = loader.state_dict()
-    orders = [flat(loader) for _ in range(3)]
-    loader.load_state_dict(state)
-    assert [flat(loader) for _ in range(3)] == orders
-
-
-def test_an_own_generator_decides_over_the_seed():
-    before = torch.get_rng_state()
-    first, again = (AdaptiveLoader(range(23), 4, generator=generator()) for _ in "ab")
-    other = AdaptiveLoader(range(23), 4, generator=torch.Generator().manual_seed(2))
-    assert first.seed == again.seed != other.seed
-    assert torch.equal(torch.get_rng_state(), before)

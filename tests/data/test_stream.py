@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from divebatch import AdaptiveLoader
 from divebatch.data.order import Shuffled
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
-from reference.feeding import WORKERS, SizedStream, Stream, counted, flat, numbers, with_workers
+from reference.feeding import WORKERS, SizedStream, Stream, flat, numbers, with_workers
 
 with_one_worker_too = pytest.mark.parametrize("workers", [*WORKERS, pytest.param({"num_workers": 1}, id="one")])
 any_stream = pytest.mark.parametrize("stream", [Stream, SizedStream])
@@ -26,25 +26,6 @@ def test_batches_come_as_from_a_torch_loader_of_each_size(stream, workers, drop_
         assert numbers(loader) == numbers(by_torch)
 
 
-@any_stream
-@with_workers
-def test_every_sample_comes_once_an_epoch(stream, workers):
-    loader = AdaptiveLoader(stream(), 1, **workers)
-    for batch_size in (5, 40, 3):
-        loader.batch_size = batch_size
-        assert sorted(flat(loader)) == list(range(23))
-    assert (loader.epoch, loader.samples_delivered, loader.dataset_size) == (3, 69, 23)
-
-
-@with_workers
-def test_a_size_set_during_an_epoch_waits_for_the_next(workers):
-    loader = AdaptiveLoader(Stream(24), 4, **workers)
-    for batch in loader:
-        loader.batch_size = 6
-        assert (loader.batch_size, len(batch)) == (6, 4)
-    assert [len(batch) for batch in loader] == [6, 6, 6, 6]
-
-
 def test_a_stream_of_unknown_length_has_one_after_its_first_epoch():
     loader = AdaptiveLoader(Stream(), 4, seed=0)
     assert loader.dataset_size is None
@@ -52,19 +33,6 @@ def test_a_stream_of_unknown_length_has_one_after_its_first_epoch():
         len(loader)
     assert len(list(loader)) == 6
     assert (loader.dataset_size, len(loader)) == (23, 6)
-
-
-def test_a_sized_stream_has_a_length_at_once():
-    loader = AdaptiveLoader(SizedStream(), 4, seed=0)
-    assert (loader.dataset_size, len(loader), len(list(loader))) == (23, 6, 6)
-
-
-def test_a_loop_that_counts_the_batches_of_a_sized_stream_finishes_the_epoch():
-    loader = AdaptiveLoader(SizedStream(), 5, seed=0)
-    assert flat(counted(loader)) == list(range(23))
-    assert loader.finished_epoch(since=0).samples == 23
-    assert flat(counted(loader)) == list(range(23))
-    assert loader.finished_epoch(since=1).epoch == 1
 
 
 @with_workers

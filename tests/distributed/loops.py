@@ -21,8 +21,8 @@ from divebatch import AdaptiveLoader, Controller, DiveBatch, Diversity, Policy, 
 from divebatch.estimators import ESTIMATORS, make_estimator
 from divebatch.lab.models import ResNet, group_norm, small_stem
 from divebatch.measurement import Decision, Measurement
-from divebatch.norms.sharded import whole
 from divebatch.ranks import Ranks
+from reference.per_sample import whole
 
 
 def sgd(parameters: Iterator[nn.Parameter], lr: float) -> Optimizer:

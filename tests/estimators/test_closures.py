@@ -10,7 +10,7 @@ from divebatch import AdaptiveLoader, Controller, Diversity, micro_batches
 from divebatch.estimators import AcrossRanks, Estimator, Moments, Split, TrainingContext
 from divebatch.policies import NoiseScale
 from reference.delivery import Delivered, attach
-from reference.per_sample import dataset, mean_loss, mlp
+from reference.per_sample import dataset, mean_loss, mlp, train
 
 CASES: dict[str, Callable[[], Estimator]] = {"split": Split, "moments": Moments, "ranks": AcrossRanks}
 DATA = dataset(22)
@@ -85,8 +85,5 @@ def test_a_batch_left_out_before_its_backward_pass_is_in_no_chunk_of_split():
             continue  # as a loop does with a loss that is not finite
         delivered[0] += len(batch[0])
         for network, stepping in ((model, optimizer), (twin, twin_optimizer)):
-            stepping.zero_grad()
-            for (x, y), share in micro_batches(batch, 2):
-                (mean_loss(network(x), y) * share).backward()
-            stepping.step()
+            train(network, stepping, [batch], parts_of=2)
     assert control.step().diversity == pytest.approx(by_hand.finish().of(len(DATA)).value, rel=1e-12)

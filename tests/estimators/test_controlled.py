@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 from divebatch import AdaptiveLoader, Controller, DiveBatch, EpochRecord, Measurement, Oracle, micro_batches
@@ -17,7 +16,6 @@ from divebatch.policies import (
     Fixed,
     Goodput,
     NoiseScale,
-    NormTest,
     Plateau,
     Policy,
     Seesaw,
@@ -128,12 +126,6 @@ def test_a_resume_in_the_middle_of_an_epoch_gives_the_same_decision(estimator: t
     assert [first, resumed.epoch(tell_loss=False)] == expected
 
 
-def test_a_pass_left_early_is_forgotten():
-    plain, tried = (Training(NoiseScale(CAP), lr=0.0, estimator="split") for _ in range(2))
-    tried.epoch(stop_after=3)
-    assert tried.epoch() == plain.epoch()
-
-
 def test_history_is_kept_and_saved():
     watch = Watch(Plateau(CAP, patience=2))
     training = Training(watch, lr=0.0)  # the loss stays as it is, but for rounding
@@ -178,12 +170,6 @@ def test_smith_keeps_the_learning_rate_until_the_cap_and_the_ratio_always():
         assert record.next_lr / record.next_batch_size == pytest.approx(0.01 * 0.5**epoch / 16)
 
 
-def test_seesaw_lowers_the_rate_by_the_root():
-    training = Training(Seesaw(CAP), lr=0.01, step_lr=0.5, lr_coupling="sqrt")
-    record = training.epoch()
-    assert (record.next_batch_size, record.next_lr) == (32, pytest.approx(0.01 / math.sqrt(2)))
-
-
 def test_throughput_is_measured_where_a_policy_needs_it_and_only_there():
     for policy, sizes in ((Goodput(CAP), [16]), (NoiseScale(CAP), [])):
         watch = Watch(policy)
@@ -204,20 +190,6 @@ def test_shadows_watch_and_change_nothing():
         assert record.shadows["tenth"] <= record.shadows["noise"]
     for mine, theirs in zip(alone.model.parameters(), watched.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_a_shadow_says_what_it_would_do_as_the_driver():
-    drives = Training(NormTest(CAP), estimator="per-sample")
-    watches = Training(Fixed(), estimator="per-sample", shadows={"norm": NormTest(CAP)})
-    assert drives.epoch().next_batch_size == watches.epoch().shadows["norm"] > 16
-
-
-def test_what_only_a_shadow_needs_is_asked_for_too():
-    training = Training(Fixed(), shadows={"loss": AdaDamp(CAP)})
-    with pytest.raises(UsageError, match=r"AdaDamp.* needs the epoch's mean training loss"):
-        training.epoch(tell_loss=False)
-    seldom = Training(Fixed(), estimator="split", shadows={"third": NoiseScale(CAP, every_epochs=3)})
-    assert [seldom.epoch().measured for _ in range(4)] == [False, False, True, False]
 
 
 def test_the_record_has_the_interval_of_an_estimate():
@@ -256,18 +228,6 @@ def test_decisions_that_would_see_no_two_estimates_are_refused(kind):
         Training(NoiseScale(CAP), estimator=kind(every_steps=3), every_steps=5)
     for settings in ({"every_steps": 3, "decay": 0.9}, {"every_steps": 2}, {}):
         Training(NoiseScale(CAP), estimator=kind(**settings), every_steps=5 if settings else 1)
-
-
-def test_moments_work_with_any_model_and_optimizer():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.PReLU(), nn.Linear(6, 3)).double()
-    loader, optimizer = AdaptiveLoader(DATA, 16, seed=0), Adam(model.parameters(), 1e-3)
-    with Controller(model, optimizer, loader, NoiseScale(CAP), estimator="moments") as control:
-        for x, y in loader:
-            optimizer.zero_grad()
-            mean_loss(model(x), y).backward()
-            optimizer.step()
-        assert control.step().diversity is not None
 
 
 REPLAYED = {"trajectory": True, "moments": True, "split": True, "per-sample": False}

@@ -112,7 +112,3 @@ def test_no_policy_grows_a_batch_on_an_upper_bound_and_the_reason_says_what_to_u
     # That less is wanted is known.
     large = replace(seen, batch_size=4096)
     assert NoiseScale(4096, monotone=False).next(large).batch_size < 100
-
-
-def test_momentum_lets_it_tell_the_lower_end():
-    assert of_moments(momentum=0.9).noise_scale_interval()[0] > 0

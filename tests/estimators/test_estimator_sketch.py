@@ -59,18 +59,6 @@ def test_it_is_the_matrix_by_its_definition_also_shard_by_shard(numels, size, se
     assert square == pytest.approx(expected_square)
 
 
-def test_rows_of_a_matrix_are_shards_of_it():
-    """As FSDP2 holds them: shards of the first dimension, the last one shorter."""
-    held = parameters((7, 5), (3,))
-    signs = SignSketch(held, 6, seed=3)
-    parts = [held["0"][:3], held["0"][3:6], held["0"][6:]]
-    found = [
-        signs.of(StepGradients({"0": part}, offsets={"0": 5 * row}))[0]
-        for part, row in zip(parts, (0, 3, 6), strict=True)
-    ]
-    torch.testing.assert_close(sum(found), sketched(signs, {"0": held["0"]}))
-
-
 @pytest.mark.parametrize("kind", ["channels_last", "bfloat16", "complex", "sparse", "missing"])
 def test_gradients_of_all_kinds(kind: str):
     held = parameters((2, 3, 4, 2), (9, 2))
@@ -276,17 +264,6 @@ def test_a_resume_goes_on_with_the_same_signs(settings_: dict[str, Any], cut_at:
                 loop.resume(Moments(sketch_size=6, **settings_))  # what was begun goes on as it was
         found.append(loop.estimator.finish())
     assert found[0] == found[1]
-
-
-def test_each_epoch_has_signs_of_its_own():
-    loop, found = looped(Moments(sketch_size=5)), []
-    for _ in range(2):
-        loop.estimator.close()
-        loop.estimator.start()
-        for x, y in cut(12, 4):
-            loop.step((x, y))
-        found.append(loop.estimator.state_dict()["sketch"]["seed"])
-    assert found == [0, 12]
 
 
 def test_gradients_of_another_model_are_refused():

@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 
-from divebatch import AdaptiveLoader, Controller, Diversity
+from divebatch import Diversity
 from divebatch.estimators import Estimator, Moments
 from divebatch.estimators.average import PairAverage
 from divebatch.estimators.moments import SuccessiveGradients, extrapolation
 from divebatch.estimators.second_moment import StepGradients
 from divebatch.norms.accumulators import trainable
-from divebatch.policies import InnerProductTest, NoiseScale
 from reference.delivery import Loop, cut
 from reference.known_noise import SQ_NORM, TRACE, draws, half_squares, linear
-from reference.per_sample import dataset, mean_loss, mlp, samples
+from reference.per_sample import mean_loss, mlp, samples
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], float]] = {
     "momentum": (lambda p, lr: SGD(p, lr, momentum=0.9), 1 / 0.9),
@@ -125,22 +124,6 @@ def test_an_epoch_begins_with_a_look_and_steps_without_samples_are_none_of_it():
     assert math.isfinite(found[0].trace)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "reach"),
-    [({}, "momentum", 2), ({"every_steps": 2}, "momentum", 0), ({}, "none", 2)],
-)
-def test_estimates_that_share_gradients_are_known_to_do_so(settings: dict[str, Any], kind: str, reach: int):
-    loop = looped(kind, 0.01, Moments(**settings))
-    found = [loop.estimator._average.overlap]
-    loop.step(cut(4, 4)[0])
-    loop.estimator.window()
-    found.append(loop.estimator._average.overlap)
-    loop.optimizer.param_groups[0]["momentum"] = 0.9 - loop.optimizer.param_groups[0]["momentum"]
-    loop.estimator.window()
-    found.append(loop.estimator._average.overlap)  # what was begun goes on as it was
-    assert found == [reach] * 3
-
-
 def test_strides_and_types_of_parameters_are_kept_apart():
     """A network in channels_last with a half-precision head, and a parameter that gets no gradient in some steps."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
@@ -223,18 +206,6 @@ def test_the_interval_holds_the_truth_in_90_to_99_of_100_draws(repeated: list[Di
     assert 0.8 < stated / float(observed) < 1.4
 
 
-@pytest.mark.parametrize("steps", [6, 10])
-def test_few_steps_have_an_interval_that_holds_the_truth_too(steps: int):
-    loop, generator, held = looped("momentum", 0.0, model=linear(), loss_fn=half_squares), torch.Generator(), 0
-    for draw in range(2 * DRAWS):
-        for batch in draws(generator.manual_seed(draw), steps, 64):
-            loop.step(batch)
-        low, high = loop.estimator.finish().noise_scale_interval()
-        held += low <= TRACE / SQ_NORM <= high
-        loop.estimator.start()
-    assert 0.90 <= held / (2 * DRAWS) <= 0.99
-
-
 @pytest.mark.parametrize(("kind", "lr"), [("momentum", 0.2), ("Nesterov", 0.1), ("half of it", 0.2)])
 def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: float, monkeypatch: pytest.MonkeyPatch):
     found = {}
@@ -256,25 +227,6 @@ def test_where_weights_move_it_is_nearer_to_the_truth_than_pairs(kind: str, lr: 
 # In use
 
 
-def test_a_controller_takes_it_and_the_inner_product_test_has_what_it_needs():
-    for policy in (NoiseScale(16), InnerProductTest(16)):
-        model = mlp()
-        optimizer, loader = SGD(model.parameters(), 1e-4, momentum=0.9), AdaptiveLoader(dataset(400), 8, seed=0)
-        with Controller(model, optimizer, loader, policy, estimator=Moments()) as control:
-            for x, y in loader:
-                optimizer.zero_grad()
-                mean_loss(model(x), y).backward()
-                optimizer.step()
-            assert control.step().diversity is not None
-
-
-def test_two_steps_say_nothing():
-    loop = looped("momentum", 0.01)
-    for batch in cut(8, 4):
-        loop.step(batch)
-    assert math.isnan(loop.estimator.finish().trace)
-
-
 @pytest.mark.parametrize("kind", ["momentum", "none"])
 def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
     """A momentum that changes in training is another one in a new optimizer."""
@@ -294,21 +246,6 @@ def test_a_state_is_gone_on_with_before_the_optimizers_own_is_loaded(kind: str):
                 group["momentum"] = momentum
         found.append(loop.estimator.finish())
     assert found[0] == found[1]
-
-
-def test_adams_division_is_done_at_each_step():
-    kind, found = "Adam", []
-    loop = looped(kind, 0.01, Moments(preconditioned=True))
-    for number, batch in enumerate(cut(24, 4)):
-        loop.step(batch)
-        if number:  # what a step leaves behind is what it has divided by
-            states = [loop.optimizer.state[p] for p in loop.model.parameters()]
-            corrected = [s["exp_avg_sq"] / (1 - 0.99 ** float(s["step"])) for s in states]
-            found.append(torch.cat([each.flatten().sqrt() + 1e-8 for each in corrected]).clone())
-    loop.gradients = [g / by for g, by in zip(loop.gradients[1:], found, strict=True)]
-    loop.sizes = loop.sizes[1:]
-    measured = loop.estimator.finish()
-    assert (measured.trace, measured.sq_norm) == pytest.approx(by_hand(loop, 1.25), rel=1e-6)
 
 
 # Batches without a step: a GradScaler met an overflow, or the loop dropped the gradient
@@ -367,12 +304,6 @@ def test_a_batch_whose_step_a_scaler_skipped_is_in_no_estimate(before: bool, set
         assert_same(scaled(skipping(**settings), before=before, set_to_none=set_to_none), expected)
 
 
-def test_a_fused_optimizer_skips_by_itself_and_finds_gradients_scaled():
-    expected = kept([1, 2, 5, 6], momentum=0.9)
-    measured = scaled(skipping(Adam, fused=True), before=True, set_to_none=True)
-    assert_same(measured, expected)
-
-
 @any_clearing
 def test_a_batch_that_the_loop_dropped_is_in_no_estimate(set_to_none: bool):
     loop = skipping()
@@ -408,18 +339,6 @@ def gradient_of(indices) -> Tensor:
     return torch.stack([torch.cat([part.flatten() for part in each]) for each in gradients]).mean(0)
 
 
-def test_a_look_at_gradients_drops_nothing():
-    loop = skipping()
-    for index in range(4):
-        loop.optimizer.zero_grad()
-        loss = loss_of(loop, index)
-        torch.autograd.grad(loss, list(loop.model.parameters()), retain_graph=True)
-        loss.backward(retain_graph=True)
-        torch.autograd.grad(loss, list(loop.model.parameters()))
-        loop.optimizer.step()
-    assert_same(loop.estimator.finish(), kept(range(4)))
-
-
 def test_a_state_after_a_skipped_step_goes_on_without_its_batch():
     loop = skipping()
     for index in range(3):
@@ -434,25 +353,3 @@ def test_a_state_after_a_skipped_step_goes_on_without_its_batch():
         loss_of(resumed, index).backward()
         resumed.optimizer.step()
     assert_same(resumed.estimator.finish(), kept([0, 1, 3, 4]))
-
-
-@pytest.mark.filterwarnings("ignore:.* cannot grow the batch")  # plain SGD has no momentum
-def test_a_controller_decides_on_the_batches_that_were_used():
-    model, data = mlp(), dataset(32)
-    optimizer, loader = SGD(model.parameters(), lr=0.0), AdaptiveLoader(data, SIZE, shuffle=False)
-    control = Controller(model, optimizer, loader, NoiseScale(16), estimator="moments")
-    scaler, used = GradScaler("cpu"), []
-    for index, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        used += [] if index in (1, 6) else [(x, y)]
-        scaler.scale(mean_loss(model(x), y) * (math.inf if index in (1, 6) else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    record = control.step()
-    loop = skipping()
-    for x, y in used:
-        loop.deliver(len(x))
-        loop.optimizer.zero_grad()
-        mean_loss(loop.model(x), y).backward()
-        loop.optimizer.step()
-    assert record.diversity == pytest.approx(loop.estimator.finish().of(32).value, rel=1e-9)

@@ -102,19 +102,6 @@ def test_a_batch_that_the_loop_stepped_on_is_in_no_estimate_either(name: str):
     assert measured.num_samples + measured.skipped_samples == SIZE * COUNT
 
 
-def test_sums_are_those_of_a_loop_over_the_other_samples():
-    loop = Loop(Trajectory(), skips=True)
-    x, y = samples(SIZE * COUNT)
-    good = torch.cat([torch.arange(SIZE * BAD), torch.arange(SIZE * (BAD + 1), SIZE * COUNT)])
-    measured, expected = (
-        loop.run(range(COUNT), {BAD: math.nan}),
-        per_sample.diversity(mlp(), mean_loss, [(x[good], y[good])]),
-    )
-    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
-    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
-    assert (measured.num_samples, measured.skipped_samples) == (expected.num_samples, SIZE)
-
-
 @any_estimator
 def test_where_most_batches_are_not_finite_training_has_diverged(name: str):
     bad = dict.fromkeys(range(2, COUNT), math.nan)
@@ -123,14 +110,6 @@ def test_where_most_batches_are_not_finite_training_has_diverged(name: str):
     assert not found.is_defined
     assert math.isnan(found.noise_scale)
     assert "were in no step with finite gradients" in found.undefined_reason
-
-
-@any_estimator
-def test_an_epoch_without_any_finite_batch_is_no_error_of_the_loop(name: str):
-    found = Loop(ESTIMATORS[name](), skips=False).run(range(COUNT), dict.fromkeys(range(COUNT), math.nan))
-    assert found.has_diverged
-    assert not found.is_defined
-    assert found.undefined_reason.startswith(f"{found.skipped_samples} of ")
 
 
 @any_estimator

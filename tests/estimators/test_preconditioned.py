@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
-from divebatch import AdaptiveLoader, Controller, Diversity
+from divebatch import Diversity
 from divebatch.errors import ArgumentError
 from divebatch.estimators import Estimator, Moments, PerSample, Split
 from divebatch.estimators.moments import extrapolation
 from divebatch.estimators.second_moment import Preconditioner, StepGradients
-from divebatch.policies import GradientDamp
 from reference import per_sample
 from reference.delivery import Loop, cut
-from reference.per_sample import mean_loss, mlp
+from reference.per_sample import mean_loss, mlp, pair_of
 
 EPS, BETA = 1e-3, 0.9
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -54,13 +53,6 @@ def divided_rows(kind: str, *, own: bool = False) -> list[tuple[Tensor, Tensor]]
         correction = 1.0 if kind == "RMSprop" else 1 - BETA ** (step + own)
         result.append((rows, (held[kind == "AMSGrad"] / correction).sqrt() + EPS if step else torch.tensor(torch.nan)))
     return result
-
-
-def pair_of(chunks: list[Tensor]) -> tuple[float, float]:
-    means, sizes = torch.stack([chunk.mean(0) for chunk in chunks]), torch.tensor([len(chunk) for chunk in chunks])
-    mean = torch.cat(chunks).mean(0)
-    between = (sizes * (means - mean).square().sum(1)).sum() / (len(chunks) - 1)
-    return float(between), float(mean.square().sum() - between / sizes.sum())
 
 
 def assert_means(measured: Diversity, pairs: list[tuple[float, float]]) -> None:
@@ -129,33 +121,6 @@ def test_a_state_within_a_window_carries_on(make: Callable[..., Estimator]):
                 loop.resume(make(preconditioned=True))
         results.append(loop.estimator.finish())
     assert results[0] == results[1]
-
-
-def test_a_uniform_division_changes_both_sums_alike():
-    def constant(parameters: Any) -> Optimizer:
-        optimizer = RMSprop(parameters, lr=0.0, alpha=1.0, eps=0.0)  # alpha 1: the moment stays what it is
-        for parameter in optimizer.param_groups[0]["params"]:
-            optimizer.state[parameter] = {"step": torch.tensor(1.0), "square_avg": torch.full_like(parameter, 4.0)}
-        return optimizer
-
-    measured, plain = looped(Split(preconditioned=True), constant), looped(Split(), constant)
-    for batch in batches():
-        measured.step(batch), plain.step(batch)
-    divided, whole = measured.estimator.finish(), plain.estimator.finish()
-    assert (divided.trace, divided.sq_norm) == pytest.approx((whole.trace / 4, whole.sq_norm / 4), rel=1e-12)
-
-
-def test_it_works_in_a_controller():
-    model = mlp()
-    optimizer, loader = AdamW(model.parameters(), lr=1e-4), AdaptiveLoader(per_sample.dataset(400), 4, seed=0)
-    control = Controller(model, optimizer, loader, GradientDamp(16), estimator=Moments(preconditioned=True))
-    for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            mean_loss(model(x), y).backward()
-            optimizer.step()
-        record = control.step()
-    assert record.diversity is not None
 
 
 # What is refused

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from divebatch import NormMeter
 from divebatch.errors import CoverageError
-from divebatch.norms import DiversityMeter
-from reference.per_sample import diversity_of, gradients, sq_norms, trainable
+from reference import rules
+from reference.per_sample import sq_norms, trainable
+from reference.rules import metered, some, weighted
 
 SAMPLES, QUERIES, KEYS, WIDTH, HEADS = 3, 4, 5, 6, 2
 LAYERS: dict[str, dict[str, Any]] = {
@@ -26,10 +27,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "a zero key": {"add_zero_attn": True, "batch_first": True},
     "a learnt and a zero key, other widths": {"add_bias_kv": True, "add_zero_attn": True, "kdim": 3, "vdim": 4},
 }
-
-
-def some(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def closed(*shape: int, seed: int = 2) -> Tensor:
@@ -100,16 +97,6 @@ class Attending(nn.Module):
 EVERYONE = torch.arange(SAMPLES)
 
 
-def loss(outputs: Tensor, factors: Tensor) -> Tensor:
-    return (outputs.sin() * factors).sum()
-
-
-def metered(model: nn.Module, x: Tensor, factors: Tensor, **settings: Any) -> Tensor:
-    with NormMeter(model, loss_reduction="sum", **settings) as meter:
-        loss(model(x), factors).backward()
-    return meter.per_sample()
-
-
 def factors_for(model: nn.Module, x: Tensor = EVERYONE) -> Tensor:
     with torch.no_grad():
         return some(*model(x).shape, seed=5)
@@ -117,8 +104,7 @@ def factors_for(model: nn.Module, x: Tensor = EVERYONE) -> Tensor:
 
 def assert_matches_loop(model: nn.Module, x: Tensor = EVERYONE, factors: Tensor | None = None) -> None:
     factors = factors_for(model, x) if factors is None else factors
-    expected = sq_norms(model, loss, x, factors)
-    torch.testing.assert_close(metered(model, x, factors), expected, rtol=1e-10, atol=0)
+    rules.assert_matches_loop(model, x, factors)
 
 
 def by_masked_losses(model: nn.Module, x: Tensor, factors: Tensor, seed: int) -> Tensor:
@@ -126,7 +112,7 @@ def by_masked_losses(model: nn.Module, x: Tensor, factors: Tensor, seed: int) ->
     rows = []
     for i in range(len(x)):
         torch.manual_seed(seed)
-        grads = torch.autograd.grad(loss(model(x)[i], factors[i]), trainable(model), allow_unused=True)
+        grads = torch.autograd.grad(weighted(model(x)[i], factors[i]), trainable(model), allow_unused=True)
         rows.append(sum(g.square().sum() for g in grads if g is not None))
     return torch.stack(rows)
 
@@ -169,7 +155,7 @@ def test_single_precision(layer: str):
         x.copy_(x.float())
     model.load_state_dict({name: p.float().double() for name, p in model.state_dict().items()})
     factors = factors_for(model).float().double()
-    expected = sq_norms(model, loss, EVERYONE, factors)
+    expected = sq_norms(model, weighted, EVERYONE, factors)
     fast = metered(model.float(), EVERYONE, factors.float())
     assert fast.dtype == torch.float32
     torch.testing.assert_close(fast.double(), expected, rtol=1e-5, atol=0)
@@ -191,51 +177,10 @@ def test_sq_norms_match_for_any_shape(
 
     factors = some(samples, queries, width, seed=5)
     with NormMeter(layer, loss_reduction="sum") as meter:
-        loss(attend(data), factors).backward()
-    rows = [torch.autograd.grad(loss(attend(data[[i]]), factors[[i]]), trainable(layer)) for i in range(samples)]
+        weighted(attend(data), factors).backward()
+    rows = [torch.autograd.grad(weighted(attend(data[[i]]), factors[[i]]), trainable(layer)) for i in range(samples)]
     expected = torch.stack([torch.cat([g.flatten() for g in row]).square().sum() for row in rows])
     torch.testing.assert_close(meter.per_sample(), expected, rtol=1e-10, atol=1e-25)
-
-
-@pytest.mark.parametrize("layer", ["plain", "a learnt and a zero key, other widths"])
-def test_every_parameter_counts_once_and_only_while_trainable(layer: str):
-    model = Attending({}, **LAYERS[layer])
-    parts = []
-    for name, parameter in model.named_parameters():
-        model.requires_grad_(False)
-        parameter.requires_grad_(True)
-        assert_matches_loop(model)
-        parts.append(metered(model, EVERYONE, factors_for(model)))
-        assert "in_proj_bias" in name or parts[-1].min() > 0
-    model.requires_grad_(True)
-    torch.testing.assert_close(metered(model, EVERYONE, factors_for(model)), sum(parts), rtol=1e-10, atol=0)
-
-
-def test_calls_with_shared_weights_add_up():
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                x = x + self.layer(x, x, x)[0]
-            return x
-
-    assert_matches_loop(Deep(), some(SAMPLES, QUERIES, WIDTH))
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_diversity_meter_adds_the_same_parameters(layer: str):
-    model = Attending({}, **LAYERS[layer])
-    factors = factors_for(model)
-    rows = gradients(model, loss, EVERYONE, factors)
-    with DiversityMeter(model, loss_reduction="sum") as meter:
-        loss(model(EVERYONE), factors).backward()
-        measured = meter.diversity()
-    assert measured.sum_of_sq_norms == pytest.approx(diversity_of(rows).sum_of_sq_norms, rel=1e-10)
-    assert measured.sq_norm_of_sum == pytest.approx(diversity_of(rows).sq_norm_of_sum, rel=1e-10)
 
 
 def test_a_sketch_is_unbiased_within_its_error():
@@ -245,7 +190,7 @@ def test_a_sketch_is_unbiased_within_its_error():
     exact = float(metered(model, EVERYONE, factors).sum())
     with NormMeter(model, loss_reduction="sum", mode="sketch") as meter:
         for _ in range(200):
-            loss(model(EVERYONE), factors).backward()
+            weighted(model(EVERYONE), factors).backward()
     assert 0 < meter.standard_error() < 0.1 * 200 * exact
     assert abs(meter.sum_of_sq_norms() - 200 * exact) < 4 * meter.standard_error()
 
@@ -276,7 +221,7 @@ def test_the_users_gradients_and_random_numbers_are_those_of_a_run_without_meter
         torch.manual_seed(7)
         for meter in meters:
             meter.attach()
-        loss(each(EVERYONE), factors).backward()
+        weighted(each(EVERYONE), factors).backward()
         found.append([*(p.grad for p in each.parameters()), torch.get_rng_state()])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
@@ -310,7 +255,7 @@ def test_autocast(dropout: float):
         with NormMeter(model, loss_reduction="sum") as meter:
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 outputs = model(x)
-            loss(outputs.float(), factors).backward()
+            weighted(outputs.float(), factors).backward()
         found.append(meter.per_sample().float())
     torch.testing.assert_close(found[1], found[0], rtol=0.1, atol=0)
     assert not torch.equal(found[1], found[0])
@@ -376,12 +321,6 @@ def test_transformers_with_dropout(case: str):
 def test_transformer_layers_with_the_time_first_are_refused(kind: type[nn.Module]):
     with pytest.raises(CoverageError, match=rf"'0' \({kind.__name__}\) .* make it with batch_first=True"):
         NormMeter(nn.Sequential(kind(WIDTH, HEADS, 8)))
-
-
-def test_a_call_without_batch_dimension_is_refused():
-    layer = nn.MultiheadAttention(WIDTH, HEADS).double()
-    with NormMeter(layer), pytest.raises(CoverageError, match=r"MultiheadAttention .*\(4, 6\).* batch dimension"):
-        layer(*[some(QUERIES, WIDTH)] * 3)[0].sum().backward()
 
 
 def test_another_parameter_of_the_output_projection_is_named():

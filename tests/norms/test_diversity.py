@@ -31,7 +31,19 @@ from divebatch.norms import DiversityMeter
 from divebatch.norms.rank_weighting import weigh_gradients
 from divebatch.ranks import RankShard
 from reference import per_sample
-from reference.per_sample import dataset, gradients, mean_loss, mlp, num_hooks, samples, sq_norms, sum_loss
+from reference.per_sample import (
+    assert_same_sums,
+    dataset,
+    diversity_of,
+    gradients,
+    mean_loss,
+    mlp,
+    num_hooks,
+    samples,
+    sq_norms,
+    sum_loss,
+    train,
+)
 
 INPUTS, TARGETS = samples(13)
 BATCHES = list(zip(INPUTS.split(5), TARGETS.split(5), strict=True))
@@ -66,32 +78,13 @@ class PastForward(nn.Module):
         return x[:, :3]
 
 
-def assert_same(measured: Diversity, expected: Diversity, rel: float = 1e-10) -> None:
-    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=rel)
-    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=rel)
-    assert measured.num_samples == expected.num_samples
-
-
 # What it is
 
 
 @pytest.mark.parametrize(("loss_reduction", "loss_fn"), [("mean", mean_loss), ("sum", sum_loss)])
 def test_diversity_matches_a_loop_over_samples(loss_reduction, loss_fn):
     measured = gradient_diversity(mlp(), loss_fn, BATCHES, loss_reduction=loss_reduction)
-    assert_same(measured, per_sample.diversity(mlp(), mean_loss, BATCHES))
-
-
-def test_diversity_in_single_precision():
-    model, batches = mlp(dtype=torch.float32), [(x.float(), y.float()) for x, y in BATCHES]
-    expected = per_sample.diversity(mlp(dtype=torch.float32).double(), mean_loss, BATCHES)
-    assert_same(gradient_diversity(model, mean_loss, batches), expected, rel=1e-5)
-
-
-def test_diversity_does_not_depend_on_how_the_samples_are_batched():
-    whole = gradient_diversity(mlp(), mean_loss, [(INPUTS, TARGETS)])
-    for size in (1, 4, 12):
-        batches = zip(INPUTS.split(size), TARGETS.split(size), strict=True)
-        assert_same(gradient_diversity(mlp(), mean_loss, batches), whole)
+    assert_same_sums(measured, per_sample.diversity(mlp(), mean_loss, BATCHES))
 
 
 def test_samples_times_diversity_is_one_plus_the_noise_scale():
@@ -106,13 +99,13 @@ def test_samples_times_diversity_is_one_plus_the_noise_scale():
 def test_a_model_with_unused_layers():
     model = nn.ModuleDict({"used": mlp(), "unused": nn.Linear(2, 2)})
     model.forward = lambda x: model["used"](x)
-    assert_same(gradient_diversity(model, mean_loss, BATCHES), per_sample.diversity(mlp(), mean_loss, BATCHES))
+    assert_same_sums(gradient_diversity(model, mean_loss, BATCHES), per_sample.diversity(mlp(), mean_loss, BATCHES))
 
 
 def test_it_runs_where_gradients_are_switched_off():
     with torch.no_grad():
         measured = gradient_diversity(mlp(), mean_loss, BATCHES)
-    assert_same(measured, per_sample.diversity(mlp(), mean_loss, BATCHES))
+    assert_same_sums(measured, per_sample.diversity(mlp(), mean_loss, BATCHES))
 
 
 # Where it does not exist
@@ -208,7 +201,7 @@ def test_an_attached_meter_is_not_disturbed(make):
     with make(model) as disturbed, make(alone) as meter:
         mean_loss(alone(INPUTS[:6]), TARGETS[:6]).backward()
         loss = mean_loss(model(INPUTS[:6]), TARGETS[:6])
-        assert_same(gradient_diversity(model, mean_loss, BATCHES), per_sample.diversity(mlp(), mean_loss, BATCHES))
+        assert_same_sums(gradient_diversity(model, mean_loss, BATCHES), per_sample.diversity(mlp(), mean_loss, BATCHES))
         loss.backward()
         gradient_diversity(model, mean_loss, BATCHES)
         assert sums(disturbed) == sums(meter)
@@ -229,23 +222,6 @@ def test_a_weight_used_past_its_layer_gets_an_error(past: str):
         gradient_diversity(PastForward(past), mean_loss, BATCHES)
 
 
-def test_the_only_layers_weight_used_past_it_gets_the_same_error():
-    with pytest.raises(CoverageError, match=r"layers\.only\..* received gradients"):
-        gradient_diversity(PastForward("only", names=("only",)), mean_loss, BATCHES)
-
-
-def test_a_weight_used_past_its_layer_gets_the_error_in_training_too():
-    model = PastForward("only", names=("only",))
-
-    def measured() -> Diversity:
-        with DiversityMeter(model) as meter:
-            mean_loss(model(INPUTS), TARGETS).backward()
-            return meter.diversity()
-
-    with pytest.raises(CoverageError, match=r"layers\.only\..* received gradients"):
-        measured()
-
-
 # The meter
 
 
@@ -255,7 +231,7 @@ def test_clipping_and_accumulation_do_not_matter():
         for x, y in BATCHES:
             mean_loss(model(x), y).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        assert_same(meter.diversity(), per_sample.diversity(mlp(), mean_loss, BATCHES))
+        assert_same_sums(meter.diversity(), per_sample.diversity(mlp(), mean_loss, BATCHES))
 
 
 def test_a_backward_that_died_half_way_is_in_neither_sum():
@@ -266,7 +242,7 @@ def test_a_backward_that_died_half_way_is_in_neither_sum():
         with pytest.raises(ZeroDivisionError):
             mean_loss(model[2](hidden), TARGETS).backward()
         mean_loss(model(INPUTS[:6]), TARGETS[:6]).backward()
-        assert_same(meter.diversity(), per_sample.diversity(mlp(), mean_loss, [(INPUTS[:6], TARGETS[:6])]))
+        assert_same_sums(meter.diversity(), per_sample.diversity(mlp(), mean_loss, [(INPUTS[:6], TARGETS[:6])]))
 
 
 def test_state_carries_the_sums_over():
@@ -431,10 +407,7 @@ def test_a_loop_that_fetches_a_batch_ahead_is_right():
     meter = DiversityMeter(model, rank_shard=lambda: loader.rank_shard, delivered=lambda: loader.samples_delivered)
     with meter:
         for _ in range(2):
-            for x, y in list(loader):
-                optimizer.zero_grad()
-                mean_loss(model(x), y).backward()
-                optimizer.step()
+            train(model, optimizer, list(loader))
         assert meter.diversity().num_samples == 12
 
 
@@ -512,9 +485,7 @@ def test_a_gan_that_freezes_by_turns_is_right_for_each_part(of: str):
     with DiversityMeter(getattr(gan, of)) as meter:
         gan_step(gan, SIX_INPUTS, SIX_TARGETS)
         measured = meter.diversity()
-    assert measured.num_samples == 6
-    assert measured.sum_of_sq_norms == pytest.approx(float(rows.square().sum()), rel=1e-10)
-    assert measured.sq_norm_of_sum == pytest.approx(float(rows.sum(0).square().sum()), rel=1e-10)
+    assert_same_sums(measured, diversity_of(rows))
 
 
 class _OnPairs(nn.Module):
@@ -524,13 +495,6 @@ class _OnPairs(nn.Module):
 
     def forward(self, pairs: Tensor) -> Tensor:
         return torch.stack([self.model(pairs[:, 0]), self.model(pairs[:, 1])], 1)
-
-
-def test_a_part_that_is_frozen_when_measuring_begins_is_an_error_at_once():
-    gan = Gan()
-    gan.discriminator.requires_grad_(False)
-    with DiversityMeter(gan), pytest.raises(CoverageError, match=r"parameter 'discriminator\.0\.weight'"):
-        gan_step(gan, SIX_INPUTS, SIX_TARGETS)
 
 
 def test_frozen_layers_may_be_run_without_gradients_and_cost_no_hook_afterwards():

@@ -18,7 +18,6 @@ from divebatch import (
     Controller,
     DiveBatch,
     NormMeter,
-    gradient_diversity,
     micro_batches,
     rule_for,
 )
@@ -27,7 +26,7 @@ from divebatch.estimators import PerSample, Trajectory
 from divebatch.norms import DiversityMeter, forms, shared_by_samples
 from divebatch.norms.registry import RULES
 from divebatch.policies import NoiseDoubling
-from reference.per_sample import diversity, diversity_of, gradients, mean_loss, samples, sq_norms
+from reference.per_sample import Calls, assert_same_sums, diversity_of, gradients, mean_loss, samples, sq_norms, train
 
 INPUTS, TARGETS = samples(7)
 
@@ -54,39 +53,6 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor, power: int = 1) -> Tensor:
         return self.child(x * self.gate**power).tanh() + self.gate[:3]
-
-
-class Twice(nn.Module):
-    """One layer, called twice in each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.PReLU(4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.layer(x) - 0.5))
-
-
-class Powers(nn.Module):
-    """A module called with an argument that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Gated()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, power=2)
-
-
-class Options(nn.Module):
-    """A module called with options its signature does not name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Optional()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, 2.0, x.flip(1), factor=3.0)
 
 
 class Optional(nn.Module):
@@ -121,18 +87,6 @@ class Listed(nn.Module):
         return self.layer(x) * self.gains[0]
 
 
-class TwoResults(nn.Module):
-    """Both of its outputs are in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Halves()
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.layer(x)
-        return (first * second)[:, :3]
-
-
 class Halves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -164,9 +118,9 @@ CASES = {
     "Bilinear by keyword": lambda: Pair(by_keyword=True),
     "own parameter and covered child": Gated,
     "own parameter inside a model": lambda: nn.Sequential(nn.Linear(4, 4), Gated(), nn.PReLU()),
-    "an argument that is no tensor": Powers,
-    "arguments without name": Options,
-    "called twice": Twice,
+    "an argument that is no tensor": lambda: Calls(Gated(), lambda layer, x: layer(x, power=2)),
+    "arguments without name": lambda: Calls(Optional(), lambda layer, x: layer(x, 2.0, x.flip(1), factor=3.0)),
+    "called twice": lambda: nn.Sequential(Calls(nn.PReLU(4), lambda layer, x: layer(layer(x) - 0.5)), nn.Linear(4, 3)),
 }
 REFUSED = {
     "attention": (lambda: MyAttention(4, 2), "'in_proj_weight' of MyAttention"),
@@ -192,46 +146,6 @@ def made(make) -> nn.Module:
 def test_vmap_matches_a_loop_over_samples(case: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(forms, "CHUNK_BYTES", chunk_bytes)
     model = made(CASES[case])
-    with NormMeter(model, fallback="vmap") as meter:
-        mean_loss(model(INPUTS), TARGETS).backward()
-    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, INPUTS, TARGETS), rtol=1e-10, atol=0)
-
-
-def test_vmap_in_single_precision():
-    model = made(CASES["own parameter inside a model"])
-    expected = sq_norms(model, mean_loss, INPUTS.float().double(), TARGETS.float().double())
-    model.float()
-    with NormMeter(model, fallback="vmap") as meter:
-        mean_loss(model(INPUTS.float()), TARGETS.float()).backward()
-    torch.testing.assert_close(meter.per_sample().double(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("case", EVERY_CASE)
-def test_the_diversity_meter_takes_a_fallback(case: str):
-    model = made(CASES[case])
-    expected = diversity_of(gradients(model, mean_loss, INPUTS, TARGETS))
-    with DiversityMeter(model, fallback="vmap") as meter:
-        for part in (slice(0, 3), slice(3, 7)):
-            mean_loss(model(INPUTS[part]), TARGETS[part]).backward()
-        measured = meter.diversity()
-    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=1e-10)
-    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=1e-10)
-
-
-@pytest.mark.parametrize("case", EVERY_CASE)
-def test_the_users_gradients_are_those_of_a_run_without_meter(case: str):
-    model, plain = made(CASES[case]), made(CASES[case])
-    with NormMeter(model, fallback="vmap"):
-        mean_loss(model(INPUTS), TARGETS).backward()
-    mean_loss(plain(INPUTS), TARGETS).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-
-
-@SLOW_BILINEAR
-def test_frozen_parameters_do_not_count():
-    model = made(Pair)
-    model.layer.weight.requires_grad_(False)
     with NormMeter(model, fallback="vmap") as meter:
         mean_loss(model(INPUTS), TARGETS).backward()
     torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, INPUTS, TARGETS), rtol=1e-10, atol=0)
@@ -270,18 +184,6 @@ def test_fused_layers_of_another_type_are_refused_with_and_without_fallback(case
     assert named in str(raised.value)
 
 
-def test_both_weights_of_an_attention_layer_are_named():
-    with pytest.raises(CoverageError, match=r"'in_proj_weight' of MyAttention.*'out_proj\.weight' of"):
-        NormMeter(MyAttention(4, 2), fallback="vmap")
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_fallback_that_was_chosen_is_not_offered_again(case: str):
-    with pytest.raises(CoverageError) as raised:
-        NormMeter(made(REFUSED[case][0]), fallback="vmap")
-    assert "pass fallback='vmap'" not in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("make", "named"), [(Listed, "of ParameterList"), (lambda: weight_norm(nn.Linear(4, 3)), "of ParametrizationList")]
 )
@@ -291,7 +193,7 @@ def test_parameters_that_no_call_with_samples_uses_are_refused(make, named: str)
 
 
 def test_a_layer_with_several_outputs_is_refused():
-    model = made(TwoResults)
+    model = made(lambda: Calls(Halves(), lambda layer, x: torch.mul(*layer(x))[:, :3]))
     with NormMeter(model, fallback="vmap"), pytest.raises(CoverageError, match="Halves"):
         mean_loss(model(INPUTS), TARGETS).backward()
 
@@ -312,16 +214,8 @@ def test_an_adapter_beside_a_frozen_layer_is_exact(fallback: str | None):
     with DiversityMeter(model, fallback=fallback) as meter:
         mean_loss(model(INPUTS), TARGETS).backward()
         torch.testing.assert_close(meter.norms.per_sample(), rows.square().sum(1), rtol=1e-10, atol=0)
-        measured = meter.diversity()
+        assert_same_sums(meter.diversity(), diversity_of(rows))
     assert rows.shape[1] == 2 * (4 + 5) + 2 * (5 + 3)
-    assert measured.sq_norm_of_sum == pytest.approx(diversity_of(rows).sq_norm_of_sum, rel=1e-10)
-
-
-def test_an_adapter_on_sequences_is_exact():
-    model, inputs, targets = made(lambda: LowRank(4, 3)), torch.randn(5, 6, 4).double(), torch.randn(5, 6, 3).double()
-    with NormMeter(model) as meter:
-        mean_loss(model(inputs), targets).backward()
-    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, inputs, targets), rtol=1e-10, atol=0)
 
 
 # Arguments of which the shape does not tell whether they hold samples
@@ -338,15 +232,6 @@ class Masked(nn.Module):
         return (self.weight * mask) @ x * scale[:, None, None]
 
 
-class WithMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Masked()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x.sum((1, 2)), torch.ones(5, 5, dtype=x.dtype).tril())
-
-
 class Mixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -356,24 +241,23 @@ class Mixing(nn.Module):
         return self.weight * (x - x.mean(0)) * other
 
 
-class WithMixing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixing = Mixing()
+def with_mask() -> nn.Module:
+    return Calls(Masked(), lambda layer, x: layer(x, x.sum((1, 2)), torch.ones(5, 5, dtype=x.dtype).tril()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mixing(x, x.tanh())
+
+def with_mixing() -> nn.Module:
+    return Calls(Mixing(), lambda layer, x: layer(x, x.tanh()))
 
 
 @pytest.mark.parametrize("num_samples", [4, 6])
 def test_a_mask_that_samples_share_has_another_number_of_rows(num_samples: int):
-    model, x = WithMask().double(), torch.randn(num_samples, 5, 2, dtype=torch.float64)
+    model, x = with_mask().double(), torch.randn(num_samples, 5, 2, dtype=torch.float64)
     with NormMeter(model, fallback="vmap") as meter:
         mean_loss(model(x), x).backward()
     torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, x, x), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("make", [WithMixing, WithMask])
+@pytest.mark.parametrize("make", [with_mixing, with_mask])
 def test_mixed_samples_and_a_mask_with_a_row_a_sample_are_errors(make):
     model, x = make().double(), torch.randn(5, 5, 3, dtype=torch.float64)
     with NormMeter(model, fallback="vmap"), pytest.raises(CoverageError, match=r"add up .* '\w+\.weight'.*vmap"):
@@ -534,20 +418,10 @@ def test_measured_policies_take_it(policy: Any) -> None:
     model, data = ViT(), TensorDataset(*batch(32))
     optimizer, loader = SGD(model.parameters(), 0.01), AdaptiveLoader(data, 8, seed=0)
     with Controller(model, optimizer, loader, policy) as control:
-        for x, y in loader:
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, loader, loss_fn=cross_entropy)
         assert control.step().measured
         expected = PerSample if isinstance(policy, NoiseDoubling) else Trajectory
         assert type(control._estimator) is expected
-
-
-def test_the_diversity_is_that_of_a_loop_over_samples() -> None:
-    torch.manual_seed(0)
-    model, (x, y) = ViT(), batch(8)
-    expected = diversity(model, cross_entropy, [(x, y)])
-    assert gradient_diversity(model, cross_entropy, [(x, y)]).value == pytest.approx(expected.value, rel=1e-4)
 
 
 def test_a_frozen_token_costs_nothing_and_a_failed_forward_leaves_nothing() -> None:

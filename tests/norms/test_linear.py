@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from divebatch.errors import CoverageError
 from divebatch.norms import forms
-from divebatch.norms.rules.linear import linear
 from reference.per_sample import sq_norms
+from reference.rules import TOLERANCE, assert_matches_loop, metered, weighted
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SHAPES = {
     "matrix": ((7, 4), 3),
     "one sample": ((1, 4), 3),
@@ -33,25 +31,6 @@ def layer_of(num_inputs: int, num_outputs: int, *, bias: bool, frozen: tuple[str
     for name in frozen:
         getattr(layer, name).requires_grad_(False)
     return layer
-
-
-def by_loop(layer: nn.Linear, x: Tensor, dy: Tensor) -> Tensor:
-    exact = layer_of(layer.in_features, layer.out_features, bias=layer.bias is not None, frozen=(), dtype=torch.float64)
-    for mine, theirs in zip(exact.parameters(), layer.parameters(), strict=True):
-        mine.requires_grad_(theirs.requires_grad)
-    return sq_norms(exact, lambda output, dy_i: (output * dy_i).sum(), x.double(), dy.double())
-
-
-def linear_sq_norms(*calls: tuple[nn.Linear, Tensor, Tensor]) -> Tensor:
-    stated = [linear(*call) for call in calls]
-    counted = [name for name, parameter in calls[0][0].named_parameters() if parameter.requires_grad]
-    return sum(forms.total([each[name] for each in stated]) for name in counted)
-
-
-def assert_matches_loop(layer: nn.Linear, x: Tensor, dy: Tensor) -> None:
-    fast = linear_sq_norms((layer, x, dy))
-    assert fast.dtype == x.dtype
-    torch.testing.assert_close(fast.double(), by_loop(layer, x, dy), rtol=TOLERANCE[x.dtype], atol=0)
 
 
 @pytest.fixture
@@ -107,7 +86,7 @@ def test_both_kernels_are_right_for_every_shape(kernel, case: str):
     shape, num_outputs = SHAPES[case]
     layer = layer_of(shape[-1], num_outputs, bias=False, frozen=(), dtype=torch.float64)
     x, dy = torch.randn(shape).double(), torch.randn(*shape[:-1], num_outputs).double()
-    torch.testing.assert_close(kernel(x, dy), by_loop(layer, x, dy), rtol=1e-10, atol=0)
+    torch.testing.assert_close(kernel(x, dy), sq_norms(layer, weighted, x, dy), rtol=1e-10, atol=0)
 
 
 def test_squares_of_half_precision_do_not_overflow():
@@ -119,7 +98,7 @@ def test_squares_of_half_precision_do_not_overflow():
 
 @pytest.mark.parametrize(("num_positions", "kernel"), [(3, "_by_gram"), (4, "_by_gradient"), (9, "_by_gradient")])
 def test_the_cheaper_kernel_is_taken(num_positions: int, kernel: str, kernel_calls: list[tuple[str, int]]):
-    linear_sq_norms((nn.Linear(8, 8), torch.randn(5, num_positions, 8), torch.randn(5, num_positions, 8)))
+    metered(nn.Linear(8, 8), torch.randn(5, num_positions, 8), torch.randn(5, num_positions, 8))
     assert kernel_calls == [(kernel, 5)]
 
 
@@ -131,25 +110,3 @@ def test_chunks_stay_below_the_cap(num_positions, entries, fitting, kernel_calls
     assert_matches_loop(layer, x, dy)
     assert kernel_calls[0][1] == fitting
     assert len(kernel_calls) == math.ceil(5 / fitting)
-
-
-def test_several_calls_are_one_call_with_more_positions():
-    torch.manual_seed(0)
-    layer = nn.Linear(4, 3, dtype=torch.float64)
-    calls = [
-        (torch.randn(5, *between, 4, dtype=torch.float64), torch.randn(5, *between, 3, dtype=torch.float64))
-        for between in ((), (2,), (2, 3))
-    ]
-    rows = [_gradients(layer, x, dy) for x, dy in calls]
-    joined = linear_sq_norms(*((layer, x, dy) for x, dy in calls))
-    torch.testing.assert_close(joined, sum(rows).square().sum(1), rtol=1e-10, atol=0)
-
-
-def _gradients(layer: nn.Linear, x: Tensor, dy: Tensor) -> Tensor:
-    weight = torch.stack([d.reshape(-1, 3).T @ a.reshape(-1, 4) for a, d in zip(x, dy, strict=True)])
-    return torch.cat([weight.flatten(1), dy.reshape(len(dy), -1, 3).sum(1)], 1)
-
-
-def test_an_input_without_batch_dimension_gets_an_error():
-    with pytest.raises(CoverageError, match=r"shape \(4,\): the batch dimension is missing"):
-        linear(nn.Linear(4, 3), torch.randn(4), torch.randn(3))

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from divebatch import NormMeter
-from divebatch.errors import CoverageError
 from divebatch.norms import DiversityMeter, forms
+from reference import rules
 from reference.per_sample import mean_loss, sq_norms
+from reference.rules import TOLERANCE, metered, weighted
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 NUM_SAMPLES = 5
 LAST_DIMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LayerNorm of a vector": (lambda: nn.LayerNorm(6), (6,)),
@@ -54,10 +53,6 @@ TRAIN_MODE = LAST_DIMS | BY_CHANNEL
 EVAL_MODE = TRAIN_MODE | BATCH_NORMS
 
 
-def weighted(outputs: Tensor, dy: Tensor) -> Tensor:
-    return (outputs * dy).sum()
-
-
 def layer_and_call(make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype, *, offset: float = 0.0):
     """The layer's parameters and statistics are those of a layer that was trained a while."""
     torch.manual_seed(0)
@@ -72,20 +67,11 @@ def layer_and_call(make: Callable[[], nn.Module], shape: tuple[int, ...], dtype:
     return layer, x, torch.randn(NUM_SAMPLES, *shape, dtype=dtype)
 
 
-def metered(layer: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
-    with NormMeter(layer, loss_reduction="sum") as meter:
-        weighted(layer(x), dy).backward()
-    return meter.per_sample()
-
-
 def assert_matches_loop(layer: nn.Module, x: Tensor, dy: Tensor, *, rel: float | None = None) -> None:
     twin = copy.deepcopy(layer).double()
     if isinstance(twin, nn.RMSNorm) and twin.eps is None:
         twin.eps = torch.finfo(x.dtype).eps
-    fast = metered(layer, x, dy)
-    assert fast.dtype == x.dtype
-    expected = sq_norms(twin, weighted, x.double(), dy.double())
-    torch.testing.assert_close(fast.double(), expected, rtol=rel or TOLERANCE[x.dtype], atol=0)
+    rules.assert_matches_loop(layer, x, dy, twin=twin, rel=rel)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -152,12 +138,6 @@ def test_inputs_far_from_zero_in_single_precision(case: str):
     assert_matches_loop(*layer_and_call(*TRAIN_MODE[case], torch.float32, offset=100.0), rel=1e-3)
 
 
-@pytest.mark.parametrize("case", EVAL_MODE)
-def test_inputs_far_from_zero_in_single_precision_and_eval_mode(case: str):
-    layer, x, dy = layer_and_call(*EVAL_MODE[case], torch.float32, offset=100.0)
-    assert_matches_loop(layer.eval(), x, dy, rel=1e-3)
-
-
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(1, 4),
@@ -177,28 +157,6 @@ def test_any_number_of_groups(num_groups: int, channels_a_group: int, size: list
     channels = num_groups * channels_a_group
     x, dy = (torch.randn(3, channels, *size, generator=generator).double() for _ in range(2))
     assert_matches_loop(nn.GroupNorm(num_groups, channels, eps=1e-2).double(), x, dy)
-
-
-@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(6), lambda: nn.GroupNorm(2, 6), lambda: nn.BatchNorm1d(6)])
-def test_a_layer_called_twice_is_exact(make: Callable[[], nn.Module]):
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = make()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.layer(x).tanh())
-
-    layer, x, dy = layer_and_call(Twice, (6,), torch.float64)
-    assert_matches_loop(layer.eval(), x, dy)
-
-
-@pytest.mark.parametrize(
-    ("make", "shape"), [(lambda: nn.LayerNorm(6), (6,)), (lambda: nn.InstanceNorm1d(6, affine=True), (6, 4))]
-)
-def test_an_input_without_batch_dimension_gets_an_error(make: Callable[[], nn.Module], shape: tuple[int, ...]):
-    with pytest.raises(CoverageError, match="the batch dimension is missing"):
-        metered(make(), torch.randn(shape), torch.ones(shape))
 
 
 # BatchNorm that mixes samples: contributions
@@ -288,13 +246,3 @@ def test_contributions_in_a_network_add_up_to_the_batch_gradient():
     assert measured.sum_of_sq_norms == pytest.approx(float(rows.square().sum()), rel=1e-10)
     assert measured.sq_norm_of_sum == pytest.approx(sq_norm, rel=1e-10)
     assert float(rows.sum(0).square().sum()) == pytest.approx(sq_norm, rel=1e-10)
-
-
-def test_a_network_in_eval_mode_is_exact():
-    model = Network().double()
-    x, targets = torch.randn(7, 2, 5, 4).double(), torch.randn(7, 3).double()
-    model(x)
-    model.eval()
-    with NormMeter(model) as meter:
-        mean_loss(model(x), targets).backward()
-    torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, x, targets), rtol=1e-10, atol=0)

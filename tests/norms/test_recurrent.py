@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 
 from divebatch import NormMeter
 from divebatch.errors import CoverageError, UsageError
-from divebatch.norms import DiversityMeter
 from divebatch.norms.registry import RULES, Entry
 from divebatch.norms.rules.rerun import Rerun, Surroundings, results
-from reference.per_sample import diversity_of, gradients, mean_loss, sq_norms, trainable
+from reference import rules
+from reference.per_sample import Calls, mean_loss, sq_norms, trainable
+from reference.rules import metered, some
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
@@ -40,11 +40,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 USED = {"output": (0,), "last state": (1,), "output and last state": (0, 1), "all": (0, 1, 2)}
 """Which results are in the loss; the third is an LSTM's cell state."""
-
-
-def some(*shape: int, seed: int = 1) -> Tensor:
-    """Numbers that are exact in both precisions."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 class Recurring(nn.Module):
@@ -76,25 +71,14 @@ class Recurring(nn.Module):
 EVERYONE = torch.arange(SAMPLES)
 
 
-def loss(outputs: Tensor, factors: Tensor) -> Tensor:
-    return (outputs.sin() * factors).sum()
-
-
 def factors_for(model: nn.Module, x: Tensor = EVERYONE) -> Tensor:
     with torch.no_grad():
         return some(*model(x).shape, seed=5)
 
 
-def metered(model: nn.Module, x: Tensor, factors: Tensor) -> Tensor:
-    with NormMeter(model, loss_reduction="sum") as meter:
-        loss(model(x), factors).backward()
-    return meter.per_sample()
-
-
 def assert_matches_loop(model: nn.Module, x: Tensor = EVERYONE) -> None:
     factors = factors_for(model, x)
-    expected = sq_norms(model, loss, x, factors)
-    torch.testing.assert_close(metered(model, x, factors), expected, rtol=1e-10, atol=0)
+    rules.assert_matches_loop(model, x, factors)
 
 
 # Layers
@@ -115,17 +99,6 @@ def test_given_initial_states(kind: str, shape: str):
     from_zero = metered(model, EVERYONE, factors)
     assert_matches_loop(model.start_anywhere())
     assert not torch.allclose(metered(model, EVERYONE, factors), from_zero, rtol=1e-3)
-
-
-@pytest.mark.parametrize("shape", ["plain", "all of it"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_single_precision(kind: str, shape: str):
-    model = Recurring(KINDS[kind], **SHAPES[shape])
-    factors = factors_for(model).float()
-    fast = metered(model.float(), EVERYONE, factors)
-    assert fast.dtype == torch.float32
-    expected = sq_norms(model.double(), loss, EVERYONE, factors.double())
-    torch.testing.assert_close(fast.double(), expected, rtol=1e-5, atol=0)
 
 
 @settings(max_examples=40)
@@ -149,62 +122,15 @@ def test_sq_norms_match_for_any_shape(
     torch.testing.assert_close(meter.per_sample(), expected, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_counts_only_while_trainable(kind: str):
-    model = Recurring(KINDS[kind], num_layers=2)
-    parts = []
-    for parameter in model.parameters():
-        model.requires_grad_(False)
-        parameter.requires_grad_(True)
-        assert_matches_loop(model)
-        parts.append(metered(model, EVERYONE, factors_for(model)))
-        assert parts[-1].min() > 0
-    model.requires_grad_(True)
-    torch.testing.assert_close(metered(model, EVERYONE, factors_for(model)), sum(parts), rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_diversity_meter_and_the_users_gradients(kind: str):
-    model, plain = (Recurring(KINDS[kind], **SHAPES["all of it"]) for _ in range(2))
-    factors = factors_for(model)
-    rows = gradients(plain, loss, EVERYONE, factors)
-    with DiversityMeter(model, loss_reduction="sum") as meter:
-        loss(model(EVERYONE), factors).backward()
-        measured = meter.diversity()
-    loss(plain(EVERYONE), factors).backward()
-    assert measured.sum_of_sq_norms == pytest.approx(diversity_of(rows).sum_of_sq_norms, rel=1e-10)
-    assert measured.sq_norm_of_sum == pytest.approx(diversity_of(rows).sq_norm_of_sum, rel=1e-10)
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)
-
-
 def test_a_state_carried_from_one_call_to_the_next():
-    class Carrying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.LSTM(INPUTS, HIDDEN, batch_first=True).double()
+    def carry(layer: nn.LSTM, x: Tensor) -> Tensor:
+        first, state = layer(x[:, :3])
+        second, (_, cell) = layer(x[:, 3:], state)
+        return torch.cat([first.flatten(1), second.flatten(1), cell[0]], 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            first, state = self.layer(x[:, :3])
-            second, (_, cell) = self.layer(x[:, 3:], state)
-            return torch.cat([first.flatten(1), second.flatten(1), cell[0]], 1)
-
-    assert_matches_loop(Carrying(), some(SAMPLES, 5, INPUTS))
-
-
-def test_a_classifier_that_reads_the_last_state():
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.tokens, self.layer = nn.Embedding(6, INPUTS), nn.GRU(INPUTS, HIDDEN, batch_first=True)
-            self.head = nn.Linear(HIDDEN, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.layer(self.tokens(x))[1][0])
-
-    assert_matches_loop(Classifier().double(), torch.randint(0, 6, (SAMPLES, 7)))
+    torch.manual_seed(0)
+    layer = nn.LSTM(INPUTS, HIDDEN, batch_first=True).double()
+    assert_matches_loop(Calls(layer, carry), some(SAMPLES, 5, INPUTS))
 
 
 def test_a_retained_graph_runs_again():
@@ -304,12 +230,6 @@ def test_dropout_between_layers_is_refused_in_train_mode_only():
     assert_matches_loop(model.eval())
 
 
-@pytest.mark.parametrize(("layer", "shape"), [(nn.LSTM(INPUTS, HIDDEN), (STEPS, INPUTS)), (nn.GRUCell(2, 3), (2,))])
-def test_a_call_without_batch_dimension_is_refused(layer: nn.Module, shape: tuple[int, ...]):
-    with NormMeter(layer), pytest.raises(CoverageError, match="the batch dimension is missing"):
-        layer(torch.ones(shape))[0].sum().backward()
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 def test_parameters_that_make_up_a_weight_are_named():
     layer = weight_norm(nn.LSTM(2, 3), "weight_hh_l0")
@@ -321,10 +241,6 @@ def test_parameters_that_make_up_a_weight_are_named():
 
 
 WIDTH = 4
-
-
-def some_rows(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class TiedOutputs(nn.Module):
@@ -361,7 +277,7 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(some_rows(2, WIDTH))
+        self.gain = nn.Parameter(some(2, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return (x[:, None] * self.gain).unbind(1)
@@ -409,13 +325,6 @@ def test_random_numbers_are_as_they_were_and_are_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.MultiheadAttention(2, 1), nn.MultiheadAttention(2, 1, dropout=0.5).eval(), nn.LSTMCell(2, 1)]
-)
-def test_a_layer_that_draws_nothing_costs_no_random_state(layer: nn.Module):
-    assert Surroundings.of(layer).random_state is None
-
-
 def test_results_are_what_a_loss_may_use():
     first, second, third = torch.ones(1), torch.ones(2), torch.ones(3)
     assert [len(t) for t in results((first, (second, torch.tensor([1, 2])), None, third))] == [1, 2, 3]
@@ -425,7 +334,7 @@ def test_results_are_what_a_loss_may_use():
 
 
 def test_a_model_of_everything():
-    model, x, targets = Reader().double(), some_rows(5, 6, 3), some_rows(5, 2)
+    model, x, targets = Reader().double(), some(5, 6, 3), some(5, 2)
     with NormMeter(model) as meter:
         mean_loss(model(x), targets).backward()
     torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, x, targets), rtol=1e-10, atol=0)
@@ -433,7 +342,7 @@ def test_a_model_of_everything():
 
 @pytest.mark.parametrize("tied", [TiedInputs, TiedOutputs])
 def test_tied_projections_add_up(tied: type[nn.Module]):
-    model, x, targets = tied(), some_rows(5, 6, WIDTH), some_rows(5, 6, WIDTH, seed=2)
+    model, x, targets = tied(), some(5, 6, WIDTH), some(5, 6, WIDTH, seed=2)
     with NormMeter(model) as meter:
         mean_loss(model(x), targets).backward()
     torch.testing.assert_close(meter.per_sample(), sq_norms(model, mean_loss, x, targets), rtol=1e-10, atol=0)
@@ -442,34 +351,11 @@ def test_tied_projections_add_up(tied: type[nn.Module]):
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 def test_results_of_one_node_of_which_a_loss_uses_some(used: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(RULES, Halves, Entry(halves, ("gain",), all_inputs=True, reruns=True))
-    layer, x = Halves(), some_rows(5, WIDTH)
+    layer, x = Halves(), some(5, WIDTH)
     with NormMeter(layer, loss_reduction="sum") as meter:
         both = layer(x)
         sum(both[i].sum() for i in used).backward()
     torch.testing.assert_close(meter.per_sample(), len(used) * x.square().sum(1), rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("trained", ["attends.out_proj", "attends", "reads", ""])
-def test_the_passes_one_wants(trained: str):
-    model, data = (
-        Reader().double(),
-        [(some_rows(5, 6, 3, seed=i), some_rows(5, 2, seed=9 + i)) for i in range(5)],
-    )
-    model.requires_grad_(False).get_submodule(trained).requires_grad_(True)
-    meter = NormMeter(model)
-    for number, (x, targets) in enumerate(data):
-        with nullcontext() if number % 2 else meter:
-            mean_loss(model(x), targets).backward()
-    measured = [float(sq_norms(model, mean_loss, *batch).sum()) for batch in data[::2]]
-    assert meter.sum_of_sq_norms() == pytest.approx(sum(measured), rel=1e-10)
-    assert meter.num_samples == 15
-
-
-def test_nothing_is_left_attached():
-    model = Reader()
-    with NormMeter(model):
-        assert [len(module._forward_pre_hooks) for module in (model.first, model.reads, model.attends)] == [0, 1, 1]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 # Refused
@@ -478,7 +364,7 @@ def test_nothing_is_left_attached():
 def test_a_mode_that_changes_before_the_backward_pass_gets_an_error():
     model = Reader().double()
     with NormMeter(model):
-        late = model(some_rows(5, 6, 3)).sum()
+        late = model(some(5, 6, 3)).sum()
         model.eval()
         with pytest.raises(UsageError, match="a MultiheadAttention changed its mode"):
             late.backward()

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from divebatch import Diversity
+from divebatch import Diversity, micro_batches
+from divebatch.norms.sharded import is_sharded
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -59,6 +61,28 @@ def trajectory(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batches:
     return diversity_of(torch.cat(kept))
 
 
+def assert_same_sums(measured: Diversity, expected: Diversity, rel: float = 1e-10) -> None:
+    assert measured.sum_of_sq_norms == pytest.approx(expected.sum_of_sq_norms, rel=rel)
+    assert measured.sq_norm_of_sum == pytest.approx(expected.sq_norm_of_sum, rel=rel)
+    assert measured.num_samples == expected.num_samples
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    *,
+    parts_of: int = 1000,
+    loss_fn: LossFn | None = None,
+) -> None:
+    """Make a step on each batch, cut into parts of so many samples."""
+    for batch in batches:
+        optimizer.zero_grad()
+        for (x, y), weight in micro_batches(batch, parts_of):
+            ((loss_fn or mean_loss)(model(x), y) * weight).backward()
+        optimizer.step()
+
+
 def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().flatten(1).sum(1).mean()
 
@@ -72,6 +96,22 @@ def mlp(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)).to(dtype)
 
 
+class Calls(nn.Module):
+    """A layer in a call of the test's own: `call(layer, x)`."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self.layer, x)
+
+
+def twice(layer: Any, x: Tensor) -> Tensor:
+    """Call a layer two times, for `Calls`."""
+    return layer(layer(x).tanh())
+
+
 def samples(count: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Inputs and targets that fit `mlp`."""
     generator = torch.Generator().manual_seed(seed)
@@ -81,6 +121,11 @@ def samples(count: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) ->
 
 def dataset(count: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> TensorDataset:
     return TensorDataset(*samples(count, seed=seed, dtype=dtype))
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return a tensor with all its shards: a collective if it has any."""
+    return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
 
 
 def num_hooks(model: nn.Module) -> int:

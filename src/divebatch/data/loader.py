@@ -41,43 +41,20 @@ MANY_BATCHES = 10_000
 Transform = Callable[[Any], Any]
 ProcessGroup = dist.ProcessGroup | Literal["alone"] | None
 
-_OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+_SAMPLERS = ("sampler", "batch_sampler")
+_OURS = {"batch_size", "shuffle", "drop_last", *_SAMPLERS}
 _TAKEN_OVER = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
 )
-
-
-def _setting(name: str) -> Any:
-    return property(lambda self: self._settings[name], doc=f"The DataLoader's `{name}`, as it was given.")
-
-
-def _missing(name: str) -> Any:
-    def missing(self: Any) -> Any:
-        raise AttributeError(
-            f"{type(self).__name__} has no {name}: drop the line that asks for it. The loader orders each epoch by "
-            f"itself, so no {name}.set_epoch(epoch) is needed, and after load_state_dict it continues at the next "
-            f"sample, so no skip_first_batches is needed"
-        )
-
-    return property(missing, doc="Not there; the error says which line to drop.")
 
 
 class AdaptiveLoader:
     """Drop-in for a DataLoader whose batch size may change, with every sample exactly once an epoch.
 
-    Set `batch_size` at any time: it reads back at once and takes effect with the next epoch. `resize_now` changes the
-    rest of the current epoch too. An epoch that is left early (`break`, `next(iter(loader))`) does not count: it starts
-    again from its beginning. To evaluate on the training data use `full_pass()`, which counts nothing.
+    Set `batch_size` at any time: it takes effect with the next epoch. `resize_now` changes the rest of the current
+    epoch too. An epoch that is left early (`break`, `next(iter(loader))`) does not count: it starts again from its
+    beginning. To evaluate on the training data use `full_pass()`, which counts nothing.
 
     Unlike a DataLoader it shuffles unless told otherwise. The order of an epoch depends on (seed, epoch) alone, so
     runs repeat and resume whatever their batch sizes were. The settings of a DataLoader (`num_workers`, `collate_fn`,
@@ -85,25 +62,23 @@ class AdaptiveLoader:
 
     Under an initialised process group `batch_size` and all counts are those of all ranks together, the epoch's order
     is that of one process, and each rank gets its shard of each batch (`rank_shard`). Nothing is padded or repeated. A
-    rank that a short last batch leaves without a sample gets the batch's first one as a stand-in of weight zero: it
-    counts for nothing, except in a SyncBatchNorm's statistics of that batch (`drop_last=True` avoids it). All ranks
-    must iterate alike.
+    rank that a short last batch leaves without a sample gets the batch's first one as a stand-in of weight zero, which
+    counts in a SyncBatchNorm's statistics alone (`drop_last=True` avoids it). All ranks must iterate alike.
 
     Args:
         dataset: a map-style dataset, or an IterableDataset, which keeps its own order.
         batch_size: samples per batch.
         shuffle: whether each epoch has a new random order. An IterableDataset is never shuffled.
-        seed: determines the orders and what worker processes draw. None: one is drawn from `generator` if you pass
-            one, else from torch's default one, so `torch.manual_seed` determines it; ranks take rank 0's. It can be
-            read as `loader.seed` and is part of the state.
+        seed: determines the orders and what worker processes draw. None: drawn from `generator` if you pass one, else
+            from torch's default one; ranks take rank 0's. It can be read as `loader.seed` and is part of the state.
         drop_last: whether to leave out a last batch that is shorter.
         order: draws the epochs' orders instead of plain shuffling, such as `StratifiedBatches(labels)`.
         transform: called in this process with each batch as it is delivered; its result replaces the batch.
         delivery_size: samples per delivered batch if that is not `batch_size`: for a loop that sums several of them
             up for one optimizer step.
-        epoch_samples: samples of an epoch. A stream then continues in each epoch where the last one left it, for
-            endless streams; one that ends begins anew, after an epoch that may be shorter. A map-style dataset is cut
-            into equal epochs of at most this many samples, each sample in one of them. None: an epoch is all the data.
+        epoch_samples: samples of an epoch. A stream then continues in each epoch where the last one left it; one that
+            ends begins anew, after an epoch that may be shorter. A map-style dataset is cut into equal epochs of at
+            most this many samples, each sample in one of them. None: an epoch is all the data.
         process_group: the ranks that share each batch. None: those of the group that is initialised when the loader is
             first used, if there is one. "alone": this process by itself, whatever group there is.
         **dataloader_kwargs: passed on to `torch.utils.data.DataLoader`; any collate function will do.
@@ -117,12 +92,6 @@ class AdaptiveLoader:
     >>> [x.tolist() for x, in loader]
     [[0, 1, 2], [3, 4]]
     """
-
-    num_workers, collate_fn, pin_memory = map(_setting, ("num_workers", "collate_fn", "pin_memory"))
-    timeout, multiprocessing_context = map(_setting, ("timeout", "multiprocessing_context"))
-    prefetch_factor, persistent_workers = map(_setting, ("prefetch_factor", "persistent_workers"))
-    generator, pin_memory_device, in_order = map(_setting, ("generator", "pin_memory_device", "in_order"))
-    sampler, batch_sampler = map(_missing, ("sampler", "batch_sampler"))
 
     def __init__(
         self,
@@ -172,8 +141,8 @@ class AdaptiveLoader:
         if type(cutting) is not BatchSampler:
             kind = "none (batch_size=None)" if cutting is None else type(cutting).__name__
             raise ArgumentError(
-                f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}. Let it cut batches by "
-                f"batch_size=..., with a sampler= of your own if need be, or only watch its noise scale with NoiseMeter"
+                f"cannot change the batch size of this DataLoader; its batch sampler is: {kind}. Pass batch_size=..., "
+                f"with a sampler= of your own if need be, or only watch its noise scale with NoiseMeter"
             )
         dataset, sampler = dataloader.dataset, cutting.sampler
         if isinstance(dataset, IterableDataset) or isinstance(sampler, Order):
@@ -221,7 +190,7 @@ class AdaptiveLoader:
         self._reseed(drawn_seed(generator) if seed is None else checked_seed(seed))
         self._source = self._make_source(self._settings, drop_last=drop_last)
         self.epoch, self.batches_delivered, self.samples_delivered, self.local_samples_delivered = 0, 0, 0, 0
-        self._at_last_step = (0, 0, 0)
+        self._mark_step()
         self.current: EpochProgress | None = None
         """The epoch that began last, until it ends; also one that was left early, or comes from a state."""
         self._finished: EpochProgress | None = None
@@ -245,6 +214,18 @@ class AdaptiveLoader:
 
     # What a user reads and sets
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting of the DataLoader, as it was given."""
+        settings = self.__dict__.get("_settings", {})
+        if name in settings:
+            return settings[name]
+        if name not in _SAMPLERS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__} has no {name}: drop the line that asks for it. The loader orders each epoch by "
+            f"itself, without {name}.set_epoch(epoch), and continues after load_state_dict without skip_first_batches"
+        )
+
     @property
     def batch_size(self) -> int:
         """Samples per batch from the next epoch on."""
@@ -256,8 +237,8 @@ class AdaptiveLoader:
         size = self.dataset_size
         if self.drop_last and size is not None and value > size:
             raise ArgumentError(
-                f"batch_size={value} is larger than the {size} samples of an epoch and drop_last=True would leave no "
-                f"batch at all: use a smaller batch or drop_last=False"
+                f"batch_size={value} is larger than the {size} samples of an epoch, and drop_last=True leaves none: "
+                f"use a smaller batch or drop_last=False"
             )
         if self._ranks is not None and value < self._ranks.size:
             warn_user(f"batch_size={value} is below the {self._ranks.size} ranks that share a batch: raised to it")
@@ -284,7 +265,7 @@ class AdaptiveLoader:
 
     @property
     def worker_init_fn(self) -> Any:
-        """The DataLoader's `worker_init_fn`. Set it before the workers start."""
+        """The DataLoader's. Set it before the workers start."""
         return self._settings["worker_init_fn"]
 
     @worker_init_fn.setter
@@ -306,14 +287,11 @@ class AdaptiveLoader:
     def _join(self, ranks: Ranks) -> Ranks:
         order, count = self._order, ranks.size
         if order is None and count > 1:
-            raise ArgumentError(
-                f"an IterableDataset has no order that {count} ranks could share: use a map-style dataset, or one "
-                f"process"
-            )
+            raise ArgumentError(f"an IterableDataset has no order that {count} ranks could share: use a map-style one")
         if isinstance(order, FromSampler) and isinstance(order.sampler, DistributedSampler) and count > 1:
             raise ArgumentError(
-                f"the loader itself deals each batch out to {count} ranks, and a DistributedSampler would do it a "
-                f"second time: leave it out, and let batch_size be that of all ranks together"
+                f"the loader deals batches out to {count} ranks, and a DistributedSampler would do it a second time: "
+                f"leave it out, and let batch_size be that of all ranks together"
             )
         if order is not None and len(order) < count:
             raise ArgumentError(f"{len(order)} samples cannot be shared by {count} ranks")
@@ -385,7 +363,7 @@ class AdaptiveLoader:
         ranks, size = self.ranks, 0
         batches: Iterator[tuple[int, Any]] = iter(())
         current.begin()
-        self._at_last_step = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
+        self._mark_step()
         try:
             while True:
                 # The loop has come for a batch, so the step on the last one is made. After the very last one nobody
@@ -400,8 +378,7 @@ class AdaptiveLoader:
                     break
                 if current is not self.current:
                     raise UsageError(
-                        "another pass over this loader began while this one ran: to look at the data in between use "
-                        "loader.full_pass() or a loader of its own"
+                        "another pass over this loader began while this one ran: use loader.full_pass() for a look"
                     )
                 num_samples, batch = counted
                 counted = None  # zip keeps a pair that is still held: the first batch, for the whole epoch
@@ -481,15 +458,18 @@ class AdaptiveLoader:
         if self._observer is not None:
             raise UsageError(
                 "this loader has a Controller already, and two would set its batch size in turn: close() the first one "
-                "(or leave its with block) before you make another, or make a loader for each"
+                "before you make another, or make a loader for each"
             )
 
     def since_last_step(self) -> tuple[int, int, int]:
         """Return batches, samples and this rank's samples delivered in this epoch since the last call."""
         batches, samples, local = self._at_last_step
-        now = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
-        self._at_last_step = now
+        self._mark_step()
+        now = self._at_last_step
         return now[0] - batches, now[1] - samples, now[2] - local
+
+    def _mark_step(self) -> None:
+        self._at_last_step = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
 
     def has_finished_epoch(self, *, since: int) -> bool:
         """Whether an epoch has ended whose number is `since` (from 0) or later."""
@@ -514,9 +494,8 @@ class AdaptiveLoader:
             raise UsageError("no epoch has ended since the last step(): iterate over the loader to its end first")
         raise UsageError(
             f"epoch {current.epoch + 1} has not ended: {current.batches} of {current.num_batches or '?'} batches were "
-            f"delivered. Call step() after the loop over the batches. If you mean to leave epochs early, either skip "
-            f"step() for an epoch that was left, or pass AdaptiveLoader(..., epoch_samples=N): an epoch is then N "
-            f"samples, also of a stream without an end"
+            f"delivered. Call step() after the loop over the batches. If you leave epochs early, skip step() for them, "
+            f"or pass AdaptiveLoader(..., epoch_samples=N), also for a stream without an end"
         )
 
     # State
@@ -580,7 +559,7 @@ class AdaptiveLoader:
             current = self.current = self._restored(**state["pass"])
             self.batches_delivered += current.batches
             self.samples_delivered += current.samples
-        self._at_last_step = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
+        self._mark_step()
 
     def _restored(self, batch_size: int, batches: int, samples: int, order: Any) -> EpochProgress:
         if self._order is not None and order is None:
@@ -595,6 +574,5 @@ def warn_if_endless(current: EpochProgress) -> None:
     if current.batches == MANY_BATCHES and current.epoch == 0 and current.order is None and not current.num_batches:
         warn_user(
             f"{current.batches} batches of this stream were delivered and its end is not known: the batch size is "
-            f"decided at the end of an epoch. If the stream is endless, pass AdaptiveLoader(..., epoch_samples=N), or "
-            f"Controller(..., every_steps=N) to decide within it"
+            f"decided at an epoch's end. Pass AdaptiveLoader(..., epoch_samples=N) or Controller(..., every_steps=N)"
         )

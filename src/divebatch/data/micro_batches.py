@@ -16,10 +16,8 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mea
     """Cut `batch` into micro-batches of at most `size` samples, each with the weight for its loss.
 
     Multiply each micro-batch's loss by its weight and call `backward()`: the gradients add up to those of one backward
-    pass over the whole batch. Meters and controllers learn the weight from the product, so measured norms are
-    right in whatever order you use the micro-batches. If a controller measures a pass that leaves its weight out, that
-    is an error. The weight is a float otherwise. BatchNorm sees one micro-batch at a time: its statistics are those of
-    `size` samples.
+    pass over the whole batch. Meters and controllers learn the weight, a float, from the product; a measured pass that
+    leaves it out is an error. BatchNorm sees one micro-batch at a time: its statistics are those of `size` samples.
 
     Args:
         batch: a tensor, or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors
@@ -87,13 +85,11 @@ class BatchPlan:
     Args:
         measuring: whether an estimator watches this batch.
         min_micro_batches: the fewest backward passes that the batch must be cut into; some estimators compare them.
-        replay_token: a recorded backward pass may be replayed for as long as this stays equal; None: the estimator
-            needs Python in every pass.
-        batch_size: samples of a full batch on this rank, as the last one of an epoch may have fewer; None: this batch
-            counts as full.
+        replay_token: a recorded backward pass may be replayed while this stays equal; None: each pass needs Python.
+        batch_size: samples of a full batch on this rank; None: this batch counts as full.
         rank_shard: this rank's samples of the batch; None: there is no controller.
-        see_replay: takes the gradients of a replayed pass, by the parameters' names, and the weight of its loss,
-            because no hook sees a replay.
+        see_replay: takes the gradients of a replayed pass, which no hook sees, by the parameters' names, and the
+            weight of its loss.
     """
 
     measuring: bool = False

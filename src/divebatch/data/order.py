@@ -44,9 +44,8 @@ def mixed_seed(seed: int, *purpose: int) -> int:
 
 def worker_seed(seed: int, epoch: int, samples: int = 0, rank: int = 0) -> int:
     """Derive the seed of workers that start in `epoch` after `samples` samples: none draws what another drew."""
-    if samples:
-        return mixed_seed(seed, epoch, 1, rank, samples)
-    return mixed_seed(seed, epoch, 1, rank) if rank else mixed_seed(seed, epoch, 1)
+    purpose = (rank, samples) if samples else (rank,) if rank else ()
+    return mixed_seed(seed, epoch, 1, *purpose)
 
 
 def state_of(generator: torch.Generator | None) -> str | None:
@@ -134,8 +133,7 @@ class InParts(Order):
     def __init__(self, order: Order, most: int) -> None:
         if isinstance(order, FromSampler):
             raise ArgumentError(
-                f"epoch_samples={most} cannot be used with a sampler of your own, whose length is the epoch's: set its "
-                f"number of samples instead"
+                f"epoch_samples={most} cannot be used with a sampler of your own: set its number of samples instead"
             )
         self.order, self.most = order, most
         self.num_parts = -(-len(order) // most)
@@ -190,9 +188,8 @@ class FromSampler(Order):
             raise ArgumentError(f"the dataset is empty: sampler {name} has no samples")
         if len(sampler) > MOST_OF_SAMPLER:
             raise ArgumentError(
-                f"sampler {name} draws {len(sampler)} samples for an epoch, too many to hold in memory: leave the "
-                f"sampler out and make the loader by AdaptiveLoader(dataset, batch_size, epoch_samples=N), which "
-                f"shuffles and has epochs of N samples; or give the sampler at most {MOST_OF_SAMPLER} samples"
+                f"sampler {name} draws {len(sampler)} samples for an epoch, more than {MOST_OF_SAMPLER}: use fewer, or "
+                f"AdaptiveLoader(dataset, batch_size, epoch_samples=N), which shuffles, without it"
             )
         self.sampler: Any = sampler
         self._last_drawn: list[Any] | None = None
@@ -230,15 +227,14 @@ def order_over(dataset: Any, order: Order | None, *, shuffle: bool) -> Order | N
         return Shuffled(_size_of(dataset)) if shuffle else Sequential(_size_of(dataset))
     if not isinstance(order, Order):
         raise ArgumentError(
-            f"order must be an Order such as StratifiedBatches(labels), got {type(order).__name__}; for a sampler of "
-            f"your own: AdaptiveLoader.wrap(DataLoader(..., sampler=...))"
+            f"order must be an Order such as StratifiedBatches(labels), got {type(order).__name__}; a sampler of your "
+            f"own: AdaptiveLoader.wrap(DataLoader(..., sampler=...))"
         )
     if isinstance(dataset, IterableDataset) or not shuffle:
         raise ArgumentError("order cannot be used with an IterableDataset or shuffle=False, which keep the data's own")
     if len(order) != _size_of(dataset):
         raise ArgumentError(
-            f"{type(order).__name__} is an order of {len(order)} samples, and the dataset has {len(dataset)}: it must "
-            f"have one entry for each sample"
+            f"{type(order).__name__} is an order of {len(order)} samples, and the dataset has {len(dataset)}"
         )
     return order
 

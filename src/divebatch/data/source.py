@@ -78,13 +78,11 @@ class MapSource:
     ) -> Iterator[Any]:
         """Deliver the DataLoader's batches; workers are seeded by `seed`, the global random state is left alone."""
         # Lists of a batch at a time: as Python numbers an order takes ten times the memory.
-        self._batches.pending = (_as_list(order[place]) for place in places)
+        self._batches.pending = (
+            part.tolist() if isinstance(part := order[place], Tensor) else list(part) for place in places
+        )
         self._generator.manual_seed(worker_seed(*seed))
         return iter(self.dataloader)
-
-
-def _as_list(indices: Tensor | Sequence[Any]) -> list[Any]:
-    return list(indices.tolist()) if isinstance(indices, Tensor) else list(indices)
 
 
 def make_source(dataset: Any, settings: dict[str, Any]) -> TensorSource | MapSource:

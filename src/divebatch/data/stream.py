@@ -1,6 +1,7 @@
 """Streams: an IterableDataset read in batches whose size may change, in epochs that may be parts of it."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ Taken = list[list[int]]
 class Requests:
     """The requests to a stream's DataLoader: one list for each batch, as long as the batch shall be.
 
-    The length counts when the list is sent. So a change of `size` reaches the next batch without workers, and the one
-    after `prefetch_factor * num_workers` others with workers.
+    A change of `size` reaches the next batch that is asked for: workers hold `prefetch_factor * num_workers` others.
 
     Args:
         size: samples of the batches to come.
@@ -61,14 +61,9 @@ class _Asked:
         return iter(self.requests)
 
 
-class _CountingCollate:
-    """Sends the number of samples along with the batch, also out of a worker process."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self.collate(samples)
+def _counted(collate: Any, samples: list[Any]) -> tuple[int, Any]:
+    """Send the number of samples along with the batch, also out of a worker process."""
+    return len(samples), collate(samples)
 
 
 class StreamSource:
@@ -85,7 +80,7 @@ class StreamSource:
     """
 
     def __init__(self, dataset: Any, settings: dict[str, Any], *, drop_last: bool, part: int | None) -> None:
-        collate = _CountingCollate(settings["collate_fn"] or default_collate)
+        collate = partial(_counted, settings["collate_fn"] or default_collate)
         self._generator = settings["generator"] or torch.Generator()
         settings = {**settings, "collate_fn": collate, "generator": self._generator}
         self.dataloader: DataLoader[Any] = DataLoader(dataset, batch_size=1, drop_last=drop_last, **settings)

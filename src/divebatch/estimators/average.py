@@ -7,7 +7,7 @@ before they are read, many steps at once, and then on the host.
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,28 +81,15 @@ class StepEstimate(NamedTuple):
     """Turns the values that `parts` were read as into weight, tr(Sigma), ||G||^2, and what else is averaged."""
 
 
-def numbers_of(estimates: Sequence[StepEstimate], shards: Ranks | None = None) -> Iterator[tuple[float, ...]]:
-    """Yield the numbers of each estimate; one look at the device for all, and one sum over ranks that hold shards."""
-    found = read([part for each in estimates for part in each.parts])
-    values = iter(found if shards is None or shards.is_alone else shards.sum_numbers(found))
-    for each in estimates:
-        yield each.numbers(list(itertools.islice(values, len(each.parts))))
-
-
 class PairAverage:
     """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
 
     A third number may come with each pair, the variance of <g_i, g>, and a fourth, the part of tr(Sigma) that falls as
-    ||G||^2 rises.
-
-    With `decay` below 1 earlier pairs fade by it at each new one: an exponential mean. It is divided by the sum of its
-    weights, so its start does not pull it towards zero.
-
-    An estimate that is not made of finite numbers counts for nothing; its samples go from `num_samples` to
-    `skipped_samples`.
+    ||G||^2 rises. An estimate that is not made of finite numbers counts for nothing; its samples go from `num_samples`
+    to `skipped_samples`.
 
     Args:
-        decay: Below 1 for an exponential mean.
+        decay: Below 1 for an exponential mean: earlier pairs fade by it at each new one.
         overlap: The number of previous estimates that share gradients with each one. The spread counts their products
             too, the less the farther apart they are, so that it stays positive (Newey and West 1987).
         trusts_negative: False for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
@@ -147,7 +134,9 @@ class PairAverage:
     def _read_waiting(self) -> None:
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            rows = list(numbers_of(waiting, self.shards))
+            # One look at the device for all, and one sum over ranks that hold shards.
+            values = iter(self.shards.sum_numbers(read([part for each in waiting for part in each.parts])))
+            rows = [each.numbers(list(itertools.islice(values, len(each.parts)))) for each in waiting]
             self.extend([pair for _, *pair in rows], [weight for weight, *_ in rows])
 
     def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:
@@ -271,12 +260,9 @@ class PairAverage:
 class AveragedEstimator(Estimator):
     """An estimator that averages pairs (tr(Sigma), ||G||^2) of single steps, each at its own weights, over an epoch.
 
-    The interval comes from the scatter between steps. It also holds what the weights' way through the epoch adds, so
-    it is too wide rather than too narrow. An estimate with gradients that are not finite is left out. If ranks share
-    the batches and each estimates from its own samples, the mean is over all ranks.
-
-    If decisions come within epochs, each sees the steps since the last one. An exponential mean continues through the
-    decisions of an epoch instead: it forgets by itself.
+    The interval comes from the scatter between steps, to which the weights' way through the epoch adds. If ranks share
+    the batches and each estimates from its own samples, the mean is over all ranks. If decisions come within epochs,
+    each sees the steps since the last one; an exponential mean continues through them.
 
     A class built on this fills `_average` between `_attach` and `_detach`.
 
@@ -301,24 +287,12 @@ class AveragedEstimator(Estimator):
         self.min_steps_between_decisions = 2 * every_steps if every_steps > 1 and decay == 1 else 1
         self._average: PairAverage | None = None
         """The estimates so far, while an epoch is measured."""
-        self._context: TrainingContext | None = None
         self._was_read = False
-
-    def bind(self, context: TrainingContext) -> None:
-        if self._context is not None:
-            raise UsageError("this estimator belongs to another controller already: make one for each")
-        self._prepare(context)
-        self._context = context
 
     def start(self) -> None:
-        context = self._bound()
-        self._was_read = False
+        context, self._was_read = self.context, False
         self._average = PairAverage(decay=self._decay, trusts_negative=self.trusts_negative)
         self._attach(context, self._average)
-
-    @abstractmethod
-    def _prepare(self, context: TrainingContext) -> None:
-        """Raise if the context lacks something that this estimator needs."""
 
     @abstractmethod
     def _attach(self, context: TrainingContext, average: PairAverage) -> None:
@@ -368,15 +342,9 @@ class AveragedEstimator(Estimator):
     def _ranks(self) -> Ranks:
         """Return the ranks whose estimates must be averaged, since each sees samples of its own."""
         # Gradients that DDP has averaged are alike on all ranks: adding them up would count them several times.
-        return Ranks.alone() if self.sees_all_ranks else self._bound().loader.ranks
+        return Ranks.alone() if self.sees_all_ranks else self.context.loader.ranks
 
     def _at_work(self) -> PairAverage:
-        self._bound()
         if self._average is None:
-            raise UsageError("this estimator measures nothing now: start() comes first")
+            raise UsageError("this estimator measures nothing now: bind() comes first, and then start()")
         return self._average
-
-    def _bound(self) -> TrainingContext:
-        if self._context is None:
-            raise UsageError("this estimator belongs to no controller yet: bind() comes first")
-        return self._context

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from divebatch.data.loader import AdaptiveLoader
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Diversity, StepEvent
+from divebatch.norms import DiversityMeter
 from divebatch.norms.loss_scale import LossReduction, LossWeight
 
 
@@ -22,8 +23,7 @@ class TrainingContext:
     Args:
         model: The model that is trained, without DistributedDataParallel around it.
         loader: The loader that delivers the samples.
-        optimizer: The optimizer that steps; estimators that look at single steps need it. Of several, the one that
-            holds most of the model's parameters.
+        optimizer: The optimizer that steps; of several, the one that holds most of the model's parameters.
         other_optimizers: Those that hold the rest of them.
         loss_reduction: How the loss is reduced over the samples of a backward pass, "mean" or "sum".
     """
@@ -50,13 +50,25 @@ class TrainingContext:
         return optimizer
 
 
+def meter_of(context: TrainingContext, **settings: Any) -> DiversityMeter:
+    """Make a meter of the loop's backward passes, except those whose gradients are not finite."""
+    loader = context.loader
+    return DiversityMeter(
+        context.model,
+        rank_shard=lambda: loader.rank_shard,
+        delivered=lambda: loader.local_samples_delivered,
+        loss_reduction=context.loss_reduction,
+        skip_nonfinite=True,
+        **settings,
+    )
+
+
 class Estimator(ABC):
     """A way to turn the gradients of an epoch into a `Diversity`.
 
-    The controller calls `bind` once, then `start` and `finish` for each epoch that is to be measured, and `on_step`
-    before each optimizer step in between. If the epoch begins anew, it calls `close` and `start` again. Between
-    `finish` and `start` nothing may be attached to the model. A new estimator is a class in this folder and one entry
-    in `ESTIMATORS`.
+    The controller calls `bind` once, then `start` and `finish` for each measured epoch, and `on_step` before each
+    optimizer step in between. If the epoch begins anew, it calls `close` and `start` again. Between `finish` and
+    `start` nothing may be attached to the model.
     """
 
     name: ClassVar[str] = ""
@@ -81,9 +93,24 @@ class Estimator(ABC):
         """Return whether its constructor has this argument."""
         return setting in inspect.signature(cls).parameters
 
-    @abstractmethod
+    _context: TrainingContext | None = None
+
     def bind(self, context: TrainingContext) -> None:
         """Look the model over; raise here if it cannot be measured."""
+        if self._context is not None:
+            raise UsageError("this estimator belongs to another controller already: make one for each")
+        self._prepare(context)
+        self._context = context
+
+    def _prepare(self, context: TrainingContext) -> None:  # noqa: B027 (some need nothing)
+        """Raise if the context lacks something that this estimator needs."""
+
+    @property
+    def context(self) -> TrainingContext:
+        """The parts of the training loop; an error before `bind`."""
+        if self._context is None:
+            raise UsageError("this estimator belongs to no controller yet: bind() comes first")
+        return self._context
 
     def start(self) -> None:  # noqa: B027 (some only look afterwards)
         """Begin a measured epoch."""

@@ -36,9 +36,8 @@ def extrapolation(optimizer: Optimizer) -> float:
 
     A gradient's noise moves the weights, and they move the gradients that follow against it: by c after one step and,
     with momentum m, by (1 + m) c after two; Nesterov's (1 + m) c and (1 + m + m^2) c. So f is 1 / m, or
-    (1 + m) / m^2. It is 0, and L1 alone counts, where that would be above 2.5: momentum below 0.4, Nesterov's below
-    0.87, and NAdam, whose momentum rises over thousands of steps. Without momentum both steps show the same, and
-    nothing can be told. Of parameter groups the largest one's counts.
+    (1 + m) / m^2. It is 0, and L1 alone counts, if that is above 2.5 (momentum below 0.4, Nesterov's below 0.87), and
+    for NAdam, whose momentum rises over thousands of steps. The largest parameter group's momentum counts.
     """
     return _factor(optimizer.param_groups[_largest_group(optimizer)])
 
@@ -75,10 +74,9 @@ def _numbers(values: Sequence[float], *, sizes: tuple[int, int], factor: float) 
 class SuccessiveGradients:
     """The gradients of the last three steps, whole or as sketches, compared with each other.
 
-    A ring of three vectors: whole gradients (or this rank's shards of them) in a copy of the parameters each, or
-    sketches. Squared norms are exact either way. Products of sketches are off at random. Where the gradients differ
-    from step to step, so do these errors, and they are part of the scatter; that of ||G||^2 itself stays as long as
-    the signs do. If ranks hold shards, products of shards add up over ranks; sketches are added up at each step.
+    A ring of three vectors: whole gradients (or this rank's shards of them), or sketches. Squared norms are exact
+    either way. Products of sketches have random errors, which the scatter shows except for that of ||G||^2 itself. If
+    ranks hold shards, products of shards add up over ranks; sketches are added up at each step.
 
     Args:
         parameters: The parameters whose gradients are compared, by name.
@@ -129,7 +127,7 @@ class SuccessiveGradients:
             self._average.relative_variance = self.signs.relative_variance
         else:
             for _ in range(KEPT):
-                vector, views = _flat(self._shards.held)
+                vector, views = _flat(self._shards.of(self._parameters))
                 self.vectors.append(vector)
                 self.views.append(views)
             self._average.relative_variance = 0.0
@@ -165,13 +163,8 @@ class SuccessiveGradients:
         average.num_samples = average.num_samples + num_samples
         if self._shards.is_any_sharded:
             gradients = self._shards.of(gradients)
-        step = StepGradients(
-            gradients,
-            scale=scale,
-            grad_scale=grad_scale,
-            preconditioner=self._preconditioner,
-            offsets=self._shards.offsets,
-        )
+        settings: dict[str, Any] = {"preconditioner": self._preconditioner, "offsets": self._shards.offsets}
+        step = StepGradients(gradients, scale=scale, grad_scale=grad_scale, **settings)
         if not step.gradients:  # nothing divides before an optimizer's first step
             return True
         self.add_gradients(step, num_samples)
@@ -235,7 +228,7 @@ class SuccessiveGradients:
             "sketch": None if self.signs is None else {"size": self.signs.size, "seed": self.signs.seed},
             "entries": {name: p.numel() for name, p in self._parameters.items()},
             "sizes": self._sizes[: len(held)],
-            "sq_norms": self._shards.summed(read(self._sq_norms[: len(held)])),
+            "sq_norms": self._shards.ranks.sum_numbers(read(self._sq_norms[: len(held)])),
             "gradients": [
                 self._shards.save(self.views[place]) if self.signs is None else self.vectors[place].clone()
                 for place in held
@@ -247,9 +240,9 @@ class SuccessiveGradients:
         """Continue with saved gradients, kept as they were, whatever the settings are here."""
         for was, now in itertools.zip_longest(state["entries"].items(), self._parameters.items()):
             if was is None or now is None or was != (now[0], now[1].numel()):
+                here = now and (now[0], now[1].numel())
                 raise CheckpointError(
-                    f"the checkpoint's gradients are another model's: among its parameters and their entries is {was} "
-                    f"there where {now and (now[0], now[1].numel())} is here"
+                    f"the checkpoint's gradients are another model's: {was} is there where {here} is here"
                 )
         saved = state["sketch"] or {"size": 0, "seed": 0}
         self._make_room(saved["size"], saved["seed"])
@@ -260,7 +253,9 @@ class SuccessiveGradients:
                 for name, gradient in self._shards.load(gradients).items():
                     self.views[self._count][name].copy_(gradient)
             self._count += 1
-        self._sizes, self._sq_norms = list(state["sizes"]), [*self._shards.share(state["sq_norms"])]
+        self._sizes = list(state["sizes"])
+        # Saved are the sums over ranks: the first one takes them over.
+        self._sq_norms = [each if self._shards.ranks.is_first else 0.0 for each in state["sq_norms"]]
         self.pause = state["pause"]
 
 
@@ -308,37 +303,30 @@ def require_settings(preconditioned: bool, sketch: bool | None, sketch_size: int
 class Moments(AveragedEstimator):
     """Successive steps' gradients compared: what they have in common is signal, the rest noise. No layer is touched.
 
-    Bias: the weights move between steps, and a gradient's noise with them, against which the next gradients point. With
-    momentum, products of gradients one and two steps apart show by how much, and are extrapolated to none apart
-    (`extrapolation`): what is left is of higher order in the learning rate. On ResNet-18 B came out 0.76 to 1.13 times
-    what `split` said in epochs 5 to 30 of 40, and several times too large in the first; around a minimum 0.7 to 1.5
-    times what it was. Cost: a few passes over the gradients a step, and three sketches of them (`sketch.py`), at most
-    1 % of the parameters' memory together; models below some 6 million parameters are rather copied three times. No
-    further backward pass, and no layer needs a rule. Under BatchNorm it is right for the network as it trains,
-    normalised over its whole batches.
+    Bias: a gradient's noise moves the weights, and the next gradients point against it. With momentum, products of
+    gradients one and two steps apart show by how much, and are extrapolated to none apart (`extrapolation`): what is
+    left is of higher order in the learning rate, and small except in the first epochs. Cost: a few passes over the
+    gradients a step, and three sketches of them (`sketch.py`), at most 1 % of the parameters' memory together; models
+    below some 6 million parameters are copied three times instead. No further backward pass, and no layer needs a
+    rule. Under BatchNorm it is right for the network as it trains, normalised over its whole batches.
 
     Without momentum, or with too little, only gradients one step apart are compared, and the bias stays: a step at
     learning rate lr changes the next gradient by -lr * H g, H the Hessian, so to first order ||G||^2 comes out too
-    small by lr * E[g'Hg]; momentum adds to it. At a high rate successive gradients may even point against each other.
-    The size of that bias cannot be told, only that it makes B too large. So the interval goes down to zero, and no
-    policy lets a batch grow on it: use `split` or `per-sample`. If ||G||^2 comes out below zero, nothing is said of
-    the noise scale at all.
+    small by lr * E[g'Hg]. That makes B too large, nobody knows by how much. So the interval goes down to zero, and no
+    policy lets a batch grow on it: use `split` or `per-sample`. If ||G||^2 comes out below zero, the interval is
+    unbounded.
 
-    It reads gradients as `optimizer.step()` finds them: clipping before the step is measured with them, a GradScaler's
-    scale is undone, and if ranks share a batch they are the whole batch's. Batches without a step are in no estimate.
-
-    Under FSDP2 each rank keeps its own shards, and products are added over ranks when they are read. Sketches of
-    shards are added up at each step that is looked at.
+    It reads gradients as `optimizer.step()` finds them: after clipping, without a GradScaler's scale, and of the whole
+    batch if ranks share it. Batches without a step are in no estimate. Under FSDP2 each rank keeps its own shards.
 
     Args:
         decay: Below 1 for an exponential mean over estimates; 0.95 looks back some twenty.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them, each divided by what its own
             step divides by.
-        every_steps: Makes one estimate in so many steps, or in as few as it takes; the steps in between are not looked
-            at and cost next to nothing.
-        sketch: Whether gradients are kept as sketches, whose error is part of the interval, or whole; None for sketches
-            if one of 2^14 numbers or more fits into 1 % of the parameters' memory.
-        sketch_size: Numbers of a sketch; None for the largest power of two that fits, and at most 2^20.
+        every_steps: Makes one estimate every so many steps, or as few as it takes; the others cost next to nothing.
+        sketch: Whether to keep gradients as sketches, whose error is part of the interval, or whole. None: sketches if
+            one of 2^14 numbers or more fits into 1 % of the parameters' memory.
+        sketch_size: Numbers of a sketch. None: the largest power of two that fits, and at most 2^20.
     """
 
     name = "moments"
@@ -405,8 +393,7 @@ class Moments(AveragedEstimator):
         if not event.samples:
             self._unchanged.later(optimizer)
             return
-        context, size = self._context, event.samples
-        assert context is not None
+        context, size = self.context, event.samples
         if event.batches > event.accumulate:
             size = self._used(event)
             # A loader that fetches ahead has delivered one batch more at the first step; nothing was left out there.
@@ -422,7 +409,7 @@ class Moments(AveragedEstimator):
 
     def _used(self, event: StepEvent) -> int:
         """Count the samples of a step's gradient: a GradScaler or the loop made no step on the batches before."""
-        last = self._bound().loader.rank_shard.num_samples
+        last = self.context.loader.rank_shard.num_samples
         earlier = (event.samples - last) / (event.batches - 1)
         return last + round(earlier * ((event.batches - 1) % event.accumulate))
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from divebatch.errors import ArgumentError, UsageError
+from divebatch.errors import ArgumentError
 from divebatch.estimators.estimator import Estimator, TrainingContext
 from divebatch.measurement import Diversity
 from divebatch.norms import NormMeter, gradient_diversity
@@ -29,20 +29,16 @@ class Oracle(Estimator):
         if not callable(loss_fn):
             raise ArgumentError(f"loss_fn must be a function of outputs and targets, got loss_fn={loss_fn!r}")
         self._loss_fn, self._fallback = loss_fn, fallback
-        self._context: TrainingContext | None = None
 
-    def bind(self, context: TrainingContext) -> None:
+    def _prepare(self, context: TrainingContext) -> None:
         NormMeter(uncompiled(context.model), fallback=self._fallback)  # never attached: its making checks the coverage
-        self._context = context
 
     def window(self) -> Diversity:
         """Measure at the current weights, like `finish`: nothing is attached."""
         return self.finish()
 
     def finish(self) -> Diversity:
-        if self._context is None:
-            raise UsageError("this estimator belongs to no controller yet: bind() comes first")
-        context = self._context
+        context = self.context
         return gradient_diversity(
             context.model,
             self._loss_fn,

@@ -9,8 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CoverageError
 from divebatch.estimators.average import AveragedEstimator, PairAverage, StepEstimate, unbiased
-from divebatch.estimators.estimator import TrainingContext
-from divebatch.norms import DiversityMeter
+from divebatch.estimators.estimator import TrainingContext, meter_of
 from divebatch.norms.compiled import is_compiled
 from divebatch.norms.meter import MODES, PassSums
 from divebatch.norms.registry import cover
@@ -33,12 +32,9 @@ def _numbers(values: Sequence[float]) -> tuple[float, ...]:
 class PerSample(AveragedEstimator):
     """Per-sample norms against the norm of their sum, for each backward pass at its own weights.
 
-    Bias: none; the mean over the epoch is of the weights the epoch passed through. Cost: `trajectory`'s, that is the
-    norms within the normal backward passes and one copy of the trainable parameters. It has the least scatter of all
-    that look at single steps, since a batch of b counts as b chunks.
-
-    Not for BatchNorm in training mode: samples then have no gradients of their own, their contributions cancel within
-    the batch, and ||G||^2 comes out too small, often below zero. That gets an error; use `split` or `moments`.
+    Bias: none. Cost: norms within the normal backward passes, and one copy of the trainable parameters. It has the
+    least scatter of all that look at single steps, since a batch of b counts as b chunks. BatchNorm in training mode is
+    an error, as samples then have no gradients of their own: use `split` or `moments`.
 
     Args:
         decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
@@ -51,8 +47,8 @@ class PerSample(AveragedEstimator):
 
     name = "per-sample"
     nothing_seen = (
-        "the epoch has ended, but no backward pass of two or more samples was seen in it. Where each pass has one "
-        "sample, or is inside compiled code, pass another estimator to the controller, such as 'moments'"
+        "the epoch has ended, but no backward pass of two or more samples was seen in it. If each pass has one sample, "
+        "or is inside compiled code, pass another estimator, such as 'moments'"
     )
 
     def __init__(
@@ -72,24 +68,11 @@ class PerSample(AveragedEstimator):
             )
         require_choice("mode", mode, MODES)
         super().__init__(decay=decay)
-        self._settings: dict[str, Any] = {
-            "mode": mode,
-            "compiled": compiled,
-            "fallback": fallback,
-            "grad_scaler": grad_scaler,
-        }
+        self._settings = {"mode": mode, "compiled": compiled, "fallback": fallback, "grad_scaler": grad_scaler}
 
     def _prepare(self, context: TrainingContext) -> None:
         self.min_batch_size = context.loader.ranks.size + 1  # one rank must have two samples, which it compares
-        self._meter = DiversityMeter(
-            context.model,
-            rank_shard=lambda: context.loader.rank_shard,
-            delivered=lambda: context.loader.local_samples_delivered,
-            on_pass=self._take,
-            loss_reduction=context.loss_reduction,
-            skip_nonfinite=True,
-            **self._settings,
-        )
+        self._meter = meter_of(context, on_pass=self._take, **self._settings)
         self._batch_norms = {name: m for name, m in context.model.named_modules() if isinstance(m, _BatchNorm)}
 
     def _attach(self, context: TrainingContext, average: PairAverage) -> None:
@@ -99,20 +82,17 @@ class PerSample(AveragedEstimator):
         self._meter.detach()
 
     def _take(self, seen: PassSums) -> None:
-        self._require_own_gradients()
+        for name, module in self._batch_norms.items():
+            if module.training:
+                raise CoverageError(
+                    f"'{name}' ({type(module).__name__}) is in training mode: samples have no gradients of their own. "
+                    f"Use estimator='split' or 'moments'"
+                )
         average = self._at_work()
         average.num_samples = average.num_samples + seen.num_samples
         is_finite = 1.0 if seen.is_finite is None else seen.is_finite
         parts = (seen.sum_of_sq_norms, seen.sq_norm_of_sum, seen.num_samples, is_finite)
         average.add_step(StepEstimate(parts, _numbers))
-
-    def _require_own_gradients(self) -> None:
-        for name, module in self._batch_norms.items():
-            if module.training:
-                raise CoverageError(
-                    f"'{name}' ({type(module).__name__}) is in training mode: samples have no gradients of their own, "
-                    f"and an estimate from their norms would be wrong. Use estimator='split' or 'moments'"
-                )
 
 
 def suits_per_sample(context: TrainingContext, batch_size: int) -> bool:

@@ -41,11 +41,9 @@ class SecondMoment:
 class Preconditioner:
     """The divisor of an optimizer's gradients: sqrt(v) + eps, v its second moment, corrected as it does.
 
-    `divided` takes the v that the step about to come will have, with the gradient's own square in it. Without that, a
-    coordinate that was hardly ever seen (the embedding of a rare token) would be divided by next to nothing, and a few
-    of them would be all of the noise, while Adam's own step never exceeds 1 / sqrt(1 - beta2) there.
-
-    `scales` takes the v before the step: for chunks of a batch, which must all be divided by the same.
+    `divided` takes the v that the step about to come will have, with the gradient's own square in it. Otherwise a few
+    coordinates that were hardly ever seen (embeddings of rare tokens) would be divided by next to nothing and be all of
+    the noise. `scales` takes the v before the step: for chunks of a batch, which must all be divided by the same.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -70,7 +70,7 @@ class _Chunked(AveragedEstimator):
 
     def _receive(self, name: str, gradient: Tensor) -> None:
         if self._is_looking() and not is_recorded(gradient):
-            current_pass().notes(self)[name] = gradient.detach()
+            current_pass().notes.setdefault(self, {})[name] = gradient.detach()
 
     def _accumulated(self, parameter: Tensor) -> None:
         if self._is_looking() and not is_recorded(parameter):
@@ -79,7 +79,7 @@ class _Chunked(AveragedEstimator):
     def _end_of_pass(self, over: BackwardPass) -> None:
         if self._handles:
             weight = LossWeight(1.0) if over.weight is None else over.weight
-            self._take(over.notes(self), weight, applied=float(weight))
+            self._take(over.notes.get(self, {}), weight, applied=float(weight))
 
     @property
     def replay_token(self) -> object:
@@ -95,7 +95,7 @@ class _Chunked(AveragedEstimator):
         return True
 
     def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
-        shard = self._bound().loader.rank_shard
+        shard = self.context.loader.rank_shard
         rank_weight = shard.weight_for("mean")
         if not rank_weight or not weight:  # of a dummy
             return
@@ -119,7 +119,7 @@ class _Chunked(AveragedEstimator):
 
     def _require_whole_batches(self, num_chunks: int) -> None:
         # Half a batch's chunks are of one rank alone, and a state must be that of all ranks.
-        if num_chunks and not self._bound().loader.ranks.is_alone:
+        if num_chunks and not self.context.loader.ranks.is_alone:
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
 
 
@@ -224,18 +224,17 @@ class Split(_Chunked):
     It sees the backward passes between two optimizer steps, so gradient accumulation is all it needs: over several
     batches of the loader, or over parts of one from `divebatch.micro_batches`. The loss must be a mean over samples.
 
-    Bias: none, with chunks of any sizes. Under BatchNorm it is right too, for the network as it trains: normalised
-    over one chunk at a time. Cost: one copy of the trainable parameters (the trainer's replays take one more, or
-    two); more backward passes only if batches would not have been cut anyway. Two chunks scatter more than
-    `per-sample`; the interval says how much. Works with every model, since no layer needs a rule. A GradScaler that
-    skips a step leaves out its batch and the next, whose passes are compared with it.
+    Bias: none, with chunks of any sizes. Under BatchNorm it is right for the network as it trains, normalised over one
+    chunk at a time. Cost: one copy of the trainable parameters, and more backward passes if batches would not have been
+    cut anyway. No layer needs a rule. A GradScaler that skips a step leaves out its batch and the next, whose passes
+    are compared with it.
 
     Args:
         decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them, each coordinate over the root
-            of its running second moment. Exact: all chunks of a batch are divided by the same.
-        every_steps: Looks at one batch in so many, the first of them. The others may go through as a whole, and cost
-            little; `control.plan().min_micro_batches` says for each batch whether it is to be cut.
+            of its running second moment.
+        every_steps: Looks at one batch in so many, the first of them. The others may go through as a whole;
+            `control.plan().min_micro_batches` says for each batch whether it must be cut.
         grad_scaler: The `torch.amp.GradScaler` that multiplies the losses; None if there is none.
     """
 
@@ -318,8 +317,8 @@ class AcrossRanks(_Chunked):
     """Ranks and micro-batches compared as chunks of one batch at the same weights: what they agree on is signal.
 
     Each rank squares its own gradient before DDP averages it, and the first one the average that the optimizer gets.
-    Those few numbers a step are kept and added over ranks once an epoch, or every 512 steps. The loss must be a mean
-    over samples. One process alone has only its micro-batches for chunks, as in `split`.
+    Those few numbers are added over ranks once an epoch, or every 512 steps. The loss must be a mean over samples. One
+    process alone has only its micro-batches for chunks, as in `split`.
 
     Bias: none, with chunks of any sizes. Cost: two norms a step and no copy of the parameters. k chunks scatter as a
     batch of k samples would. Gradients must reach the optimizer as the backward passes made them: under clipping use

@@ -3,8 +3,8 @@
 Each covered layer's output passes through an identity whose backward hands the layer's squared norms to an
 accumulator, as if they were its gradient; autograd adds the layers up inside the compiled graph.
 
-While switched on, each covered layer is of a subclass of its own kind. The compiler checks the types of modules but not
-their hooks, so this, unlike a hook, cannot be overlooked by code that was compiled before.
+While switched on, each covered layer is of a subclass of its own kind: the compiler checks the types of modules but not
+their hooks, so code that was compiled before cannot overlook it.
 """
 
 import warnings
@@ -56,8 +56,7 @@ class CompiledEngine:
     """Reports every backward pass to `on_end` while it is switched on.
 
     The first one runs without compiled code and shows what compiled code would not: gradients that no rule sees,
-    samples that differ, layers called twice. Until it has gone well, torch runs all compiled functions of the process
-    as they were written: nothing narrower exists that compiles nothing twice.
+    samples that differ, layers called twice. Until it has gone well, no function of the process runs compiled.
     """
 
     looks_first = True
@@ -135,7 +134,7 @@ class CompiledEngine:
         self.accumulator.grad = None
         self._most_calls = None
         for each in passes_seen_by(self):
-            each.drop(self)
+            each.notes.pop(self, None)
         if self._first is not None:
             self._first.forget()
         if self.mode == "sketch":  # in place, where recorded passes read them
@@ -143,10 +142,10 @@ class CompiledEngine:
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
         """Keep a parameter's gradient until the pass has ended."""
-        if self._first is not None and (not self.counts or current_pass().found(self._first) is not None):
+        if self._first is not None and (not self.counts or self._first in current_pass().notes):
             self._first.take_gradient(name, gradient)
         elif not self._paused:
-            current_pass().notes(self, dict)[name] = gradient.detach()
+            current_pass().notes.setdefault(self, {})[name] = gradient.detach()
 
     def _finish_first(self, done: MeasuredPass) -> None:
         """Count the first pass as a compiled one, whose numbers are on the device."""
@@ -154,8 +153,7 @@ class CompiledEngine:
         twice = [layer.name for layer in done.layers if done.layers.count(layer) > 1]
         if twice:
             raise CoverageError(
-                f"layer '{twice[0]}' was called several times in one forward pass: a compiled meter cannot "
-                f"add its gradients up before it squares them",
+                f"layer '{twice[0]}' was called several times in one forward pass: a compiled meter cannot add up",
                 "measure without compiled=True",
             )
         if self._first.is_checked:  # a pass that is not finite says nothing
@@ -178,14 +176,14 @@ class CompiledEngine:
     def _finish(self, gradient: Tensor, over: BackwardPass) -> None:
         self.accumulator.grad = None
         if self.mode == "sketch":
-            # Other signs next time, also where this pass is recorded and replayed. By `data`, as other passes may wait
-            # for their backward part: whether they find these seeds or the next ones does not matter.
+            # Other signs next time, also if this pass is recorded and replayed. By `data`, as other passes may wait
+            # for their backward part, with these seeds or the next ones.
             self.seeds.data.add_(1)
         sq_norms, variance, samples, layers = gradient.unbind()
         self._note_calls(layers)
         variances = variance if self.mode == "sketch" else None
         done = MeasuredPass(self.mode, sq_norms, variances, samples / layers, over.weight, list(self._layers))
-        done.gradients = over.notes(self, dict)
+        done.gradients = over.notes.get(self, {})
         self._on_end(done)
 
     def _note_calls(self, layers: Tensor) -> None:
@@ -271,18 +269,14 @@ def tapped(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _require_simple(layers: Sequence[CoveredLayer]) -> None:
     for layer in layers:
-        if original_type(layer.module) is nn.SyncBatchNorm:
-            raise CoverageError(
-                f"a compiled meter cannot see the statistics of all ranks in SyncBatchNorm {layer.place}"
-            )
-        if any(map(is_sharded, layer.parameters)):
-            raise CoverageError(
-                f"parameters sharded by FSDP2, like those of {layer.place}, cannot be measured with: compiled"
-            )
-        if layer.entry.by_rows:
-            raise CoverageError(f"a compiled meter cannot measure parameters that samples share, as in {layer.place}")
-        if layer.entry.all_inputs:
-            raise CoverageError(f"a compiled meter cannot see all inputs of: {layer.place}")
+        for holds, told in (
+            (original_type(layer.module) is nn.SyncBatchNorm, "see the statistics of all ranks in"),
+            (any(map(is_sharded, layer.parameters)), "measure parameters sharded by FSDP2, as in"),
+            (layer.entry.by_rows, "measure parameters that samples share, as in"),
+            (layer.entry.all_inputs, "see all inputs of"),
+        ):
+            if holds:
+                raise CoverageError(f"a compiled meter cannot {told} {layer.place}")
     for tied in tied_layers(layers):
         if len(tied.layers) > 1:
             names = ", ".join(layer.name for layer in tied.layers)
@@ -312,8 +306,7 @@ class _Tap(torch.autograd.Function):
 def message(sq_norms: Tensor, variances: Tensor | None, num_samples: int) -> Tensor:
     """Return a layer's addition to the accumulator: the sums of squared norms and of their variances, samples, and 1.
 
-    `sq_norms` and `variances` may be cut into entries by samples or otherwise. One sum makes all four numbers, and its
-    terms are nowhere in memory: a compiler needs one kernel a layer. Nothing comes from the host.
+    One sum makes all four numbers, so that a compiler needs one kernel a layer. Nothing comes from the host.
     """
     row = torch.arange(4, device=sq_norms.device).view(4, 1)
     is_first = torch.arange(len(sq_norms), device=sq_norms.device) == 0
@@ -322,17 +315,15 @@ def message(sq_norms: Tensor, variances: Tensor | None, num_samples: int) -> Ten
     return (entries if variances is None else torch.where(row == 1, variances.double(), entries)).sum(1)
 
 
-# Normalisation layers count their samples' contributions on the way. The gradients of weight and bias are sums of
-# dy * x_hat and of dy over samples and positions: formed sample by sample first, which is what is counted, and then
-# added up. So the activations are read as often as without counting.
+# Normalisation layers count their samples' contributions on the way: the gradients of weight and bias are formed sample
+# by sample first, and then added up. So the activations are read as often as without counting.
 
 OwnTap = Callable[[Any, Tensor, torch.dtype, Tensor], Tensor]
-"""From layer, input, the output's type and accumulator to the output; its backward pass adds a `message` to the
-gradient of the accumulator."""
+"""From layer, input, the output's type and accumulator to the output."""
 
 
 def own_tap(layer: nn.Module) -> OwnTap | None:
-    """Return the function that runs a layer so that it counts by itself; None where a tap on its output must do."""
+    """Return the function that runs a layer so that it counts by itself; None if a tap on its output must do."""
     if isinstance(layer, nn.LayerNorm):
         return layer_norm
     is_batch_norm = isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)

@@ -1,8 +1,7 @@
 """The check that norms miss no gradient: what the rules see must add up to what each parameter receives.
 
-A rule states the gradients of the samples, and their sum over samples is the gradient of the batch. Whatever reaches a
-weight past its layer (a function on the weight, a penalty, a second derivative) is in the gradient that the parameter
-receives and not in the sum.
+Whatever reaches a weight past its layer (a function on the weight, a penalty, a second derivative) is in the gradient
+that the parameter receives and not in the sum over samples that its rule states.
 """
 
 import math
@@ -52,7 +51,7 @@ class Evidence:
 
 
 class CoverageCheck:
-    """Compares both sides in one backward pass; in the next too if a pass says nothing, since it is not finite.
+    """Compares both sides in one backward pass; in the next if a pass is not finite and so says nothing.
 
     Args:
         layers: all that have a rule.
@@ -147,8 +146,8 @@ def not_called(names: Sequence[str]) -> CoverageError:
     """Return the error for parameters whose layers no pass came by."""
     return CoverageError(
         f"parameters {sorted(names)} received gradients although their layer was not called",
-        f"call the layer itself, layer(x), and neither layer.forward(x) nor a function on its weight. If the model is "
-        f"under torch.compile, {COMPILED_WAY_OUT}",
+        f"call layer(x), and neither layer.forward(x) nor a function on its weight. Under torch.compile, "
+        f"{COMPILED_WAY_OUT}",
     )
 
 
@@ -157,10 +156,9 @@ def _does_not_add_up(shares: dict[str, float]) -> CoverageError:
     others = f" (and that of {len(shares) - 1} more)" if len(shares) > 1 else ""
     return CoverageError(
         f"the gradients of the samples do not add up to the gradient that parameter '{worst}'{others} received: they "
-        f"differ by {shares[worst]:.2g} of the batch's gradient, and norms of them would be wrong. Likely causes: the "
-        f"weight is used by a function, F.linear(x, layer.weight), beside its layer; the loss has a penalty on weights "
-        f"or on gradients; layer.forward(x) is called beside layer(x); a hook changes the parameter's gradient; a "
-        f"layer under fallback='vmap' mixes samples, or they share an argument with as many rows as there are samples",
+        f"differ by {shares[worst]:.2g} of the batch's gradient. Likely causes: the weight is used by a function, "
+        f"F.linear(x, layer.weight); the loss has a penalty on weights or on gradients; layer.forward(x) is called; a "
+        f"hook changes the gradient; under fallback='vmap' samples are mixed, or share an argument with a row for each",
         "call the layer itself, tie weights by head.weight = embedding.weight, and let the optimizer decay weights",
     )
 

@@ -55,8 +55,7 @@ def tied_layers(layers: Sequence[CoveredLayer]) -> list[TiedLayers]:
 class LayerCall:
     """One forward call of a layer, with its inputs.
 
-    They are held until the backward pass comes by, and only weakly afterwards: holding on would keep activations that
-    autograd frees. In a retained graph autograd holds them itself, for another pass.
+    They are held until the backward pass comes by, and only weakly afterwards, so that autograd can free activations.
     """
 
     __slots__ = ("__weakref__", "_inputs", "_is_held", "_was_training", "error", "frozen", "watch")
@@ -104,17 +103,13 @@ class LayerCall:
                 raise UsageError(f"a {type(module).__name__} changed its mode between forward and backward pass")
             inputs = self._inputs if self._is_held else _mapped(_alive, self._inputs)
             self._let_go()
-            inputs = inputs.detach() if isinstance(inputs, Tensor) else _mapped(Tensor.detach, inputs)
-            return layer.gradients(inputs, dy, self.frozen)
+            return layer.gradients(_mapped(Tensor.detach, inputs), dy, self.frozen)
         except CoverageError as error:
             raise CoverageError(f"layer {layer.place}: {error.what}", error.way) from error
 
     def _let_go(self) -> None:
-        if self._is_held:
-            # Keeping the inputs cost a quarter of the peak memory of a ResNet-18 step.
-            inputs = self._inputs
-            self._inputs = weakref.ref(inputs) if isinstance(inputs, Tensor) else _mapped(weakref.ref, inputs)
-            self._is_held = False
+        if self._is_held:  # keeping the inputs cost a quarter of the peak memory of a ResNet-18 step
+            self._inputs, self._is_held = _mapped(weakref.ref, self._inputs), False
 
 
 _MODE_MATTERS = (_NormBase, nn.MultiheadAttention, nn.RNNBase)
@@ -167,10 +162,7 @@ class MeasuredPass:
     _counted: set[TiedLayers] = field(default_factory=set)
 
     def add(self, call: LayerCall, dy: Tensor) -> list[tuple[nn.Parameter, Form]]:
-        """Take in a call that was reached; its tied layers are counted as soon as no other call of them can follow.
-
-        Returns the gradients that the call brings, one a parameter: none if all were frozen.
-        """
+        """Take in a call and return its gradients; count its tied layers once no other call of them can follow."""
         tied, layer = call.watch.tied, call.watch.layer
         gradients = call.gradients(dy)
         runs_again = call not in tied.open_calls  # in a retained graph, where siblings may run again too
@@ -180,9 +172,9 @@ class MeasuredPass:
         num_samples = gradients[0][1].num_samples
         if self.num_samples not in (0, num_samples):
             raise UsageError(
-                f"layer '{layer.name}' saw {num_samples} samples and a later one {self.num_samples} in the same "
-                f"backward pass: keep the batch dimension first and unmerged, e.g. (batch, time, features), and expand "
-                f"what is shared by all samples, e.g. positions.expand(batch, -1)"
+                f"layer '{layer.name}' saw {num_samples} samples and a later one {self.num_samples} in one backward "
+                f"pass: keep the batch dimension first and unmerged, (batch, time, features), and expand what all "
+                f"samples share, positions.expand(batch, -1)"
             )
         self.num_samples = self.size = num_samples
         if tied in self._counted:
@@ -233,10 +225,9 @@ class MeasuredPass:
 
 
 def _uncountable(layer: CoveredLayer) -> CoverageError:
-    """A checkpoint that runs a pass within the pass shows its calls only then: too late for what was squared."""
+    """Refuse calls that a checkpoint shows by a pass within the pass: too late for what was squared."""
     return CoverageError(
-        f"layer '{layer.name}' is used in several checkpoints, or in one and outside of it: with "
-        f"use_reentrant=True its gradients cannot be added before they are squared",
+        f"layer '{layer.name}' is used in several checkpoints, or in one and outside: its gradients cannot be added up",
         "pass use_reentrant=False to torch.utils.checkpoint",
     )
 
@@ -360,14 +351,11 @@ class EagerEngine:
         """Whether a pass has shown that no gradient is missed."""
         return not self.coverage.is_on
 
-    def require_countable(self) -> None:
-        """Do nothing: an eager engine raises its errors in the pass itself."""
-
     def forget(self) -> None:
         """Drop passes that are under way."""
         self.num_open, self._latest = 0, (-1, None)
         for each in passes_seen_by(self):
-            each.drop(self)
+            each.notes.pop(self, None)
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
         """Keep a parameter's gradient until the pass has ended."""
@@ -401,26 +389,25 @@ class EagerEngine:
     def record(self) -> MeasuredPass:
         """Return the record of the pass that runs now."""
         running = current_pass()
-        record: MeasuredPass | None = running.found(self)
+        record: MeasuredPass | None = running.notes.get(self)
         if record is None:
             if self.on_start is not None and not passes_seen_by(self):
                 self.on_start()
             self.num_open += 1
             running.at_end(self._finish)
-            record = running.notes(self, partial(MeasuredPass, self._mode))
-            assert record is not None
+            record = running.notes[self] = MeasuredPass(self._mode)
         self._latest = running.number, weakref.ref(record)
         return record
 
     def _finish(self, over: BackwardPass) -> None:
-        done: MeasuredPass | None = over.found(self)
+        done: MeasuredPass | None = over.notes.get(self)
         if done is None:
             return
         self.num_open -= 1
         done.end()
         done.weight = over.weight if done.weight is None else done.weight
         if around := passes_seen_by(self):  # a reentrant checkpoint's pass is counted as a part of the one around it
-            around[-1].notes(self).take_over(done)
+            around[-1].notes[self].take_over(done)
             return
         done.add_up()
         if self.coverage.is_on:
@@ -430,16 +417,15 @@ class EagerEngine:
 
 
 def _hook_view(tensor: Tensor, arguments: Any, arrive: Callable[[Tensor | None], None]) -> None:
-    """Call `arrive` with the gradient of a layer's output, a view, as it is now.
+    """Call `arrive` with the gradient of a layer's output, a view.
 
-    If it is a view of all of another tensor, an in-place operation on it bypasses its own gradient, and only the
-    other's comes by.
+    If it shows all of its base, an in-place operation on it bypasses its own gradient, and only the base's comes by.
     """
     base = tensor._base
     assert base is not None
-    # All of the one is in the other, so that gradients of both have the same entries.
     stands_for = base.grad_fn is not None and base.numel() == tensor.numel() and base.is_contiguous()
-    if not stands_for or any(_is_of(base, each) for each in tree_leaves(arguments)):
+    given = (each for each in tree_leaves(arguments) if isinstance(each, Tensor))
+    if not stands_for or any(each is base or each._base is base for each in given):  # which others may use too
         tensor.register_hook(arrive)
         return
     shape, strides, is_plain = tensor.shape, tensor.stride(), tensor.is_contiguous()
@@ -450,8 +436,3 @@ def _hook_view(tensor: Tensor, arguments: Any, arrive: Callable[[Tensor | None],
         arrive(gradient)
 
     base.register_hook(arrive_as_output)
-
-
-def _is_of(base: Tensor, argument: Any) -> bool:
-    """Tell whether an argument of the layer is this tensor or a view of it, which others may use too."""
-    return isinstance(argument, Tensor) and (argument is base or argument._base is base)

@@ -31,6 +31,8 @@ class Form:
     """One parameter's gradients, one a sample."""
 
     __slots__ = ()
+    left: Tensor
+    """(B, ...): the first factor of each gradient, if the form has one."""
 
     def sq_norms(self) -> Tensor:
         """Return each sample's squared norm, (B,)."""
@@ -54,7 +56,7 @@ class Form:
     @property
     def num_samples(self) -> int:
         """B."""
-        raise NotImplementedError
+        return self.left.shape[0]
 
 
 class Explicit(Form):
@@ -122,10 +124,6 @@ class Outer(Form):
         left, right = same_dtype(self.left, self.right)
         return left.flatten(0, -2).mT @ right.flatten(0, -2)
 
-    @property
-    def num_samples(self) -> int:
-        return self.left.shape[0]
-
 
 @dataclass(slots=True)
 class RowSums(Form):
@@ -141,10 +139,6 @@ class RowSums(Form):
 
     def summed(self) -> Tensor:
         return self.left.flatten(0, -2).sum(0, dtype=sum_dtype(self.left.dtype))
-
-    @property
-    def num_samples(self) -> int:
-        return self.left.shape[0]
 
 
 @dataclass(slots=True)

@@ -1,8 +1,7 @@
 """The factor between the gradients of one backward pass and those of its samples' own losses.
 
-The loss of a pass is a mean or a sum over its samples, times the weight of a micro-batch, times the weight of this
-rank's shard, times a GradScaler's scale. `LossScale` knows the reduction, the shard and the scaler. The weight of a
-micro-batch comes with the loss itself: `LossWeight`.
+The loss of a pass is a mean or a sum over its samples, times the weights of a micro-batch and of this rank's shard,
+times a GradScaler's scale. The weight of a micro-batch comes with the loss itself: `LossWeight`.
 """
 
 from collections.abc import Callable
@@ -25,8 +24,8 @@ PRODUCTS = ("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__im
 class LossWeight(float):
     """The factor for the loss of one micro-batch. A product of a loss with it tells meters when it is differentiated.
 
-    It is a number like any other, except that a tensor multiplied by it has a hook, which runs first in its backward
-    pass and notes the weight for that pass. So it does not matter when and in what order micro-batches are drawn.
+    A tensor multiplied by it has a hook, which runs first in its backward pass and notes the weight for that pass. So
+    micro-batches may be drawn in any order.
 
     >>> import torch
     >>> weight, loss = LossWeight(0.25), torch.ones((), requires_grad=True)
@@ -104,15 +103,16 @@ class LossScale:
         """Return the scale of a pass over `num_samples` samples whose loss was multiplied by `weight`."""
         of_loss = 1.0 if weight is None else float(weight)
         of_rank = 1.0 if self.rank_shard is None else self.rank_shard().weight_for(self.reduction)
-        # A rank's stand-in, or a part of weight zero: it is in no sum, and nothing may be divided by its weight.
+        # A rank's stand-in, or a part of weight zero, is in no sum.
         if not of_rank or not of_loss:
             return PassScale(0.0, 0)
         # A mean over b samples gives each sample's gradient 1/b of its own length.
         factor: float | Tensor = num_samples if self.reduction == "mean" else 1
         if (known := of_loss * of_rank) != 1.0:  # on a GPU each operation on a number is a launch
             factor = factor / known
-        if self.grad_scaler is not None:
-            factor = factor / _scale_of(self.grad_scaler)
+        if self.grad_scaler is not None:  # a tensor of its own needs no synchronisation
+            scale = getattr(self.grad_scaler, "_scale", None)
+            factor = factor / (scale if isinstance(scale, Tensor) else float(self.grad_scaler.get_scale()))
         return PassScale(factor, num_samples)
 
     def of_mean_over_ranks(self) -> float:
@@ -120,9 +120,3 @@ class LossScale:
         assert self.rank_shard is not None
         shard = self.rank_shard()
         return shard.num_samples if self.reduction == "mean" else shard.num_ranks
-
-
-def _scale_of(grad_scaler: Any) -> float | Tensor:
-    """Return the scaler's present factor; its tensor where it has one, which needs no synchronisation."""
-    scale = getattr(grad_scaler, "_scale", None)
-    return scale if isinstance(scale, Tensor) else float(grad_scaler.get_scale())

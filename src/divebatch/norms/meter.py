@@ -30,7 +30,7 @@ from divebatch.ranks import Ranks, RankShard, inside_ddp
 
 MODES = ("exact", "sketch")
 
-# Of the process, since a function that is given a model alone, as `gradient_diversity` is, must pause the meters on it.
+# Of the process, since `gradient_diversity` is given a model alone and must pause the meters on it.
 _attached: "weakref.WeakSet[NormMeter]" = weakref.WeakSet()
 
 
@@ -45,18 +45,17 @@ class NormMeter:
 
     Args:
         model: every trainable parameter of it must belong to a layer with a rule; the error names those that do not.
-        mode: "exact", or "sketch", which replaces the exact norms of matrix-like weights by unbiased estimates from
-            random signs, at far less cost. `standard_error()` says how far off they are.
+        mode: "exact", or "sketch" for unbiased estimates of matrix-like weights' norms from random signs, at far less
+            cost. `standard_error()` says how far off they are.
         fallback: "vmap" measures layers without a rule by running them again, sample by sample; None refuses them.
         loss_reduction: how the loss of each backward pass is reduced over its own b samples. Norms of a "mean" are
-            multiplied by b^2, those of a "sum" are taken as they are. A wrong value here is off by b^2 and shows
-            nowhere. A mean over tokens gives each sequence the weight it has in your loss, times b.
-        compiled: for models under `torch.compile`. Make the meter first and compile (or first run) afterwards: it
-            breaks no graph, and has no per-sample values.
-        grad_scaler: the GradScaler that scales the losses, whose scale is divided out. Passes that overflowed count
-            for nothing.
-        rank_shard: gives this rank's samples of the batch under way, where ranks train together and hold unequally
-            many (`lambda: loader.rank_shard`); None for one process.
+            multiplied by b^2; nothing shows a wrong value. A mean over tokens gives each sequence its weight in your
+            loss, times b.
+        compiled: for models under `torch.compile`. Make the meter before the model first runs: it breaks no graph, and
+            has no per-sample values.
+        grad_scaler: the GradScaler that scales the losses. Passes that overflowed count for nothing.
+        rank_shard: gives this rank's samples of the batch under way, if ranks hold unequally many
+            (`lambda: loader.rank_shard`); None for one process.
 
     >>> model = nn.Linear(3, 1)
     >>> with NormMeter(model) as meter:
@@ -98,14 +97,14 @@ class NormMeter:
 
     def sum_of_sq_norms(self) -> float:
         """Return the sum since the last `reset()`, over all samples of all passes; synchronises with the device."""
-        self._engine.require_countable()
+        if isinstance(self._engine, CompiledEngine):
+            self._engine.require_countable()
         return float(self._total)
 
     def standard_error(self) -> float:
-        """Return the standard error of `sum_of_sq_norms()`: 0 where everything was measured exactly.
+        """Return the standard error of `sum_of_sq_norms()`: 0 if everything was measured exactly.
 
-        It comes from the same signs as the sum, so it is for sums over some 32 samples or more. Over 8 of them 1.96
-        standard errors held the exact sum in 90 % of the draws, over 2 in 78 % (`benchmarks/coverage.py`).
+        It comes from the same signs as the sum, so it is for sums over some 32 samples or more.
         """
         return math.sqrt(float(self._variance))
 
@@ -128,7 +127,6 @@ class NormMeter:
         self._total: Tensor | float = 0.0
         """Sum of squared norms, in float64, where it was computed."""
         self._variance: Tensor | float = 0.0
-        """Variance of that, from the sketches."""
         self._num_samples: Tensor | int = 0
         self._skipped_samples: Tensor | int = 0
         self._last: tuple[Tensor, float | Tensor] | None = None
@@ -202,10 +200,8 @@ class NormMeter:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise CoverageError(
-                    f"parameter '{name}' was frozen when measuring began and is trained now, so that its gradients "
-                    f"would be missing",
-                    "set it free before the epoch begins (a loop that freezes and frees it by turns must begin with "
-                    "it free)",
+                    f"parameter '{name}' was frozen when measuring began and is trained now: its gradients are missing",
+                    "set it free before the epoch begins, also in a loop that freezes and frees it by turns",
                 )
 
 
@@ -238,12 +234,11 @@ class PassSums:
 class DiversityMeter:
     """Sums ||g_i||^2 and g_i over backward passes; attach, run any loop, read `diversity()`.
 
-    The gradient sum takes each backward pass's own gradient through parameter hooks, so gradient accumulation,
-    clipping and `zero_grad` do not matter. It costs one copy of the trainable parameters, and holds on to a backward
-    pass's gradients until it ends: one that dies half-way must be in neither sum.
+    Parameter hooks give each backward pass's own gradient, so gradient accumulation, clipping and `zero_grad` do not
+    matter. The sum costs one copy of the trainable parameters. A pass that dies half-way is in neither sum.
 
-    Where `ranks` train together, reading is a collective: gradient vectors are added over ranks and then squared.
-    Shards of FSDP2 stay shards: each rank sums and squares its own pieces.
+    If `ranks` train together, reading is a collective: gradient vectors are added over ranks and then squared. Shards
+    of FSDP2 stay shards: each rank sums and squares its own pieces.
 
     Args:
         model: its trainable parameters must all be covered by norm rules, as `NormMeter` requires.
@@ -252,8 +247,8 @@ class DiversityMeter:
         delivered: gives how many samples the loader has delivered to this rank so far; None where there is no loader.
             With both, each pass must go through the samples of its batch, or of its micro-batch, once.
         on_pass: receives both sums of each backward pass by itself. The gradient sum then starts anew in each pass.
-        skip_nonfinite: whether a pass whose gradients are not all finite is left out of both sums and counted apart.
-            Under a GradScaler it always is. Not for what FSDP2 has sharded.
+        skip_nonfinite: whether to leave out passes whose gradients are not all finite, and count them apart. Under a
+            GradScaler they always are. Not for what FSDP2 has sharded.
         settings: `NormMeter`'s: mode, fallback, loss_reduction, compiled, grad_scaler.
     """
 
@@ -275,10 +270,8 @@ class DiversityMeter:
         self._token = object()
         self._sums: dict[str, Tensor] = {}
         self._unit: Tensor | None = None
-        """The factor that the sums are to be multiplied by when they are read; None where it has always been 1."""
+        """The factor that the sums are to be multiplied by when they are read; None if it has always been 1."""
         self._shards: ShardSums | None = None
-        self._reached: set[int] = set()
-        """Layers with shards that were reached."""
         self._cover()
 
     def _cover(self) -> None:
@@ -316,7 +309,7 @@ class DiversityMeter:
         return self.norms._is_attached
 
     def reset(self) -> None:
-        """Go back to zero without touching the hooks."""
+        """Start from zero without touching the hooks."""
         self.norms.reset()
         self._token = object()
         plain = {name: p for name, p in self._parameters.items() if not is_sharded(p)}
@@ -329,7 +322,9 @@ class DiversityMeter:
         self._drop_shards()
         if self._is_sharded:
             assert isinstance(self.norms._engine, EagerEngine)
-            self._shards, self._reached = ShardSums(self._parameters, self.norms._loss_scale.of_mean_over_ranks), set()
+            self._shards = ShardSums(self._parameters, self.norms._loss_scale.of_mean_over_ranks)
+            self._reached: set[int] = set()
+            """Layers with shards that were reached."""
             self.norms._engine.on_start = self._shards.begin
 
     def _drop_shards(self) -> None:
@@ -350,7 +345,7 @@ class DiversityMeter:
         if not self.is_attached:
             raise UsageError("this DiversityMeter is not attached: read diversity() before detaching")
         if self._shards is not None:  # their gradients may come after the pass
-            self._require_reached(self._shards.received, self._reached)
+            self._require_reached(self._shards.received)
         self._require_delivered(self.norms.num_samples + self.norms.skipped_samples - self._loaded)
         self._multiply_out()
         whole = self._ranks.sq_norm_of_sum(list(self._sums.values()))
@@ -384,18 +379,14 @@ class DiversityMeter:
             return
         for name, total in self._sums.items():
             total.copy_(state["gradient_sums"][name])
-        norms, skipped = self.norms, state["skipped_samples"]
-        norms._total, norms._num_samples, norms._skipped_samples = (
-            state["sum_of_sq_norms"],
-            state["num_samples"],
-            skipped,
-        )
-        self._loaded = state["num_samples"] + skipped
+        norms = self.norms
+        norms._total, norms._num_samples = state["sum_of_sq_norms"], state["num_samples"]
+        norms._skipped_samples = state["skipped_samples"]
+        self._loaded = state["num_samples"] + state["skipped_samples"]
 
     def _numbers(self) -> list[float]:
         """Return this rank's sum of squared norms, samples in it, and samples left out."""
-        norms = self.norms
-        return [norms.sum_of_sq_norms(), float(norms.num_samples), float(norms.skipped_samples)]
+        return [self.norms.sum_of_sq_norms(), float(self.norms.num_samples), float(self.norms.skipped_samples)]
 
     def __enter__(self) -> Self:
         self.attach()
@@ -438,8 +429,7 @@ class DiversityMeter:
     def _count_in(self, unit: Tensor) -> None:
         """Keep the sums as multiples of `unit` from here on, in which gradients are added as they are.
 
-        A compiled pass has its scale on the device, where the product with each gradient would need room; asking for
-        that takes a host longer than all the rest.
+        A compiled pass has its scale on the device, and a product with each gradient would take the host too long.
         """
         if self._unit is None:
             self._unit = torch.ones_like(unit)
@@ -448,7 +438,7 @@ class DiversityMeter:
         self._unit.copy_(unit)
 
     def _multiply_out(self) -> None:
-        """Turn the sums into sums of gradients as they are, for a reader."""
+        """Make the sums those of the gradients themselves, for a reader."""
         if self._unit is not None:
             self._count_in(torch.ones_like(self._unit))
 
@@ -466,9 +456,8 @@ class DiversityMeter:
         if num_samples not in (expected, waiting - shard):  # the latter in a loop that fetches one batch ahead
             raise CoverageError(
                 f"a measured backward pass went through {num_samples} samples, and its "
-                f"{'batch' if of_weight is None else 'micro-batch'} has {expected}: the model sees more or fewer "
-                f"entries than samples (several views of each, time steps merged into the batch, the time first), or "
-                f"the loss of a micro-batch was not multiplied by its own weight",
+                f"{'batch' if of_weight is None else 'micro-batch'} has {expected}: the model sees other entries than "
+                f"samples (views, time steps), or the loss of a micro-batch was not multiplied by its weight",
                 "give the model one entry a sample, batch dimension first, and write (loss_fn(model(x), y) * "
                 "weight).backward() for each part of micro_batches(...)",
             )
@@ -480,14 +469,13 @@ class DiversityMeter:
             return delivered
         raise CoverageError(
             f"{seen} samples went through measured backward passes, but the loader delivered {delivered}: a batch "
-            f"had a second backward pass (one for each of several losses, an attack, a generator's loss through "
-            f"this model, a closure that runs again), or the model sees more entries than samples (several views "
-            f"of each, time steps merged into the batch)",
+            f"had a second backward pass, or the model sees several entries of a sample (views, time steps)",
             "call backward() once a batch, on the sum of its losses",
         )
 
-    def _require_reached(self, received: Iterable[str], reached: set[int]) -> None:
-        counted = {id(p) for layer in self.norms._layers if id(layer.module) in reached for p in layer.parameters}
+    def _require_reached(self, received: Iterable[str]) -> None:
+        layers = [layer for layer in self.norms._layers if id(layer.module) in self._reached]
+        counted = {id(p) for layer in layers for p in layer.parameters}
         missed = [name for name in received if id(self._parameters[name]) not in counted]
         if missed:
             raise not_called(missed)
@@ -513,8 +501,7 @@ def gradient_diversity(
 ) -> Diversity:
     """Measure the exact gradient diversity of the samples in `batches`, at the model's present weights.
 
-    The model runs in the mode it is in, without its compiled code if it has any, and is left as found: weights,
-    gradients, buffers, mode, random state.
+    The model runs uncompiled in the mode it is in, and is left as found: weights, gradients, buffers, random state.
 
     Args:
         model: the model, also within DistributedDataParallel.
@@ -523,8 +510,8 @@ def gradient_diversity(
         loss_reduction: how `loss_fn` reduces over the samples of a batch, "mean" or "sum".
         fallback: "vmap" measures layers without a norm rule, as in `NormMeter`.
         ranks: the processes that each bring batches of their own (`loader.full_pass()`): the answer is for all of them.
-        skip_nonfinite: whether batches whose gradients are not all finite are left out (`skipped_samples` counts
-            them). Otherwise one of them leaves the diversity undefined.
+        skip_nonfinite: whether to leave out batches whose gradients are not all finite (`skipped_samples` counts
+            them). Otherwise one of them makes the diversity undefined.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> data = [(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))]

@@ -19,33 +19,20 @@ _under_way: "weakref.WeakValueDictionary[int, BackwardPass]" = weakref.WeakValue
 class BackwardPass:
     """One backward pass under way."""
 
-    __slots__ = ("__weakref__", "_at_end", "_notes", "number", "weight")
+    __slots__ = ("__weakref__", "_at_end", "notes", "number", "weight")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.weight: LossWeight | None = None
         """The weight that its loss was multiplied by."""
-        self._notes: dict[object, Any] = {}
+        self.notes: dict[object, Any] = {}
+        """What each observer keeps of this pass."""
         self._at_end: list[Callable[[BackwardPass], None]] = []
-
-    def notes(self, owner: object, make: Callable[[], Any] = dict) -> Any:
-        """Return what `owner` keeps of this pass, made at the first call."""
-        if owner not in self._notes:
-            self._notes[owner] = make()
-        return self._notes[owner]
-
-    def found(self, owner: object) -> Any:
-        """Return what `owner` keeps of this pass; None for nothing."""
-        return self._notes.get(owner)
 
     def at_end(self, function: "Callable[[BackwardPass], None]") -> None:
         """Call `function` once with this pass when it is over, after those that were registered before."""
         if function not in self._at_end:
             self._at_end.append(function)
-
-    def drop(self, owner: object) -> None:
-        """Forget what `owner` keeps of this pass."""
-        self._notes.pop(owner, None)
 
     def _end(self) -> None:
         _under_way.pop(self.number, None)
@@ -65,8 +52,8 @@ def current_pass() -> BackwardPass:
 
 
 def passes_seen_by(owner: object) -> list[BackwardPass]:
-    """Return the passes under way of which `owner` keeps notes, the outermost one first."""
-    return [each for each in _under_way.values() if each.found(owner) is not None] if _under_way else []
+    """Return the passes under way of which `owner` keeps notes, the outermost first."""
+    return [each for each in _under_way.values() if owner in each.notes] if _under_way else []
 
 
 def will_receive(parameter: Tensor) -> tuple[bool, bool]:

@@ -9,19 +9,20 @@ differentiates them once more (a penalty on gradients, a physics-informed networ
 outputs, and cannot be weighed here.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from divebatch.checks import warn_user
 from divebatch.errors import UsageError
 from divebatch.norms.passes import ModuleHook, will_receive
 from divebatch.norms.sharded import is_sharded
+
+BY_HAND = "multiply the loss by loader.rank_shard.loss_weight and pass Controller(..., loss_reduction='weighted')"
 
 
 def weigh_gradients(model: nn.Module, weight: Callable[[], float]) -> Callable[[], None]:
@@ -59,27 +60,42 @@ class RankWeighting:
         self._depth -= 1
         # Here and not on the gradients: SyncBatchNorm's backward pass mixes ranks, so it must see weighted ones.
         factor = 1.0 if self.is_paused or self._depth else self._weight()
-        if _are_differentiated(inputs):
-            return _weighed(output, Weight(factor, self))
-        return output if factor == 1.0 else _weighed(output, Weight(factor))
+        if output is None or not torch.is_grad_enabled():
+            return output
+        # Inputs that come out of another model have a history; those that a loop differentiates have none.
+        asks = any(isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in tree_leaves(inputs))
+        if factor == 1.0 and not asks:
+            return output
+        if factor != 1.0 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
+            raise UsageError(
+                f"the model's output, a {type(output).__name__}, shows no tensor, and this rank's gradients must count "
+                f"{factor:.4g}-fold: return tensors in tuples, lists or dicts, or {BY_HAND}"
+            )
 
-    def reaches_parameters(self) -> bool:
-        """Tell whether the backward pass under way brings the model gradients, and not its inputs alone."""
+        def weighed(tensor: Tensor) -> Any:
+            return _Weighed.apply(tensor, factor, self if asks else None) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+
+        return tree_map_only(Tensor, weighed, output)
+
+    def factor_of_pass(self, factor: float) -> float:
+        """Return `factor`, or 1 if the backward pass under way brings gradients to inputs alone."""
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
-        return any(is_sharded(parameter) or will_receive(parameter)[0] for parameter in trained)
+        if any(is_sharded(parameter) or will_receive(parameter)[0] for parameter in trained):
+            return factor
+        if torch.is_grad_enabled():
+            self._refuse_second_derivatives(factor)
+        return 1.0
 
-    def refuse_second_derivatives(self, factor: float) -> None:
-        """Refuse to differentiate gradients of the inputs: an error where ranks weigh unequally, a warning before."""
+    def _refuse_second_derivatives(self, factor: float) -> None:
         told = (
             "a loss that differentiates the gradients of the model's inputs (autograd.grad(..., create_graph=True)) "
-            "cannot be weighed at the model's outputs where ranks hold unequally many samples of a batch: multiply the "
-            "loss by loader.rank_shard.loss_weight and pass Controller(..., loss_reduction='weighted')"
+            f"cannot be weighed where ranks hold unequally many samples of a batch: {BY_HAND}"
         )
         if factor != 1.0:
             raise UsageError(f"{told}. Here this rank's gradients must count {factor:.4g}-fold")
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{told}. The first such batch will be an error", stacklevel=7)
+            warn_user(f"{told}. The first such batch will be an error")
 
     def __deepcopy__(self, _: object) -> "RankWeighting":
         """Give a copy of the model the hook, which does nothing for it."""
@@ -104,57 +120,14 @@ def without_weighing(model: nn.Module) -> Iterator[None]:
             weighting.is_paused = False
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A factor for gradients."""
-
-    factor: float
-    asked: RankWeighting | None = None
-    """Asked in the backward pass whether it is one to weigh; None where it is for sure."""
-
-    def in_this_pass(self) -> float:
-        """Return the factor of this pass: 1 if only gradients of inputs are wanted."""
-        if self.asked is None or self.asked.reaches_parameters():
-            return self.factor
-        if torch.is_grad_enabled():
-            self.asked.refuse_second_derivatives(self.factor)
-        return 1.0
-
-
-def _are_differentiated(inputs: Any) -> bool:
-    """Tell whether a loop wants gradients of inputs; inputs that come out of another model have a history."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in tree_leaves(inputs))
-
-
-def _weighed(output: Any, weight: Weight) -> Any:
-    if output is None or not torch.is_grad_enabled():
-        return output
-    if weight.factor != 1.0 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
-        raise UsageError(
-            f"the model's output, a {type(output).__name__}, shows no tensor, and this rank's gradients must count "
-            f"{weight.factor:.4g}-fold: return tensors in tuples, lists or dicts, or multiply the loss by "
-            f"loader.rank_shard.loss_weight and pass Controller(..., loss_reduction='weighted')"
-        )
-    return tree_map_only(Tensor, lambda tensor: _through(tensor, weight), output)
-
-
-def _through(tensor: Tensor, weight: Weight) -> Tensor:
-    if not tensor.requires_grad:
-        return tensor
-    weighed: Tensor = _Weighed.apply(tensor, weight)  # type: ignore[no-untyped-call]
-    return weighed
-
-
 class _Weighed(torch.autograd.Function):
     """Identity. A copy and not a view: torch refuses to change in place what a custom function has a view of."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, x: Tensor, factor: float, asked: RankWeighting | None) -> Tensor:
+        ctx.factor, ctx.asked = factor, asked
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> Any:
-        return dx * ctx.weight.in_this_pass(), None
+        return dx * (ctx.factor if ctx.asked is None else ctx.asked.factor_of_pass(ctx.factor)), None, None

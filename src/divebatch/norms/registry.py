@@ -56,11 +56,10 @@ def rule_for(
 ) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule for layers of exactly this type.
 
-    The function is called as `rule(layer, x, dy)` with the layer's input and the gradient of the (reduced) loss with
-    respect to its output, both with the batch dimension first. It returns the gradients of each sample by the
-    parameters' names: tensors (batch, *parameter shape), or a `Form` that stands for one. Gradients of frozen or
-    missing parameters are ignored. The rule knows nothing of the loss's reduction: the meter scales. Subclasses of the
-    layer do not inherit the rule, since they may compute something else.
+    The function is called as `rule(layer, x, dy)` with the layer's input and the gradient of the loss with respect to
+    its output, both with the batch dimension first. It returns the gradients of each sample by the parameters' names:
+    tensors (batch, *parameter shape), or a `Form` that stands for one. Gradients of frozen or missing parameters are
+    ignored. Subclasses of the layer do not inherit the rule, since they may compute something else.
 
     Args:
         kind: the type of the layers.
@@ -68,8 +67,8 @@ def rule_for(
             trainable parameter of such a layer is an error.
         all_inputs: gives the rule a dict of all arguments of `forward` by name in the place of `x`.
         reruns: for a layer that must run again in its rule. The rule answers for the parameters of the layer's children
-            too (named `child.weight`), gets a `Rerun` in the place of `x`, and is called once for each of the layer's
-            outputs that the loss uses: input and gradient are as the layer has them, wherever its batch dimension is.
+            too (named `child.weight`), gets a `Rerun` in the place of `x`, and is called once for each output that the
+            loss uses, in the layer's own layout.
         capture: `capture(layer, x, output)` runs in the forward pass, and its result takes the place of `x`; not in
             compiled models.
         input_check: `input_check(layer, x)` says what is wrong with an input that only seems to have the batch
@@ -87,7 +86,7 @@ def add_rule(kind: type[nn.Module], entry: Entry) -> None:
     """Register `entry` for layers of exactly this type."""
     if kind in RULES:
         raise ArgumentError(
-            f"{kind.__name__} already has a rule: {RULES[kind].rule}. To replace it, take it out first: "
+            f"{kind.__name__} already has a rule: {RULES[kind].rule}. To replace it, first call "
             f"divebatch.norms.registry.RULES.pop({kind.__name__})"
         )
     RULES[kind] = entry
@@ -152,24 +151,20 @@ class CoveredLayer:
         found: list[tuple[nn.Parameter, Form]] = []
         for name, gradient in stated.items():
             parameter = own.get(name) if "." not in name else parameter_of(self.module, name)
-            if parameter is not None and parameter.requires_grad:
-                if isinstance(gradient, Tensor):
-                    gradient = self._explicit(name, gradient, parameter)
-                if name not in frozen:
-                    found.append((parameter, gradient))
+            if parameter is not None and parameter.requires_grad and name not in frozen:
+                form = self._explicit(name, gradient, parameter) if isinstance(gradient, Tensor) else gradient
+                found.append((parameter, form))
         if not entry.reruns and not entry.by_rows:  # their parameters come one after the other
             for name, parameter in own.items():
                 if parameter is not None and parameter.requires_grad and name not in stated:
-                    raise CoverageError(
-                        f"the rule of {self.place} gave no gradients of '{name}', which it should state"
-                    )
+                    raise CoverageError(f"the rule of {self.place} gave no gradients of '{name}'")
         return found
 
     def _explicit(self, name: str, gradient: Tensor, parameter: nn.Parameter) -> Explicit:
         if gradient.shape[1:] != parameter.shape:
+            shape = ", ".join(map(str, ("batch", *parameter.shape)))
             raise CoverageError(
-                f"the rule of {self.place} gave gradients of shape {tuple(gradient.shape)} for '{name}'; they must be "
-                f"(batch, *parameter shape), here (batch, {', '.join(map(str, parameter.shape))}): sum over positions"
+                f"the rule of {self.place} gave gradients of shape {tuple(gradient.shape)} for '{name}', not ({shape})"
             )
         return Explicit(gradient)
 
@@ -215,12 +210,11 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
 
 
 def _require_batch_first(name: str, module: nn.Module) -> None:
-    """Refuse layers whose Linear layers would take steps for samples, unnoticed where there are as many of both."""
+    """Refuse layers whose Linear layers would take steps for samples, unnoticed if there are as many of both."""
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     if isinstance(module, kinds) and not module.self_attn.batch_first:
         raise CoverageError(
-            f"'{name or MODEL}' ({type(module).__name__}) has the time first, where steps look like samples",
-            "make it with batch_first=True",
+            f"'{name or MODEL}' ({type(module).__name__}) has the time first", "make it with batch_first=True"
         )
 
 
@@ -247,14 +241,14 @@ def _uncovered(missed: Sequence[tuple[str, nn.Module, str]], fallback: Entry | N
 
 def _rules_to_write(missed: Sequence[tuple[str, nn.Module, str]]) -> Iterator[str]:
     """Yield what to write for each kind of module; parameters that samples may share come first."""
-    shared: dict[str, dict[str, None]] = {}
-    others: dict[str, dict[str, None]] = {}
+    kinds: dict[tuple[bool, str], dict[str, None]] = {}
     for _, module, key in missed:
         parameter = parameter_of(module, key)
-        kinds = shared if parameter is not None and is_shareable(parameter) else others
-        kinds.setdefault(type(module).__name__, {})[key] = None
-    for kind, keys in shared.items():
-        names = ", ".join(map(repr, keys))
-        yield f"write divebatch.norms.shared_by_samples({kind}, {names}) if samples share them by broadcasting"
-    for kind, keys in others.items():
-        yield f"register a rule with @divebatch.rule_for({kind}, parameters={tuple(keys)})"
+        is_shared = parameter is not None and is_shareable(parameter)
+        kinds.setdefault((not is_shared, type(module).__name__), {})[key] = None
+    for (needs_rule, kind), keys in sorted(kinds.items()):
+        if needs_rule:
+            yield f"register a rule with @divebatch.rule_for({kind}, parameters={tuple(keys)})"
+        else:
+            names = ", ".join(map(repr, keys))
+            yield f"write divebatch.norms.shared_by_samples({kind}, {names}) if samples share them by broadcasting"

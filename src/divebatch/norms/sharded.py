@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,30 +17,22 @@ from divebatch.ranks import Ranks
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether this is a DTensor; asked without importing them, which takes a while."""
+    """Tell whether this is a DTensor, without importing them, which takes a while."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def unsharded_type(kind: type[nn.Module]) -> type[nn.Module]:
-    """`fully_shard` gives a module a class made of FSDPModule and the module's own: that own one."""
+    """Return the module's own class, of which and FSDPModule `fully_shard` has made another."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and kind.__bases__[:1] == (fsdp.FSDPModule,) and len(kind.__bases__) > 1:
-        own: type[nn.Module] = kind.__bases__[1]
-        return own
-    return kind
+    is_sharded_type = fsdp is not None and kind.__bases__[:1] == (fsdp.FSDPModule,) and len(kind.__bases__) > 1
+    return kind.__bases__[1] if is_sharded_type else kind
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, cut off from the graph: its shard of a DTensor, else all of it."""
+    """Return what this rank holds of a tensor, cut off from the graph: its shard of a DTensor, else all of it."""
     sharded: Any = tensor
     return sharded.to_local().detach() if is_sharded(tensor) else tensor.detach()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its shards: a collective where it has any."""
-    sharded: Any = tensor
-    return sharded.full_tensor().detach() if is_sharded(tensor) else tensor.detach()
 
 
 class Shards:
@@ -61,41 +53,24 @@ class Shards:
         self.offsets = {} if self.ranks.is_alone else {name: self._offset(name) for name in parameters}
         """The number of the first entry that is held, among a parameter's entries one after the other."""
 
-    @property
-    def held(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter."""
-        return self.of(self.parameters)
-
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank holds of tensors that are sharded as their parameters are, by the parameters' names."""
-        return {name: local(tensor) for name, tensor in tensors.items()} if self.is_any_sharded else dict(tensors)
-
-    def summed(self, numbers: Sequence[float]) -> list[float]:
-        """Each number's sum over the ranks: a collective where there are several."""
-        return list(numbers) if self.ranks.is_alone else self.ranks.sum_numbers(numbers)
-
-    def share(self, numbers: Sequence[float]) -> list[float]:
-        """Numbers of all ranks as what this rank adds to them: the first one all, the others nothing."""
-        return list(numbers) if self.ranks.is_first else [0.0] * len(numbers)
-
-    def part(self, number: Tensor) -> Tensor:
-        """The part of a number that all ranks have, with which they add up to it."""
-        return number if self.ranks.is_alone else number / self.ranks.size
+        """Return what this rank holds of tensors that are sharded as their parameters are, by the parameters' names."""
+        return {name: local(tensor) for name, tensor in tensors.items()}
 
     def save(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of what ranks hold, for a checkpoint: sharded as the parameters are."""
-        return {name: self._saved(name, each.clone()) for name, each in held.items()}
+        """Copy what ranks hold, for a checkpoint: sharded as the parameters are."""
+        return {name: _like(self.parameters[name], each.clone()) for name, each in held.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of saved tensors, which are sharded as here, or whole."""
+        """Return this rank's part of saved tensors, which are sharded as here, or whole."""
         return {name: _piece(self.parameters[name], value) for name, value in saved.items()}
 
-    def require_rows(self, what: str) -> None:
+    def require_rows(self) -> None:
         """Raise for shards that are not rows: only rows have all their entries one after the other."""
         for name, parameter in self.parameters.items():
             if not self.ranks.is_alone and (dim := _sharding(name, parameter)[1].dim) != 0:
                 raise ArgumentError(
-                    f"{what} needs parameters that are sharded by rows, and '{name}' is by dimension {dim}: leave "
+                    f"a sketch needs parameters that are sharded by rows, and '{name}' is by dimension {dim}: leave "
                     f"shard_placement_fn out of fully_shard, or use 'moments' with sketch=False"
                 )
 
@@ -104,50 +79,39 @@ class Shards:
         rows = parameter.shape[0]
         return first_row(rows, self.ranks.rank, self.ranks.size) * (parameter.numel() // max(1, rows))
 
-    def _saved(self, name: str, held: Tensor) -> Tensor:
-        parameter = self.parameters[name]
-        saved: Tensor = _like(parameter, held) if is_sharded(parameter) else held
-        return saved
-
 
 def first_row(rows: int, rank: int, num_ranks: int) -> int:
-    """The number of a rank's first row, as torch shards: all ranks get as many, but the last ones fewer or none."""
+    """Return the number of a rank's first row, as torch shards: all get as many, but the last ones fewer or none."""
     return min(rows, rank * -(-rows // num_ranks))
 
 
 def _common_ranks(parameters: Mapping[str, nn.Parameter]) -> Ranks:
-    """The ranks over which the parameters are sharded; raises if it is not the same ones for all."""
+    """Return the ranks over which the parameters are sharded; raises if they are not the same for all."""
     found: dict[tuple[int, ...], tuple[str, Ranks]] = {}
     for name, parameter in parameters.items():
-        ranks = _ranks_of(name, parameter)
+        mesh_dim = _sharding(name, parameter)[0] if is_sharded(parameter) else None
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        ranks = Ranks.alone() if mesh_dim is None else Ranks(mesh.get_group(mesh_dim))
         members = () if ranks.is_alone else tuple(dist.get_process_group_ranks(ranks._group))
         found.setdefault(members, (name, ranks))
     if len(found) > 1:
         places = (f"over the ranks {list(members)}" if members else "not at all" for members in found)
         told = " and ".join(f"'{name}' {place}" for (name, _), place in zip(found.values(), places, strict=True))
         raise ArgumentError(
-            f"parameters are sharded unlike each other: {told}. Shard all that are trained alike, with fully_shard on "
-            f"one mesh and without ignored_params, or freeze the others"
+            f"parameters are sharded unlike each other: {told}. Shard all that are trained with fully_shard on one "
+            f"mesh and without ignored_params, or freeze the others"
         )
     return next((ranks for _, ranks in found.values()), Ranks.alone())
 
 
-def _ranks_of(name: str, parameter: Any) -> Ranks:
-    if not is_sharded(parameter):
-        return Ranks.alone()
-    mesh_dim, _ = _sharding(name, parameter)
-    return Ranks(parameter.device_mesh.get_group(mesh_dim)) if mesh_dim is not None else Ranks.alone()
-
-
 def _sharding(name: str, parameter: Any) -> tuple[int | None, Any]:
-    """The dimension of the mesh over which a parameter is sharded, and how; raises if there are two, or sums."""
+    """Return the dimension of the mesh over which a parameter is sharded, and how; raises for two, or for sums."""
     placements = list(enumerate(parameter.placements))
     sharded = [(dim, placement) for dim, placement in placements if placement.is_shard()]
     if len(sharded) > 1 or any(placement.is_partial() for _, placement in placements):
         raise ArgumentError(
             f"'{name}' is laid out as {parameter.placements} over a mesh of {tuple(parameter.device_mesh.shape)}: "
-            f"gradients can be measured where fully_shard has sharded them over one dimension of a mesh, with copies "
-            f"over another, and not together with tensor parallelism"
+            f"fully_shard must shard over one dimension of a mesh, with copies over another, without tensor parallelism"
         )
     return sharded[0] if sharded else (None, None)
 
@@ -161,7 +125,8 @@ class ShardSums:
     def __init__(self, parameters: Mapping[str, nn.Parameter], scale: Callable[[], float]) -> None:
         self._parameters: dict[str, Any] = {name: p for name, p in parameters.items() if is_sharded(p)}
         self._scale = scale
-        self._sums = {name: _zeros(p) for name, p in self._parameters.items()}
+        held = {name: p.to_local() for name, p in self._parameters.items()}
+        self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in held.items()}
         self._before: dict[str, Tensor] = {}
         self.received: set[str] = set()
         """Names of the parameters that had gradients."""
@@ -178,7 +143,7 @@ class ShardSums:
         self._sums, self._before = {}, {}
 
     def begin(self) -> None:
-        """A backward pass begins: what `.grad` holds already is not of this one."""
+        """Begin a backward pass: what `.grad` holds already is not of this one."""
         held = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self._before = {name: grad.to_local().detach().clone() for name, grad in held.items()}
 
@@ -191,16 +156,17 @@ class ShardSums:
         self._sums[name].add_(fresh.to(self._sums[name].dtype), alpha=self._scale())
 
     def sq_norm(self) -> float:
-        """This rank's part of ||sum||^2: parts add up over ranks."""
-        parts = [
+        """Return this rank's part of ||sum||^2: parts add up over ranks."""
+        parts = []
+        for name, total in self._sums.items():
+            layout = zip(self._parameters[name].placements, self._parameters[name].device_mesh.shape, strict=True)
             # Under hybrid sharding several ranks hold the same piece, and the sum over ranks must count it once.
-            torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 / _num_copies(self._parameters[name])
-            for name, total in self._sums.items()
-        ]
+            copies = math.prod(size for placement, size in layout if not placement.is_shard())
+            parts.append(torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 / copies)
         return float(torch.stack(parts).sum()) if parts else 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The sums, sharded as the parameters are."""
+        """Return the sums, sharded as the parameters are."""
         return {name: _like(self._parameters[name], total.clone()) for name, total in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -209,35 +175,21 @@ class ShardSums:
             total.copy_(_piece(self._parameters[name], state[name]))
 
 
-def _zeros(parameter: Any) -> Tensor:
-    local = parameter.to_local()
-    return torch.zeros_like(local, dtype=sum_dtype(local.dtype))
+def _like(parameter: Any, held: Tensor) -> Any:
+    """Return what this rank holds as a tensor that is sharded as the parameter is, if it is."""
+    if not is_sharded(parameter):
+        return held
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    kind, where, how = type(parameter.data), parameter.device_mesh, parameter.placements
+    return kind.from_local(held, where, how, run_check=False, **layout)
 
 
-def _num_copies(parameter: Any) -> int:
-    """How many ranks hold the same piece."""
-    layout = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in layout if not placement.is_shard())
-
-
-def _like(parameter: Any, local: Tensor) -> Any:
-    kind = type(parameter.data)
-    return kind.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _piece(parameter: Any, value: Any) -> Tensor:
+def _piece(parameter: Any, value: Any) -> Any:
+    """Return this rank's part of a tensor that is whole, or sharded as the parameter is."""
     if not is_sharded(parameter):
         return local(value)
-    if is_sharded(value):
-        return value.redistribute(parameter.device_mesh, parameter.placements).to_local()  # type: ignore[no-any-return]
-    tensors = sys.modules["torch.distributed.tensor"]
     where, how = parameter.device_mesh, parameter.placements
-    there = value.to(parameter.to_local().device)
-    return tensors.distribute_tensor(there, where, how, src_data_rank=None).to_local()  # type: ignore[no-any-return]
+    if is_sharded(value):
+        return value.redistribute(where, how).to_local()
+    tensors, there = sys.modules["torch.distributed.tensor"], value.to(parameter.to_local().device)
+    return tensors.distribute_tensor(there, where, how, src_data_rank=None).to_local()

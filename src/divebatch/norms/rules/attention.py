@@ -34,7 +34,8 @@ def multihead_attention(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
         found = gradients(result, dy, [*projected, output, *extra])
     return {
         **_of_input_projections(inputs, found[:3]),
-        **_of_linear("out_proj.weight", "out_proj.bias", found[3], context.detach()),
+        "out_proj.weight": Outer(found[3], context.detach()),
+        "out_proj.bias": Explicit(found[3].sum(1)),
         **{name: Explicit(d[:, None]) for name, d in zip(("bias_k", "bias_v"), found[4:], strict=False)},
     }
 
@@ -45,10 +46,6 @@ def _of_input_projections(inputs: list[Tensor], dys: tuple[Tensor, ...]) -> dict
     bias = Explicit(torch.cat([dy.sum(1) for dy in dys], 1))
     separate = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), outers, strict=True))
     return {"in_proj_weight": Stacked(outers), "in_proj_bias": bias, **separate}
-
-
-def _of_linear(weight: str, bias: str, dy: Tensor, x: Tensor) -> dict[str, Form]:
-    return {weight: Outer(dy, x), bias: Explicit(dy.sum(1))}
 
 
 def _batch_first(layer: Any, x: Tensor) -> Tensor:
@@ -77,7 +74,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the context (B, T, E) and the attention weights, by the layer's own kernels, so that dropout agrees."""
     queries, keys, values = projected
-    extended = [_extended(layer, x, extra[i : i + 1]) for i, x in enumerate((keys, values))]
+    # Positions that every sample has besides its own.
+    zeros = [torch.zeros_like(keys[:, :1])] if layer.add_zero_attn else []
+    extended = [torch.cat([x, *extra[i : i + 1], *zeros], 1) for i, x in enumerate((keys, values))]
     q, k, v = (x.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for x in (queries, *extended))
     mask, is_causal = _mask(layer, arguments, q, keys.shape[1], k.shape[2])
     p = layer.dropout if layer.training else 0.0
@@ -88,12 +87,6 @@ def _attend(
     weights = dropout((scores if mask is None else scores + mask).softmax(-1), p)
     averaged = weights.mean(1) if arguments.get("average_attn_weights", True) else weights
     return (weights @ v).transpose(1, 2).flatten(2), averaged
-
-
-def _extended(layer: Any, x: Tensor, extra: list[Tensor]) -> Tensor:
-    """Append to (B, S, E) the positions that every sample has besides its own."""
-    zeros = [torch.zeros_like(x[:, :1])] if layer.add_zero_attn else []
-    return torch.cat([x, *extra, *zeros], 1)
 
 
 def _mask(

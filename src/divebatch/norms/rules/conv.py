@@ -180,11 +180,6 @@ class Patches(Form):
         return (left.mT @ right).view(-1, *self.shape)
 
     @property
-    def num_samples(self) -> int:
-        """B."""
-        return self.left.shape[0]
-
-    @property
     def _geometry(self) -> tuple[Sequence[int], ...]:
         """Kernel size, stride, zeros before each dimension, dilation."""
         return self.kernel_size, self.stride, self.padding[-2::-2], self.dilation

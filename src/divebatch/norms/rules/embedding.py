@@ -86,7 +86,7 @@ def _shared_positions(layer: Any, x: Tensor) -> str | None:
         return None
     return (
         f"was given the numbers {int(x[0])} to {int(x[-1])} without a batch dimension: they look like positions that "
-        f"all samples share, where the gradients of the samples cannot be told apart"
+        f"all samples share"
     )
 
 
@@ -118,7 +118,7 @@ def embedding_bag(layer: Any, inputs: dict[str, Any], dy: Tensor) -> dict[str, F
     if weights is not None:
         values = values * weights.reshape(-1, 1)
     if layer.mode == "mean":
-        kept = (tokens.flatten() != _padding(layer)).to(dy.dtype)
+        kept = (tokens.flatten() != (-1 if layer.padding_idx is None else layer.padding_idx)).to(dy.dtype)
         counts = dy.new_zeros(len(dy)).index_add_(0, samples, kept)
         # A bag of nothing but padding has a count of zero and a gradient of zero.
         values = values / counts.clamp_(min=1)[samples, None]
@@ -129,7 +129,3 @@ def _rows(layer: Any, samples: Tensor, rows: Tensor, values: Tensor, num_samples
     if layer.padding_idx is not None:
         values = values * (rows != layer.padding_idx)[:, None]
     return Rows(samples, rows, values, num_samples, layer.num_embeddings)
-
-
-def _padding(layer: Any) -> int:
-    return -1 if layer.padding_idx is None else layer.padding_idx

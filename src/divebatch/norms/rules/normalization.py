@@ -4,8 +4,7 @@ The gradients of one sample are sums over its positions of dy * x_hat and of dy.
 
 BatchNorm in train mode mixes the samples, so that no sample has a loss of its own. What is counted is each sample's
 *contribution* to the batch gradient: its slice of dL/dy with its slice of x_hat. Contributions add up to the batch
-gradient exactly, which is all that gradient diversity needs; the same holds for every other layer of such a network,
-whose dy passes through BatchNorm. In eval mode BatchNorm is an ordinary per-sample layer.
+gradient exactly, also in all other layers of such a network. In eval mode BatchNorm is an ordinary per-sample layer.
 """
 
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from divebatch.norms.sketch import sum_dtype
 @rule_for(nn.LayerNorm)
 def layer_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Normalise each position by itself."""
+    require_batch(layer, dy, len(layer.normalized_shape) + 1)
     x_hat = layer_norm(_at_least_float32(x), layer.normalized_shape, eps=layer.eps)
-    return _over_last_dims(layer, x_hat, dy)
+    return _summed(layer, x_hat, dy, 1, dy.ndim - len(layer.normalized_shape))
 
 
 @rule_for(nn.RMSNorm)
@@ -33,9 +33,12 @@ def rms_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
     """Treat it like LayerNorm, without mean and bias."""
     # The type that torch computes with, and not that of x: nearly 1e5 times larger in bfloat16.
     eps = torch.finfo(sum_dtype(x.dtype)).eps if layer.eps is None else layer.eps
-    return _over_last_dims(layer, rms_norm(_at_least_float32(x), layer.normalized_shape, eps=eps), dy)
+    require_batch(layer, dy, len(layer.normalized_shape) + 1)
+    x_hat = rms_norm(_at_least_float32(x), layer.normalized_shape, eps=eps)
+    return _summed(layer, x_hat, dy, 1, dy.ndim - len(layer.normalized_shape))
 
 
+# Not a tuple, whose tensors a call would hold weakly: nobody else has these.
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Mean and inverse standard deviation as a layer keeps them: (C,) of a batch, (B, groups) of samples' groups."""
@@ -60,7 +63,7 @@ def _saved_statistics(layer: Any, x: Tensor, output: Tensor) -> tuple[Tensor, St
 def group_normalization(layer: Any, x: Any, dy: Tensor) -> dict[str, Form]:
     """Normalise each sample's groups of channels over their positions."""
     if not isinstance(x, tuple):
-        return _over_channels(layer, group_norm(_at_least_float32(x), layer.num_groups, eps=layer.eps), dy)
+        return _summed(layer, group_norm(_at_least_float32(x), layer.num_groups, eps=layer.eps), dy, 2, dy.ndim)
     x, saved = x
     size = layer.num_channels // layer.num_groups
     mean, inverse_std = (part.view(len(x), -1).repeat_interleave(size, 1) for part in (saved.mean, saved.inverse_std))
@@ -74,7 +77,7 @@ def instance_normalization(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]
     """Normalise each channel of each sample by itself, or by running statistics in eval mode if it tracks them."""
     require_batch(layer, x, layer._get_no_batch_dim() + 1)
     if layer.training or layer.running_mean is None:
-        return _over_channels(layer, group_norm(_at_least_float32(x), x.shape[1], eps=layer.eps), dy)
+        return _summed(layer, group_norm(_at_least_float32(x), x.shape[1], eps=layer.eps), dy, 2, dy.ndim)
     return _by_statistics(layer, x, dy, layer.running_mean, (layer.running_var + layer.eps).rsqrt())
 
 
@@ -115,9 +118,8 @@ def _by_statistics(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, invers
     """Use sum_t dy_t x_hat_t = (sum_t dy_t x_t - mean * sum_t dy_t) / std: no normalised copy of the input."""
     if _layer_kernel_applies(x, dy, mean):
         return _by_layer_kernel(layer, x, dy, mean, inverse_std)
-    if _own_kernel_applies(x, dy):
-        weight, bias = triton.channel_sums(x, dy, mean, inverse_std)
-        return _trainable(layer, weight, bias)
+    if x.ndim > 2 and not torch.compiler.is_compiling() and triton.applies(dy, x):
+        return _trainable(layer, *triton.channel_sums(x, dy, mean, inverse_std))
     dtype = sum_dtype(x.dtype)
     dy_sums = dy.flatten(2).sum(2, dtype=dtype) if dy.ndim > 2 else dy.to(dtype)
     gradients: dict[str, Form] = {}
@@ -144,10 +146,6 @@ def _by_layer_kernel(layer: nn.Module, x: Tensor, dy: Tensor, mean: Tensor, inve
     return _trainable(layer, weight.view(shape), bias.view(shape))
 
 
-def _own_kernel_applies(x: Tensor, dy: Tensor) -> bool:
-    return x.ndim > 2 and not torch.compiler.is_compiling() and triton.applies(dy, x)
-
-
 def _trainable(layer: nn.Module, weight: Tensor, bias: Tensor) -> dict[str, Form]:
     found = {"weight": Explicit(weight), "bias": Explicit(bias)}
     return {name: form for name, form in found.items() if is_trainable(layer, name)}
@@ -161,25 +159,14 @@ def _sums_of_products(x: Tensor, dy: Tensor) -> Tensor:
     return in_chunks(lambda a, b: (a * b).flatten(2).sum(2, dtype=dtype), x, dy, cached_chunk(x, x.shape[1:].numel()))
 
 
-def _over_channels(layer: nn.Module, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Sum over all dimensions but samples and channels."""
+def _summed(layer: nn.Module, x_hat: Tensor, dy: Tensor, first: int, end: int) -> dict[str, Form]:
+    """Sum over the dimensions from `first` to before `end`: those of a sample's positions."""
     gradients: dict[str, Form] = {}
+    positions = tuple(range(first, end))
     if is_trainable(layer, "weight"):
-        gradients["weight"] = Explicit((x_hat * dy).flatten(2).sum(2) if dy.ndim > 2 else x_hat * dy)
+        gradients["weight"] = Explicit((x_hat * dy).sum(positions) if positions else x_hat * dy)
     if is_trainable(layer, "bias"):
-        gradients["bias"] = Explicit(dy.flatten(2).sum(2, dtype=sum_dtype(dy.dtype)) if dy.ndim > 2 else dy)
-    return gradients
-
-
-def _over_last_dims(layer: Any, x_hat: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Sum over the dimensions between the samples and those of the parameters, which are the last."""
-    require_batch(layer, dy, len(layer.normalized_shape) + 1)
-    between = tuple(range(1, dy.ndim - len(layer.normalized_shape)))
-    gradients: dict[str, Form] = {}
-    if is_trainable(layer, "weight"):
-        gradients["weight"] = Explicit((x_hat * dy).sum(between) if between else x_hat * dy)
-    if is_trainable(layer, "bias"):
-        gradients["bias"] = Explicit(dy.sum(between, dtype=sum_dtype(dy.dtype)) if between else dy)
+        gradients["bias"] = Explicit(dy.sum(positions, dtype=sum_dtype(dy.dtype)) if positions else dy)
     return gradients
 
 

@@ -25,16 +25,6 @@ CELL_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 # One step, from its products with the input and with the hidden state
 
 
-def tanh_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
-    """h = tanh(W x + U h)."""
-    return ((by_input + by_state).tanh(),)
-
-
-def relu_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
-    """h = relu(W x + U h)."""
-    return ((by_input + by_state).relu(),)
-
-
 def lstm_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
     """Put input, forget and output gates around a cell state."""
     i, f, g, o = (by_input + by_state).chunk(4, -1)
@@ -51,8 +41,8 @@ def gru_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
 
 
 STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
-    "RNN_TANH": tanh_step,
-    "RNN_RELU": relu_step,
+    "RNN_TANH": lambda by_input, by_state, _: ((by_input + by_state).tanh(),),
+    "RNN_RELU": lambda by_input, by_state, _: ((by_input + by_state).relu(),),
     "LSTM": lstm_step,
     "GRU": gru_step,
 }
@@ -150,39 +140,31 @@ def _unrolled(
     for depth in range(layer.num_layers):
         outputs = []
         for direction in ("", "_reverse")[: 1 + layer.bidirectional]:
-            sweep = Sweep(layer, f"_l{depth}{direction}")
-            output, last = sweep.run(x, starts[len(lasts)], is_open)
+            products, output, last = _sweep(layer, f"_l{depth}{direction}", x, starts[len(lasts)], is_open)
             outputs.append(output)
             lasts.append(last)
-            traces += sweep.traces
+            traces += products
         x = torch.cat(outputs, -1)
     return traces, (x, *(torch.cat(part, 1).transpose(0, 1) for part in zip(*lasts, strict=True)))
 
 
-class Sweep:
-    """One layer in one direction, over all steps."""
-
-    def __init__(self, layer: Any, suffix: str) -> None:
-        self.traces = [Trace(layer, f"weight_{kind}{suffix}", f"bias_{kind}{suffix}") for kind in ("ih", "hh")]
-        if layer.proj_size:
-            self.traces.append(Trace(layer, f"weight_hr{suffix}"))
-        self._step, self._is_backward = STEPS[layer.mode], suffix.endswith("_reverse")
-
-    def run(self, x: Tensor, state: State, is_open: Tensor | None) -> tuple[Tensor, State]:
-        """Return the hidden states of all steps, and the last state; a closed step leaves the state as it is."""
-        by_input = self.traces[0].product(x).split(1, 1)
-        steps = range(len(by_input))
-        hidden = {}
-        for t in reversed(steps) if self._is_backward else steps:
-            new = self._next(by_input[t], state)
-            if is_open is not None:
-                new = tuple(torch.where(is_open[:, t : t + 1], *pair) for pair in zip(new, state, strict=True))
-            state, hidden[t] = new, new[0]
-        return torch.cat([hidden[t] for t in steps], 1), state
-
-    def _next(self, by_input: Tensor, state: State) -> State:
-        hidden, *cell = self._step(by_input, self.traces[1].product(state[0]), state)
-        return (self.traces[2].product(hidden) if len(self.traces) == 3 else hidden, *cell)
+def _sweep(
+    layer: Any, suffix: str, x: Tensor, state: State, is_open: Tensor | None
+) -> tuple[list[Trace], Tensor, State]:
+    """Run one layer in one direction over all steps: its products, all hidden states, and the last state."""
+    traces = [Trace(layer, f"weight_{kind}{suffix}", f"bias_{kind}{suffix}") for kind in ("ih", "hh")]
+    if layer.proj_size:
+        traces.append(Trace(layer, f"weight_hr{suffix}"))
+    by_input = traces[0].product(x).split(1, 1)
+    steps = range(len(by_input))
+    hiddens = {}
+    for t in reversed(steps) if suffix.endswith("_reverse") else steps:
+        hidden, *cell = STEPS[layer.mode](by_input[t], traces[1].product(state[0]), state)
+        new = (traces[2].product(hidden) if layer.proj_size else hidden, *cell)
+        if is_open is not None:  # a closed step leaves the state as it is
+            new = tuple(torch.where(is_open[:, t : t + 1], *pair) for pair in zip(new, state, strict=True))
+        state, hiddens[t] = new, new[0]
+    return traces, torch.cat([hiddens[t] for t in steps], 1), state
 
 
 # Cells

@@ -57,7 +57,6 @@ class Rows:
                 raise CoverageError(f"FSDP2 has sharded '{layer.name_of(name)}', which shared_by_samples needs whole")
 
     def put_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put the views in, before the forward."""
         first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim), None)
         if first is None:
             raise CoverageError("a module with parameters that its samples share has no tensor among its inputs")
@@ -69,7 +68,6 @@ class Rows:
                 module.__dict__[name] = rows
 
     def take_out(self, module: nn.Module, *_: Any) -> None:
-        """Take the views out, after the forward or its failure."""
         for name in module._parameters:
             module.__dict__.pop(name, None)
 

@@ -1,8 +1,8 @@
 """Norms by hand-written GPU kernels, and the conditions under which they apply.
 
-The plain path stays, and they are tested against it. They are used on NVIDIA GPUs with tensor cores for bfloat16, where
+The plain path stays, and they are tested against it. They are used on NVIDIA GPUs with tensor cores for bfloat16, if
 Triton is installed (it comes with torch for GPUs): for sketches in any type but float64, for exact norms in 16-bit
-types, and in float32 where products may be rounded to TF32. DIVEBATCH_TRITON=0 in the environment switches them off.
+types, and in float32 if products may be rounded to TF32. DIVEBATCH_TRITON=0 in the environment switches them off.
 """
 
 import itertools
@@ -54,7 +54,8 @@ def applies(left: Tensor, right: Tensor) -> bool:
 
 def _is_within_reach(tensor: Tensor) -> bool:
     """Tell whether a kernel may read a tensor: not through torch.func or DTensor, and not beyond its numbers."""
-    if not torch.compiler.is_compiling() and not _is_plain(tensor):
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if not torch.compiler.is_compiling() and (type(tensor) not in (Tensor, nn.Parameter) or is_wrapped(tensor)):
         return False
     return tensor.dtype in DTYPES and 0 < len(tensor) <= MOST_SAMPLES and _span(tensor) < MOST_ENTRIES
 
@@ -62,17 +63,11 @@ def _is_within_reach(tensor: Tensor) -> bool:
 def _span(tensor: Tensor) -> int:
     """Count entries between the first and the last of a sample; in a compiler those of all samples, which is no less.
 
-    A compiler is asked for sizes alone: it does not know a gradient's strides while it reads a backward function, and
-    once asked, it copies every gradient that goes in, to be sure of them.
+    Asked for a gradient's strides, a compiler copies every gradient, to be sure of them.
     """
     if torch.compiler.is_compiling():
         return tensor.numel()
     return sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    is_wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return type(tensor) in (Tensor, nn.Parameter) and not is_wrapped
 
 
 def _is_capable(device_index: int | None) -> bool:
@@ -80,10 +75,7 @@ def _is_capable(device_index: int | None) -> bool:
 
 
 def prepare_for_compiler() -> None:
-    """Tell the compiler that a device's capability never changes.
-
-    Called before a model is measured under `torch.compile` and not at import: it loads the compiler, a second.
-    """
+    """Tell the compiler that a device's capability never changes; this loads the compiler, a second."""
     torch.compiler.assume_constant_result(_is_capable)
 
 

@@ -66,16 +66,13 @@ def sketch(
 
     Args:
         gradients: The addresses of K gradients, contiguous and of one type.
-        moments: The addresses of their second moments; None where nothing divides.
-        factors: (K, 3): how much of the moment a step keeps, its correction, and eps; None where nothing divides.
+        moments: The addresses of their second moments; None if nothing divides.
+        factors: (K, 3): how much of the moment a step keeps, its correction, and eps; None if nothing divides.
         layout: (L, 3), for each line: which gradient it is of, the number of the gradient's entry at the line's first
-            place (below 0 where the gradient begins within the line), and how many entries the gradient has.
-        draws: (L, 3), for each line: rotation, place in the table, sign.
-        table: The signs.
-        size: Numbers of the sketch.
+            place (below 0 if the gradient begins within the line), and how many entries the gradient has.
+        draws: (L, 3), for each line: rotation, place in the table of signs, own sign.
         types: Those of gradients and moments.
-        unscale: Multiplies gradients before they are divided.
-        scale: Multiplies what comes out.
+        unscale: Multiplies gradients before they are divided; `scale` multiplies what comes out.
     """
     blocks, num_lines = triton.cdiv(size, BLOCK), len(layout)
     parts = max(1, min(num_lines, PROGRAMS // blocks))
