@@ -11,6 +11,7 @@ first batch size. `Schedule` steps it as often as the samples say that it is beh
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import mul
@@ -26,6 +27,7 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.order import num_batches
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Decision, Measurement, gain
+from divebatch.norms.sharded import is_sharded
 from divebatch.policies import Policy
 
 # Couplings
@@ -272,7 +274,8 @@ class LrCoupling:
         require_known(kind)
         self.optimizer, self.kind = optimizer, kind
         self.base_batch_size = base_batch_size or first_batch_size
-        self._is_of_sum = loss_reduction == "sum" and kind != "none" and not isinstance(optimizer, _ADAM_LIKE)
+        self.is_of_sum = loss_reduction == "sum" and kind != "none" and not isinstance(optimizer, _ADAM_LIKE)
+        """Whether the steps grow with the batch by themselves."""
         self._noise_scale: float | None = None
         """What was measured last, in samples."""
         self._first_noise_scale: float | None = None
@@ -395,7 +398,7 @@ class LrCoupling:
         if self.kind == "1/(1+B/b)" and self._first_noise_scale is not None:
             # Over what it is for the base batch at the noise first measured.
             factor /= factor_of(self.kind, 1.0, self._first_noise_scale / self.base_batch_size)
-        return factor / ratio if self._is_of_sum else factor
+        return factor / ratio if self.is_of_sum else factor
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factors and what they follow from. The own values are in the optimizer's state."""
@@ -683,6 +686,64 @@ def schedules_of(
 
 # All optimizers
 
+WINDOW, FEWEST = 16, 4
+"""Steps that are compared on either side of a change of the batch size, and how many there must be."""
+ENOUGH_GROWTH = 4
+"""How much larger a batch must be to tell a sum from a mean."""
+SUM_FROM, SUM_TO = 0.25, 3
+"""Powers of the batch size between which the mean square is taken for that of a sum: training adds something to it, and
+much more if it diverges."""
+ENOUGH_ENTRIES = 64
+"""The entries of a parameter whose gradient shows enough."""
+
+
+class GradientGrowth:
+    """How the gradient of one small parameter grows with the batch, whatever the policy measures.
+
+    The mean square follows a power of the batch size: from -1 (noise) to 0 (signal) for a mean, from 1 to 2 for a sum.
+    Only the steps right before and after each change of the batch size are compared, so that the course of training
+    cancels out.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._parameter: Tensor | None = None
+        self._ratio: float | None = None
+        """The change of the batch size that is being looked at."""
+        self._before: list[Tensor] = []
+        self._here: deque[Tensor] = deque(maxlen=WINDOW)
+        """Squared norms of the last steps before that change, and of those at the present size."""
+        self.batch = self.gradient = 1.0
+        """The growth of the batch and of the mean square so far, over all changes that could be compared."""
+
+    def see(self) -> None:
+        """Look at the gradient of the step that begins."""
+        if self._parameter is None or self._parameter.grad is None:
+            groups = self.optimizer.param_groups
+            there = [p for group in groups for p in group["params"] if p.grad is not None and not is_sharded(p)]
+            if not there:
+                return
+            large = [p for p in there if p.numel() >= ENOUGH_ENTRIES]
+            self._parameter = min(large, key=Tensor.numel) if large else max(there, key=Tensor.numel)
+        assert self._parameter.grad is not None
+        self._here.append(self._parameter.grad.detach().norm().float() ** 2)
+        if len(self._here) == WINDOW:
+            self._compare()
+
+    def change(self, ratio: float) -> None:
+        """Look at the change to a batch of `ratio` times the samples, which comes now."""
+        self._compare()
+        self._ratio, self._before = ratio, list(self._here)
+        self._here.clear()
+
+    def _compare(self) -> None:
+        """Take the last change into account, once."""
+        if self._ratio is not None and min(len(self._before), len(self._here)) >= FEWEST:
+            before, after = (float(torch.stack(list(each)).mean()) for each in (self._before, self._here))
+            if 0 < before < math.inf and 0 < after < math.inf:
+                self.batch, self.gradient = self.batch * self._ratio, self.gradient * after / before
+        self._ratio = None
+
 
 class Rates:
     """The learning rates of all optimizers: each follows the batch size by its own coupling.
@@ -738,11 +799,9 @@ class Rates:
         self.epoch_lr, self._is_used = self.first.lr, False
         """The rate of the first step since `mark`; before that step the one that it would have."""
         self._needs_noise = not BY_NOISE.isdisjoint(kinds)
-        self._may_be_sum = loss_reduction == "mean" and any(
-            each.kind != "none" and not isinstance(optimizer, _ADAM_LIKE) for optimizer, each in self.couplings.items()
-        )
-        self._first_seen: tuple[int, float] | None = None
-        """The batch size of the first measurement, and the mean square of its per-sample gradients."""
+        growing = [o for o, each in self.couplings.items() if each.kind != "none" and not isinstance(o, _ADAM_LIKE)]
+        self._may_be_sum = GradientGrowth(growing[0]) if growing and loss_reduction == "mean" else None
+        """What would show that the loss is a sum; None: it was said, or makes no difference, or is known by now."""
 
     @property
     def gains(self) -> GainSum:
@@ -760,8 +819,9 @@ class Rates:
 
     @property
     def growth(self) -> float:
-        """The first optimizer's rate in a step over the schedule's own, relative to the first batch."""
-        return self.first.factor / self.first.factor_at(self.first_batch_size)
+        """The first optimizer's rate in a step over the schedule's own, relative to the first batch, for a mean."""
+        grown = self.first.factor / self.first.factor_at(self.first_batch_size)
+        return grown * self.batch_size / self.first_batch_size if self.first.is_of_sum else grown
 
     def before_step(self, coupling: LrCoupling, number: int, before: int, after: int) -> None:
         """Bring schedulers and rates to where the step that begins wants them.
@@ -776,6 +836,10 @@ class Rates:
             for schedule in self.schedules:
                 if schedule.optimizer is coupling.optimizer:
                     schedule.before_step(number, before, after)
+            if self._may_be_sum is not None and coupling.optimizer is self._may_be_sum.optimizer:
+                self._may_be_sum.see()
+                if self._may_be_sum.batch >= ENOUGH_GROWTH:
+                    self._ask_if_sum(self._may_be_sum)
         has_moved = coupling.look()
         coupling.put_in_force()
         if coupling is self.first:
@@ -818,6 +882,8 @@ class Rates:
         if batch_size != self.batch_size:
             for schedule in self.schedules:
                 schedule.resize()
+            if self._may_be_sum is not None:
+                self._may_be_sum.change(batch_size / self.batch_size)
         for coupling in self.couplings.values():
             if coupling.undo:
                 coupling.put_back()
@@ -829,23 +895,17 @@ class Rates:
         noise_scale = seen.diversity.noise_scale if self._needs_noise and seen.diversity is not None else math.nan
         known = None if math.isnan(noise_scale) else noise_scale
         self.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
-        if self._may_be_sum and seen.diversity is not None and seen.diversity.num_samples:
-            self._ask_if_sum(seen.batch_size, seen.diversity.sum_of_sq_norms / seen.diversity.num_samples)
 
-    def _ask_if_sum(self, size: int, sq_norm: float) -> None:
-        """Warn, once, of per-sample gradients that grew as the batch did: taken for those of a mean, a sum's do."""
-        if not 0 < sq_norm < math.inf:
-            return
-        first_size, first_sq_norm = self._first_seen = self._first_seen or (size, sq_norm)
-        expected = (size / first_size) ** 2
-        if expected < 16:  # too little to tell from what training does to gradients
-            return
-        self._may_be_sum = False
-        if expected / 2 < sq_norm / first_sq_norm < 2 * expected:
+    def _ask_if_sum(self, growth: "GradientGrowth") -> None:
+        """Warn, once, of a gradient that has grown about as much as the batch, as that of a sum does."""
+        is_sum = SUM_FROM < math.log(growth.gradient) / math.log(growth.batch) < SUM_TO
+        if is_sum or growth.batch >= ENOUGH_GROWTH**2:
+            self._may_be_sum = None
+        if is_sum:
             warn_user(
-                f"the gradients have grown by about as much as the batch, {first_size} -> {size} samples, and the "
-                f"learning rate grows with it: is the loss a sum over the batch? Then pass loss_reduction='sum', or "
-                f"take its mean"
+                f"the gradients have grown by about as much as the batch, {self.first_batch_size} -> {self.batch_size} "
+                f"samples, and the learning rate follows the batch as for a mean: is the loss a sum over the batch? "
+                f"Then pass loss_reduction='sum', or take its mean"
             )
 
     def take_scheduler_steps(self, step: int) -> int:
