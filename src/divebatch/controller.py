@@ -159,7 +159,7 @@ class Controller:
             accumulate=accumulate,
             loss_reduction=loss_reduction,
         )
-        self._has_warned_of_caveat = self._has_warned_of_step = False
+        self._has_warned_of_caveat = self._has_warned_of_step = self._has_warned_of_break = False
         if self._estimator is not None:
             require_fit(self._estimator, context.model)
             self._warn_of_caveat()
@@ -212,6 +212,8 @@ class Controller:
             if current.batches:  # one batch alone is a look: next(iter(loader))
                 self._warn_if_step_is_missing()
         elif current.batches == 0 or not self._is_under_way:
+            if current.order is not None:
+                self._warn_if_left_early()
             self._begin_epoch()
         elif self._every_steps is None:
             if current.num_batches is None:
@@ -513,6 +515,16 @@ class Controller:
             warn_user(
                 f"epoch {self.epoch + 1} has ended without a call of control.step(), so nothing was decided: call it "
                 f"once after each epoch. For a complete pass that is no training use loader.full_pass()"
+            )
+
+    def _warn_if_left_early(self) -> None:
+        steps = self.steps - self._steps_before
+        if self._is_under_way and steps and not self._has_warned_of_break:
+            self._has_warned_of_break = True
+            warn_user(
+                f"epoch {self.epoch + 1} was left after {steps} optimizer steps, and begins again with the same "
+                f"samples: for shorter epochs, each on other samples, leave the break out and pass "
+                f"AdaptiveLoader(..., epoch_samples=N)"
             )
 
     def _warn_if_state_is_missing(self) -> None:

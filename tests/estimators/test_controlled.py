@@ -128,6 +128,7 @@ def test_a_resume_in_the_middle_of_an_epoch_gives_the_same_decision(estimator: t
     assert [first, resumed.epoch(tell_loss=False)] == expected
 
 
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 def test_a_pass_left_early_is_forgotten():
     plain, tried = (Training(NoiseScale(CAP), lr=0.0, estimator="split") for _ in range(2))
     tried.epoch(stop_after=3)

@@ -514,9 +514,9 @@ class AdaptiveLoader:
             raise UsageError("no epoch has ended since the last step(): iterate over the loader to its end first")
         raise UsageError(
             f"epoch {current.epoch + 1} has not ended: {current.batches} of {current.num_batches or '?'} batches were "
-            f"delivered. Call step() after the loop over the batches. If you mean to leave epochs early, either skip "
-            f"step() for an epoch that was left, or pass AdaptiveLoader(..., epoch_samples=N): an epoch is then N "
-            f"samples, also of a stream without an end"
+            f"delivered. Call step() after the loop over the batches. If you mean to leave epochs early, pass "
+            f"AdaptiveLoader(..., epoch_samples=N) instead: an epoch is then N samples, also of a stream without an "
+            f"end. For a trial of a few batches (--dry-run) skip step()"
         )
 
     # State
