@@ -213,6 +213,7 @@ def of_tensors(parameters: Any, **given: Any) -> Optimizer:
     return AdamW(parameters, lr, tuple(betas), eps=1e-4, weight_decay=0.1, **({"capturable": True} | given))
 
 
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 def test_tensors_follow_in_place():
     """As a captured step needs it."""
     run = Run(lambda p: of_tensors(p, capturable=False, foreach=False))
@@ -371,6 +372,7 @@ def test_a_parameter_group_added_later_has_own_values_too():
 # Several optimizers, and those that it is not for
 
 
+@pytest.mark.filterwarnings("ignore:epoch . has ended, no step")
 def test_each_of_several_optimizers_has_its_own():
     model = mlp(dtype=torch.float32)
     matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))

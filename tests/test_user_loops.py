@@ -111,6 +111,7 @@ def test_an_estimator_serves_one_controller():
         Loop(DiveBatch(1.0, 40), estimator=estimator)
 
 
+@pytest.mark.filterwarnings("ignore:epoch . has ended, no step")
 def test_an_epoch_without_a_backward_pass_is_no_reason_for_the_cap():
     loop = Loop(DiveBatch(1.0, 40))
     list(loop.loader)

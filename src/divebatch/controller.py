@@ -499,7 +499,9 @@ class Controller:
         if self.steps > self._steps_before:
             return
         seen = f"no step of {', '.join(type(each).__name__ for each in self._rates.couplings)} was seen in it"
-        if not torch.equal(local(self._weight.detach()), local(self._weight_before)):
+        # NaN is not equal to itself, and a GradScaler skips every step once weights are NaN.
+        now, before = (torch.nan_to_num(local(each)) for each in (self._weight, self._weight_before))
+        if not torch.equal(now, before):
             raise UsageError(
                 f"epoch {finished.epoch + 1} has ended and the weights have changed, but {seen}: pass the optimizer "
                 f"that steps, and make a new Controller if you made a new optimizer. Replay a CUDA graph that holds "
@@ -507,7 +509,11 @@ class Controller:
             )
         if self._every_steps is not None:
             raise UsageError(f"every_steps={self._every_steps} counts steps of the optimizer, and {seen}")
-        self.steps += max(1, finished.batches // said)  # a GradScaler may have skipped all
+        warn_user(
+            f"epoch {finished.epoch + 1} has ended, {seen}, and the weights are as they were: a GradScaler has skipped "
+            f"every step, or another model is trained. Then pass that one, and its optimizer"
+        )
+        self.steps += max(1, finished.batches // said)
 
     def _warn_if_step_is_missing(self) -> None:
         if not self._has_warned_of_step and self.loader.has_finished_epoch(since=self.epoch):
