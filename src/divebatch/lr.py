@@ -712,7 +712,7 @@ class GradientGrowth:
         """The change of the batch size that is being looked at."""
         self._before: list[Tensor] = []
         self._here: deque[Tensor] = deque(maxlen=WINDOW)
-        """Squared norms of the last steps before that change, and of those at the present size."""
+        """Its norms at the last steps before that change, and at those of the present size."""
         self.batch = self.gradient = 1.0
         """The growth of the batch and of the mean square so far, over all changes that could be compared."""
 
@@ -726,7 +726,7 @@ class GradientGrowth:
             large = [p for p in there if p.numel() >= ENOUGH_ENTRIES]
             self._parameter = min(large, key=Tensor.numel) if large else max(there, key=Tensor.numel)
         assert self._parameter.grad is not None
-        self._here.append(self._parameter.grad.detach().norm().float() ** 2)
+        self._here.append(self._parameter.grad.detach().norm())
         if len(self._here) == WINDOW:
             self._compare()
 
@@ -739,7 +739,9 @@ class GradientGrowth:
     def _compare(self) -> None:
         """Take the last change into account, once."""
         if self._ratio is not None and min(len(self._before), len(self._here)) >= FEWEST:
-            before, after = (float(torch.stack(list(each)).mean()) for each in (self._before, self._here))
+            before, after = (
+                float(torch.stack(list(each)).float().square().mean()) for each in (self._before, self._here)
+            )
             if 0 < before < math.inf and 0 < after < math.inf:
                 self.batch, self.gradient = self.batch * self._ratio, self.gradient * after / before
         self._ratio = None
