@@ -511,7 +511,7 @@ class Controller:
             raise UsageError(f"every_steps={self._every_steps} counts steps of the optimizer, and {seen}")
         warn_user(
             f"epoch {finished.epoch + 1} has ended, {seen}, and the weights are as they were: a GradScaler has skipped "
-            f"every step, or another model is trained. Then pass that one, and its optimizer"
+            f"every step, or another model is trained: then pass that one, with its optimizer"
         )
         self.steps += max(1, finished.batches // said)
 
