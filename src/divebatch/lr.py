@@ -686,8 +686,8 @@ def schedules_of(
 
 # All optimizers
 
-WINDOW, FEWEST = 16, 4
-"""Steps that are compared on either side of a change of the batch size, and how many there must be."""
+BEFORE, FEWEST = 16, 4
+"""Steps before a change of the batch size that the first one after it is compared with, and how many there must be."""
 ENOUGH_GROWTH = 4
 """How much larger a batch must be to tell a sum from a mean."""
 SUM_FROM, SUM_TO = 0.25, 3
@@ -701,18 +701,17 @@ class GradientGrowth:
     """How the gradient of one small parameter grows with the batch, whatever the policy measures.
 
     The mean square follows a power of the batch size: from -1 (noise) to 0 (signal) for a mean, from 1 to 2 for a sum.
-    Only the steps right before and after each change of the batch size are compared, so that the course of training
-    cancels out.
+    Each change of the batch size shows it at the first step after it, before another rate has done anything. So neither
+    the course of training counts nor a rate that is too high.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._parameter: Tensor | None = None
-        self._ratio: float | None = None
-        """The change of the batch size that is being looked at."""
-        self._before: list[Tensor] = []
-        self._here: deque[Tensor] = deque(maxlen=WINDOW)
-        """Its norms at the last steps before that change, and at those of the present size."""
+        self._norms: deque[Tensor] = deque(maxlen=BEFORE)
+        """Of its gradients at the last steps with one size."""
+        self._ratio = 1.0
+        """The change of the batch size since then."""
         self.batch = self.gradient = 1.0
         """The growth of the batch and of the mean square so far, over all changes that could be compared."""
 
@@ -726,25 +725,22 @@ class GradientGrowth:
             large = [p for p in there if p.numel() >= ENOUGH_ENTRIES]
             self._parameter = min(large, key=Tensor.numel) if large else max(there, key=Tensor.numel)
         assert self._parameter.grad is not None
-        self._here.append(self._parameter.grad.detach().norm())
-        if len(self._here) == WINDOW:
-            self._compare()
+        norm = self._parameter.grad.detach().norm()
+        if self._ratio != 1:
+            self._compare(norm)
+        self._norms.append(norm)
 
     def change(self, ratio: float) -> None:
-        """Look at the change to a batch of `ratio` times the samples, which comes now."""
-        self._compare()
-        self._ratio, self._before = ratio, list(self._here)
-        self._here.clear()
+        """Take note of a batch of `ratio` times the samples from the next step on."""
+        self._ratio *= ratio
 
-    def _compare(self) -> None:
-        """Take the last change into account, once."""
-        if self._ratio is not None and min(len(self._before), len(self._here)) >= FEWEST:
-            before, after = (
-                float(torch.stack(list(each)).float().square().mean()) for each in (self._before, self._here)
-            )
-            if 0 < before < math.inf and 0 < after < math.inf:
+    def _compare(self, norm: Tensor) -> None:
+        if len(self._norms) >= FEWEST:
+            before = float(torch.stack(list(self._norms)).float().square().mean())
+            if 0 < before < math.inf and 0 < (after := float(norm) ** 2) < math.inf:
                 self.batch, self.gradient = self.batch * self._ratio, self.gradient * after / before
-        self._ratio = None
+        self._norms.clear()
+        self._ratio = 1.0
 
 
 class Rates:
