@@ -247,8 +247,10 @@ class Controller:
         event = self._begin_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            if event is not None and self._at_work is not None:
-                self._at_work.on_step(event, optimizer)
+            if event is not None:
+                self._rates.look_at_gradients(optimizer)
+                if self._at_work is not None:
+                    self._at_work.on_step(event, optimizer)
             return None
         followed = partial(self._run_closure, closure, coupling, optimizer, [event])
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
@@ -282,8 +284,10 @@ class Controller:
         coupling.look()  # it may have written a rate
         coupling.put_in_force()
         event = events.pop() if events else None  # line searches call the closure again, at other weights
-        if event is not None and self._at_work is not None:
-            self._at_work.on_step(event, optimizer)
+        if event is not None:
+            self._rates.look_at_gradients(optimizer)
+            if self._at_work is not None:
+                self._at_work.on_step(event, optimizer)
         return result
 
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:

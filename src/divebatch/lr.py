@@ -834,10 +834,6 @@ class Rates:
             for schedule in self.schedules:
                 if schedule.optimizer is coupling.optimizer:
                     schedule.before_step(number, before, after)
-            if self._may_be_sum is not None and coupling.optimizer is self._may_be_sum.optimizer:
-                self._may_be_sum.see()
-                if self._may_be_sum.batch >= ENOUGH_GROWTH:
-                    self._ask_if_sum(self._may_be_sum)
         has_moved = coupling.look()
         coupling.put_in_force()
         if coupling is self.first:
@@ -894,8 +890,14 @@ class Rates:
         known = None if math.isnan(noise_scale) else noise_scale
         self.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
 
-    def _ask_if_sum(self, growth: "GradientGrowth") -> None:
-        """Warn, once, of a gradient that has grown about as much as the batch, as that of a sum does."""
+    def look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Warn, once, if the gradients of a step have grown about as much as the batch, as those of a sum do."""
+        growth = self._may_be_sum
+        if growth is None or growth.optimizer is not optimizer:
+            return
+        growth.see()
+        if growth.batch < ENOUGH_GROWTH:
+            return
         is_sum = SUM_FROM < math.log(growth.gradient) / math.log(growth.batch) < SUM_TO
         if is_sum or growth.batch >= ENOUGH_GROWTH**2:
             self._may_be_sum = None
