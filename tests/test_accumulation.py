@@ -269,7 +269,16 @@ def test_two_ways_to_say_it_are_one_too_many():
 def test_an_epoch_whose_steps_were_all_skipped_has_as_many_as_its_batches():
     loop = Loop(Fixed(), 1)
     list(loop.loader)
-    assert loop.control.step().steps == 16
+    with pytest.warns(UserWarning, match=r"epoch 1 has ended, no step of SGD.*GradScaler has skipped every step"):
+        assert loop.control.step().steps == 16
+
+
+def test_weights_that_are_nan_and_skipped_steps_are_not_another_optimizers():
+    loop = Loop(Fixed(), 1)
+    torch.nn.init.constant_(loop.control._weight, torch.nan)
+    list(loop.loader)
+    with pytest.warns(UserWarning, match="GradScaler has skipped every step"):
+        loop.control.step()
 
 
 def test_an_optimizer_that_was_replaced_is_an_error_at_the_epochs_end():

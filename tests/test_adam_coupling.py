@@ -188,6 +188,7 @@ def of_tensors(parameters: Any, **given: Any) -> Optimizer:
     return AdamW(parameters, lr, tuple(betas), eps=1e-4, weight_decay=0.1, **({"capturable": True} | given))
 
 
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 def test_tensors_follow_in_place():
     """As a captured step needs it."""
     run = Run(lambda p: of_tensors(p, capturable=False, foreach=False))

@@ -71,6 +71,7 @@ def test_the_rate_is_the_gain_of_what_was_measured(trace: float, sq_norm: float,
     assert root.epoch().next_lr == pytest.approx(0.01 * math.sqrt(expected))
 
 
+@pytest.mark.filterwarnings("ignore:epoch . has ended, no step")
 def test_it_follows_the_size_and_the_measured_noise_together():
     run = Training(DiveBatch(0.5, 32), estimator=Oracle(mean_loss))
     for _ in range(3):

@@ -235,6 +235,7 @@ def test_a_record_holds_the_changes_and_the_size_that_the_epoch_ended_with():
     assert EpochRecord.from_dict({"epoch": 1, "batch_size": 3, "lr": 1.0, "steps": 1, "samples": 3}).changes is None
 
 
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 def test_a_pass_that_starts_again_forgets_its_changes():
     run = Training(ByStep(((2, 8),)), every_steps=2)
     for _, _ in zip(range(3), run.batches(), strict=False):

@@ -205,6 +205,7 @@ def break_off(run: Training) -> None:
     group["lr"] = lr
 
 
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 @pytest.mark.parametrize("happening", [peek, evaluate, break_off])
 def test_what_happens_between_epochs_does_not_count(happening: Callable[[Training], None]):
     run, undisturbed = grow(), grow()

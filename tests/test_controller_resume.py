@@ -151,6 +151,7 @@ def test_stopped_many_times(whole: Training):
     assert_same_run(run, whole)
 
 
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 def test_loading_into_a_run_under_way_goes_back(whole: Training):
     run = Training(whole.setup)
     run.train(stop_after_step=3)
@@ -163,6 +164,7 @@ def test_loading_into_a_run_under_way_goes_back(whole: Training):
 
 
 @EVERY_SETUP
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 def test_the_state_is_what_it_was_when_it_was_taken(setup: Any):
     run = Training(setup)
     run.train(stop_after_step=2)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from divebatch import AdaptiveLoader, Controller, Decision, Fixed, Measurement
+from divebatch import AdaptiveLoader, Auto, Controller, Decision, Fixed, Measurement
 from divebatch.errors import ArgumentError
 from divebatch.lr import COUPLINGS, LrCoupling, Rates
 from divebatch.policies import Policy
@@ -190,7 +190,26 @@ def test_a_summed_loss_trains_as_its_mean_with_the_rate_of_the_first_batch():
         assert torch.allclose(summed, mean, rtol=1e-10)
 
 
-@pytest.mark.parametrize("estimator", ["per-sample", "moments"])
+def test_a_summed_loss_under_auto_trains_as_its_mean():
+    def rates(reduction: str) -> list[float]:
+        model = mlp()
+        optimizer = SGD(model.parameters(), 0.01)
+        loader = AdaptiveLoader(dataset(640), 4, seed=0, drop_last=True)
+        policy = Auto(32, total_samples=5 * 640)
+        control = Controller(model, optimizer, loader, policy, loss_reduction=reduction)
+        found = []
+        for _ in range(5):
+            for _ in loader:
+                optimizer.step()
+            record = control.step()
+            found.append(record.next_lr * (record.next_batch_size / 4 if reduction == "sum" else 1))
+        assert loader.batch_size > 8
+        return found
+
+    assert rates("sum") == pytest.approx(rates("mean"))
+
+
+@pytest.mark.parametrize("measured", [{}, {"measure_always": True, "estimator": "per-sample"}])
 @pytest.mark.parametrize(
     ("is_sum", "settings", "optimizer", "is_asked"),
     [
@@ -202,12 +221,11 @@ def test_a_summed_loss_trains_as_its_mean_with_the_rate_of_the_first_batch():
     ],
     ids=["a sum", "a mean", "declared", "fixed rate", "Adam-like"],
 )
-@pytest.mark.filterwarnings("ignore:.*cannot grow the batch")
-def test_a_summed_loss_that_nobody_declared_is_asked_about(is_sum, settings, optimizer, is_asked, estimator):
+def test_a_summed_loss_that_nobody_declared_is_asked_about(is_sum, settings, optimizer, is_asked, measured):
     model = mlp()
     used = optimizer(model.parameters(), 1e-5, **({"momentum": 0.9} if optimizer is SGD else {}))
     loader = AdaptiveLoader(dataset(128), 4, seed=0)
-    settings = {"lr_coupling": "linear", "measure_always": True, "estimator": estimator, **settings}
+    settings = {"lr_coupling": "linear", **measured, **settings}
     control = Controller(model, used, loader, Doubling(), **settings)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

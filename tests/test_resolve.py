@@ -137,6 +137,7 @@ def control_of(policy: Any, **settings: Any) -> Controller:
     return Controller(model, SGD(model.parameters(), 0.01), AdaptiveLoader(dataset(24), 4, seed=0), policy, **settings)
 
 
+@pytest.mark.filterwarnings("ignore:epoch . has ended, no step")
 def test_a_policy_of_ones_own_needs_next_alone():
     control = control_of(Doubling())
     for _ in control.loader:

@@ -383,6 +383,7 @@ def test_a_stream_of_unknown_length_goes_by_samples_too():
         assert run.scheduler.last_epoch == 11 * (epoch + 1)
 
 
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 def test_an_epoch_that_is_broken_off_and_begun_again_ends_where_its_samples_do():
     run = Run(SCHEDULES["cosine"], 33, Sizes((8,)))
     for _ in run.batches():

@@ -1,6 +1,7 @@
 """What happens in loops that are not quite the README's: nothing may go wrong without a word."""
 
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -93,11 +94,28 @@ def test_an_estimator_serves_one_controller():
         Loop(DiveBatch(1.0, 40), estimator=estimator)
 
 
+@pytest.mark.filterwarnings("ignore:epoch . has ended, no step")
 def test_an_epoch_without_a_backward_pass_is_no_reason_for_the_cap():
     loop = Loop(DiveBatch(1.0, 40))
     list(loop.loader)
     with pytest.raises(UsageError, match="no backward pass through the model was seen"):
         loop.control.step()
+
+
+def test_an_epoch_left_early_again_and_again_is_a_warning_once():
+    loop, seen = Loop(Fixed()), []
+
+    def train() -> None:
+        for x, y in itertools.islice(loop.loader, 2):
+            seen.append(x.tolist())
+            mean_loss(loop.model(x), y).backward()
+            loop.optimizer.step()
+
+    train()
+    with pytest.warns(UserWarning, match=r"epoch 1 was left after 2 optimizer steps.*same samples.*epoch_samples"):
+        train()
+    train()
+    assert seen[:2] == seen[2:4] == seen[4:]
 
 
 def test_a_loss_that_is_told_is_in_the_record():

@@ -150,7 +150,7 @@ class Controller:
             accumulate=accumulate,
             loss_reduction=loss_reduction,
         )
-        self._has_warned_of_caveat = self._has_warned_of_step = False
+        self._has_warned_of_caveat = self._has_warned_of_step = self._has_warned_of_break = False
         if self._estimator is not None:
             require_fit(self._estimator, context.model)
             self._warn_of_caveat()
@@ -201,6 +201,8 @@ class Controller:
             if current.batches:  # one batch alone is a look: next(iter(loader))
                 self._warn_if_step_is_missing()
         elif current.batches == 0 or not self._is_under_way:
+            if current.order is not None:
+                self._warn_if_left_early()
             self._begin_epoch()
         elif self._every_steps is None:
             if current.num_batches is None:
@@ -234,8 +236,10 @@ class Controller:
         event = self._begin_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            if event is not None and self._at_work is not None:
-                self._at_work.on_step(event, optimizer)
+            if event is not None:
+                self._rates.look_at_gradients(optimizer)
+                if self._at_work is not None:
+                    self._at_work.on_step(event, optimizer)
             return None
 
         def followed() -> Any:
@@ -244,8 +248,10 @@ class Controller:
             result = closure()
             coupling.look()  # it may have written a rate
             coupling.put_in_force()
-            if event is not None and self._at_work is not None:  # now the gradients are there
-                self._at_work.on_step(event, optimizer)
+            if event is not None:  # now the gradients are there
+                self._rates.look_at_gradients(optimizer)
+                if self._at_work is not None:
+                    self._at_work.on_step(event, optimizer)
             event = None  # line searches call the closure again, at other weights
             return result
 
@@ -448,7 +454,9 @@ class Controller:
         if self.steps > self._steps_before:
             return
         seen = f"no step of {', '.join(type(each).__name__ for each in self._rates.couplings)} was seen in it"
-        if not torch.equal(local(self._weight.detach()), local(self._weight_before)):
+        # NaN is not equal to itself, and a GradScaler skips every step once weights are NaN.
+        now, before = (torch.nan_to_num(local(each)) for each in (self._weight, self._weight_before))
+        if not torch.equal(now, before):
             raise UsageError(
                 f"epoch {finished.epoch + 1} has ended and the weights have changed, but {seen}: pass the optimizer "
                 f"that steps, and make a new Controller if you made a new optimizer. Replay a CUDA graph that holds "
@@ -456,7 +464,11 @@ class Controller:
             )
         if self._every_steps is not None:
             raise UsageError(f"every_steps={self._every_steps} counts steps of the optimizer, and {seen}")
-        self.steps += max(1, finished.batches // self._cadence.said(finished.batch_size))  # a GradScaler skipped all
+        warn_user(
+            f"epoch {finished.epoch + 1} has ended, {seen}, and the weights are as they were: a GradScaler has skipped "
+            f"every step, or another model is trained: then pass that one, with its optimizer"
+        )
+        self.steps += max(1, finished.batches // self._cadence.said(finished.batch_size))
 
     def _warn_if_step_is_missing(self) -> None:
         if not self._has_warned_of_step and self.loader.has_finished_epoch(since=self.epoch):
@@ -464,6 +476,16 @@ class Controller:
             warn_user(
                 f"epoch {self.epoch + 1} has ended without a call of control.step(), so nothing was decided: call it "
                 f"once after each epoch. For a complete pass that is no training use loader.full_pass()"
+            )
+
+    def _warn_if_left_early(self) -> None:
+        steps = self.steps - self._steps_before
+        if self._is_under_way and steps and not self._has_warned_of_break:
+            self._has_warned_of_break = True
+            warn_user(
+                f"epoch {self.epoch + 1} was left after {steps} optimizer steps, and begins again with the same "
+                f"samples: for shorter epochs, each on other samples, leave the break out and pass "
+                f"AdaptiveLoader(..., epoch_samples=N)"
             )
 
     def _warn_if_state_is_missing(self) -> None:

@@ -11,6 +11,7 @@ first batch size. `Schedule` steps it as often as the samples say that it is beh
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import mul
@@ -26,6 +27,7 @@ from divebatch.data.loader import AdaptiveLoader
 from divebatch.data.order import num_batches
 from divebatch.errors import ArgumentError, UsageError
 from divebatch.measurement import Decision, Measurement, gain
+from divebatch.norms.sharded import is_sharded
 from divebatch.policies import Policy
 
 # Couplings
@@ -251,7 +253,8 @@ class LrCoupling:
         require_known(kind)
         self.optimizer, self.kind = optimizer, kind
         self.base_batch_size = base_batch_size or first_batch_size
-        self._is_of_sum = loss_reduction == "sum" and kind != "none" and not isinstance(optimizer, _ADAM_LIKE)
+        self.is_of_sum = loss_reduction == "sum" and kind != "none" and not isinstance(optimizer, _ADAM_LIKE)
+        """Whether the steps grow with the batch by themselves."""
         self._noise_scale: float | None = None
         """The last one measured, in samples."""
         self._first_noise_scale: float | None = None
@@ -377,7 +380,7 @@ class LrCoupling:
         if self.kind == "1/(1+B/b)" and self._first_noise_scale is not None:
             # Over what it is for the base batch at the noise first measured.
             factor /= factor_of(self.kind, 1.0, self._first_noise_scale / self.base_batch_size)
-        return factor / ratio if self._is_of_sum else factor
+        return factor / ratio if self.is_of_sum else factor
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factors and what they follow from. The own values are in the optimizer's state."""
@@ -640,6 +643,62 @@ def schedules_of(
 
 # All optimizers
 
+BEFORE, FEWEST = 16, 4
+"""Steps before a change of the batch size that the first one after it is compared with, and how many there must be."""
+ENOUGH_GROWTH = 4
+"""How much larger a batch must be to tell a sum from a mean."""
+SUM_FROM, SUM_TO = 0.25, 3
+"""Powers of the batch size between which the mean square is taken for that of a sum: training adds something to it, and
+much more if it diverges."""
+ENOUGH_ENTRIES = 64
+"""The entries of a parameter whose gradient shows enough."""
+
+
+class GradientGrowth:
+    """How the gradient of one small parameter grows with the batch, whatever the policy measures.
+
+    The mean square follows a power of the batch size: from -1 (noise) to 0 (signal) for a mean, from 1 to 2 for a sum.
+    Each change of the batch size shows it at the first step after it, before another rate has done anything. So neither
+    the course of training counts nor a rate that is too high.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._parameter: Tensor | None = None
+        self._norms: deque[Tensor] = deque(maxlen=BEFORE)
+        """Of its gradients at the last steps with one size."""
+        self._ratio = 1.0
+        """The change of the batch size since then."""
+        self.batch = self.gradient = 1.0
+        """The growth of the batch and of the mean square so far, over all changes that could be compared."""
+
+    def see(self) -> None:
+        """Look at the gradient of the step that begins."""
+        if self._parameter is None or self._parameter.grad is None:
+            groups = self.optimizer.param_groups
+            there = [p for group in groups for p in group["params"] if p.grad is not None and not is_sharded(p)]
+            if not there:
+                return
+            large = [p for p in there if p.numel() >= ENOUGH_ENTRIES]
+            self._parameter = min(large, key=Tensor.numel) if large else max(there, key=Tensor.numel)
+        assert self._parameter.grad is not None
+        norm = self._parameter.grad.detach().norm()
+        if self._ratio != 1:
+            self._compare(norm)
+        self._norms.append(norm)
+
+    def change(self, ratio: float) -> None:
+        """Take note of a batch of `ratio` times the samples from the next step on."""
+        self._ratio *= ratio
+
+    def _compare(self, norm: Tensor) -> None:
+        if len(self._norms) >= FEWEST:
+            before = float(torch.stack(list(self._norms)).float().square().mean())
+            if 0 < before < math.inf and 0 < (after := float(norm) ** 2) < math.inf:
+                self.batch, self.gradient = self.batch * self._ratio, self.gradient * after / before
+        self._norms.clear()
+        self._ratio = 1.0
+
 
 class Rates:
     """The learning rates of all optimizers: each follows the batch size by its own coupling of `kinds`.
@@ -686,11 +745,9 @@ class Rates:
         self.epoch_lr, self._is_used = self.first.lr, False
         """The rate of the first step since `mark`; before that step the one that it would have."""
         self._needs_noise = not BY_NOISE.isdisjoint(kinds)
-        self._may_be_sum = loss_reduction == "mean" and any(
-            each.kind != "none" and not isinstance(optimizer, _ADAM_LIKE) for optimizer, each in self.couplings.items()
-        )
-        self._first_seen: tuple[int, float] | None = None
-        """The batch size of the first measurement, and the mean square of its per-sample gradients."""
+        growing = [o for o, each in self.couplings.items() if each.kind != "none" and not isinstance(o, _ADAM_LIKE)]
+        self._may_be_sum = GradientGrowth(growing[0]) if growing and loss_reduction == "mean" else None
+        """What would show that the loss is a sum; None: it was said, or makes no difference, or is known by now."""
 
     @property
     def gains(self) -> GainSum:
@@ -708,8 +765,9 @@ class Rates:
 
     @property
     def growth(self) -> float:
-        """The first optimizer's rate in a step over the schedule's own, relative to the first batch."""
-        return self.first.factor / self.first.factor_at(self.first_batch_size)
+        """The first optimizer's rate in a step over the schedule's own, relative to the first batch, for a mean."""
+        grown = self.first.factor / self.first.factor_at(self.first_batch_size)
+        return grown * self.batch_size / self.first_batch_size if self.first.is_of_sum else grown
 
     def before_step(self, coupling: LrCoupling, number: int, before: int, after: int) -> None:
         """Bring schedulers and rates to where the step that begins wants them.
@@ -765,6 +823,8 @@ class Rates:
         if batch_size != self.batch_size:
             for schedule in self.schedules:
                 schedule.resize()
+            if self._may_be_sum is not None:
+                self._may_be_sum.change(batch_size / self.batch_size)
         for coupling in self.couplings.values():
             if coupling.undo:
                 coupling.put_back()
@@ -776,22 +836,23 @@ class Rates:
         noise_scale = seen.diversity.noise_scale if self._needs_noise and seen.diversity is not None else math.nan
         known = None if math.isnan(noise_scale) else noise_scale
         self.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
-        if self._may_be_sum and seen.diversity is not None and seen.diversity.num_samples:
-            self._ask_if_sum(seen.batch_size, seen.diversity.sum_of_sq_norms / seen.diversity.num_samples)
 
-    def _ask_if_sum(self, size: int, sq_norm: float) -> None:
-        """Warn, once, of per-sample gradients that grew as the batch did: taken for those of a mean, a sum's do."""
-        if not 0 < sq_norm < math.inf:
+    def look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Warn, once, if the gradients of a step have grown about as much as the batch, as those of a sum do."""
+        growth = self._may_be_sum
+        if growth is None or growth.optimizer is not optimizer:
             return
-        first_size, first_sq_norm = self._first_seen = self._first_seen or (size, sq_norm)
-        expected = (size / first_size) ** 2
-        if expected < 16:  # too little to tell from what training does to gradients
+        growth.see()
+        if growth.batch < ENOUGH_GROWTH:
             return
-        self._may_be_sum = False
-        if expected / 2 < sq_norm / first_sq_norm < 2 * expected:
+        is_sum = SUM_FROM < math.log(growth.gradient) / math.log(growth.batch) < SUM_TO
+        if is_sum or growth.batch >= ENOUGH_GROWTH**2:
+            self._may_be_sum = None
+        if is_sum:
             warn_user(
-                f"the gradients have grown about as much as the batch, {first_size} -> {size} samples: is the loss a "
-                f"sum over the batch? Then pass loss_reduction='sum', or take its mean"
+                f"the gradients have grown by about as much as the batch, {self.first_batch_size} -> {self.batch_size} "
+                f"samples, and the learning rate follows the batch as for a mean: is the loss a sum over the batch? "
+                f"Then pass loss_reduction='sum', or take its mean"
             )
 
     def take_scheduler_steps(self, step: int) -> int:

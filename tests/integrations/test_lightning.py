@@ -225,6 +225,7 @@ def test_a_checkpoint_of_before_the_decision_is_decided_on_resume(tmp_path):
     assert each_once(resumed.module.seen.values())
 
 
+@pytest.mark.filterwarnings("ignore:epoch . was left after")
 def test_an_epoch_that_max_steps_broke_off_starts_again(tmp_path):
     whole = Run(DIVEBATCH).fit()
     steps = 2 * 48 // 6 + 2  # by samples, of the first batch size

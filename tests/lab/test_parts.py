@@ -135,6 +135,7 @@ def test_wrong_settings_are_refused_before_any_work(kind, settings, message):
         check_parts(experiment)
 
 
+@pytest.mark.filterwarnings("ignore:epoch . has ended, no step")
 def test_an_experiment_lets_adams_settings_follow(tmp_path):
     grows = Part(kind="adabatch", settings={"max_batch_size": 32, "every_epochs": 1})
     method = Method(label="it", batch_size=8, lr=0.1, lr_coupling="adam", policy=grows)

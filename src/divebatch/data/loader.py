@@ -494,8 +494,9 @@ class AdaptiveLoader:
             raise UsageError("no epoch has ended since the last step(): iterate over the loader to its end first")
         raise UsageError(
             f"epoch {current.epoch + 1} has not ended: {current.batches} of {current.num_batches or '?'} batches were "
-            f"delivered. Call step() after the loop over the batches. If you leave epochs early, skip step() for them, "
-            f"or pass AdaptiveLoader(..., epoch_samples=N), also for a stream without an end"
+            f"delivered. Call step() after the loop over the batches. If you mean to leave epochs early, pass "
+            f"AdaptiveLoader(..., epoch_samples=N) instead: an epoch is then N samples, also of a stream without an "
+            f"end. For a trial of a few batches (--dry-run) skip step()"
         )
 
     # State
