@@ -1,4 +1,4 @@
-"""`divebatch` and `python -m divebatch`."""
+"""The entry point of `divebatch` and `python -m divebatch`."""
 
 import os
 import sys
@@ -6,11 +6,11 @@ import sys
 from divebatch.errors import MissingExtraError
 
 INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended, as shells know it."""
+"""The exit code after Ctrl-C, as in shells."""
 
 
 def main() -> None:
-    """Start the command line, or say which extra it needs."""
+    """Start the command line, or name the extra that it needs."""
     is_one_of_several = os.environ.get("WORLD_SIZE", "1") != "1"
     if is_one_of_several:  # our own errors say which rank is lost; torch would add a page of addresses to each
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once, when torch is imported

@@ -1,4 +1,4 @@
-"""The one loop a user drives: observe, estimate, decide, apply, record.
+"""The link between a policy and a training loop: observe, estimate, decide, apply, record.
 
 The loader calls `_on_batch` before it fetches a batch. The optimizer's hooks call `_on_step` and `_after_step` around
 its step: rates first, then the estimator. The user calls `step` after the epoch. No other part counts batches or steps.
@@ -43,44 +43,43 @@ STATE_VERSION = 4
 
 
 class Controller:
-    """Lets a policy set the loader's batch size after each epoch, and the learning rate follow it.
+    """The link between a policy and a training loop: it sets batch size and learning rate after each epoch.
 
-    Call `step()` once after each epoch, after the scheduler's own step. Only what the policy needs is measured: an
-    epoch without measuring runs without any hook on the model.
+    Call `step()` once after each epoch, after the scheduler's own step. Only what the policy needs is measured; epochs
+    that are not measured run without hooks on the model.
 
-    `group["lr"]` stays the schedule's own rate. It is multiplied by the batch size's factor for the time of each
-    optimizer step; `control.lr` and the records give the product.
+    `group["lr"]` stays the schedule's own rate. During each optimizer step the rate is multiplied by the factor of the
+    batch size; `control.lr` and the records give the product.
 
-    Under a process group (`loader.ranks`) all ranks make a controller alike and call its methods alike. The
-    measurement is that of all ranks, and all take rank 0's view of it, so that they decide the same. Gradients are
-    exact although ranks may hold unequal numbers of a batch's samples.
+    Under a process group (`loader.ranks`) all ranks must create a controller and call its methods in the same way. The
+    measurement covers all ranks, and all of them take rank 0's decision. Gradients are exact even if ranks hold unequal
+    numbers of a batch's samples.
 
     Args:
-        model: The model that is trained: yours, the DDP wrapper around it, or sharded by FSDP2.
-        optimizer: The torch optimizer that trains it, or a list of all whose rates shall follow.
+        model: The model to train: your own, its DDP wrapper, or one that FSDP2 has sharded.
+        optimizer: The torch optimizer that trains the model, or a list of optimizers whose rates all follow.
         loader: The `AdaptiveLoader` whose batch size is set.
-        policy: The rule that sets it, such as `Auto(max_batch_size=4096)`.
+        policy: The rule that chooses the batch size, such as `Auto(max_batch_size=4096)`.
         estimator: The estimator: "moments", "split", "per-sample", "ranks", "trajectory" (the paper's) or an object
             such as `Oracle(loss_fn)`. None: the policy's own.
         lr_coupling: How the learning rate follows the batch size: "none"; "linear", "adascale" or "1/(1+B/b)" (SGD);
             "sqrt" or "adascale-sqrt" (Adam-like optimizers); "adam-beta1" (Adam, AdamW, NAdam, Adamax: the root, and
             beta1 follows too) or "adam" (betas, eps and weight decay follow); a number p such as 0.6 for the p-th power
-            of the batch size; or a list with one for each optimizer. None: the policy's own, "none" if it has none.
-        scheduler: The scheduler that drives the optimizer, or a list. Only one that is stepped after every optimizer
-            step is needed here.
-        scheduler_unit: The meaning of a call of `scheduler.step`: an "epoch"; a "step" of the first batch size, which
-            samples then count; or a "call", one step of the schedule whatever the batch size. A list: one for each.
-        accumulate: The number of the loader's batches that one optimizer step takes, for a loop that adds up their
-            gradients. All sizes that policies see and choose, and those of records, are those of a step: the loader's
-            `batch_size` is that number over this, rounded down.
-        base_batch_size: The batch size that your learning rate was chosen for. None: the first.
-        loss_reduction: How your loss is reduced over a batch: "mean" or "sum"; "weighted" for a mean that your loop
-            multiplies by `loader.rank_shard.loss_weight` itself, over ranks with unequal numbers of samples.
-        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, if there is one.
-        shadows: Policies by name that only watch: each epoch's record has the size that each would have chosen.
-        every_steps: Decide also within epochs, after every N optimizer steps. The rest of the epoch follows at once, a
-            stream after the batches that its workers hold. None: decide at the ends of epochs alone.
-        measure_always: Measure every epoch for the record, also those that no policy asks for.
+            of the batch size; or a list with one for each optimizer. None: the policy's own, else "none".
+        scheduler: The scheduler that drives the optimizer, or a list. Only schedulers that are stepped after every
+            optimizer step must be passed.
+        scheduler_unit: The unit of a call of `scheduler.step`: an "epoch"; a "step" of the first batch size, counted in
+            samples; or a "call", one step of the schedule whatever the batch size. A list: one for each.
+        accumulate: The number of the loader's batches in an optimizer step, for a loop that accumulates gradients.
+            Policies and records use the size of a step; the loader's is that size over `accumulate`, rounded down.
+        base_batch_size: The batch size that your learning rate was chosen for. None: the loader's first.
+        loss_reduction: How your loss is reduced over a batch: "mean" or "sum"; "weighted" if your loop itself
+            multiplies a mean by `loader.rank_shard.loss_weight`, for ranks with unequal numbers of samples.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses. None: there is none.
+        shadows: Policies by name that only watch: each epoch's record shows the size that each would have chosen.
+        every_steps: Also decide within epochs, after every N optimizer steps. A new size applies to the rest of the
+            epoch, in a stream after the batches that its workers hold. None: decide only at the ends of epochs.
+        measure_always: Measure every epoch for the record, even if no policy asks for it.
     """
 
     def __init__(
@@ -157,27 +156,27 @@ class Controller:
             self._estimator.bind(context)
 
         self.epoch, self.steps = loader.epoch, loader.batches_delivered // accumulate
-        """Epochs that were decided on, and optimizer steps so far."""
+        """The number of epochs with a decision, and of optimizer steps so far."""
         self._steps_before = self._steps_decided = self.steps
         """Steps at the end of the last epoch, and at the last decision."""
         self._samples = 0
-        """Samples of the epoch that had been delivered at its last step."""
+        """Samples of the epoch delivered up to its last optimizer step."""
         self._leader: Optimizer | None = None
-        """The optimizer that stepped first on the batch delivered last."""
+        """The optimizer that stepped first on the latest batch."""
         self._at_work: Estimator | None = None
-        """The estimator while it measures."""
+        """The estimator, while an epoch is measured."""
         self._was_at_work = False
         self._found: Diversity | None = None
         self._most, self._most_is_news = sys.maxsize, False
-        """The samples of a batch that memory allows."""
+        """The largest batch that memory allows, in samples."""
         self._history, self._changes = History(), list[Change]()
         self._is_under_way = self._is_closed = self._has_begun = self._has_decided = False
         self._weight = min((p for p in context.model.parameters() if p.requires_grad), key=lambda p: p.numel())
         self._weight_before = self._weight.detach().clone()
-        """A small parameter and its value as the epoch began: another optimizer's steps show in it."""
+        """A small parameter and its value at the epoch's start: a change shows the steps of another optimizer."""
         self._may_capture = any(p.is_cuda for p in context.model.parameters())
         self.then: Callable[[EpochProgress], None] | None = None
-        """Called with the current epoch before each batch is fetched, after the controller itself: for adapters."""
+        """A function for adapters, called with the current epoch before each batch is fetched, after the controller."""
 
         loader.batch_size = first
         self._training = {context.require_optimizer("a controller"), *context.other_optimizers}
@@ -192,7 +191,7 @@ class Controller:
     # The loop: a batch is fetched, an optimizer steps, an epoch ends
 
     def _on_batch(self, current: EpochProgress) -> None:
-        """Look at the loop, which comes for its next batch, and has made the steps before. The loader calls this."""
+        """Prepare for the next batch: begin an epoch, or make a decision that is due. The loader calls this."""
         size = current.batch_size * self._unit
         if size != self._rates.batch_size:  # it was set by hand
             self._rates.follow(size, step=self.steps)
@@ -208,13 +207,13 @@ class Controller:
             if current.num_batches is None:
                 warn_if_endless(current)
         elif self.steps - self._steps_decided >= self._every_steps:
-            # Between two steps, and not among the batches of one: a decision is made as soon as it is due.
+            # Decide only between two steps, never between the batches of one step.
             self._decide_within_epoch(current)
         if self.then is not None:
             self.then(current)
 
     def _begin_epoch(self) -> None:
-        """Begin an epoch, and forget one that was broken off. Only here are hooks put on the model."""
+        """Begin an epoch, and discard one that was left early. Hooks are put on the model only here."""
         if not self._has_begun:
             self._warn_if_state_is_missing()
         self._changes, self._is_under_way, self._has_begun = [], True, True
@@ -227,11 +226,11 @@ class Controller:
         self._measure_if_due()
 
     def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Count a step that begins, and set its rates: the only hook before it."""
+        """Count a step that begins, and set its rates. No other hook runs before a step."""
         coupling = self._rates.couplings.get(optimizer)
         if coupling is None:  # a deep copy, which has the hook too
             return None
-        if self._may_capture and torch.cuda.is_current_stream_capturing():  # written down, and not made
+        if self._may_capture and torch.cuda.is_current_stream_capturing():  # captured, not executed
             return None
         event = self._begin_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -246,7 +245,7 @@ class Controller:
             nonlocal event
             coupling.put_back()  # a closure sees its own rates
             result = closure()
-            coupling.look()  # it may have written a rate
+            coupling.look()  # the closure may have written a rate
             coupling.put_in_force()
             if event is not None:  # now the gradients are there
                 self._rates.look_at_gradients(optimizer)
@@ -271,7 +270,7 @@ class Controller:
                 self._leader = optimizer
                 if batches == said:
                     self._cadence.agreeing += 1
-                elif number == 0 and batches < said and self._has_decided:  # with what the last epoch had left
+                elif number == 0 and batches < said and self._has_decided:  # with batches of the last epoch
                     self._rates.carry_over()
                 else:
                     self._cadence.check(batches, said)
@@ -280,19 +279,19 @@ class Controller:
         return event
 
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
-        """Restore the rates: the only hook after a step."""
+        """Restore the rates. No other hook runs after a step."""
         coupling = self._rates.couplings.get(optimizer)
         if coupling is not None and (coupling.undo or self._rates.schedules):
             self._rates.after_step(coupling, self._samples)
 
-    # A compiled optimizer step runs the hooks as they are: they look at objects, which are nothing for a graph.
+    # A compiled optimizer step runs these hooks uncompiled: they read Python objects, which no graph can hold.
     _on_step._torchdynamo_disable = _after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
-        """Measure the epoch that has ended, decide, and apply; return the record of the epoch and the decision.
+        """Measure the finished epoch, decide, and apply the decision; return the record of both.
 
-        `loss` is the epoch's mean training loss, for policies that need it and for the record: of this rank's samples,
-        or of all.
+        `loss` is the epoch's mean training loss over this rank's samples, or over all. Some policies need the loss, and
+        the record shows it.
         """
         if self._is_closed:
             raise UsageError("this controller was closed: step() comes before close()")
@@ -313,7 +312,7 @@ class Controller:
         shadows = {name: self._decided(policy, seen).batch_size for name, policy in self._shadows.items()}
         is_at_rest = self._estimator is not None and self._estimator.at_fixed_weights
         measured = {} if seen.diversity is None else seen.diversity.in_record(at_fixed_weights=is_at_rest)
-        # Only from here on is the epoch over: what raised an error above can be mended and step() called again.
+        # The epoch counts as over only from here on: after an error above, step() can be called again.
         self.loader.batch_size = decision.batch_size // self._unit
         self._follow(seen, decision)
         record = EpochRecord(
@@ -363,24 +362,24 @@ class Controller:
 
     @property
     def effective_steps(self) -> float:
-        """The number of steps at the base batch size that the steps so far were worth: the sum of AdaScale's gains.
+        """The steps so far, counted in steps at the base batch size: the sum of AdaScale's gains.
 
         With any other coupling each step counts as one.
         """
         return self._rates.gains.at(self.steps)
 
     def take_scheduler_steps(self) -> int:
-        """Return the number of steps that a scheduler stepped with every batch must now make for `effective_steps`.
+        """Return the number of steps that a scheduler stepped with every batch must make to reach `effective_steps`.
 
-        Each call takes what has come together since the last one, so a second call returns 0.
+        Each call returns the steps that became due since the last call, so a second call returns 0.
         """
         return self._rates.take_scheduler_steps(self.steps)
 
     def limit_batch_size(self, most: int) -> None:
-        """Let no batch have more samples from here on: cut the rest of the epoch so, and decide on none larger.
+        """Limit all batches to `most` samples: cut the rest of the epoch accordingly, and cap later decisions.
 
-        For a step that ran out of memory, before it is made again in parts. What was measured of the epoch is thrown
-        away, since the pass that failed is half counted in it.
+        Call this if a step ran out of memory, before the step is repeated in parts. The epoch's measurements so far are
+        discarded, since the failed pass is half counted.
         """
         require_count("most", most)
         self._most, self._most_is_news = most, True
@@ -389,7 +388,7 @@ class Controller:
             self.loader.resize_now(max(1, most // self._unit))
 
     def plan(self) -> BatchPlan:
-        """Return instructions for the batch delivered last. Ask once a batch, before its forward pass."""
+        """Return instructions for the batch delivered last. Call this once a batch, before its forward pass."""
         full, shard = rank_shard_of(self.loader.batch_size, self.ranks).mine, self.loader.rank_shard
         if self._at_work is None:
             return BatchPlan(batch_size=full, rank_shard=shard)
@@ -404,10 +403,10 @@ class Controller:
 
     @contextmanager
     def around_step(self, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Do the work of the hooks around a step that they do not see.
+        """Do the work of the optimizer's hooks around a step that runs no hooks.
 
-        For a CUDA graph that holds the optimizer's step: `with control.around_step(): graph.replay()`. Its rates must
-        be tensors (`capturable=True`), which are changed in place.
+        Use this for a CUDA graph that holds the optimizer's step: `with control.around_step(): graph.replay()`. The
+        rates must be tensors (`capturable=True`), which are changed in place.
 
         Args:
             optimizer: The optimizer that is replayed. None: the first one.
@@ -417,7 +416,7 @@ class Controller:
         try:
             yield
             if event is not None and self._at_work is not None:
-                self._at_work.on_step(event, optimizer)  # only now are the replay's gradients there
+                self._at_work.on_step(event, optimizer)  # the replay's gradients exist only now
         finally:
             self._rates.after_step(coupling, self._samples)
 
@@ -502,7 +501,7 @@ class Controller:
     # Measuring
 
     def _measure_if_due(self) -> None:
-        """Start, continue or stop, as policies want; that may depend on a size that changes within an epoch."""
+        """Start, continue or stop measuring, as policies ask; their answer may change with the size within an epoch."""
         if self._estimator is None:
             return
         epoch, size = self.epoch + 1, self._rates.batch_size
@@ -512,7 +511,7 @@ class Controller:
             return
         if self._at_work is None:
             self._start_measuring()
-        self._warn_of_caveat()  # what was right at the beginning may have changed with the optimizer's settings
+        self._warn_of_caveat()  # the optimizer's settings may have changed since the beginning
 
     def _start_measuring(self) -> None:
         assert self._estimator is not None
@@ -525,7 +524,7 @@ class Controller:
         self._at_work = None
 
     def _end_of_epoch(self) -> Diversity | None:
-        """Return what the epoch showed, also if asked again after an error; detach the estimator."""
+        """Return the epoch's diversity and detach the estimator; a second call after an error returns the same."""
         if self._at_work is not None:
             # Not at the end of the iterator: frameworks that prefetch reach that before the last backward passes.
             found = self._found = self._at_work.finish()
@@ -540,7 +539,7 @@ class Controller:
             return
         couplings = self._rates.couplings.values()
         for coupling in couplings:
-            coupling.put_in_force()  # it looks at the momentum that steps have
+            coupling.put_in_force()  # the caveat depends on the momentum that steps use
         caveat = self._estimator.caveat(self._context)
         for coupling in couplings:
             coupling.put_back()
@@ -561,7 +560,7 @@ class Controller:
             first_batch_size=self._rates.first_batch_size,
             step=self.steps,
             samples=self.loader.samples_delivered,
-            # A window or an epoch that dropped its rest holds fewer samples: n * diversity means the same of both.
+            # A window, or an epoch that dropped its rest, has fewer samples: rescaling leaves n * diversity as it is.
             diversity=diversity if diversity is None or dataset_size is None else diversity.of(dataset_size),
             lr=lr,
             lr_schedule_ratio=self._rates.schedule_ratio(),
@@ -571,12 +570,12 @@ class Controller:
         )
 
     def _agreed(self, seen: Measurement) -> tuple[Measurement, Decision]:
-        """Return rank 0's view and decision. Rounding and clocks differ between ranks, decisions must not."""
+        """Return rank 0's view and decision: rounding and clocks differ between ranks, decisions must not."""
         agreed: tuple[Measurement, Decision] = self.ranks.from_first((seen, self._decided(self.policy, seen)))
         return agreed
 
     def _decided(self, policy: Policy, seen: Measurement) -> Decision:
-        """Return the decision within the samples of an epoch, the memory, and the needs of ranks and estimator."""
+        """Return the policy's decision, limited by dataset, memory, ranks and estimator."""
         most = sys.maxsize if seen.dataset_size is None else seen.dataset_size
         needed = 1 if self._estimator is None else self._estimator.min_batch_size
         least = min(max(self.ranks.size, needed), most)
@@ -587,7 +586,7 @@ class Controller:
         return replace(decision, batch_size=min(decision.batch_size, self._most), reason=reason)
 
     def _follow(self, seen: Measurement, decision: Decision) -> None:
-        """Let rates and history follow a decision that the loader has taken over."""
+        """Make rates and history follow a decision that the loader has adopted."""
         self._rates.follow_decision(decision, seen)
         self._history = seen.history.with_decision(seen.batch_size, decision)
         self._steps_decided = self.steps
@@ -599,10 +598,10 @@ class Controller:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but model, optimizer and scheduler, as plain containers and tensors.
+        """Return all state but that of model, optimizer and scheduler, as plain containers and tensors.
 
-        The same on all ranks, who must all call it, and fit for another number of ranks; only sums and gradients that
-        FSDP2 sharded stay in shards (DTensors).
+        All ranks must call this and get the same state, which any number of ranks can load. Only sums and gradients
+        that FSDP2 sharded stay in shards (DTensors).
         """
         if self.loader.has_finished_epoch(since=self.epoch):
             raise UsageError("an epoch has ended and its step() is still to come: call step() before saving")
@@ -634,13 +633,13 @@ class Controller:
         }
 
     def require_fits(self, place: str, state: dict[str, Any]) -> None:
-        """Raise if a saved state is another run's; `place` names it in the error."""
+        """Raise if a saved state belongs to another run; `place` names the state in the error."""
         for name, mine in (("version", STATE_VERSION), ("settings", self._settings())):
             require_same(f"{place}.{name}", state.get(name), mine)
         self.loader.require_same_data(state["loader"], f"{place}.loader")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the saved controller stood. Nothing is changed if the state does not fit."""
+        """Continue where the saved controller stood. A state that does not fit changes nothing."""
         # All checks come before the first change, so that a state that does not fit leaves everything as it was.
         self.require_fits("control", state)
         self.loader.load_state_dict(state["loader"])
@@ -653,7 +652,7 @@ class Controller:
         self._has_begun, self._leader = True, None
         self._weight_before.copy_(self._weight.detach())
         self._stop_measuring()
-        # As it was, and not as policies ask for now: measuring may have stopped within the epoch.
+        # Restore what was saved, not what policies ask for now: measuring may have stopped within the epoch.
         if self._is_under_way and state["is_at_work"] and self._estimator is not None:
             self._start_measuring()
             self._estimator.load_state_dict(state["estimator"])

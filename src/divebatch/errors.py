@@ -1,10 +1,10 @@
-"""Every error this package raises on purpose derives from `DivebatchError`."""
+"""Errors that this package raises on purpose; all derive from `DivebatchError`."""
 
 NO_RULES_NEEDED = "In a controller, pass estimator='moments' or 'split', which need no norm rules"
 
 
 class DivebatchError(Exception):
-    """Base of all errors raised on purpose; its leaves are also the built-in error a reader expects."""
+    """The base of all errors raised on purpose; each subclass is also the built-in error that a reader expects."""
 
 
 class ArgumentError(DivebatchError, ValueError):
@@ -12,13 +12,13 @@ class ArgumentError(DivebatchError, ValueError):
 
 
 class CoverageError(DivebatchError, TypeError):
-    """A trainable parameter whose per-sample gradients nobody would count.
+    """A trainable parameter whose per-sample gradients cannot be counted.
 
-    Its message names the way out that always works first: an estimator that needs no norm rules.
+    The message begins with the remedy that always works: an estimator that needs no norm rules.
 
     Args:
-        what: what cannot be measured, and why.
-        way: what else helps, as an order to the reader; nothing if empty.
+        what: The parameter or layer that cannot be measured, and the reason.
+        way: Another remedy, as an instruction to the reader; empty for none.
     """
 
     def __init__(self, what: str, way: str = "") -> None:
@@ -27,7 +27,7 @@ class CoverageError(DivebatchError, TypeError):
         self.what, self.way = what, way
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        """From a worker process to its parent: built again from what it was built from."""
+        """Rebuild the error in the parent of a worker process from its arguments."""
         return type(self), (self.what, self.way)
 
 
@@ -52,7 +52,7 @@ class DivergedError(DivebatchError, ArithmeticError):
 
 
 class BatchTooLargeError(DivebatchError, MemoryError):
-    """A batch, or the part of one that goes through the model at once, that does not fit into memory."""
+    """A batch, or a part of one that goes through the model at once, that does not fit into memory."""
 
 
 class StoppedError(DivebatchError):
@@ -64,7 +64,7 @@ class RankError(DivebatchError, RuntimeError):
 
 
 class WorkerError(DivebatchError, RuntimeError):
-    """A process that worked on a run and is gone."""
+    """A process that disappeared while it worked on a run."""
 
 
 class UndefinedDiversityError(DivebatchError, ValueError):
@@ -79,5 +79,5 @@ class MissingExtraError(DivebatchError, ImportError):
         self.package, self.extra = package, extra
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        """From a worker process to its parent: built again from what it was built from."""
+        """Rebuild the error in the parent of a worker process from its arguments."""
         return type(self), (self.package, self.extra)

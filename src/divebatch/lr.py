@@ -1,12 +1,12 @@
-"""Let the learning rate follow the batch size, under every scheduler and under none.
+"""Learning rates that follow the batch size, with any scheduler or none.
 
-`group["lr"]` always holds the schedule's own rate. The hook before an optimizer step multiplies it by
-f(batch_size / base batch size) and by the decisions' factors, and the hook after the step puts the very same value
-back. So schedulers, loops that write rates, loggers and saved optimizers see what they would see without a controller.
-With "adam" and "adam-beta1", settings of Adam's are changed for the step in the same way.
+`group["lr"]` always holds the schedule's own rate. The hook before an optimizer step multiplies that rate by
+f(batch_size / base batch size) and by the decisions' factors. The hook after the step puts the same value back. So
+schedulers, loops that write rates, loggers and saved optimizers see what they would see without a controller. With
+"adam" and "adam-beta1", Adam's other settings change for the step in the same way.
 
-A scheduler stepped after every optimizer step (`scheduler_unit="step"`) was made for as many steps as there are at the
-first batch size. `Schedule` steps it as often as the samples say that it is behind.
+A scheduler stepped after every optimizer step (`scheduler_unit="step"`) was made for the number of steps at the first
+batch size. `Schedule` makes the steps that it lacks according to the samples seen.
 """
 
 import copy
@@ -46,46 +46,46 @@ COUPLINGS: dict[str, Callable[[float, float | None], float]] = {
     "adascale-sqrt": lambda ratio, noise: math.sqrt(gain(ratio, noise)),
     "1/(1+B/b)": lambda ratio, noise: 1.0 if noise is None else 1 / (1 + noise / ratio),
 }
-"""f(batch_size / base, noise scale / base): `linear` keeps lr / batch_size (SGD, Goyal 2017), `sqrt` suits Adam-like
-rules.
+"""f(batch_size / base, noise scale / base) for each name.
 
-`adam` and `adam-beta1` change other settings of Adam's too (`ADAM_RULES`). `adascale` follows what was measured,
-`adascale-sqrt` is the same for Adam-like rules. `1/(1+B/b)` is SGD's best rate at the batch size b if the noise scale
-is B (McCandlish et al. 2018), relative to the best rate without noise.
+"linear" keeps lr / batch_size constant (SGD, Goyal 2017), and "sqrt" suits Adam-like rules. "adam" and "adam-beta1"
+also change other settings of Adam (`ADAM_RULES`). "adascale" follows measurements, and "adascale-sqrt" is the same for
+Adam-like rules. "1/(1+B/b)" is SGD's best rate at batch size b and noise scale B (McCandlish et al. 2018), relative to
+the best rate without noise.
 """
 BY_GAIN = frozenset({"adascale", "adascale-sqrt"})
-"""Couplings that say what a step is worth (`GainSum`)."""
+"""Couplings that value each step by its gain (`GainSum`)."""
 BY_NOISE = BY_GAIN | {"1/(1+B/b)"}
-"""Couplings that must know the noise scale."""
+"""Couplings that need the noise scale."""
 BY_SIZE = ("linear", "sqrt", "adam", "adam-beta1")
-"""Couplings that follow the batch size by a power of it, as every number does."""
+"""Couplings that follow a power of the batch size, as every number does."""
 
 Rule = Callable[[Any, float], Any]
 """(own value, k) -> the value at k times the base batch size."""
 
 
 def _power(beta: Any, k: float) -> Any:
-    return beta**k  # as much of a mean is forgotten after as many samples
+    return beta**k  # a mean forgets as much after as many samples
 
 
 ADAM_RULES: Mapping[str, Mapping[str, Rule | tuple[Rule, Rule]]] = {
     "adam": {
         "betas": (_power, _power),
-        "eps": lambda eps, k: eps / math.sqrt(k),  # beside the root of the second moment, which noise makes smaller so
-        "weight_decay": lambda decay, k: decay * math.sqrt(k),  # lr * weight_decay / batch_size stays
+        "eps": lambda eps, k: eps / math.sqrt(k),  # shrinks like the root of the second moment
+        "weight_decay": lambda decay, k: decay * math.sqrt(k),  # keeps lr * weight_decay / batch_size
         "momentum_decay": lambda decay, k: decay * k,  # NAdam's, per step
     },
     "adam-beta1": {"betas": (_power, lambda beta, k: beta)},
 }
-"""The rule by which each setting of a parameter group follows with a coupling, if the group has it.
+"""The rule for each setting of a parameter group under a coupling, if the group has the setting.
 
 "adam": Malladi et al. 2022 (Adam's stochastic differential equation), Marek et al. 2025 (half-lives in samples),
 Bergsma et al. 2025 (weight decay). "adam-beta1": a batch that grows late leaves few steps, and a mean over ten of them
 would lag behind the falling rate (docs/when-it-pays.md).
 """
 _ADAM_KNOWN = (Adam, AdamW, Adamax, NAdam)
-"""Not RAdam, which stops dividing by the second moment if beta2 is small; not SparseAdam, whose rows decay only when
-they are used."""
+"""The optimizers of `ADAM_RULES`. RAdam stops dividing by the second moment if beta2 is small, and SparseAdam's rows
+decay only when they are used."""
 _ADAM_LIKE = tuple(
     kind
     for name in (
@@ -97,7 +97,7 @@ _ADAM_LIKE = tuple(
 
 
 def require_known(coupling: Coupling) -> None:
-    """Raise for what is no coupling."""
+    """Raise if `coupling` is unknown."""
     if not isinstance(coupling, str):
         require_coupling_power("lr_coupling", coupling)
     elif coupling not in COUPLINGS:
@@ -107,7 +107,7 @@ def require_known(coupling: Coupling) -> None:
 
 
 def factor_of(coupling: Coupling, ratio: float, noise: float | None = None) -> float:
-    """Return the factor of the rate at `ratio` base batches, `noise` the noise scale in base batches if it is known."""
+    """Return the factor of the rate at `ratio` base batches; `noise` is the noise scale in base batches, if known."""
     return COUPLINGS[coupling](ratio, noise) if isinstance(coupling, str) else float(ratio**coupling)
 
 
@@ -126,7 +126,7 @@ def coupling_for(optimizer: Optimizer) -> Literal["linear", "sqrt"]:
 
 
 def require_adam(optimizer: Optimizer) -> None:
-    """Raise for an optimizer whose settings `ADAM_RULES` were not made for."""
+    """Raise if `ADAM_RULES` were not made for this optimizer."""
     if isinstance(optimizer, _ADAM_KNOWN):
         return
     known = ", ".join(kind.__name__ for kind in _ADAM_KNOWN)
@@ -142,7 +142,7 @@ def couplings_of(
 ) -> list[Coupling]:
     """Return each optimizer's coupling: as given, else the policy's, else "none"."""
     if lr_coupling is None and policy.lr_coupling is None and policy.needs_lr_coupling:
-        # Linear for SGD, the square root for Adam-like optimizers, and the policy's own for torch's Adam and its kind.
+        # Linear for SGD, the square root for Adam-like optimizers, and the policy's own for torch's Adam variants.
         of_adam: Any = policy.adam_coupling
         suiting = [coupling_for(each) for each in optimizers]
         return [of_adam if isinstance(o, _ADAM_KNOWN) else suits for o, suits in zip(optimizers, suiting, strict=True)]
@@ -163,7 +163,7 @@ def couplings_of(
 
 
 def require_coupling(policy: Policy, lr_coupling: Coupling) -> None:
-    """Raise if there is no such coupling, or the policy is made for another one."""
+    """Raise if the coupling does not exist, or the policy is made for another one."""
     require_known(lr_coupling)
     fits: tuple[Any, ...] = BY_SIZE if policy.lr_coupling is None else (policy.lr_coupling,)
     is_free = policy.lr_coupling is None and not (policy.needs_lr_coupling and isinstance(lr_coupling, str))
@@ -175,7 +175,7 @@ def require_coupling(policy: Policy, lr_coupling: Coupling) -> None:
 
 
 def scale_settings(optimizer: Optimizer, ratio: float) -> None:
-    """Change the Adam settings of an optimizer without a coupling for good: for a batch `ratio` times as large."""
+    """Change the Adam settings of an optimizer without a coupling for good, to a batch `ratio` times as large."""
     require_adam(optimizer)
     for group in optimizer.param_groups:
         for name, rule in _rules_of("adam", group):
@@ -184,10 +184,10 @@ def scale_settings(optimizer: Optimizer, ratio: float) -> None:
 
 
 def _count_steps_in(optimizer: Optimizer, ratio: float) -> None:
-    """Count the steps so far in steps of `ratio` times the samples.
+    """Convert the step count to steps of `ratio` times as many samples.
 
-    Adam divides its means by 1 - beta^step, the sum of their weights, with the present beta. If beta was another one
-    for the steps so far, (beta^ratio)^(step / ratio) is what they really left.
+    Adam divides its means by 1 - beta^step, the sum of their weights, with the current beta. If the steps so far used
+    another beta, (beta^ratio)^(step / ratio) is the true remainder.
     """
     for state in optimizer.state.values():
         if isinstance(step := state.get("step"), Tensor):
@@ -206,19 +206,19 @@ def _rules_of(kind: Any, group: Mapping[str, Any]) -> list[tuple[str, Rule | tup
 
 @dataclass(slots=True)
 class GainSum:
-    """The sum of AdaScale's gains over steps: the number of steps at the base batch that they were worth."""
+    """The sum of AdaScale's gains over steps, in steps at the base batch size."""
 
     gain: float
-    """The present gain."""
+    """The current gain."""
     before: float = 0.0
     """The sum over the first `steps` steps."""
     steps: int = 0
     handed_out: int = 0
-    """Steps that schedulers were told to make."""
+    """The number of steps that schedulers were told to make."""
 
     def at(self, step: int) -> float:
         """Return the sum after `step` steps."""
-        if step < self.steps:  # an epoch was broken off and began again: what was made of it does not count
+        if step < self.steps:  # an epoch that was left early began again: its steps do not count
             return self.before * step / self.steps
         return self.before + (step - self.steps) * self.gain
 
@@ -227,18 +227,18 @@ class GainSum:
         self.before, self.steps, self.gain = self.at(step), step, gain
 
     def due(self, step: int) -> int:
-        """Return the whole steps that have come together since the last call."""
-        # The sum of many gains may stay a rounding error below the whole number that it means.
+        """Return the whole steps that became due since the last call."""
+        # The sum of many gains may be a rounding error below the whole number that is meant.
         due = max(0, math.floor(self.at(step) + 1e-9) - self.handed_out)
         self.handed_out += due
         return due
 
 
 class LrCoupling:
-    """The learning rates of one optimizer, and settings of Adam's: changed for the time of a step.
+    """The learning rates of one optimizer, and Adam's settings, changed for the duration of a step.
 
-    `kind` is a name of `COUPLINGS`, or a power of the batch size. The gradient of a loss that is a "sum" over the batch
-    grows with it, so a rate for gradients that are not normalized follows by one power less.
+    `kind` is a name of `COUPLINGS`, or a power of the batch size. If the loss is a "sum" over the batch, the gradient
+    grows with the batch. The rate of an optimizer that does not normalize gradients then follows by one power less.
     """
 
     def __init__(
@@ -256,18 +256,18 @@ class LrCoupling:
         self.is_of_sum = loss_reduction == "sum" and kind != "none" and not isinstance(optimizer, _ADAM_LIKE)
         """Whether the steps grow with the batch by themselves."""
         self._noise_scale: float | None = None
-        """The last one measured, in samples."""
+        """The latest measured noise scale, in samples."""
         self._first_noise_scale: float | None = None
-        """The first one measured: the rates were chosen for the base batch at that noise."""
+        """The first measured noise scale: the rates were chosen for the base batch at that noise."""
         self.undo: list[tuple[dict[str, Any], str, Any, Any]] = []
-        """(group, name, own value, value put there) of all that is changed for the step that is being made."""
+        """(group, name, own value, temporary value) for each setting changed for the current step."""
         self._ratio = first_batch_size / self.base_batch_size
         self.gains = GainSum(1.0)
         self.factor = self.factor_at(first_batch_size)
-        """The number that multiplies the schedule's own rates at present: the batch size's, and those of decisions."""
+        """The current factor of the schedule's own rates: the batch size's times those of decisions."""
         self._decided_factor = 1.0
         self._own: Any = None
-        """The object that held the own rate of the first group at the last look, and its value then."""
+        """The object that held the first group's own rate at the last look, and the rate then."""
         self._own_version, self._own_value = 0, 0.0
         self._highest_own = [0.0] * len(optimizer.param_groups)
         """The highest own rate of each group so far."""
@@ -284,7 +284,7 @@ class LrCoupling:
         return float(self.undo[0][2] if self.factor != 1 and self.undo else self.optimizer.param_groups[0]["lr"])
 
     def schedule_ratio(self) -> float:
-        """Return the schedule's own rate over its highest so far, of the group where it has fallen least.
+        """Return the schedule's own rate over its highest so far, in the group where the rate has fallen least.
 
         NaN if all rates have been zero so far.
         """
@@ -295,7 +295,7 @@ class LrCoupling:
         return max((rate / high for rate, high in zip(own, self._highest_own, strict=False) if high), default=math.nan)
 
     def look(self) -> bool:
-        """Take note of the own rates; return whether the first group's is another one than at the last look."""
+        """Record the own rates; return whether the first group's rate has changed since the last call."""
         groups, highest = self.optimizer.param_groups, self._highest_own
         for place in range(1, len(groups)):
             if place == len(highest):  # a group that was added later
@@ -316,8 +316,8 @@ class LrCoupling:
     # A step
 
     def put_in_force(self) -> None:
-        """Change the groups for the step that begins."""
-        if self.undo:  # a step that raised
+        """Change the groups' settings for the step that begins."""
+        if self.undo:  # the last step raised
             self.put_back()
         factor, ratio = self.factor, self._ratio
         if factor != 1:
@@ -335,7 +335,7 @@ class LrCoupling:
                     self.undo.append((group, name, own, group[name]))
 
     def put_back(self) -> None:
-        """Put the own values back. A value that the step itself wrote stays."""
+        """Restore the own values, except where the step itself wrote a value."""
         for group, name, own, put in self.undo:
             if group[name] is put:
                 group[name] = _own_again(own, put)
@@ -348,13 +348,13 @@ class LrCoupling:
     def follow(
         self, batch_size: int, *, lr_factor: float = 1.0, noise_scale: float | None = None, step: int = 0
     ) -> None:
-        """Follow to `batch_size`; `lr_factor` stays in effect from now on.
+        """Adjust the rates to `batch_size`; `lr_factor` stays in effect from now on.
 
-        `noise_scale`, in samples, is what was measured last, if anything was; `step` counts steps made so far.
+        `noise_scale` is the latest measurement in samples, if there is any; `step` counts the steps so far.
         """
         if not 0 < lr_factor < math.inf:
             raise ArgumentError(f"lr_factor must be positive and finite, got lr_factor={lr_factor!r}")
-        # An infinite one is an estimate that found no signal, and 1 / (1 + B / b) would end training on it.
+        # An infinite estimate found no signal, and 1 / (1 + B / b) would end training on it.
         if noise_scale is not None and (noise_scale < math.inf or self.kind in BY_GAIN):
             self._noise_scale = max(0.0, noise_scale)
             if self._first_noise_scale is None:
@@ -374,16 +374,16 @@ class LrCoupling:
         return None if self._noise_scale is None else self._noise_scale / self.base_batch_size
 
     def factor_at(self, batch_size: int) -> float:
-        """Return the factor of `batch_size` alone, without those of decisions."""
+        """Return the factor of `batch_size` alone, without the factors of decisions."""
         ratio = batch_size / self.base_batch_size
         factor = factor_of(self.kind, ratio, self._noise)
         if self.kind == "1/(1+B/b)" and self._first_noise_scale is not None:
-            # Over what it is for the base batch at the noise first measured.
+            # Relative to the base batch at the noise first measured.
             factor /= factor_of(self.kind, 1.0, self._first_noise_scale / self.base_batch_size)
         return factor / ratio if self.is_of_sum else factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the factors and what they follow from. The own values are in the optimizer's state."""
+        """Return the factors and what they depend on. The own values are in the optimizer's state."""
         saved = {name.lstrip("_"): copy.copy(getattr(self, name)) for name in _COUPLING_STATE}
         return {**saved, "gains": asdict(self.gains)}
 
@@ -401,9 +401,9 @@ _COUPLING_STATE = (
 
 
 def _put(held: Any, rule: Rule | tuple[Rule, Rule], k: float) -> tuple[Any, Any]:
-    """Return a setting's own value, and the changed one that its group must hold.
+    """Return a setting's own value, and the changed value for its group.
 
-    Tensors are written to in place, since captured and compiled steps read them: their own value is a copy.
+    Tensors are written in place, since captured and compiled steps read them; their own value is a copy.
     """
     if isinstance(rule, tuple):  # two betas
         both = [_put(each, one, k) for each, one in zip(held, rule, strict=True)]
@@ -427,11 +427,11 @@ def _own_again(own: Any, put: Any) -> Any:
 
 Unit = Literal["epoch", "step", "call"]
 SURE = 3
-"""Steps that must agree before an error says that a loop does something else than its arguments."""
+"""The number of steps that must agree before an error says that the loop contradicts its arguments."""
 
 
 def position_of(scheduler: Any) -> int:
-    """Return how many steps a scheduler has made, as it counts itself; -1: it does not."""
+    """Return the number of steps that a scheduler has counted; -1: it counts none."""
     while not isinstance(position := getattr(scheduler, "last_epoch", None), int):
         parts = getattr(scheduler, "_schedulers", ())  # ChainedScheduler leaves the count to its parts
         if not parts:
@@ -441,13 +441,13 @@ def position_of(scheduler: Any) -> int:
 
 
 class Schedule:
-    """A scheduler of the user's, checked to be stepped as was said, and kept by samples if it counts steps.
+    """A scheduler of the user's: checked against its unit, and advanced by samples if it counts steps.
 
-    A scheduler with the unit "step" is left alone while the batch size is the first one. From the first other size on
-    it stands where the loop at the first size would stand after as many samples: it is stepped as often as it is
-    behind. While batches are smaller than the first ones, a step of the loop's that comes too early is taken back.
+    With the unit "step" the scheduler is left alone while the batch size is the first one. After the first change the
+    scheduler is stepped to where a loop at the first size would be after as many samples. If batches are smaller than
+    the first ones, a step that the loop makes too early is taken back.
 
-    `first_size` is the loader's first batch size, and `accumulate` its batches in an optimizer step.
+    `first_size` is the loader's first batch size, and `accumulate` the number of its batches in an optimizer step.
     """
 
     def __init__(
@@ -467,17 +467,17 @@ class Schedule:
         self._gap = math.ceil(first_size / self._first_delivery) if loader.delivery_size else accumulate
         """Batches of a step at the first size."""
         self.rest = "own step" if loader.delivery_size else "left out"
-        """The fate of an epoch's last batches if they fill no step."""
+        """The treatment of an epoch's last batches that fill no step."""
         self._first_epoch = loader.epoch
         self._lead: int | None = None
-        """Its steps so far minus those that the samples say, fixed when the size first changes."""
+        """The scheduler's steps so far minus those due by samples, fixed when the size first changes."""
         self._at_begin = position_of(scheduler)
-        """Its position at the first step of the epoch."""
+        """The scheduler's position at the first step of the epoch."""
         self._at_end: int | None = None
-        """Its position when the epoch's decision was made; None: not known, or a warning has been given."""
+        """The scheduler's position at the epoch's decision; None: not known, or a warning was given."""
         self._is_sure = unit == "call"
         self._kept: tuple[int, Any, list[dict[str, Any]]] | None = None
-        """Its position before its last step, its state there, and the groups."""
+        """The scheduler's position before its last step, its state there, and the groups."""
 
     def before_step(self, number: int, before: int, after: int) -> None:
         """Check and catch up before step `number` of the epoch; the arguments are those of `Rates.before_step`."""
@@ -494,7 +494,7 @@ class Schedule:
         self.catch_up(before, after)
 
     def catch_up(self, samples: int | None, after: int | None = None) -> None:
-        """Make the steps that it is behind after `samples` of the epoch; None: between epochs."""
+        """Make the steps that are due after `samples` of the epoch; None: between epochs."""
         if self._lead is None or self.unit != "step":
             return
         place = self._place(samples) + self._lead
@@ -511,9 +511,9 @@ class Schedule:
         )
 
     def after_step(self, samples: int, batch_size: int) -> None:
-        """Take the loop's coming step back in advance if the samples of the epoch say that none is due.
+        """Take back the loop's coming step in advance if the samples of the epoch say that no step is due.
 
-        The state before the last step is kept for that if the next step, of `batch_size` samples, may not be due.
+        To make that possible, the state is kept if the next step, of `batch_size` samples, may not be due.
         """
         if self._lead is None or self.unit != "step":
             return
@@ -526,7 +526,7 @@ class Schedule:
         elif self._kept is None or self._kept[0] != position - 1:
             self._keep(position)
         elif self.optimizer.param_groups[0]["lr"] == self.scheduler.get_last_lr()[0]:
-            # A rate that somebody else has written since is not undone.
+            # A rate that other code has written since is kept.
             self.scheduler.load_state_dict(copy.deepcopy(self._kept[1]))
             for group, kept in zip(self.optimizer.param_groups, self._kept[2], strict=True):
                 group.update({name: _own_again(_own_of(value), group[name]) for name, value in kept.items()})
@@ -537,15 +537,15 @@ class Schedule:
         self._kept = position, copy.deepcopy(self.scheduler.state_dict()), own
 
     def resize(self) -> None:
-        """Let samples count from here on: the batch size is about to be another than the first."""
+        """Count samples from here on: the batch size is about to differ from the first."""
         if self._lead is None and self.unit == "step":
             current = self._loader.current
             self._lead = position_of(self.scheduler) - self._place(None if current is None else current.samples)
 
     def end_epoch(self, steps: int, batches: int, is_first_size: bool) -> None:
-        """Check what the epoch has shown, and make the steps that are left of it.
+        """Check the scheduler's calls in an epoch, and make the steps that remain.
 
-        It had this number of optimizer steps and of batches; `is_first_size`: all of them had the first size.
+        The epoch had this number of optimizer steps and of batches; `is_first_size`: all of them had the first size.
         """
         moved = position_of(self.scheduler) - self._at_begin
         if self.unit == "epoch" and moved > 1 and steps > 1 and not self._is_sure:
@@ -569,7 +569,7 @@ class Schedule:
         self._at_end = position_of(self.scheduler)
 
     def _place(self, samples: int | None) -> int:
-        """Return the steps of the loop at the first size after `samples` of the present epoch; None: none is begun."""
+        """Return the steps of a loop at the first size after `samples` of the current epoch; None: before it begins."""
         size, epochs = self._loader.dataset_size, self._loader.epoch - self._first_epoch
         batches = 0 if size is None else num_batches(size, self._first_delivery, drop_last=self._loader.drop_last)
         before, after = (self._whole_epochs(batches, each) for each in (epochs, epochs + 1))
@@ -587,7 +587,7 @@ class Schedule:
         return epochs * (math.ceil(batches / self._gap) if self.rest == "own step" else batches // self._gap)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands beside its samples."""
+        """Return the scheduler's position relative to its samples."""
         return {name.lstrip("_"): getattr(self, name) for name in _SCHEDULE_STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -613,7 +613,7 @@ def schedules_of(
     first_size: int,
     accumulate: int,
 ) -> list[Schedule]:
-    """Return the schedulers with their units; raise for what is no scheduler of these optimizers."""
+    """Return the schedulers with their units; raise for any that does not drive these optimizers."""
     units: list[Any] = [unit] * len(schedulers) if isinstance(unit, str) else list(unit)
     for each in [unit] if isinstance(unit, str) else units:
         require_choice("scheduler_unit", each, ("epoch", "step", "call"))
@@ -635,7 +635,7 @@ def schedules_of(
                 f"{name} cannot be stepped by samples: call it after each epoch (scheduler_unit='epoch'), or leave "
                 f"it as it is with scheduler_unit='call'"
             )
-        if id(scheduler) not in inner:  # one inside another is stepped by that
+        if id(scheduler) not in inner:  # a scheduler inside another one is stepped by the outer one
             driven = optimizers[0] if driven is None else driven
             found.append(Schedule(scheduler, its_unit, loader, driven, first_size=first_size, accumulate=accumulate))
     return found
@@ -644,7 +644,7 @@ def schedules_of(
 # All optimizers
 
 BEFORE, FEWEST = 16, 4
-"""Steps before a change of the batch size that the first one after it is compared with, and how many there must be."""
+"""The most and the fewest steps before a change of the batch size that the first step after it is compared with."""
 ENOUGH_GROWTH = 4
 """How much larger a batch must be to tell a sum from a mean."""
 SUM_FROM, SUM_TO = 0.25, 3
@@ -655,7 +655,7 @@ ENOUGH_ENTRIES = 64
 
 
 class GradientGrowth:
-    """How the gradient of one small parameter grows with the batch, whatever the policy measures.
+    """The growth of one small parameter's gradient with the batch, whatever the policy measures.
 
     The mean square follows a power of the batch size: from -1 (noise) to 0 (signal) for a mean, from 1 to 2 for a sum.
     Each change of the batch size shows it at the first step after it, before another rate has done anything. So neither
@@ -666,7 +666,7 @@ class GradientGrowth:
         self.optimizer = optimizer
         self._parameter: Tensor | None = None
         self._norms: deque[Tensor] = deque(maxlen=BEFORE)
-        """Of its gradients at the last steps with one size."""
+        """Norms of its gradients at the last steps with the current size."""
         self._ratio = 1.0
         """The change of the batch size since then."""
         self.batch = self.gradient = 1.0
@@ -701,9 +701,9 @@ class GradientGrowth:
 
 
 class Rates:
-    """The learning rates of all optimizers: each follows the batch size by its own coupling of `kinds`.
+    """The learning rates of all optimizers; each follows the batch size by its own coupling of `kinds`.
 
-    Batch sizes are those of optimizer steps here. The other arguments are the controller's.
+    Batch sizes here are those of optimizer steps. The other arguments are the controller's.
     """
 
     def __init__(
@@ -738,28 +738,28 @@ class Rates:
             for optimizer, kind in zip(optimizers, kinds, strict=True)
         }
         self.first = self.couplings[optimizers[0]]
-        """That of the optimizer whose rate policies and records see."""
+        """The coupling of the optimizer whose rate policies and records see."""
         self.first_batch_size = self.batch_size = first_batch_size
         self._is_left_alone = scheduler_unit == "call" or any(each.unit != "epoch" for each in self.schedules)
         self._moves, self._has_warned = 0, False
         self.epoch_lr, self._is_used = self.first.lr, False
-        """The rate of the first step since `mark`; before that step the one that it would have."""
+        """The rate of the first step since `mark`; before that step, the rate expected for it."""
         self._needs_noise = not BY_NOISE.isdisjoint(kinds)
         growing = [o for o, each in self.couplings.items() if each.kind != "none" and not isinstance(o, _ADAM_LIKE)]
         self._may_be_sum = GradientGrowth(growing[0]) if growing and loss_reduction == "mean" else None
-        """What would show that the loss is a sum; None: it was said, or makes no difference, or is known by now."""
+        """The evidence for a summed loss; None: the reduction was passed, makes no difference, or is known by now."""
 
     @property
     def gains(self) -> GainSum:
-        """The sum of AdaScale's gains, of the first optimizer that has one."""
+        """The sum of AdaScale's gains for the first optimizer that has one."""
         return next((each for each in self.couplings.values() if each.kind in BY_GAIN), self.first).gains
 
     def mark(self) -> None:
-        """Take note of a new rate: an epoch begins, or the batch size has changed."""
+        """Note that a new rate begins: at an epoch's start, or after a change of the batch size."""
         self.epoch_lr, self._is_used = self.first.lr, False
 
     def schedule_ratio(self) -> float:
-        """Return the own rate over its highest so far where it has fallen least, of all groups and optimizers."""
+        """Return the own rate over its highest so far, of the group and optimizer where the rate has fallen least."""
         ratios = [each.schedule_ratio() for each in self.couplings.values()]
         return max((each for each in ratios if not math.isnan(each)), default=math.nan)
 
@@ -770,13 +770,13 @@ class Rates:
         return grown * self.batch_size / self.first_batch_size if self.first.is_of_sum else grown
 
     def before_step(self, coupling: LrCoupling, number: int, before: int, after: int) -> None:
-        """Bring schedulers and rates to where the step that begins wants them.
+        """Set schedulers and rates for the step that begins.
 
         Args:
-            coupling: That of the optimizer that steps.
-            number: Steps of the epoch before this one; -1: no epoch is under way.
-            before: Samples that the epoch had delivered at the last step.
-            after: Samples that it has delivered now.
+            coupling: The coupling of the optimizer that steps.
+            number: The number of the epoch's earlier steps; -1: no epoch has begun.
+            before: Samples of the epoch delivered by the last step.
+            after: Samples of the epoch delivered now.
         """
         if number >= 0:
             for schedule in self.schedules:
@@ -792,7 +792,7 @@ class Rates:
                 self.epoch_lr, self._is_used = float(coupling.optimizer.param_groups[0]["lr"]), True
 
     def after_step(self, coupling: LrCoupling, samples: int) -> None:
-        """Put the own rates back; `samples` of the epoch have been delivered."""
+        """Restore the own rates after a step; `samples` of the epoch have been delivered."""
         if coupling.undo:
             coupling.put_back()
         for schedule in self.schedules:
@@ -802,7 +802,7 @@ class Rates:
     def _warn_of_a_course_by_steps(self) -> None:
         last: list[Any] = [getattr(each.scheduler, "get_last_lr", list)() for each in self.schedules]
         if self._has_warned or any(rates and float(rates[0]) == self.first.own for rates in last):
-            return  # a scheduler that was passed does it, told a part of an epoch
+            return  # a scheduler that was passed does so, given fractions of an epoch
         self._has_warned = True
         warn_user(
             f"the learning rate changes within the epoch, and batches have grown from {self.first_batch_size} to "
@@ -816,9 +816,9 @@ class Rates:
     def follow(
         self, batch_size: int, *, lr_factor: float = 1.0, noise_scale: float | None = None, step: int = 0
     ) -> None:
-        """Put all rates where `batch_size` wants them; `lr_factor` stays in effect from now on.
+        """Set all rates for `batch_size`; `lr_factor` stays in effect from now on.
 
-        `noise_scale`, in samples, is what was measured last, if anything was; `step` counts steps made so far.
+        `noise_scale` is the latest measurement in samples, if there is any; `step` counts the steps so far.
         """
         if batch_size != self.batch_size:
             for schedule in self.schedules:
@@ -832,7 +832,7 @@ class Rates:
         self.batch_size = batch_size
 
     def follow_decision(self, decision: Decision, seen: Measurement) -> None:
-        """Put all rates where the decision, and for some couplings the noise, wants them."""
+        """Set all rates for the decision; some couplings also use the measured noise."""
         noise_scale = seen.diversity.noise_scale if self._needs_noise and seen.diversity is not None else math.nan
         known = None if math.isnan(noise_scale) else noise_scale
         self.follow(decision.batch_size, lr_factor=decision.lr_factor, noise_scale=known, step=seen.step)
@@ -856,24 +856,24 @@ class Rates:
             )
 
     def take_scheduler_steps(self, step: int) -> int:
-        """Return how many steps the gains make due after `step`; the caller steps the schedulers, one step a call."""
+        """Return the number of steps that the gains make due after `step`; the caller steps the schedulers."""
         self._is_left_alone = True
         for schedule in self.schedules:
             schedule.unit = "call"
         return self.gains.due(step)
 
     def catch_up(self, samples: int) -> None:
-        """Make the steps that schedulers are behind after `samples` of the epoch."""
+        """Make the steps that schedulers lack after `samples` of the epoch."""
         for schedule in self.schedules:
             schedule.catch_up(samples)
 
     def carry_over(self) -> None:
-        """Count batches that filled no step into the next epoch's first one, as the loop does."""
+        """Count batches that filled no step towards the next epoch's first step, as the loop does."""
         for schedule in self.schedules:
             schedule.rest = "carried over"
 
     def end_epoch(self, steps: int, batches: int, *, is_first_size: bool) -> None:
-        """Check schedulers, and bring them to the epoch's end."""
+        """Check schedulers, and advance them to the epoch's end."""
         for schedule in self.schedules:
             schedule.end_epoch(steps, batches, is_first_size)
 
@@ -888,7 +888,7 @@ class Rates:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the factors, and where the schedulers stand beside the samples."""
+        """Return the factors, and the schedulers' positions relative to the samples."""
         return {
             "couplings": [coupling.state_dict() for coupling in self.couplings.values()],
             "schedules": [schedule.state_dict() for schedule in self.schedules],

@@ -1,4 +1,4 @@
-"""Measurements and decisions: the only objects that pass between estimators, policies and controller."""
+"""Measurements and decisions: the only objects that estimators, policies and controller exchange."""
 
 import math
 import sys
@@ -14,42 +14,42 @@ from divebatch.errors import UndefinedDiversityError, UsageError
 
 
 class StepEvent(NamedTuple):
-    """An optimizer step about to be made, and the batches delivered for it."""
+    """An upcoming optimizer step, and the batches delivered for it."""
 
     step: int
     """Optimizer steps before this one."""
     batches: int
     """Batches of the loader since the last step."""
     samples: int
-    """Samples in them, of all ranks; 0 for a further step on the same samples."""
+    """Samples in these batches, over all ranks; 0 for a further step on the same samples."""
     local_samples: int
-    """Samples in them on this rank."""
+    """Samples in these batches on this rank."""
     batch_size: int
-    """Samples of a full step now."""
+    """Samples of a full step at the current batch size."""
     accumulate: int
     """Batches of the loader in a full step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """The scatter of estimates of tr(Sigma) and ||G||^2 around what they estimate, from the scatter of the steps."""
+    """The uncertainty of estimates of tr(Sigma) and ||G||^2, from the scatter between steps."""
 
     trace_variance: float
     sq_norm_variance: float
     covariance: float
     degrees: float
-    """Degrees of freedom: number of estimates minus one; fewer where some weigh more than others."""
+    """Degrees of freedom: the number of estimates minus one; fewer if some have more weight than others."""
     bounds_below: bool = True
-    """Whether the noise scale's lower end is known: not where a bias of unknown size makes the estimate too large."""
+    """Whether the noise scale has a lower bound; False if a bias of unknown size makes the estimate too large."""
 
     def quantile(self, level: float) -> float:
-        """Return how many standard errors the interval of this level reaches to each side (Student's t, two-sided).
+        """Return the half-width of the interval at this level, in standard errors (Student's t, two-sided).
 
         >>> few, many = (Spread(trace_variance=1, sq_norm_variance=1, covariance=0, degrees=d) for d in (5, 1000))
         >>> round(few.quantile(0.95), 2), round(many.quantile(0.95), 2)
         (2.57, 1.96)
         """
-        # Student's t and not the normal distribution: few steps make few estimates, whose own scatter is uncertain.
+        # Student's t, not the normal distribution: few steps give few estimates, whose own scatter is uncertain.
         return t_quantile((1 + level) / 2, self.degrees)
 
 
@@ -57,20 +57,20 @@ class Spread:
 class Diversity:
     """Gradient diversity (the paper's Definition 1) as its two raw sums over samples.
 
-    Both sums are over gradients g_i of each sample's own, unaveraged loss. Partial results over different samples
-    may add `sum_of_sq_norms`; `sq_norm_of_sum` may not be added: add the gradient vectors, then square.
+    Both sums are over gradients g_i of each sample's own, unaveraged loss. Partial results over different samples can
+    be added for `sum_of_sq_norms`, but not for `sq_norm_of_sum`: add the gradient vectors, then square.
 
     >>> Diversity(sum_of_sq_norms=8.0, sq_norm_of_sum=4.0, num_samples=10).value
     2.0
 
     Args:
         sum_of_sq_norms: The sum over samples of ||g_i||^2.
-        sq_norm_of_sum: ||sum_i g_i||^2. An unbiased estimate of it may come out below zero.
-        num_samples: How many samples both sums are over.
-        skipped_samples: How many samples are in neither sum, since their gradients were not finite or the loop made no
-            step on them. Where they are more than `num_samples`, training has diverged and the ratio is undefined.
-        spread: How sure an estimate at fixed weights is; None for what is exact, and for the paper's estimate, whose
-            error is bias.
+        sq_norm_of_sum: ||sum_i g_i||^2. An unbiased estimate can be negative.
+        num_samples: The number of samples in both sums.
+        skipped_samples: The number of samples in neither sum, because their gradients were not finite or no step was
+            made on them. If this exceeds `num_samples`, training has diverged and the ratio is undefined.
+        spread: The uncertainty of an estimate at fixed weights. None: the value is exact, or the paper's estimate,
+            whose error is bias.
         inner_variance: Var_i<g_i, g> over samples, g the batch gradient; only from estimators that compare chunks.
     """
 
@@ -91,15 +91,15 @@ class Diversity:
         return cls(num_samples * (trace + sq_norm), num_samples**2 * sq_norm, num_samples, spread)
 
     def of(self, num_samples: int) -> Self:
-        """Return the diversity of `num_samples` samples with the same mean gradient and the same scatter around it.
+        """Return the diversity of `num_samples` samples with the same mean gradient and covariance.
 
-        n * diversity stays what it is, so what a part of an epoch showed can be told as the whole epoch's.
+        n * diversity does not change, so a measurement of part of an epoch can be reported for the whole epoch.
 
         >>> part = Diversity(sum_of_sq_norms=8.0, sq_norm_of_sum=4.0, num_samples=10)
         >>> part.value, part.of(40).value, part.noise_scale, part.of(40).noise_scale
         (2.0, 0.5, 19.0, 19.0)
         """
-        # Where most were left out it stays so, and says of how many.
+        # If most samples were left out, the result stays as it is and shows their number.
         if num_samples == self.num_samples or self.has_diverged:
             return self
         ratio = num_samples / self.num_samples
@@ -112,17 +112,17 @@ class Diversity:
 
     @property
     def trace(self) -> float:
-        """tr(Sigma): the squared distance of a sample's gradient from the mean gradient, averaged over samples."""
+        """The trace tr(Sigma): the mean squared distance of a sample's gradient from the mean gradient."""
         return self.sum_of_sq_norms / self.num_samples - self.sq_norm if self.num_samples else math.nan
 
     @property
     def sq_norm(self) -> float:
-        """||G||^2: the squared norm of the mean gradient."""
+        """The squared norm of the mean gradient, ||G||^2."""
         return self.sq_norm_of_sum / self.num_samples**2 if self.num_samples else math.nan
 
     @property
     def has_diverged(self) -> bool:
-        """Whether most samples had to be left out: what the others show is then not believed."""
+        """Whether most samples had to be left out, so that the others cannot be trusted."""
         return self.skipped_samples > self.num_samples
 
     @property
@@ -134,14 +134,14 @@ class Diversity:
 
     @property
     def value(self) -> float:
-        """sum_i ||g_i||^2 / ||sum_i g_i||^2, dimensionless: 1/n if all gradients agree, 1 if all are orthogonal."""
+        """The ratio sum_i ||g_i||^2 / ||sum_i g_i||^2: 1/n if all gradients agree, 1 if all are orthogonal."""
         if not self.is_defined:
             raise UndefinedDiversityError(f"diversity is undefined: {self.undefined_reason}")
         return self.sum_of_sq_norms / self.sq_norm_of_sum
 
     @property
     def undefined_reason(self) -> str:
-        """Why the ratio does not exist, in words; empty where it does."""
+        """The reason why the ratio does not exist, in words; empty if it exists."""
         if self.is_defined:
             return ""
         if self.has_diverged:
@@ -160,22 +160,22 @@ class Diversity:
 
     @property
     def noise_scale(self) -> float:
-        """tr(Sigma) / ||G||^2 = n * diversity - 1, in samples; exact where all gradients share the same weights.
+        """The noise scale tr(Sigma) / ||G||^2 = n * diversity - 1, in samples; exact if all gradients share weights.
 
-        At least 0; infinite where there is noise and no signal; NaN where nothing is known.
+        At least 0; infinite if there is noise but no signal; NaN if nothing is known.
         """
         if self.is_defined:
-            # An estimate's error can carry it below zero, and a noise scale is never negative.
+            # An estimate's error can make the value negative, but a noise scale never is.
             return max(0.0, self.num_samples * (self.sum_of_sq_norms / self.sq_norm_of_sum) - 1.0)
         if self.has_diverged or math.isnan(self.trace):
             return math.nan
         return math.inf if self.trace > 0 else 0.0
 
     def noise_scale_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the interval in which the noise scale lies with this confidence (Fieller's interval of a ratio).
+        """Return the confidence interval of the noise scale at this level (Fieller's interval of a ratio).
 
-        Its upper end is infinite where ||G||^2 cannot be told from zero; its lower end is 0 where the estimate has a
-        bias upwards that is not known. A value without spread is its own interval.
+        The upper end is infinite if ||G||^2 cannot be distinguished from zero. The lower end is 0 if the estimate has
+        an unknown upward bias. A value without spread is its own interval.
 
         >>> sure = Spread(trace_variance=0.01, sq_norm_variance=0.0001, covariance=0.0, degrees=1e6)
         >>> low, high = Diversity.from_noise(10.0, 1.0, 100, spread=sure).noise_scale_interval()
@@ -187,15 +187,15 @@ class Diversity:
         if self.skipped_samples > self.num_samples:
             return (0.0, math.inf)
         trace, sq_norm = self.trace, self.sq_norm
-        # Where ||G||^2 comes out too small by chance, so does its scatter: most misses would lie above the truth, on
-        # the side that lets batches grow. So the lower end is given half the chance to miss.
+        # If ||G||^2 comes out too small by chance, so does its scatter: most misses would be above the truth, on the
+        # side that lets batches grow. So the lower end gets half the probability of a miss.
         low, _ = _ratio_interval(trace, sq_norm, self.spread, self.spread.quantile((1 + level) / 2))
         _, high = _ratio_interval(trace, sq_norm, self.spread, self.spread.quantile(level))
         high = max(low, high) if high > 0 else 0.0
         return (low if self.spread.bounds_below else 0.0, high)
 
     def in_record(self, *, at_fixed_weights: bool) -> dict[str, Any]:
-        """Return the fields of an epoch's record; JSON has no infinity, so an infinite end is None."""
+        """Return the fields of an epoch's record; an infinite end is None, as JSON has no infinity."""
         low, high = (math.inf, math.inf) if self.spread is None else self.noise_scale_interval()
         value, count = self.value if self.is_defined else None, self.num_samples
         fields: dict[str, Any] = {
@@ -215,7 +215,7 @@ def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) 
     """Return the range of positive ratios B for which trace - B * sq_norm is within `reach` standard errors of 0."""
     size = max(abs(trace), abs(sq_norm))
     unit = size / reach if size < math.inf else 0.0
-    # In units of their size: squares of very large or small numbers would leave the range of floats.
+    # Scaled, since squares of very large or small numbers would leave the range of floats.
     trace_error = math.sqrt(spread.trace_variance) / unit if unit else math.inf
     sq_norm_error = math.sqrt(spread.sq_norm_variance) / unit if unit else math.inf
     if not (trace_error < 1e50 and sq_norm_error < 1e50):
@@ -233,33 +233,33 @@ def _ratio_interval(trace: float, sq_norm: float, spread: Spread, reach: float) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The part of a training's past that a policy may see: policies themselves remember nothing."""
+    """The part of a training's past that a policy may see; policies themselves have no memory."""
 
     decisions_at_size: int = 0
-    """Decisions made at the present batch size, this one included: one an epoch, or every few steps."""
+    """Decisions made at the current batch size, including this one: one an epoch, or every few steps."""
     previous_batch_size: int | None = None
-    """The one before the last change; None while there was none."""
+    """The batch size before the last change; None before any change."""
     unclamped: float | None = None
-    """The size that the last decision's rule asked for before floor and cap."""
+    """The size requested by the last decision's rule, before floor and cap."""
     first_loss: float | None = None
     """Training loss of the first epoch."""
     best_loss: float | None = None
     epochs_since_best: int = 0
-    """Epochs finished since the lowest loss; 0 where the last one had it."""
+    """Epochs finished since the lowest loss; 0 if the last epoch had the lowest."""
     first_sq_norm: float | None = None
-    """||G||^2 as first measured."""
+    """The first measured ||G||^2."""
     throughputs: tuple[tuple[int, float], ...] = ()
-    """(batch size, samples a second) of the fastest epoch at each size; only for a policy that needs it."""
+    """(batch size, samples a second) of the fastest epoch at each size; kept only if a policy needs them."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return what `dataclasses.asdict` saved, also where that went through a format without tuples."""
+        """Return the history that `dataclasses.asdict` saved, even through a format without tuples."""
         return cls(**{**values, "throughputs": tuple(map(tuple, values.get("throughputs", ())))})
 
     def with_throughput(self, batch_size: int, samples_per_second: float) -> Self:
-        """Return the history after an epoch at `batch_size` that was timed."""
+        """Return the history after a timed epoch at `batch_size`."""
         by_size = dict(self.throughputs)
-        # The fastest epoch counts: a slower one may hold what compilers and GPU libraries do once.
+        # Only the fastest epoch counts: a slower one may include one-time work of compilers and GPU libraries.
         by_size[batch_size] = max(samples_per_second, by_size.get(batch_size, 0.0))
         return replace(self, throughputs=tuple(sorted(by_size.items())))
 
@@ -295,25 +295,25 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """All that a policy may see. Counters are as of now.
+    """The inputs of a policy. All counters are current.
 
     Args:
-        epoch: Finished epochs, so 1 at the first decision; for a decision within an epoch, that epoch's number.
+        epoch: The number of finished epochs, 1 at the first decision; within an epoch, that epoch's number.
         batch_size: The batch size so far: samples of an optimizer step.
-        dataset_size: Samples in one epoch: the paper's n. None in the first epoch of a stream of unknown length; a
-            policy that cannot do without asks for `known_dataset_size`.
-        first_batch_size: The batch size that training started with; `batch_size` where it is not given.
-        largest_batch_size: The largest batch that can be had, in samples; `dataset_size` where it is not given.
+        dataset_size: Samples in one epoch, the paper's n. None: the first epoch of a stream of unknown length. A policy
+            that cannot do without should read `known_dataset_size`.
+        first_batch_size: The batch size at the start of training. None: `batch_size`.
+        largest_batch_size: The largest possible batch, in samples. None: `dataset_size`.
         step: Optimizer steps so far.
         samples: Samples seen so far.
-        diversity: What the estimator measured; None where nothing asked for it.
+        diversity: The estimator's measurement. None: no measurement was requested.
         lr: The current learning rate of the first parameter group.
-        lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling; of the
-            parameter group where it has fallen least.
-        lr_growth: The current rate over the schedule's own, relative to the first batch: what growth made of it.
-        lr_coupling: How the learning rate follows the batch size in this training: a name, or a power of it.
-        loss: The epoch's mean training loss, where the loop gave it: `Controller.step(loss=...)`.
-        history: What was kept of the epochs before.
+        lr_schedule_ratio: The schedule's own rate relative to its highest so far, without any coupling, of the
+            parameter group where the rate has fallen least.
+        lr_growth: The growth of the current rate over the schedule's own, relative to the first batch.
+        lr_coupling: How the learning rate follows the batch size in this training: a name, or a power of the size.
+        loss: The epoch's mean training loss, if the loop passed it: `Controller.step(loss=...)`.
+        history: A summary of the epochs before.
     """
 
     epoch: int
@@ -339,7 +339,7 @@ class Measurement:
 
     @property
     def known_dataset_size(self) -> int:
-        """Samples in one epoch; an error with the way out where they are not known."""
+        """The number of samples in one epoch; raises with a remedy if the number is not known."""
         if self.dataset_size is None:
             raise UsageError(
                 "this policy needs the number of samples of an epoch, which a stream of unknown length has only after "
@@ -350,14 +350,14 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The wish of a policy.
+    """A policy's choice of batch size and learning-rate factor.
 
     Args:
         batch_size: The batch size to use from now on, in samples.
-        lr_factor: The factor of the learning rate from now on, beside the coupling.
-        lr_owed: The factor that the next decision will bring if the size stays; for the record.
+        lr_factor: The factor of the learning rate from now on, in addition to the coupling.
+        lr_owed: The factor that the next decision will apply if the size stays; for the record.
         reason: The reason in words, for the record.
-        unclamped: The size that the rule asked for before floor and cap. None: it asked for nothing.
+        unclamped: The size that the rule requested before floor and cap. None: the rule requested no size.
     """
 
     batch_size: int
@@ -367,14 +367,14 @@ class Decision:
     unclamped: float | None = field(default=None, repr=False)
 
     def at_most(self, dataset_size: int) -> Self:
-        """Return the decision with no more samples in a batch than there are."""
+        """Return the decision with its batch size limited to the dataset."""
         if self.batch_size <= dataset_size:
             return self
         reason = f"{self.reason}; limited to the {dataset_size} samples there are".lstrip("; ")
         return replace(self, batch_size=dataset_size, reason=reason)
 
     def at_least(self, size: int) -> Self:
-        """Return the decision with as many samples in a batch as ranks and estimator need at least."""
+        """Return the decision with at least the batch size that ranks and estimator need."""
         if self.batch_size >= size:
             return self
         reason = f"{self.reason}; raised to the {size} samples that ranks and estimator need".lstrip("; ")
@@ -382,14 +382,14 @@ class Decision:
 
 
 def gain(ratio: float, noise: float | None) -> float:
-    """Return AdaScale's gain: how many steps at the base batch one at `ratio` times its size is worth.
+    """Return AdaScale's gain: the worth of one step at `ratio` base batches, in steps at the base batch.
 
-    (Johnson et al. 2020.) Without noise a larger batch gains nothing, with nothing else as much as it is larger.
+    (Johnson et al. 2020.) Without noise a larger batch gains nothing; with only noise it gains as much as it is larger.
 
     Args:
         ratio: The batch size over the base batch size.
-        noise: The variance of the base batch's gradient over the squared norm of the mean gradient, that is the noise
-            scale over the base batch size; None where it is not known, for a gain of 1.
+        noise: The variance of the base batch's gradient over the squared norm of the mean gradient: the noise scale
+            over the base batch size. None: not known, for a gain of 1.
 
     >>> gain(8.0, 0.0), gain(8.0, math.inf), gain(8.0, 8.0), gain(8.0, None)
     (1.0, 8.0, 4.5, 1.0)
@@ -402,13 +402,13 @@ def gain(ratio: float, noise: float | None) -> float:
 # Student's t distribution
 
 MOST_DEGREES = 1e6
-"""From here on t is taken for normal."""
+"""Degrees of freedom from which t is treated as normal."""
 NODES, WEIGHTS = numpy.polynomial.legendre.leggauss(64)
 
 
-@lru_cache(maxsize=128)  # intervals of one size ask for the same one again and again
+@lru_cache(maxsize=128)  # intervals of one size repeat the same call
 def t_quantile(probability: float, degrees: float) -> float:
-    """Return the value below which t stays with `probability` (from 0.5 to 1, exclusive); infinite below 1 degree.
+    """Return the quantile of Student's t at `probability` (from 0.5 to 1, exclusive); infinite below 1 degree.
 
     >>> round(t_quantile(0.975, 4), 4), round(t_quantile(0.975, 1), 3), round(t_quantile(0.975, 1e6), 3)
     (2.7764, 12.706, 1.96)
@@ -417,7 +417,7 @@ def t_quantile(probability: float, degrees: float) -> float:
         return math.inf
     degrees = min(degrees, MOST_DEGREES)
     value = NormalDist().inv_cdf(probability)
-    # Newton's method: above 0 the distribution is concave, and t lies above the normal, so it only rises to the root.
+    # Newton's method: above 0 the distribution is concave and t above the normal, so each step goes up to the root.
     while True:
         below, density = _distribution(value, degrees)
         step = (probability - below) / density
@@ -427,9 +427,9 @@ def t_quantile(probability: float, degrees: float) -> float:
 
 
 def _distribution(value: float, degrees: float) -> tuple[float, float]:
-    """Return P(t <= value), value >= 0, and the density. That of a in t = sqrt(n) tan(a) is c cos(a)^(n - 1)."""
+    """Return P(t <= value), value >= 0, and the density. The density of a in t = sqrt(n) tan(a) is c cos(a)^(n - 1)."""
     end = math.atan(value / math.sqrt(degrees))
-    # Nodes that gather logarithmically towards pi/2, where the density of few degrees has a root.
+    # The nodes cluster logarithmically towards pi/2, where the density of few degrees has a root.
     log_rest, parts = math.log1p(-2 * end / math.pi), (NODES + 1) / 2
     a, slope = -math.pi / 2 * numpy.expm1(parts * log_rest), -math.pi / 2 * log_rest * numpy.exp(parts * log_rest)
     x = degrees / 2

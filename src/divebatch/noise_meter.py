@@ -1,4 +1,4 @@
-"""The gradient noise scale in any training loop: all it needs is the optimizer, or the gradients of each step."""
+"""The gradient noise scale in any training loop, from the optimizer or from the gradients of each step."""
 
 import math
 from collections.abc import Iterable
@@ -17,16 +17,16 @@ from divebatch.estimators.step_hooks import before_step, is_recorded
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """A reading: the noise scale and its 95 % interval, all in samples.
+    """A reading of the noise scale with its 95 % interval, in samples.
 
     >>> print(NoiseScale(812.4, 640.1, 990.2, steps=100))
     noise scale 812 (640-990) samples
 
     Args:
-        value: The estimate; NaN if the noise hides the gradient or the steps were too few.
-        low: The lower end; 0 if nothing bounds it from below, as without momentum.
-        high: The upper end; infinite if the gradient cannot be told from zero.
-        steps: Optimizer steps since the reading before.
+        value: The estimate. NaN: the noise hides the gradient, or the steps were too few.
+        low: The lower end; 0 if there is no lower bound, as without momentum.
+        high: The upper end; infinite if the gradient cannot be distinguished from zero.
+        steps: Optimizer steps since the previous reading.
     """
 
     value: float
@@ -35,13 +35,13 @@ class NoiseScale:
     steps: int
 
     def known(self) -> dict[str, float]:
-        """Return the finite ones of `noise_scale`, `noise_scale_low` and `noise_scale_high`, as loggers take them."""
+        """Return those of `noise_scale`, `noise_scale_low` and `noise_scale_high` that are finite, for loggers."""
         values = {"noise_scale": self.value, "noise_scale_low": self.low, "noise_scale_high": self.high}
         return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def __str__(self) -> str:
         if math.isnan(self.value) or self.high == math.inf:
-            # Without an upper end ||G||^2 cannot be told from zero, and the value may be anything.
+            # Without an upper end, ||G||^2 cannot be distinguished from zero, and the value may be anything.
             return f"noise scale at least {self.low:.0f} samples" if self.low > 0 else "noise scale not known"
         if self.low == 0:
             return f"noise scale at most {self.high:.0f} samples"
@@ -49,36 +49,35 @@ class NoiseScale:
 
 
 class NoiseMeter:
-    """A meter of the gradient noise scale tr(Sigma) / ||G||^2 in a training loop of any kind.
+    """A meter of the gradient noise scale tr(Sigma) / ||G||^2 for any training loop.
 
         meter = NoiseMeter(optimizer)
         ...
         print(meter.read(batch_size=256))  # every few hundred steps: noise scale 812 (640-990) samples
 
-    It compares the gradients of successive optimizer steps, as the estimator `moments` does (`estimators.Moments` says
-    how exactly), and keeps sketches of large models' gradients: at most 1 % of the parameters' memory. It changes
-    nothing and waits for the device only in `read`.
+    The meter compares the gradients of successive optimizer steps, as the estimator `moments` does (see
+    `estimators.Moments`). Large models' gradients are kept as sketches, in at most 1 % of the parameters' memory.
+    Nothing changes in training, and only `read` waits for the device.
 
-    It sees steps and nothing else: accumulated gradients are those of one step, and a step that a GradScaler skips is
-    none. Gradients are read as `optimizer.step()` finds them: under DDP averaged, so that `batch_size` is that of all
-    processes together; with clipping before the step, clipped. Whether the loss is a mean or a sum does not matter as
-    long as all steps since the last reading have equally many samples. A step inside compiled code is seen by nobody.
+    The meter sees only steps. Accumulated gradients count as one step, and a step that a GradScaler skips counts as
+    none. Gradients are read as `optimizer.step()` finds them. So under DDP they are averaged, and `batch_size` must
+    be that of all processes together; after clipping they are clipped. The loss may be a mean or a sum if all steps
+    between two readings have the same number of samples. A step inside compiled code cannot be seen.
 
-    Under FSDP2 a process holds shards of gradients, and `read` adds its numbers to the others': all processes must read
-    after the same steps. One that reads alone waits for the others until the process group's timeout.
+    Under FSDP2 each process holds shards of gradients, and `read` adds the numbers of all processes. So all processes
+    must read after the same steps; one that reads alone waits until the process group's timeout.
 
-    With too little momentum (below 0.4; Nesterov's below 0.87) only an upper bound can be told: `low` is then 0.
+    If the momentum is too low (below 0.4; Nesterov's below 0.87), only an upper bound is known: `low` is then 0.
 
-    Without a torch optimizer, `NoiseMeter(momentum=0.9).observe(parameters)` before each update does the same.
+    Without a torch optimizer, call `NoiseMeter(momentum=0.9).observe(parameters)` before each update.
 
     Args:
-        optimizer: The optimizer whose steps are watched, and whose parameters' gradients are measured. None: `observe`
-            is told of each step.
+        optimizer: The optimizer to watch, whose parameters' gradients are measured. None: `observe` sees each step.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them: divided by the root of its
             second moment.
-        every_steps: Compare gradients once in this number of steps, or the least that works; the others cost nothing.
-        sketch: Whether gradients are kept as sketches or whole. None: sketches if the model is large.
-        momentum: That of your own update (of an Adam-like one: beta1), if there is no torch optimizer to ask.
+        every_steps: Compare gradients once every N steps, or at the smallest interval that works.
+        sketch: Whether to keep gradients as sketches or whole. None: sketches if the model is large.
+        momentum: The momentum of your own update (for an Adam-like one: beta1), if there is no torch optimizer.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class NoiseMeter:
         if optimizer is not None and momentum:
             raise ArgumentError(f"the optimizer's own momentum counts: leave momentum={momentum} out")
         self._is_told, self._is_closed = optimizer is None, False
-        # Without an optimizer, one that never steps holds the momentum and, from `observe` on, the parameters.
+        # Without an optimizer, a dummy that never steps holds the momentum and, from `observe` on, the parameters.
         self._momentum = momentum
         self._optimizer = _unwrapped(optimizer) if optimizer is not None else self._stand_in([nn.Parameter()])
         require_settings(preconditioned, sketch, None)
@@ -125,10 +124,10 @@ class NoiseMeter:
         self._handle = None if self._is_told else before_step(self._optimizer, self._on_step)
 
     def observe(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take in the gradients of a step that no torch optimizer makes: call it right before your own update.
+        """Take in the gradients of a step that no torch optimizer makes; call this right before your own update.
 
         Args:
-            parameters: The parameters that the update changes, the same at each step, with their gradients.
+            parameters: The parameters that the update changes, with their gradients; the same at each step.
         """
         self._require_open()
         if not self._is_told:
@@ -146,11 +145,11 @@ class NoiseMeter:
     def read(self, batch_size: int) -> NoiseScale:
         """Return the noise scale over the steps since the last reading, or since the meter was made.
 
-        Waits for the device, and under FSDP2 for the other processes, which must read too. All these steps should have
-        had equally many samples; between readings their number may change.
+        This waits for the device, and under FSDP2 for the other processes, which must read too. All steps between two
+        readings should have the same number of samples.
 
         Args:
-            batch_size: Samples of an optimizer step, those of all processes and accumulated passes together.
+            batch_size: Samples of an optimizer step, over all processes and accumulated passes.
         """
         require_count("batch_size", batch_size)
         self._require_open()
@@ -171,7 +170,7 @@ class NoiseMeter:
         return reading
 
     def close(self) -> None:
-        """Stop watching and free the memory. Nothing can be read any more."""
+        """Stop watching and free the memory. No reading is possible afterwards."""
         if not self._is_closed:
             if self._handle is not None:
                 self._handle.remove()
@@ -199,7 +198,7 @@ class NoiseMeter:
         return NoiseScale(value, low, high, self._steps)
 
     def _begin(self) -> None:
-        """Compare what follows, for the parameters that the optimizer has now."""
+        """Start comparing the gradients of the optimizer's current parameters."""
         self._parameters = self._trained()
         if not self._parameters:
             raise ArgumentError(f"{type(self._optimizer).__name__} has no parameter that is trained: all are frozen")
@@ -214,12 +213,12 @@ class NoiseMeter:
             self._begin()  # parameters were added, frozen or unfrozen
         if is_recorded(next(iter(self._parameters.values()))):
             return
-        # Steps count as one sample each, so the noise scale comes out in batches.
+        # Each step counts as one sample, so the noise scale comes out in batches.
         self._steps += self._gradients.add(self._optimizer, 1)
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside those that Lightning and Accelerate put around it."""
+    """Return the optimizer inside the wrappers of Lightning and Accelerate."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     if not isinstance(optimizer, Optimizer):

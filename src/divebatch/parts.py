@@ -1,4 +1,4 @@
-"""Checks of what a controller is given, at once and against the loop, and the estimator if none is named."""
+"""Checks of a controller's arguments, at once and against the loop, and the default estimator."""
 
 import math
 from collections import Counter
@@ -20,9 +20,9 @@ from divebatch.ranks import inside_ddp
 
 
 class Cadence:
-    """The number of the loader's batches in an optimizer step, as it was said, and the check against what happens.
+    """The number of the loader's batches in an optimizer step, checked against the loop's steps.
 
-    `accumulate` says it, or the loader's `delivery_size`.
+    `accumulate` or the loader's `delivery_size` gives this number.
     """
 
     def __init__(self, loader: AdaptiveLoader, accumulate: int) -> None:
@@ -36,25 +36,25 @@ class Cadence:
         self.unit = 1 if loader.delivery_size is not None else accumulate
         """Batches of the loader's `batch_size` in a step; a loader with a `delivery_size` counts whole steps."""
         self.agreeing, self._others = 0, Counter[int]()
-        """Steps that took as many batches as was said, and how many took another number."""
+        """The number of steps with the expected number of batches, and the other numbers with their counts."""
 
     def said(self, batch_size: int) -> int:
-        """Return the batches of a step of `batch_size` samples."""
+        """Return the expected number of batches in a step of `batch_size` samples."""
         delivered = self._loader.delivery_size
         return self.accumulate if delivered is None else math.ceil(batch_size / delivered)
 
     def check(self, taken: int, said: int) -> None:
-        """Take note of a step that took another number of batches than was said; raise if all do."""
+        """Count a step by its number of batches; raise if no step has the expected number."""
         current = self._loader.current
-        if (taken, said) == (0, 1):  # the same batch again is one batch
+        if (taken, said) == (0, 1):  # a further step on the same batch
             self.agreeing += 1
-        elif current is not None and not current.is_used_up:  # the last step of an epoch may hold fewer
+        elif current is not None and not current.is_used_up:  # an epoch's last step may be shorter
             self._others[taken] += 1
             if not self.agreeing and self._others[taken] == SURE:
                 raise self._wrong(taken, said)
 
     def end_epoch(self, batch_size: int) -> None:
-        """Raise if most steps of an epoch took another number of batches."""
+        """Raise if most steps of an epoch took an unexpected number of batches."""
         if self._others.total() >= SURE and self._others.total() > self.agreeing:
             raise self._wrong(self._others.most_common(1)[0][0], self.said(batch_size))
         if self.agreeing >= SURE:
@@ -78,14 +78,14 @@ class Cadence:
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return one object, several or None as a list."""
+    """Return one object, several or none as a list."""
     return list(given) if isinstance(given, Sequence) else [] if given is None else [given]
 
 
 def training_context(
     model: nn.Module, optimizers: Sequence[Optimizer], loader: AdaptiveLoader, loss_reduction: LossReduction = "mean"
 ) -> TrainingContext:
-    """Return the parts that an estimator may look at. The first optimizer is the one that holds most of the model."""
+    """Return the parts that an estimator may use. The first optimizer is the one that holds most of the model."""
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
 
     def held(optimizer: Optimizer) -> int:
@@ -107,12 +107,12 @@ def training_context(
 def estimator_of(
     policy: Policy, context: TrainingContext | None = None, *, shadows: Mapping[str, Policy] | None = None
 ) -> str:
-    """Return the name of the estimator that measures for `policy` if none is given.
+    """Return the name of the estimator for `policy` if none was given.
 
-    That is the policy's own, or its stand-in if policies would not act on what it measures there.
+    This is the policy's own estimator, or the replacement if policies would not act on its measurements.
     """
-    # Controller, adapters and experiment files all ask here, so a default means the same everywhere. "moments" is right
-    # at fixed weights, for every model and optimizer.
+    # Controller, adapters and experiment files all use this, so a default means the same everywhere. "moments" works at
+    # fixed weights, for every model and optimizer.
     name = policy.estimator or "moments"
     if context is None or "diversity" not in policy.needs:
         return name
@@ -129,9 +129,9 @@ def resolve_estimator(
     shadows: Mapping[str, Policy] | None = None,
     grad_scaler: Any = None,
 ) -> Estimator:
-    """Return the given estimator, built if it is a name, or else the one that `estimator_of` names.
+    """Return the given estimator, built if it is a name; None: the one that `estimator_of` names.
 
-    It also serves the shadows. An object must know the `grad_scaler` already.
+    The shadows use the same estimator. An estimator object must already have its `grad_scaler`.
     """
     if isinstance(estimator, Estimator):
         made = estimator
@@ -158,7 +158,7 @@ def require_parts(
     estimator: object,
     shadows: Mapping[str, Any],
 ) -> None:
-    """Raise unless all parts have the right types, and if there is nothing to train."""
+    """Raise if a part has the wrong type, or nothing can be trained."""
     for prepared in (*optimizers, *schedulers):
         if type(prepared).__module__.startswith("accelerate."):
             raise ArgumentError(
@@ -186,7 +186,7 @@ def require_parts(
 
 
 def require_step_cadence(every_steps: int | None, policy: Policy, estimator: Estimator | None = None) -> None:
-    """Raise unless policy and estimator can work with a part of an epoch, if they are to."""
+    """Raise if `every_steps` is set and policy or estimator cannot work within an epoch."""
     if every_steps is None:
         return
     require_count("every_steps", every_steps)
@@ -210,7 +210,7 @@ def require_step_cadence(every_steps: int | None, policy: Policy, estimator: Est
 
 
 def require_same_setup(optimizers: Sequence[Optimizer], loader: AdaptiveLoader, **settings: Any) -> None:
-    """Raise on all ranks if they differ: different settings would cause silent divergence or a deadlock."""
+    """Raise on all ranks if their settings differ: silent divergence or a deadlock would follow."""
     facts = {
         "the number of samples": loader.dataset_size,
         "batch_size": loader.batch_size,

@@ -1,4 +1,4 @@
-"""The growth of `Auto` as a timetable, for training loops with a data loader that cannot be replaced."""
+"""The growth of `Auto` as a timetable, for training loops whose data loader cannot be replaced."""
 
 import math
 from bisect import bisect_right
@@ -10,14 +10,14 @@ from divebatch.errors import ArgumentError
 from divebatch.policies.auto import growth, power_of, room, step_size
 
 PLACES = 8192
-"""Equal parts of a training at whose beginnings the schedule is looked at."""
+"""The number of equal parts of a training at whose starts the schedule is evaluated."""
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
     "linear": lambda part: 1 - part,
     "constant": lambda part: 1.0,
 }
-"""Learning rates by name, as functions of the part of the training that is over."""
+"""Learning rates by name, as functions of the completed fraction of the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Stretch:
     """A part of the training with one batch size.
 
     Args:
-        first_sample: The samples seen before it.
-        batch_size: In samples.
-        steps: Its optimizer steps, the last one perhaps on a shorter batch.
-        lr_factor: What multiplies the schedule's own rate at its beginning.
+        first_sample: The samples seen before this part.
+        batch_size: The batch size, in samples.
+        steps: The number of optimizer steps; the last one may have a shorter batch.
+        lr_factor: The factor of the schedule's own rate at the start of this part.
     """
 
     first_sample: int
@@ -38,7 +38,7 @@ class Stretch:
 
 
 class Ramp:
-    """Batch size and rate factor as functions of the samples seen; nothing is kept, so a resume is exact by itself.
+    """Batch size and rate factor as functions of the samples seen; there is no state, so resuming is exact.
 
     >>> ramp = Ramp(batch_size=64, max_batch_size=512, schedule="cosine", total_samples=100_000)
     >>> ramp.at(0), ramp.at(70_000)
@@ -46,12 +46,12 @@ class Ramp:
 
     Args:
         batch_size: The first batch size, in samples.
-        max_batch_size: The largest one.
-        schedule: The learning rate after a part of the training, from 0 to 1, in any unit; or "cosine" or "linear" for
-            a decay to zero without warm-up, or "constant".
-        total_samples: The samples of the whole training.
+        max_batch_size: The largest batch size, in samples.
+        schedule: The learning rate in any unit, as a function of the completed fraction of the training; or "cosine" or
+            "linear" for a decay to zero without warm-up, or "constant".
+        total_samples: The number of samples in the whole training.
         lr_coupling: How the rate follows the batch size: "sqrt" for Adam-like optimizers and Muon, "linear" for SGD, or
-            a power of it.
+            a power of the batch size.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Ramp:
         self._starts, self._sizes = self._changes(rates)
 
     def at(self, samples: int) -> tuple[int, float]:
-        """Return the batch size of the next step and what multiplies the schedule's own rate in it."""
+        """Return the batch size of the next step, and its factor of the schedule's own rate."""
         size = self._sizes[bisect_right(self._starts, max(samples, 0)) - 1]
         fallen_to = self._rate(min(1.0, samples / self.total_samples)) / self._highest
         followed = float((size / self.batch_size) ** self._power)
         return size, min(followed, max(1.0, 1 / fallen_to if fallen_to > 0 else math.inf))
 
     def timetable(self) -> list[Stretch]:
-        """Return the stretches of the training with one size each, as steps walk through them."""
+        """Return the parts of the training with constant batch size, in order."""
         found: list[Stretch] = []
         samples = 0
         while samples < self.total_samples:
@@ -104,7 +104,7 @@ class Ramp:
         return found
 
     def samples_before(self, step: int) -> int:
-        """Return the samples seen before an optimizer step, counted from 0, if all steps follow the timetable."""
+        """Return the samples seen before optimizer step `step`, counted from 0, if all steps follow the timetable."""
         for each in self.timetable():
             if step < each.steps:
                 return each.first_sample + step * each.batch_size
@@ -113,7 +113,7 @@ class Ramp:
 
     @property
     def steps(self) -> int:
-        """The optimizer steps of the whole training."""
+        """The number of optimizer steps in the whole training."""
         return sum(each.steps for each in self.timetable())
 
     def _rate(self, part: float) -> float:
@@ -123,7 +123,7 @@ class Ramp:
         return rate
 
     def _changes(self, rates: list[float]) -> tuple[list[int], list[int]]:
-        """Return where sizes begin, and the sizes, which only grow."""
+        """Return the starts of the sizes, and the sizes, which only grow."""
         starts, sizes, highest = [0], [self.batch_size], 0.0
         for place, rate in enumerate(rates[:-1]):
             highest = max(highest, rate)

@@ -1,4 +1,4 @@
-"""The processes that train one model together: how many there are, which one this is, and sums over them."""
+"""The processes that train one model together: their number, the rank of this one, and sums over them."""
 
 import os
 import pickle
@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from divebatch.errors import ArgumentError, UsageError
 
 BUCKET_BYTES = 32 * 2**20
-"""Most that one all-reduce carries, and all the memory that adding over ranks takes."""
+"""The most bytes that one all-reduce carries, and that a sum over ranks needs as memory."""
 
 
 class Ranks:
-    """The processes that share each batch. Every method but the properties is a collective: all ranks must call it.
+    """The processes that share each batch. Every method is a collective that all ranks must call; properties are not.
 
     >>> alone = Ranks.alone()
     >>> alone.rank, alone.size, alone.from_first("as it is")
@@ -35,12 +35,12 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Self:
-        """This process by itself, whatever group there is."""
+        """Return the group of this process alone, whatever groups exist."""
         return cls(None)
 
     @classmethod
     def here(cls, group: dist.ProcessGroup | None = None) -> Self:
-        """The ranks of `group`, or else of the group that was initialised; this process alone if there is none."""
+        """Return the ranks of `group`; None: of the initialised group, or this process alone if there is none."""
         if group is not None:
             return cls(group)
         if dist.is_available() and dist.is_initialized():
@@ -50,16 +50,16 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to talk to."""
+        """Whether there are no other processes."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, whose word counts and who writes files."""
+        """Whether this is rank 0, which decides and writes files."""
         return self.rank == 0
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over ranks. All ranks pass the same shapes and types in the same order."""
+        """Replace each tensor by its sum over ranks. All ranks must pass equal shapes and types in equal order."""
         if self.is_alone:
             return
         flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
@@ -71,24 +71,24 @@ class Ranks:
                 tensor.detach().copy_(summed.view(tensor.shape))
 
     def sq_norm_of_sum(self, tensors: Sequence[Tensor]) -> float:
-        """The squared norm, in float64, of the sum over ranks of all tensors as one vector; they stay as they are."""
+        """Return the squared norm, in float64, of the sum over ranks of all tensors as one vector; change no tensor."""
         if self.is_alone:
             summed: Sequence[Tensor] = tensors
         else:
             flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
             summed = [self._summed(bucket) for bucket in _buckets(flat)]
-        # In float64: squares of many small gradients would be lost in a float32 sum.
+        # In float64: a float32 sum would lose the squares of many small gradients.
         sq_norms = [torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 for total in summed]
         return float(torch.stack(sq_norms).sum()) if sq_norms else 0.0
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Each number's sum over ranks, in float64."""
+        """Return each number's sum over ranks, in float64."""
         summed = torch.tensor(numbers, dtype=torch.float64)
         self.sum_([summed])
         return summed.tolist()
 
     def mean(self, value: float | None, weight: float) -> float | None:
-        """The weighted mean over ranks; unweighted if all weights are 0, None if no rank passes a value."""
+        """Return the weighted mean over ranks; unweighted if all weights are 0, None if no rank passes a value."""
         told = 0.0 if value is None else value
         weighted = weight * told if weight else 0.0
         total, weights, plain, count = self.sum_numbers([weighted, weight, told, value is not None])
@@ -97,18 +97,18 @@ class Ranks:
         return plain / count if count else None
 
     def from_first(self, value: Any) -> Any:
-        """Return what rank 0 passed; anything that can be pickled."""
+        """Return rank 0's value, which may be anything that can be pickled."""
         if self.is_alone:
             return value
         (carried,) = self._carried([value] if self.is_first else [])
         return carried
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each rank passed, in the order of ranks."""
+        """Return the values of all ranks, in the order of ranks."""
         return [value] if self.is_alone else self._carried([value])
 
     def require_same(self, facts: dict[str, Any]) -> None:
-        """Raise the same error on all ranks if they do not all pass the same facts."""
+        """Raise the same error on all ranks if their facts differ."""
         gathered = self.gather(facts)
         for name in dict.fromkeys(name for each in gathered for name in each):
             values = [each.get(name) for each in gathered]
@@ -117,7 +117,7 @@ class Ranks:
                 raise ArgumentError(f"the ranks disagree on {name}: {told}. All ranks must be set up alike")
 
     def _carried(self, values: list[Any]) -> list[Any]:
-        """Return what ranks passed, in their order: each adds its own bytes to places where the others have zeros."""
+        """Return the values of all ranks in order: each rank adds its bytes where the others have zeros."""
         payload = np.frombuffer(b"".join(pickle.dumps(value) for value in values), dtype=np.uint8)
         lengths = np.zeros(self.size)
         lengths[self.rank] = payload.size
@@ -129,7 +129,7 @@ class Ranks:
         return [pickle.loads(part) for part in parts if part]
 
     def _summed(self, bucket: list[Tensor]) -> Tensor:
-        """One all-reduce, on a device that the group's backend can reach: the only collective there is here."""
+        """Run one all-reduce, on a device that the group's backend supports; all collectives here use this one."""
         here = bucket[0].device
         kinds = self._group._device_types if self._group is not None else []
         reachable = here.type in [kind.type for kind in kinds]
@@ -141,33 +141,34 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """One rank's samples of one batch.
+    """The samples of one batch on one rank.
 
     >>> RankShard(num_samples=37, mine=10, num_ranks=4).loss_weight  # 10 of 37 samples, where 9.25 would be the mean
     1.0810810810810811
     """
 
     num_samples: int
-    """Samples of the batch, all ranks together."""
+    """Samples of the batch, over all ranks."""
     mine: int
-    """Samples of it on this rank; 0 where the rank has only a dummy sample."""
+    """Samples of the batch on this rank; 0 if the rank has only a dummy sample."""
     num_ranks: int = 1
 
     @property
     def loss_weight(self) -> float:
-        """The factor for the mean loss over this rank's samples; 1 where all ranks hold equally many.
+        """The factor for the mean loss over this rank's samples; 1 if all ranks hold equally many.
 
-        The mean over ranks, which DDP and FSDP take, is then the mean over the batch. A `Controller` applies it.
+        With this factor the mean over ranks, which DDP and FSDP take, is the mean over the batch. A `Controller`
+        applies it.
         """
         return self.num_ranks * self.mine / self.num_samples if self.num_samples else 1.0
 
     def weight_for(self, loss_reduction: str) -> float:
-        """The factor for a mean or a sum over samples. Sums add up by themselves, except that a dummy counts 0."""
+        """Return the factor for a mean or a sum over samples; a sum needs none, except 0 for a dummy."""
         return self.loss_weight if loss_reduction == "mean" else float(not self.is_stand_in)
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether no sample was left for this rank, so that it got the batch's first one as a dummy.
+        """Whether this rank has no sample of its own, but the batch's first one as a dummy.
 
         Every rank must take part in every collective. The dummy's weight is zero, so its gradient counts for nothing.
         """
@@ -175,29 +176,29 @@ class RankShard:
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel wraps; any other model as it is."""
+    """Return the model that DistributedDataParallel wraps; any other model as it is."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _present(kind: torch.device) -> torch.device:
-    """This process's own device of that kind."""
+    """Return this process's own device of the given kind."""
     return torch.device(kind.type, torch.get_device_module(kind).current_device()) if kind.type != "cpu" else kind
 
 
 def _wait_until_let_go(tensor: Tensor, *, at_most: float = 1.0) -> None:
-    """Wait until gloo's worker thread has dropped the tensor it reduced, which it does a moment after saying so.
+    """Wait until gloo's worker thread has released the tensor that it reduced, a moment after it reports the result.
 
-    To drop it takes the interpreter's lock, and a thread that asks for the lock of an interpreter that is leaving
-    aborts the process (seen in torch 2.13): a program that ends right after a collective of ours would exit with -6.
+    Releasing takes the interpreter's lock. A thread that asks for the lock while the interpreter exits aborts the
+    process (seen in torch 2.13): a program that ends right after a collective would exit with -6.
     """
-    holders = getattr(tensor, "_use_count", lambda: 1)  # not public: a torch without it is not waited for
+    holders = getattr(tensor, "_use_count", lambda: 1)  # not public: without it, do not wait
     deadline = time.monotonic() + at_most
     while tensor.device.type == "cpu" and holders() > 1 and time.monotonic() < deadline:
-        time.sleep(0)  # gives the lock away
+        time.sleep(0)  # releases the lock
 
 
 def _buckets(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Pieces of the tensors, cut and put together so that each list holds one type on one device and is not large."""
+    """Yield pieces of the tensors in small lists, each of one type on one device."""
 
     def kind(tensor: Tensor) -> tuple[str, str]:
         return str(tensor.dtype), str(tensor.device)
@@ -219,7 +220,7 @@ def _buckets(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _require_no_launcher() -> None:
-    """A launcher that announced several processes to a program that never joined them would train each one alone."""
+    """Raise if a launcher announced several processes that never joined: each would train a model of its own."""
     announced = os.environ.get("WORLD_SIZE", "1")
     if announced.isdigit() and int(announced) > 1:
         raise UsageError(

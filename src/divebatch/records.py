@@ -1,4 +1,4 @@
-"""Run records: one JSON object a line, first the run, then its epochs. No torch in here."""
+"""Run records: one JSON object a line, first the run, then its epochs. This module does not import torch."""
 
 import json
 import math
@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_typ
 from divebatch.errors import ArgumentError, RecordError
 
 LAST_BYTES = 4096
-"""The end of a file in which the line of a stop is looked for."""
+"""The length of the file's end that is searched for the line of a stop."""
 LARGEST_COUNT = 2**63
-"""A bound that no count of samples, steps or bytes reaches."""
+"""An upper bound for all counts of samples, steps and bytes."""
 TOO_LARGE = 10**300
-"""The size from about which no float holds a whole number."""
+"""The size from which whole numbers no longer fit into a float."""
 
 
 MetricName = Literal["val_accuracy", "val_loss", "bits_per_byte"]
@@ -27,11 +27,11 @@ WORDS = {"val_accuracy": "accuracy", "val_loss": "loss", "bits_per_byte": "bits 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The number that a run is judged by.
+    """The number by which a run is judged.
 
     Args:
         name: A field of `EpochRecord`: "val_accuracy" (from 0 to 1), "val_loss" or "bits_per_byte".
-        better: Whether a "higher" or a "lower" value is the better one.
+        better: Whether a "higher" or a "lower" value is better.
     """
 
     name: MetricName = "val_accuracy"
@@ -44,22 +44,22 @@ class Metric:
 
     @property
     def is_accuracy(self) -> bool:
-        """Return whether it is a share from 0 to 1, which is shown in percent."""
+        """Whether the metric is a fraction from 0 to 1, which is shown in percent."""
         return self.name == "val_accuracy"
 
     @property
     def word(self) -> str:
-        """Return its name in a sentence."""
+        """The metric's name as used in a sentence."""
         return WORDS[self.name]
 
     @property
     def loss_word(self) -> str:
-        """Return the name of a loss in the unit of this metric if a loss has that unit."""
+        """The name of a loss in the unit of this metric, if there is such a loss."""
         return self.word if self.name == "bits_per_byte" else WORDS["val_loss"]
 
     @property
     def loss_factor(self) -> float:
-        """Return the factor that brings a loss, which is in nats, into that unit."""
+        """The factor that converts a loss in nats to that unit."""
         return 1 / math.log(2) if self.name == "bits_per_byte" else 1.0
 
     @property
@@ -67,34 +67,34 @@ class Metric:
         return self.better == "higher"
 
     def of(self, record: Any) -> float | None:
-        """Return the value of an `EpochRecord`; None without one that is finite."""
+        """Return the metric's value in an `EpochRecord`; None if there is no finite one."""
         value: float | None = getattr(record, self.name)
         return value if value is not None and math.isfinite(value) else None
 
     def text(self, value: float) -> str:
-        """Return a value with its unit, for instance `92.83 %` of accuracy, or a loss of `1.0826`."""
+        """Return a value with its unit, for instance `92.83 %` for an accuracy, or `1.0826` for a loss."""
         return f"{100 * value:.2f} %" if self.is_accuracy else f"{value:.5g}"
 
     def best(self, values: Iterable[float]) -> float | None:
-        """Return the best of some values; None if there are none."""
+        """Return the best of the values; None if there are none."""
         return (max if self.higher_is_better else min)(values, default=None)
 
     @property
     def worst(self) -> float:
-        """Return the value of a run that diverged: an accuracy of 0, an infinite loss."""
+        """The value of a run that diverged: an accuracy of 0, or an infinite loss."""
         return 0.0 if self.higher_is_better else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
-    """Settings of the report on an experiment. Nothing here changes the training.
+    """Settings of an experiment's report. They do not change the training.
 
     Args:
-        baselines: Methods that the others are compared with. The first one that has finished gives the common target.
-        order: Methods in the order of tables and figures; those that are not named follow by name.
-        chance: The metric's value of a model that has learned nothing. None: it is not known.
-        figures: The paper's figures that the experiment has, each with the methods it shows; an empty list means all.
-        customary: The method with the batch size that one would take without thinking. None: there is none.
+        baselines: Methods to compare the others with. The first one that has finished sets the common target.
+        order: Methods in the order of tables and figures; methods that are not listed follow by name.
+        chance: The metric's value for a model that has learned nothing. None: not known.
+        figures: The paper's figures in this experiment, each with its methods; an empty list means all.
+        customary: The method with the batch size that is the usual choice. None: there is none.
     """
 
     baselines: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ class ReportSettings:
 
 
 class Change(NamedTuple):
-    """A change within an epoch: size and rate from `step` steps since the start of training on."""
+    """A change within an epoch: the size and rate from optimizer step `step` on, counted from the start of training."""
 
     step: int
     batch_size: int
@@ -121,21 +121,21 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """Settings, versions and hardware of a run: enough to repeat it.
+    """Settings, versions and hardware of a run, enough to repeat the run.
 
     Args:
         experiment: The experiment's name.
         method: The method's name, one of the experiment's.
         seed: The seed of the run's random numbers.
-        label: The method in words, for legends; its name if empty.
-        metric: The number that the run is judged by.
-        report: Settings of the report on the experiment.
+        label: The method in words, for legends; the method's name if empty.
+        metric: The number by which the run is judged.
+        report: Settings of the experiment's report.
         config: All settings of the run.
-        versions: Versions of the packages it ran with.
-        hardware: The hardware it ran on: `device`, `name` and so on.
-        num_parameters: The number of trained parameters; None: not known.
-        git_commit: The commit of the source; None: not known.
-        started: The time of its start, as ISO 8601.
+        versions: Versions of the installed packages.
+        hardware: The hardware used: `device`, `name` and so on.
+        num_parameters: The number of trained parameters. None: not known.
+        git_commit: The commit of the source. None: not known.
+        started: The start time, as ISO 8601.
     """
 
     experiment: str
@@ -157,7 +157,7 @@ class RunHeader:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read it back; keys of later versions are ignored."""
+        """Build the object from a parsed line; keys of later versions are ignored."""
         known = _known(cls, values)
         for key, kind in (("metric", Metric), ("report", ReportSettings)):
             if key in known:
@@ -167,44 +167,44 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord:
-    """One finished epoch. None: not measured, or a number that JSON cannot hold (NaN, infinity).
+    """A finished epoch. None: not measured, or a number that JSON cannot hold (NaN, infinity).
 
     Args:
-        epoch: Its number, from 1.
+        epoch: The epoch's number, from 1.
         batch_size: The batch size in samples; the last one if `changes` has several.
         lr: The rate of the first parameter group in the epoch's first step, such as 0 at the beginning of a warm-up by
-            steps; the first after the last of `changes` if there are any.
+            steps. If there are `changes`, the first rate after the last of them.
         steps: Optimizer steps since the start of training.
         samples: Samples seen since the start of training.
         train_loss: The epoch's mean training loss.
         val_loss: The mean loss over held-out data after the epoch.
-        val_accuracy: The part of held-out samples that are classified rightly, 0 to 1; None without classes.
+        val_accuracy: The fraction of held-out samples classified correctly, 0 to 1. None: there are no classes.
         bits_per_byte: The bits that the model needs for a byte of held-out text.
         diversity: The estimator's measurement of the epoch, or since the last of `changes` if there are any.
         diversity_low: The lower end of its 95 % interval, if the estimator has one.
-        diversity_high: The upper end; None beside a lower end: there is none.
-        noise_scale: The same as a noise scale, in samples, of an estimate at fixed weights; the paper's is none. If its
-            interval is open, from 0 up, nothing is known: the value may be anything, and is not printed.
+        diversity_high: The upper end. None beside a lower end: there is none.
+        noise_scale: The measurement as a noise scale in samples, if it is an estimate at fixed weights. If its interval
+            begins at 0 and has no end, the value may be anything, and is not printed.
         noise_scale_low: The lower end of its 95 % interval.
-        noise_scale_high: The upper end; None beside a lower end: there is none.
-        exact_diversity: The diversity of all data at the weights the epoch ended with.
-        train_seconds: Time since the start of training, without evaluating and compiling.
-        total_seconds: Time since the start of training with everything.
+        noise_scale_high: The upper end. None beside a lower end: there is none.
+        exact_diversity: The diversity of all data at the weights at the end of the epoch.
+        train_seconds: Time since the start of training, without evaluation and compilation.
+        total_seconds: Time since the start of training, all included.
         peak_memory_bytes: The device's peak in this epoch on a GPU, the process's peak so far on a CPU.
         eval_seconds: Time spent evaluating since the start of training.
         compile_seconds: Time spent compiling since the start of training.
-        measure_seconds: The part of `train_seconds` between epochs' last steps and the decisions.
+        measure_seconds: The part of `train_seconds` between each epoch's last step and the decision.
         recompiles: Distinct shapes compiled since the start of training.
         micro_batch_size: Samples of one backward pass.
-        measured: Whether gradients were measured in this epoch; None if nothing asks for it in any epoch.
-        skipped_samples: Samples that were left out of the measurement: their gradients were not finite, or the loop
-            made no step on them.
-        next_batch_size: The size that was decided on.
-        next_lr: The rate that comes with it.
-        lr_owed: The factor by which the next decision raises the rate if the size stays; None: by none.
-        reason: The reason of the decision, in words.
-        shadows: The next batch sizes that policies which only watch would have chosen, by name.
-        changes: The changes within the epoch, in JSON [step, batch size, learning rate] each; None: there were none.
+        measured: Whether gradients were measured in this epoch. None: no epoch needs a measurement.
+        skipped_samples: Samples left out of the measurement: their gradients were not finite, or no step was made on
+            them.
+        next_batch_size: The batch size decided for the next epoch.
+        next_lr: The learning rate that belongs to that size.
+        lr_owed: The factor by which the next decision raises the rate if the size stays. None: no raise is due.
+        reason: The reason for the decision, in words.
+        shadows: The next batch sizes that watching policies would have chosen, by name.
+        changes: The changes within the epoch, in JSON [step, batch size, learning rate] each. None: there were none.
     """
 
     epoch: int
@@ -246,7 +246,7 @@ class EpochRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read it back; keys of later versions are ignored."""
+        """Build the object from a parsed line; keys of later versions are ignored."""
         known = _known(cls, values)
         if known.get("changes") is not None:
             known["changes"] = _changes(known["changes"])
@@ -255,10 +255,10 @@ class EpochRecord:
         return cls(**known)
 
     def __str__(self) -> str:
-        """Return for instance `epoch 3  noise scale 812 (640-990)  batch 128 -> 256  lr 0.1 -> 0.2`.
+        """Return a line such as `epoch 3  noise scale 812 (640-990)  batch 128 -> 256  lr 0.1 -> 0.2`.
 
-        If the size became 64 and then 128 within the epoch: `batch to 64 then 128 -> 256`. The reason is only shown if
-        it explains why nothing changes.
+        If the size became 64 and then 128 within the epoch, the line has `batch to 64 then 128 -> 256`. The reason is
+        shown only if it explains why nothing changes.
         """
         seen = seen_in_words(self)
         left_out = f"{self.skipped_samples} samples left out" if self.skipped_samples else ""
@@ -296,7 +296,7 @@ class RunStop:
 
 
 class RecordWriter:
-    """Appends lines to one run's file, each flushed and synced to disk before `write` returns."""
+    """A writer of one run's file; each line is flushed and synced to disk before `write` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -313,13 +313,13 @@ class RecordWriter:
         try:
             self._file.write(record.to_json() + "\n")
             self._file.flush()
-            # A checkpoint must never know an epoch that a crash took from the records.
+            # A checkpoint must never contain an epoch that a crash removed from the records.
             os.fsync(self._file.fileno())
         except OSError as error:
             raise RecordError(f"cannot write records to '{self.path}': {error.strerror}") from error
 
     def _require_own_file(self) -> None:
-        """Raise if an editor or `sed -i` has put another file in its place: what is written here would be nowhere."""
+        """Raise if an editor or `sed -i` has replaced the file: later lines would be lost."""
         try:
             is_there = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except OSError:
@@ -330,7 +330,7 @@ class RecordWriter:
             )
 
     def close(self) -> None:
-        """Close the file; a full disk's error was raised by `write`."""
+        """Close the file; `write` has already raised the error of a full disk."""
         with suppress(OSError):
             self._file.close()
 
@@ -342,11 +342,11 @@ class RecordWriter:
 
 
 def read_run(path: Path) -> tuple[RunHeader, list[EpochRecord]]:
-    """Read one run's file. A last line that a killed run left half-written is dropped; any other flaw is an error."""
+    """Read one run's file. An incomplete last line of a killed run is dropped; any other flaw raises an error."""
     try:
         if path.exists() and not path.is_file():
             raise RecordError(f"cannot read '{path}': it is not a file")  # a pipe would never end
-        # Line by line: a long run's lines, all taken apart at once, need several times the memory of its records.
+        # Line by line: parsing all lines of a long run at once needs several times the memory of its records.
         with path.open(encoding="utf-8", newline="\n") as file:
             return _read_lines(path, file)
     except (OSError, UnicodeDecodeError) as error:
@@ -373,7 +373,7 @@ def _read_lines(path: Path, lines: Iterable[str]) -> tuple[RunHeader, list[Epoch
 
 
 def was_stopped(path: Path) -> bool:
-    """Return whether the last line says that the run was asked to stop, and nobody has resumed it since."""
+    """Return whether the last line says that the run was asked to stop, and the run was not resumed since."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LAST_BYTES))
         last = file.read().splitlines()[-1:]
@@ -381,7 +381,7 @@ def was_stopped(path: Path) -> bool:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove what a killed run left of its last line: appending would glue the next line to it."""
+    """Remove the incomplete last line of a killed run: appending would join the next line to it."""
     if path.exists():
         with path.open("rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -405,12 +405,12 @@ def _no_number(constant: str) -> None:
 def _line(kind: str, record: RunHeader | EpochRecord | RunStop) -> str:
     values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
     plain = {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
-    # Python would write NaN, which is no JSON: other readers refuse the line.
+    # Python would write NaN, which is not JSON: other readers refuse the line.
     return json.dumps({"kind": kind, **finite(plain)}, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinities by None, at any depth, so that any reader takes the JSON."""
+    """Replace NaN and infinities by None, at any depth, so that any reader accepts the JSON."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -430,12 +430,12 @@ def _known(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, float) and not abs(value) < TOO_LARGE:
             if type(None) not in kinds[key]:
                 raise RecordError(f"{key} is too large a number: {value:g}")
-            known[key] = None  # as one that JSON cannot hold
+            known[key] = None  # like a number that JSON cannot hold
     return known
 
 
 def _changes(values: list[Any]) -> list[Change]:
-    """Read changes from the three numbers each that JSON holds."""
+    """Build changes from JSON's lists of three numbers."""
     for value in values:
         is_three = isinstance(value, list) and len(value) == 3
         if not (is_three and all(type(number) in (int, float) and abs(number) < TOO_LARGE for number in value)):
@@ -444,7 +444,7 @@ def _changes(values: list[Any]) -> list[Change]:
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
-    """Return the types that JSON may hold for a field; a whole number is a float too."""
+    """Return the types that JSON may hold for a field; an int is accepted as a float."""
     if get_origin(hint) is Literal:
         return (str,)
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -464,12 +464,12 @@ UNCLEAR = "noise scale unclear"
 
 
 def seen_in_words(record: EpochRecord) -> str:
-    """Return a policy's input: the noise scale or the diversity; the loss if gradients were not to be measured."""
+    """Return the policy's input in words: the noise scale or the diversity; the loss if gradients are not measured."""
     value, low, high = record.noise_scale, record.noise_scale_low, record.noise_scale_high
     if value is not None and low is not None and high is not None:
         return f"noise scale {value:.0f} ({low:.0f}-{high:.0f})"
     if low is not None:
-        # Without an upper end ||G||^2 cannot be told from zero, and the value may be anything.
+        # Without an upper end, ||G||^2 cannot be distinguished from zero, and the value may be anything.
         return f"noise scale > {low:.0f}" if low > 0 else UNCLEAR
     if value is not None:
         return f"noise scale {value:.0f}"

@@ -1,4 +1,4 @@
-"""Feeding data with a batch size that changes: exact coverage, exact resume."""
+"""Data loading with a batch size that changes, exact coverage and exact resume."""
 
 from divebatch.data.loader import AdaptiveLoader
 

@@ -1,4 +1,4 @@
-"""A DataLoader whose batch size may change, that visits every sample once an epoch and resumes exactly."""
+"""A DataLoader whose batch size may change, that delivers every sample once an epoch and resumes exactly."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, repeat
@@ -36,7 +36,7 @@ from divebatch.ranks import Ranks, RankShard
 
 STATE_VERSION = 2
 MANY_BATCHES = 10_000
-"""Batches of a stream's first epoch after which it may be endless."""
+"""The number of batches in a stream's first epoch after which the stream may be endless."""
 
 Transform = Callable[[Any], Any]
 ProcessGroup = dist.ProcessGroup | Literal["alone"] | None
@@ -50,38 +50,38 @@ _TAKEN_OVER = (
 
 
 class AdaptiveLoader:
-    """Drop-in for a DataLoader whose batch size may change, with every sample exactly once an epoch.
+    """A replacement for a DataLoader whose batch size may change; every epoch has each sample exactly once.
 
-    Set `batch_size` at any time: it takes effect with the next epoch. `resize_now` changes the rest of the current
-    epoch too. An epoch that is left early (`break`, `next(iter(loader))`) does not count: it starts again from its
-    beginning. To evaluate on the training data use `full_pass()`, which counts nothing.
+    Set `batch_size` at any time: the new size applies from the next epoch on. `resize_now` changes the rest of the
+    current epoch too. An epoch that is left early (`break`, `next(iter(loader))`) does not count, and starts again from
+    its beginning. To evaluate on the training data use `full_pass()`, which counts nothing.
 
-    Unlike a DataLoader it shuffles unless told otherwise. The order of an epoch depends on (seed, epoch) alone, so
-    runs repeat and resume whatever their batch sizes were. The settings of a DataLoader (`num_workers`, `collate_fn`,
-    ...) can be read as its attributes; it has no `sampler` and no `batch_sampler`.
+    Unlike a DataLoader, this class shuffles by default. The order of an epoch depends only on (seed, epoch), so runs
+    repeat and resume whatever their batch sizes were. The settings of a DataLoader (`num_workers`, `collate_fn`, ...)
+    can be read as attributes; there is no `sampler` and no `batch_sampler`.
 
-    Under an initialised process group `batch_size` and all counts are those of all ranks together, the epoch's order
-    is that of one process, and each rank gets its shard of each batch (`rank_shard`). Nothing is padded or repeated. A
-    rank that a short last batch leaves without a sample gets the batch's first one as a stand-in of weight zero, which
-    counts in a SyncBatchNorm's statistics alone (`drop_last=True` avoids it). All ranks must iterate alike.
+    Under an initialised process group, `batch_size` and all counts are those of all ranks together. The epoch's order
+    is that of one process, and each rank gets its shard of each batch (`rank_shard`). Nothing is padded or repeated. If
+    the last batch is too short, a rank without a sample gets a copy of the first one with weight 0, which counts only
+    in a SyncBatchNorm's statistics; `drop_last=True` avoids this. All ranks must iterate in the same way.
 
     Args:
-        dataset: a map-style dataset, or an IterableDataset, which keeps its own order.
-        batch_size: samples per batch.
-        shuffle: whether each epoch has a new random order. An IterableDataset is never shuffled.
-        seed: determines the orders and what worker processes draw. None: drawn from `generator` if you pass one, else
-            from torch's default one; ranks take rank 0's. It can be read as `loader.seed` and is part of the state.
-        drop_last: whether to leave out a last batch that is shorter.
-        order: draws the epochs' orders instead of plain shuffling, such as `StratifiedBatches(labels)`.
-        transform: called in this process with each batch as it is delivered; its result replaces the batch.
-        delivery_size: samples per delivered batch if that is not `batch_size`: for a loop that sums several of them
-            up for one optimizer step.
-        epoch_samples: samples of an epoch. A stream then continues in each epoch where the last one left it; one that
-            ends begins anew, after an epoch that may be shorter. A map-style dataset is cut into equal epochs of at
-            most this many samples, each sample in one of them. None: an epoch is all the data.
-        process_group: the ranks that share each batch. None: those of the group that is initialised when the loader is
-            first used, if there is one. "alone": this process by itself, whatever group there is.
-        **dataloader_kwargs: passed on to `torch.utils.data.DataLoader`; any collate function will do.
+        dataset: A map-style dataset, or an IterableDataset, which keeps its own order.
+        batch_size: The number of samples in a batch.
+        shuffle: Whether each epoch has a new random order. An IterableDataset is never shuffled.
+        seed: The seed of the orders and of worker processes, also saved with the state. None: drawn from `generator` if
+            you pass one, else from torch's default generator; all ranks use rank 0's.
+        drop_last: Whether to leave out a shorter last batch.
+        order: The epochs' orders, instead of plain shuffling, such as `StratifiedBatches(labels)`.
+        transform: A function called in this process with each delivered batch; its result replaces the batch.
+        delivery_size: The number of samples in a delivered batch, for a loop that accumulates several of them for one
+            optimizer step. None: `batch_size`.
+        epoch_samples: The number of samples in an epoch. A stream then continues in each epoch where the last one
+            ended; a stream that ends begins again, after an epoch that may be shorter. A map-style dataset is cut into
+            equal epochs of at most this size, with each sample in one of them. None: an epoch is all the data.
+        process_group: The ranks that share each batch, or "alone" for this process by itself. None: the ranks of the
+            group that is initialised when the loader is first used, if there is one.
+        **dataloader_kwargs: Arguments for `torch.utils.data.DataLoader`; any collate function works.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(5))
@@ -112,7 +112,7 @@ class AdaptiveLoader:
         if clash:
             raise ArgumentError(f"{', '.join(clash)} cannot be passed on; use AdaptiveLoader.wrap(DataLoader(...))")
         order = order_over(dataset, order, shuffle=shuffle)
-        # It knows every default, and refuses what a DataLoader refuses.
+        # The DataLoader knows every default, and refuses what a DataLoader refuses.
         template: DataLoader[Any] = DataLoader(dataset, **dataloader_kwargs)
         own = transform, delivery_size, epoch_samples, process_group
         self._setup(template, batch_size, order, drop_last, seed, template.generator, *own)
@@ -130,14 +130,14 @@ class AdaptiveLoader:
     ) -> Self:
         """Take over an existing DataLoader: its dataset, sampler, collate function, workers and batch size.
 
-        torch's plain shuffling becomes that of this class; a sampler of your own keeps drawing the order. The
-        arguments are those of the class. A seed that is not given is drawn from the DataLoader's own generator, if it
-        has one.
+        torch's plain shuffling is replaced by that of this class; a sampler of your own still draws the order. The
+        other arguments are those of the class. Without a `seed`, one is drawn from the DataLoader's own generator, if
+        there is one.
         """
         if not isinstance(dataloader, DataLoader):
             raise ArgumentError(f"wrap takes a DataLoader, got {type(dataloader).__name__}")
         cutting: Any = dataloader.batch_sampler
-        # A batch sampler of the user's own chooses the batches, so there is no size to set.
+        # A user's own batch sampler chooses the batches, so there is no size to set.
         if type(cutting) is not BatchSampler:
             kind = "none (batch_size=None)" if cutting is None else type(cutting).__name__
             raise ArgumentError(
@@ -192,20 +192,20 @@ class AdaptiveLoader:
         self.epoch, self.batches_delivered, self.samples_delivered, self.local_samples_delivered = 0, 0, 0, 0
         self._mark_step()
         self.current: EpochProgress | None = None
-        """The epoch that began last, until it ends; also one that was left early, or comes from a state."""
+        """The epoch that began last, until its end; also an epoch that was left early, or comes from a saved state."""
         self._finished: EpochProgress | None = None
         """The epoch that ended last."""
         self._is_resumed = False
-        """Whether `current` comes from a state and nobody has asked for its batches yet."""
+        """Whether `current` comes from a saved state and no batch of it was requested yet."""
         self._stream_size: int | None = None
-        """Samples of an epoch of a stream, once an epoch or a state has shown them."""
+        """Samples in an epoch of a stream, once known from an epoch or a saved state."""
         self._observer: Callable[[EpochProgress], None] | None = None
         self._ranks: Ranks | None = None
         self.batch_size = batch_size
         if process_group is not None:
             self._join(Ranks.alone() if process_group == "alone" else Ranks.here(process_group))
         self.rank_shard = RankShard(0, 0)
-        """This rank's share of the batch delivered last."""
+        """This rank's share of the latest batch."""
 
     def _make_source(self, settings: dict[str, Any], *, drop_last: bool) -> TensorSource | MapSource | StreamSource:
         if self._order is None:
@@ -215,7 +215,7 @@ class AdaptiveLoader:
     # What a user reads and sets
 
     def __getattr__(self, name: str) -> Any:
-        """Return a setting of the DataLoader, as it was given."""
+        """Return the DataLoader's setting `name`, as it was given."""
         settings = self.__dict__.get("_settings", {})
         if name in settings:
             return settings[name]
@@ -228,7 +228,7 @@ class AdaptiveLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch from the next epoch on."""
+        """The number of samples in a batch, from the next epoch on."""
         return self._batch_size
 
     @batch_size.setter
@@ -246,11 +246,11 @@ class AdaptiveLoader:
         self._batch_size = value
 
     def resize_now(self, batch_size: int) -> None:
-        """Set `batch_size` and cut the rest of the current epoch with it: still each sample once.
+        """Set `batch_size` and apply the new size to the rest of the current epoch; each sample still comes once.
 
-        Batches that workers prefetched are thrown away and fetched anew. Those of a stream, which cannot go back, come
-        first (`prefetch_factor * num_workers` of them). With `drop_last` the epoch ends when what is left fills no
-        batch of the new size.
+        Prefetched batches are discarded and fetched again. A stream cannot go back, so its prefetched batches come
+        first (`prefetch_factor * num_workers` of them). With `drop_last` the epoch ends if the remaining samples fill
+        no batch of the new size.
         """
         self.batch_size = batch_size
         if self.current is not None and self.current.is_open:
@@ -258,14 +258,14 @@ class AdaptiveLoader:
 
     @property
     def dataset_size(self) -> int | None:
-        """Samples in one epoch; None for a stream of unknown length before its first epoch has ended."""
+        """The number of samples in one epoch; None for a stream of unknown length before its first epoch has ended."""
         if self._order is not None:
             return len(self._order)
         return self.epoch_samples or length_of_stream(self.dataset) or self._stream_size
 
     @property
     def worker_init_fn(self) -> Any:
-        """The DataLoader's. Set it before the workers start."""
+        """The DataLoader's `worker_init_fn`. Set it before the workers start."""
         return self._settings["worker_init_fn"]
 
     @worker_init_fn.setter
@@ -276,12 +276,12 @@ class AdaptiveLoader:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no batch is left of the current epoch, or no epoch has begun."""
+        """Whether the current epoch has no batch left, or no epoch has begun."""
         return self.current is None or self.current.is_used_up
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that share each batch; found when first needed, as a group may be initialised later."""
+        """The processes that share each batch; looked up at first use, since a group may be initialised late."""
         return self._ranks or self._join(Ranks.here())
 
     def _join(self, ranks: Ranks) -> Ranks:
@@ -306,13 +306,13 @@ class AdaptiveLoader:
         self._order = None if self._order is None else self._order.seeded(seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` (from 0) the next one, from its beginning."""
+        """Make `epoch` (from 0) the next epoch, starting from its beginning."""
         self._drop_current()
         self.epoch = epoch
         self._finished = None
 
     def __len__(self) -> int:
-        """Return the batches of the epoch that is being delivered, else of the next one."""
+        """Return the number of batches in the epoch under way, else in the next one."""
         current = self.current
         if current is not None and current.num_batches is not None and current.is_open:
             return current.num_batches
@@ -325,10 +325,10 @@ class AdaptiveLoader:
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:
-        ranks = self.ranks  # first: joining them may change seed and batch size
+        ranks = self.ranks  # first, since joining may change seed and batch size
         current = self.current
         if current is None or not self._is_resumed:
-            if current is not None and current.is_used_up:  # a loop that counts batches stops at the last one
+            if current is not None and current.is_used_up:  # a loop that counts batches stops after the last one
                 self._end(current)
             self._drop_current()
             order = None if self._order is None else self._agreed(self._order.draw(self.epoch))
@@ -339,7 +339,7 @@ class AdaptiveLoader:
         return self._run(current)
 
     def _drop_current(self) -> None:
-        """Take back the counts of an epoch that was left early."""
+        """Remove an epoch that was left early from the counts."""
         if self.current is not None:
             self.batches_delivered -= self.current.batches
             self.samples_delivered -= self.current.samples
@@ -356,7 +356,7 @@ class AdaptiveLoader:
         return progress
 
     def _agreed(self, order: Any) -> Any:
-        """Return rank 0's order if random states that may differ have drawn it."""
+        """Return rank 0's order if ranks may have drawn different ones."""
         return order if self._order is None or self._order.is_reproducible else self.ranks.from_first(order)
 
     def _run(self, current: EpochProgress) -> Iterator[Any]:
@@ -366,8 +366,8 @@ class AdaptiveLoader:
         self._mark_step()
         try:
             while True:
-                # The loop has come for a batch, so the step on the last one is made. After the very last one nobody
-                # hears of it.
+                # The loop requests a batch, so the step on the previous one is complete. After the very last batch
+                # there is no such request.
                 if self._observer is not None and current is self.current and not current.is_used_up:
                     self._observer(current)
                 if not size or (current.batch_size != size and current.order is not None):
@@ -381,7 +381,7 @@ class AdaptiveLoader:
                         "another pass over this loader began while this one ran: use loader.full_pass() for a look"
                     )
                 num_samples, batch = counted
-                counted = None  # zip keeps a pair that is still held: the first batch, for the whole epoch
+                counted = None  # or zip would keep the first batch for the whole epoch
                 if num_samples != self.rank_shard.num_samples:
                     self.rank_shard = rank_shard_of(num_samples, ranks)
                 mine = self.rank_shard.mine
@@ -398,20 +398,20 @@ class AdaptiveLoader:
             self._end(current)
 
     def _rest(self, current: EpochProgress, ranks: Ranks) -> Iterator[tuple[int, Any]]:
-        """Return what is left of the epoch, cut with the current size: each batch with its samples of all ranks."""
+        """Return the rest of the epoch in batches of the current size, each with its number of samples on all ranks."""
         order, left, size = current.order, current.samples_left, current.cut_size
         if isinstance(self._source, StreamSource):
             return self._source.rest(current, self.seed)
         if order is None or not left:
             return iter(())
         places = shard_places(len(order), size, ranks, drop_last=self.drop_last, start=current.samples)
-        # Workers that begin within an epoch must not draw again what those before them drew, nor what other ranks do.
+        # Workers that begin within an epoch must not repeat random numbers of earlier workers or of other ranks.
         seed = (self.seed, current.epoch, current.samples, ranks.rank)
         sizes = chain(repeat(size, left // size), repeat(left % size))
         return zip(sizes, self._source.batches(order, places, seed=seed), strict=False)
 
     def _end(self, current: EpochProgress) -> None:
-        """Make the epoch's counts final."""
+        """Finish the epoch and its counts."""
         if current.batches == 0:
             raise ArgumentError(
                 f"epoch {current.epoch + 1} had no batch of {current.batch_size} samples: "
@@ -422,10 +422,10 @@ class AdaptiveLoader:
         self._stream_size = current.samples
 
     def full_pass(self) -> Iterator[Any]:
-        """Deliver every sample once, in a fixed order and without counting; of a stream an epoch's samples, or all.
+        """Deliver every sample once in a fixed order, without counting; from a stream, an epoch's samples or all.
 
-        Several ranks see their shards, all of them the same number of batches and none a stand-in. So batches may be
-        a little larger than `batch_size`.
+        Each rank gets its shards, in the same number of batches on all ranks and without dummies. So batches may be a
+        little larger than `batch_size`.
         """
         source = self._make_source({**self._settings, "persistent_workers": False}, drop_last=False)
         seed, size, ranks = (self.seed, self.epoch, 0), self.delivery_size or self.batch_size, self.ranks
@@ -443,7 +443,7 @@ class AdaptiveLoader:
     # What a controller uses
 
     def observe(self, before_batch: Callable[[EpochProgress], None]) -> Callable[[], None]:
-        """Call `before_batch` whenever the loop comes for a batch, before it is fetched; return what ends that."""
+        """Call `before_batch` before each batch is fetched; return the function that stops these calls."""
         self.require_no_controller()
         self._observer = before_batch
 
@@ -462,7 +462,7 @@ class AdaptiveLoader:
             )
 
     def since_last_step(self) -> tuple[int, int, int]:
-        """Return batches, samples and this rank's samples delivered in this epoch since the last call."""
+        """Return the batches, samples and this rank's samples delivered in this epoch since the last call."""
         batches, samples, local = self._at_last_step
         self._mark_step()
         now = self._at_last_step
@@ -472,11 +472,11 @@ class AdaptiveLoader:
         self._at_last_step = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
 
     def has_finished_epoch(self, *, since: int) -> bool:
-        """Whether an epoch has ended whose number is `since` (from 0) or later."""
+        """Return whether epoch `since` (from 0) or a later one has ended."""
         return self._finished is not None and self._finished.epoch >= since
 
     def finished_epoch(self, *, since: int) -> EpochProgress:
-        """Return epoch number `since` (from 0), which must be the one that ended last."""
+        """Return epoch `since` (from 0); raise unless this is the epoch that ended last."""
         current = self.current
         if current is not None and current.is_used_up:
             self._end(current)
@@ -502,10 +502,10 @@ class AdaptiveLoader:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, counting batches delivered and not merely prefetched."""
+        """Return the loader's position, counted in delivered batches, not in prefetched ones."""
         order, current, source = self._order, self.current, self._source
         cannot_redraw = order is not None and not order.is_reproducible
-        # An epoch without a batch begins again after a resume, with its order if that cannot be drawn again.
+        # After a resume, an epoch without a batch begins again, with its order if that cannot be drawn again.
         has_begun = current is not None and (current.batches > 0 or cannot_redraw)
         return {
             **self._settings_of_epochs(),
@@ -521,7 +521,7 @@ class AdaptiveLoader:
         }
 
     def _settings_of_epochs(self) -> dict[str, Any]:
-        """Return what determines the samples that the rest of an epoch holds."""
+        """Return the settings that determine the remaining samples of an epoch."""
         order = self._order.order if isinstance(self._order, InParts) else self._order
         return {
             "version": STATE_VERSION,
@@ -533,9 +533,9 @@ class AdaptiveLoader:
         }
 
     def require_same_data(self, state: Mapping[str, Any], place: str = "loader") -> None:
-        """Raise if a saved state is of another version, of other data or of another way to cut it into epochs."""
+        """Raise if a saved state has another version, other data or another division into epochs."""
         mine = self._settings_of_epochs()
-        # A stream may not know its length before its first epoch has ended, here or there.
+        # A stream may not know its length before its first epoch has ended, here or in the saved state.
         if self._order is None and None in (mine["dataset_size"], state.get("dataset_size")):
             del mine["dataset_size"]
         if self._order is not None and self._order.is_reproducible:
@@ -543,7 +543,7 @@ class AdaptiveLoader:
         require_same(place, {name: state.get(name) for name in mine}, mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the saved loader stood: the next epoch delivers exactly what that one had not."""
+        """Continue where the saved loader stood: the next epoch delivers exactly the samples that were left."""
         self.require_same_data(state)
         self._is_seed_drawn = False
         self._reseed(state["seed"])
@@ -571,7 +571,7 @@ class AdaptiveLoader:
 
 
 def warn_if_endless(current: EpochProgress) -> None:
-    """Warn once if the first epoch of a stream has no end in sight: what is decided at its end would never be."""
+    """Warn once if a stream's first epoch seems endless, since decisions are made only at an epoch's end."""
     if current.batches == MANY_BATCHES and current.epoch == 0 and current.order is None and not current.num_batches:
         warn_user(
             f"{current.batches} batches of this stream were delivered and its end is not known: the batch size is "

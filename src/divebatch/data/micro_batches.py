@@ -1,4 +1,4 @@
-"""A batch in several backward passes: any batch size in the memory of a small one."""
+"""Large batches in several backward passes, with the memory of a small batch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mea
     """Cut `batch` into micro-batches of at most `size` samples, each with the weight for its loss.
 
     Multiply each micro-batch's loss by its weight and call `backward()`: the gradients add up to those of one backward
-    pass over the whole batch. Meters and controllers learn the weight, a float, from the product; a measured pass that
-    leaves it out is an error. BatchNorm sees one micro-batch at a time: its statistics are those of `size` samples.
+    pass over the whole batch. The product also passes the weight, a float, to meters and controllers; a measured pass
+    without the weight raises an error. BatchNorm's statistics are those of a micro-batch.
 
     Args:
-        batch: a tensor, or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors
-            with the batch dimension first. Anything else goes to every micro-batch; mappings come out as dicts.
-        size: the most samples of one micro-batch; the last one may have fewer.
-        loss_reduction: how your loss is reduced over its samples. For a "mean" the weight is the micro-batch's part of
-            the batch, for a "sum" it is 1.
+        batch: A tensor, or any nesting of tuples, lists and mappings (dicts, Hugging Face's BatchEncoding) of tensors
+            with the batch dimension first. Other objects go to every micro-batch; mappings become dicts.
+        size: The most samples in a micro-batch; the last one may have fewer.
+        loss_reduction: How your loss is reduced over its samples. For a "mean" the weight is the micro-batch's fraction
+            of the batch, for a "sum" 1.
 
     >>> import torch
     >>> x, w = torch.arange(5.0), torch.ones((), requires_grad=True)
@@ -43,7 +43,7 @@ def micro_batches(batch: Any, size: int, *, loss_reduction: LossReduction = "mea
 
 
 def batch_length(batch: Any) -> int:
-    """Return the samples of a batch: the first dimension that all its tensors share."""
+    """Return the number of samples in a batch: the first dimension that all its tensors share."""
     lengths = {len(tensor) if tensor.ndim else None for tensor in _tensors(batch)}
     if len(lengths) != 1 or None in lengths:
         found = ", ".join(sorted(map(str, lengths))) or "no tensor"
@@ -63,7 +63,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples from `start` to before `stop`."""
+    """Return the samples from `start` up to, not including, `stop`."""
     if isinstance(batch, Tensor):
         return batch[start:stop]
     if isinstance(batch, Mapping):
@@ -80,15 +80,15 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """A controller's instructions for the batch delivered last; the defaults are for a loop without a controller.
+    """A controller's instructions for the latest batch; the defaults are for a loop without a controller.
 
     Args:
-        measuring: whether an estimator watches this batch.
-        min_micro_batches: the fewest backward passes that the batch must be cut into; some estimators compare them.
-        replay_token: a recorded backward pass may be replayed while this stays equal; None: each pass needs Python.
-        batch_size: samples of a full batch on this rank; None: this batch counts as full.
-        rank_shard: this rank's samples of the batch; None: there is no controller.
-        see_replay: takes the gradients of a replayed pass, which no hook sees, by the parameters' names, and the
+        measuring: Whether an estimator measures this batch.
+        min_micro_batches: The fewest backward passes for the batch; some estimators compare the passes.
+        replay_token: A recorded backward pass may be replayed while this stays equal. None: each pass needs Python.
+        batch_size: Samples of a full batch on this rank. None: this batch counts as full.
+        rank_shard: This rank's samples of the batch. None: there is no controller.
+        see_replay: Receives the gradients of a replayed pass, which no hook sees, by the parameters' names, and the
             weight of its loss.
     """
 

@@ -1,4 +1,4 @@
-"""The order in which an epoch visits the samples, and how far an epoch has come."""
+"""The order in which an epoch visits the samples, and the progress of an epoch."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from divebatch.checks import require_count
 from divebatch.errors import ArgumentError
 
 MOST_OF_SAMPLER = 100_000_000
-"""Indices that a sampler may draw for an epoch: a list of them takes about 4 GB."""
+"""The most indices that a sampler may draw for an epoch: a list of them takes about 4 GB."""
 
 
 # Seeds
@@ -29,7 +29,7 @@ def checked_seed(seed: int) -> int:
 
 
 def drawn_seed(generator: torch.Generator | None = None) -> int:
-    """Draw a seed from `generator`; None: from torch's default one, which `torch.manual_seed` sets."""
+    """Draw a seed from `generator`. None: from torch's default generator, which `torch.manual_seed` seeds."""
     device = "cpu" if generator is None else generator.device
     return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
 
@@ -43,7 +43,7 @@ def mixed_seed(seed: int, *purpose: int) -> int:
 
 
 def worker_seed(seed: int, epoch: int, samples: int = 0, rank: int = 0) -> int:
-    """Derive the seed of workers that start in `epoch` after `samples` samples: none draws what another drew."""
+    """Derive the seed of workers that start in `epoch` after `samples` samples, so that no random numbers repeat."""
     purpose = (rank, samples) if samples else (rank,) if rank else ()
     return mixed_seed(seed, epoch, 1, *purpose)
 
@@ -54,7 +54,7 @@ def state_of(generator: torch.Generator | None) -> str | None:
 
 
 def restore(generator: torch.Generator | None, state: str | None) -> None:
-    """Set the generator to a saved state, if there are both."""
+    """Set the generator to a saved state, if both exist."""
     if generator is not None and state is not None:
         generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
@@ -63,7 +63,7 @@ def restore(generator: torch.Generator | None, state: str | None) -> None:
 
 
 def index_dtype(size: int) -> torch.dtype:
-    """Return the smaller type that can number `size` samples: an order is kept for as long as its epoch lasts."""
+    """Return the smallest type for the numbers of `size` samples; an order is kept for a whole epoch."""
     return torch.int32 if size < 2**31 else torch.int64
 
 
@@ -71,7 +71,7 @@ class Order(ABC):
     """The sample indices of each epoch."""
 
     is_reproducible: bool = True
-    """Whether each drawing of an epoch, here or on another rank, gives the same indices."""
+    """Whether drawing an epoch again, here or on another rank, gives the same indices."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -81,10 +81,10 @@ class Order(ABC):
 
     @abstractmethod
     def draw(self, epoch: int) -> Tensor | Sequence[Any]:
-        """Return all indices of `epoch` (from 0), each once."""
+        """Return all indices of `epoch` (from 0), each of them once."""
 
     def seeded(self, seed: int) -> "Order":
-        """Return the same order with another seed, if it has one."""
+        """Return the same order with another seed, if the order has one."""
         return self
 
     def fixed(self) -> Tensor | Sequence[Any]:
@@ -92,27 +92,27 @@ class Order(ABC):
         return torch.arange(self.size, dtype=index_dtype(self.size))
 
     def remember(self, order: Any) -> None:
-        """Take a saved order for the latest drawing."""
+        """Adopt a saved order as the latest drawing."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later drawings depend on, beside seed and epoch; of a reproducible order it must be equal."""
+        """Return the state of later drawings besides seed and epoch; a reproducible order must find it equal."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw from now on what the saved order would have drawn."""
+        """Restore the state, so that later drawings are those of the saved order."""
         return
 
 
 class Shuffled(Order):
-    """A permutation that depends on (seed, epoch) and nothing else."""
+    """A permutation that depends only on (seed, epoch)."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         super().__init__(size)
         self.seed = checked_seed(seed)
 
     def draw(self, epoch: int) -> Tensor:
-        # Mixed and not added: seed + epoch would give trial 1 the orders of trial 0, one epoch later.
+        # Mixed, not added: seed + epoch would give trial 1 the orders of trial 0, one epoch later.
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
         return torch.randperm(self.size, generator=generator, dtype=index_dtype(self.size))
 
@@ -128,7 +128,7 @@ class Sequential(Order):
 
 
 class InParts(Order):
-    """Another order, each drawing of it cut into equal epochs of at most `most` samples."""
+    """Another order, with each drawing cut into equal epochs of at most `most` samples."""
 
     def __init__(self, order: Order, most: int) -> None:
         if isinstance(order, FromSampler):
@@ -140,7 +140,7 @@ class InParts(Order):
         super().__init__(len(order) // self.num_parts)
         self.is_reproducible = order.is_reproducible
         self._drawn: tuple[int, Any] | None = None
-        """The drawing that is cut at present and its number, if it cannot be repeated."""
+        """The number and indices of the current drawing, if it cannot be repeated."""
 
     def draw(self, epoch: int) -> Tensor | Sequence[Any]:
         number, part = divmod(epoch, self.num_parts)
@@ -176,7 +176,7 @@ class InParts(Order):
 
 
 class FromSampler(Order):
-    """The order of a sampler the user brought; told the epoch if it has `set_epoch`."""
+    """The order of a user's sampler, which receives the epoch if it has `set_epoch`."""
 
     is_reproducible = False
 
@@ -200,12 +200,12 @@ class FromSampler(Order):
     def draw(self, epoch: int) -> list[Any]:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
-        # A user's sampler cannot be asked twice for the same epoch, so its order is kept and saved.
+        # A user's sampler cannot repeat an epoch, so its order is kept and saved.
         self._last_drawn = list(self.sampler)
         return self._last_drawn
 
     def fixed(self) -> list[Any]:
-        """Return the latest drawing: only a drawing tells the samples, and another would advance the sampler."""
+        """Return the latest drawing: only drawing shows the samples, and another would advance the sampler."""
         return self.draw(0) if self._last_drawn is None else self._last_drawn
 
     def remember(self, order: Any) -> None:
@@ -220,7 +220,7 @@ class FromSampler(Order):
 
 
 def order_over(dataset: Any, order: Order | None, *, shuffle: bool) -> Order | None:
-    """Return `order` if it covers the dataset; without one, a shuffled or plain order, and None for a stream."""
+    """Return `order` if it covers the dataset. None: a shuffled or plain order, or None for a stream."""
     if order is None:
         if isinstance(dataset, IterableDataset):
             return None
@@ -241,12 +241,12 @@ def order_over(dataset: Any, order: Order | None, *, shuffle: bool) -> Order | N
 
 def order_of(sampler: Any) -> Order:
     """Replace torch's two plain samplers by orders that repeat and resume; keep any other sampler."""
-    # Exact types: a subclass may draw in an order of its own.
+    # Exact types: a subclass may draw in its own way.
     if type(sampler) is SequentialSampler:
         return Sequential(_size_of(sampler.data_source))
     if type(sampler) is RandomSampler and not sampler.replacement:
         size = _size_of(sampler.data_source)
-        # A RandomSampler of fewer samples draws a subset, which no permutation of all can replace.
+        # A RandomSampler of fewer samples draws a subset, which no permutation can replace.
         if sampler.num_samples == size:
             return Shuffled(size)
     return FromSampler(sampler)
@@ -266,48 +266,48 @@ def _size_of(dataset: Any) -> int:
 
 
 def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Return the number of batches that `num_samples` make."""
+    """Return the number of batches in `num_samples` samples."""
     return num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
 
 
 @dataclass(slots=True)
 class EpochProgress:
-    """An epoch and how far it has come.
+    """An epoch and its progress.
 
-    Batches count when the loop gets them, not when a worker fetches them. So a state taken in the loop resumes at the
-    next batch.
+    Batches count when the loop receives them, not when a worker fetches them. So a state saved in the loop resumes at
+    the next batch.
     """
 
     epoch: int
-    """Counts from 0."""
+    """The epoch's number, from 0."""
     batch_size: int
-    """The current size; once the epoch has ended, its last one."""
+    """The current size; after the epoch, its last size."""
     order: Tensor | Sequence[Any] | None
-    """The indices of all its samples; None for a stream, and once the epoch has ended."""
+    """The indices of all samples; None for a stream, and after the epoch."""
     drop_last: bool
     delivery_size: int | None = None
-    """Samples of a delivered batch if that is not the batch size."""
+    """Samples in a delivered batch. None: the batch size."""
     end_at: int | None = None
-    """Samples after which the epoch ends, if it is a part of a stream."""
+    """The number of samples after which the epoch ends, if it is part of a stream."""
     num_batches: int | None = None
-    """Batches of the whole epoch; None for a stream of unknown length."""
+    """Batches in the whole epoch; None for a stream of unknown length."""
     batches: int = 0
     """Batches delivered."""
     samples: int = 0
-    """Samples delivered, of all ranks."""
+    """Samples delivered, on all ranks."""
     local_samples: int = field(default=0, compare=False)
-    """Samples delivered to this rank by this process, so without those before a resume."""
+    """Samples that this process delivered to this rank, without those before a resume."""
     is_open: bool = True
-    """Whether its iterator can deliver more: it is neither used up nor left."""
+    """Whether the epoch's iterator can deliver more: it is neither used up nor left."""
     seconds: float = field(default=0.0, compare=False)
-    """Time from the first request for a batch, or from the resume, to the end; 0 before the end."""
+    """Seconds from the first request for a batch, or from the resume, to the end; 0 before the end."""
     _begun_at: float = field(default=0.0, compare=False)
     _samples_before: int = field(default=0, compare=False)
 
     @property
     def samples_left(self) -> int:
         """Samples still to be delivered; 0 for a stream."""
-        # Counted in samples and not in batches: exact however often the size has changed.
+        # Counted in samples, not in batches: exact however often the size has changed.
         return 0 if self.order is None else len(self.order) - self.samples
 
     @property
@@ -317,16 +317,16 @@ class EpochProgress:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether all batches were delivered, even if the loop stopped before the iterator could say so."""
+        """Whether all batches were delivered, even if the loop stopped before the iterator ended."""
         return self.batches == self.num_batches if self.end_at is None else self.samples >= self.end_at
 
     @property
     def samples_per_second(self) -> float | None:
-        """Speed of loading and training together; None if nothing was timed."""
+        """The speed of loading and training together; None if no time was taken."""
         return (self.samples - self._samples_before) / self.seconds if self.seconds > 0 else None
 
     def resize(self, batch_size: int) -> None:
-        """Cut what is left with another size. Workers of a stream may still hold batches of the old one."""
+        """Cut the rest of the epoch with another size. A stream's workers may still hold batches of the old size."""
         self.batch_size, self.num_batches = batch_size, None
         if self.order is not None:
             self.num_batches = self.batches + num_batches(self.samples_left, self.cut_size, drop_last=self.drop_last)
@@ -334,14 +334,14 @@ class EpochProgress:
             self.num_batches = self.batches + max(0, -(-(self.end_at - self.samples) // self.cut_size))
 
     def begin(self) -> None:
-        """Start the clock: the loop asks for its first batch, or for the first after a resume."""
+        """Start the clock when the loop requests its first batch, or the first after a resume."""
         self._begun_at, self._samples_before = time.perf_counter(), self.samples
 
     def end(self) -> None:
-        """Stop the clock and give the order up, so that two of them need not be held at a time."""
+        """Stop the clock and release the order, so that two orders need not be held at a time."""
         self.seconds, self.order = time.perf_counter() - self._begun_at, None
 
     def state_dict(self, *, with_order: bool) -> dict[str, Any]:
-        """Return how far it has come; `with_order` if the order cannot be drawn again."""
+        """Return the epoch's progress; `with_order` if the order cannot be drawn again."""
         order = list(self.order) if with_order and self.order is not None else None
         return {"batch_size": self.batch_size, "batches": self.batches, "samples": self.samples, "order": order}

@@ -1,4 +1,4 @@
-"""Streams: an IterableDataset read in batches whose size may change, in epochs that may be parts of it."""
+"""Streams: IterableDatasets read in batches whose size may change, in epochs that may be parts of the stream."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,26 +10,26 @@ from torch.utils.data import DataLoader, default_collate
 from divebatch.data.order import EpochProgress, worker_seed
 
 Taken = list[list[int]]
-"""Sizes of batches in the order they were taken, as pairs of a size and how many batches in a row had it."""
+"""Sizes of batches in delivery order, as pairs of a size and the number of consecutive batches with that size."""
 
 
 class Requests:
-    """The requests to a stream's DataLoader: one list for each batch, as long as the batch shall be.
+    """The requests to a stream's DataLoader: one list for each batch, with the length of the batch.
 
-    A change of `size` reaches the next batch that is asked for: workers hold `prefetch_factor * num_workers` others.
+    A change of `size` applies to the next requested batch: workers hold `prefetch_factor * num_workers` others.
 
     Args:
-        size: samples of the batches to come.
-        taken: batches that are asked for again first, to be dropped.
-        part: samples of an epoch whose last batch is cut to fit; None: batches are never cut.
+        size: Samples in the coming batches.
+        taken: Batches that are requested again first, to be dropped.
+        part: Samples in an epoch whose last batch is cut to fit. None: batches are never cut.
     """
 
     def __init__(self, size: int, *, taken: Taken, part: int | None) -> None:
         self.size, self._taken, self._part = size, taken, part
         self._left = part or 0
-        """Samples of the current part that are still to be asked for."""
+        """Samples of the current part that were not requested yet."""
         self._waiting = 0
-        """Samples that were asked for and have not come yet."""
+        """Samples that were requested and have not arrived yet."""
 
     def __iter__(self) -> Iterator[list[None]]:
         for size, count in self._taken:
@@ -47,12 +47,12 @@ class Requests:
             self._left = self._part - (samples_before + self._waiting) % self._part
 
     def came(self, num_samples: int) -> None:
-        """Note that a batch has come."""
+        """Note that a batch has arrived."""
         self._waiting -= num_samples
 
 
 class _Asked:
-    """The batch sampler that a DataLoader and its persistent workers keep; its requests are set anew each time."""
+    """The batch sampler that a DataLoader and its persistent workers keep; its requests are replaced each time."""
 
     def __init__(self) -> None:
         self.requests = Requests(1, taken=[], part=None)
@@ -62,21 +62,21 @@ class _Asked:
 
 
 def _counted(collate: Any, samples: list[Any]) -> tuple[int, Any]:
-    """Send the number of samples along with the batch, also out of a worker process."""
+    """Return the number of samples along with the batch, so that it also leaves a worker process."""
     return len(samples), collate(samples)
 
 
 class StreamSource:
-    """An IterableDataset behind a DataLoader; each worker batches its own part of it, as torch does.
+    """An IterableDataset behind a DataLoader; each worker batches its own part, as in torch.
 
-    It remembers which batches it took. A resume reads the stream again from its beginning and drops them, which is
-    exact if the stream repeats itself.
+    The source remembers the batches it has delivered. A resume reads the stream again from its beginning and drops
+    these batches, which is exact if the stream repeats itself.
 
     Args:
-        dataset: the stream.
-        settings: those of its DataLoader.
-        drop_last: whether to leave out a last batch that is shorter.
-        part: samples of an epoch, each of which continues where the one before ended; None: each begins anew.
+        dataset: The stream.
+        settings: The settings of the stream's DataLoader.
+        drop_last: Whether to leave out a shorter last batch.
+        part: Samples in an epoch; each epoch continues where the one before ended. None: each epoch begins anew.
     """
 
     def __init__(self, dataset: Any, settings: dict[str, Any], *, drop_last: bool, part: int | None) -> None:
@@ -87,15 +87,15 @@ class StreamSource:
         self._part, self._cuts = part, not drop_last
         self._batches: Iterator[tuple[int, Any]] | None = None
         self._asked = _Asked()
-        # A DataLoader takes no batch sampler for a stream and lets none be set, but asks the one it has made.
+        # A DataLoader accepts no batch sampler for a stream, but uses the one it has made.
         object.__setattr__(self.dataloader, "batch_sampler", self._asked)
         self._taken: Taken = []
         self._round = 0
-        """The number of times that a stream whose epochs are parts of it has ended."""
+        """The number of times that a stream cut into epochs has ended."""
         self._is_resumed = False
 
     def rest(self, current: EpochProgress, seed: int) -> Iterator[tuple[int, Any]]:
-        """Deliver what is left of the epoch, each batch with its number of samples; its size may change on the way."""
+        """Deliver the rest of the epoch, each batch with its number of samples; the batch size may change meanwhile."""
         if self._part is None and not self._is_resumed:
             self._taken, self._batches = [], None
         self._is_resumed = False
@@ -116,19 +116,19 @@ class StreamSource:
                     self._asked.requests.size = current.cut_size
                 if self._part is None:
                     return
-                # The stream is at its end: an epoch that would be empty begins it anew, any other ends there.
+                # The stream has ended: an epoch that would be empty begins it anew, any other epoch ends here.
                 was_read = bool(self._taken)
                 self._taken, self._batches, self._round = [], None, self._round + 1
                 if current.batches or not was_read:
                     return
         finally:
-            if self._part is None:  # also if the loop leaves: no worker waits for one that does not come back
+            if self._part is None:  # also if the loop leaves early, so that no worker waits forever
                 self._batches = None
 
     def _reopened(self, current: EpochProgress, seed: int) -> Iterator[tuple[int, Any]]:
-        """Read the stream from its beginning and drop what was taken."""
+        """Read the stream from its beginning and drop the batches delivered before."""
         requests = Requests(current.cut_size, taken=self._taken, part=self._part if self._cuts else None)
-        requests.begin_part(current.samples)  # before workers are asked for anything
+        requests.begin_part(current.samples)  # before any request to workers
         number = current.epoch if self._part is None else self._round
         self._batches = self._open(requests, (seed, number))
         for _ in range(sum(count for _, count in self._taken)):
@@ -142,7 +142,7 @@ class StreamSource:
         return iter(self.dataloader)
 
     def first(self, size: int, *, seed: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
-        """Deliver an epoch's number of samples from the stream's beginning, or all of it, in batches of one size."""
+        """Deliver an epoch's number of samples, or all, from the stream's beginning, in batches of one size."""
         count = 0
         for counted in self._open(Requests(size, taken=[], part=self._part), seed):
             yield counted
@@ -151,7 +151,7 @@ class StreamSource:
                 return
 
     def state_dict(self, *, has_begun: bool) -> dict[str, Any]:
-        """Return the batches taken since the stream began; `has_begun` says whether an epoch is under way."""
+        """Return the batches delivered since the stream began; `has_begun`: an epoch is under way."""
         taken = self._taken if has_begun or self._part is not None else []
         return {"round": self._round, "taken": [list(pair) for pair in taken]}
 
@@ -162,5 +162,5 @@ class StreamSource:
 
 
 def length_of_stream(dataset: Any) -> int | None:
-    """Return the number of its samples if the stream knows it."""
+    """Return the number of samples in a stream, if it knows."""
     return len(dataset) if hasattr(dataset, "__len__") else None

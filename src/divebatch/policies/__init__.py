@@ -1,4 +1,4 @@
-"""Policies: pure rules that turn a `Measurement` into a `Decision`. No torch in here."""
+"""Policies: pure rules that turn a `Measurement` into a `Decision`. This package does not import torch."""
 
 from typing import Any
 

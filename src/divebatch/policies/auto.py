@@ -1,4 +1,4 @@
-"""The default policy: a batch that grows in the place of the learning rate's decay, and towards the training's end."""
+"""The default policy: a batch that grows instead of the learning rate's decay, and towards the end of training."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -9,29 +9,29 @@ from divebatch.measurement import Decision, Measurement
 from divebatch.policies.policy import Capped
 
 POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5, "adam-beta1": 0.5}
-"""The power of the batch size that the learning rate follows with each coupling by name."""
+"""The power of the batch size that the learning rate follows, for each coupling by name."""
 NEAREST = 2**0.25
-"""Sizes are half an octave apart, and the nearest one is taken: from a quarter of an octave below it on."""
+"""Sizes are half an octave apart, and the nearest is chosen, from a quarter of an octave below it."""
 LEAD = 4.0
-"""The most first batches that the time alone leads to, so that a wrong length of the training costs little."""
+"""The most first batches reached by time alone, so that a wrong length of the training costs little."""
 STEPS_LEFT, STEPS_SEEN = 40, 75
-"""The fewest steps that a size must have before it, and that must fit into the samples seen."""
+"""The fewest steps of a size that must remain, and that must fit into the samples seen."""
 STEPS_SEEN_ALONE = 250
-"""Steps that must fit into the samples seen if nobody knows how many are to come."""
+"""The number of steps that must fit into the samples seen if the length of the training is unknown."""
 TINY = 1e-9
-"""A rate of zero counts as this part of its highest."""
+"""The fraction of its highest rate that replaces a rate of zero."""
 
 
 def power_of(coupling: str | float) -> float:
-    """Return the power of the batch size that the learning rate follows; 0 if it follows no power."""
+    """Return the power of the batch size that the learning rate follows; 0 if the coupling is no power."""
     return POWERS.get(coupling, 0.0) if isinstance(coupling, str) else coupling
 
 
 def growth(fallen_to: float, part: float = 0.0) -> float:
-    """Return how many first batches a batch should have.
+    """Return the wanted batch size as a multiple of the first batch.
 
-    A lower rate makes the noise of the steps smaller, and so does a larger batch, in fewer steps. At a constant rate
-    the noise still has to fall towards the end, as under a linear decay: up to LEAD first batches.
+    A lower learning rate reduces the noise of the steps, and so does a larger batch, in fewer steps. At a constant rate
+    the noise must still fall towards the end, as under a linear decay: up to LEAD first batches.
 
     >>> [round(growth(rate), 1) for rate in (1.0, 0.8, 0.5, 0.25, 0.1)]
     [1.0, 1.5, 2.4, 4.8, 11.9]
@@ -40,16 +40,16 @@ def growth(fallen_to: float, part: float = 0.0) -> float:
 
     Args:
         fallen_to: The schedule's rate over its highest so far.
-        part: The part of the training that is over; 0 if nobody knows.
+        part: The completed fraction of the training; 0 if the length is unknown.
     """
     by_rate = NEAREST / max(fallen_to, TINY) if fallen_to < 1 else 1.0
     return max(by_rate, min(1 / max(1 - part, TINY), LEAD))
 
 
 def step_size(first: int, wanted: float, most: float) -> int:
-    """Return the largest of 1, 1.5, 2, 3, 4, 6, 8, ... first batches within `wanted` first batches and `most` samples.
+    """Return the largest of 1, 1.5, 2, 3, 4, 6, 8, ... first batches, at most `wanted` of them and `most` samples.
 
-    Two sizes an octave: a compiler sees few shapes.
+    Two sizes an octave keep the number of shapes small for a compiler.
 
     >>> step_size(64, 3.4, 4096), step_size(64, 100, 1000), step_size(7, 1.9, 4096)
     (192, 768, 7)
@@ -61,7 +61,7 @@ def step_size(first: int, wanted: float, most: float) -> int:
 
 
 def room(samples: int, total_samples: int | None) -> float:
-    """Return the largest size that has enough steps behind it, as the samples seen go, and before it."""
+    """Return the largest size that has enough steps, both in the samples seen and in those left."""
     if total_samples is None:
         return samples / STEPS_SEEN_ALONE
     return min(samples / STEPS_SEEN, (total_samples - samples) / STEPS_LEFT)
@@ -69,21 +69,21 @@ def room(samples: int, total_samples: int | None) -> float:
 
 @dataclass(frozen=True)
 class Auto(Capped):
-    """Growth of the batch in the place of the learning rate's decay. Nothing is measured, and a step costs nothing.
+    """A batch that grows instead of the learning rate's decay. Nothing is measured, and steps cost nothing.
 
-    A lower learning rate makes the noise of the steps smaller, and so does a larger batch, in fewer steps. If the
-    schedule's rate has fallen to a part x of its highest, the batch grows to 1 / x first batches. The learning rate
-    follows as suits the optimizer (linear for SGD, the root for Adam-like optimizers), but never above the schedule's
-    highest. Adam's beta1 follows as well: its mean spans as many samples as before.
+    A lower learning rate reduces the noise of the steps, and so does a larger batch, in fewer steps. If the schedule's
+    rate has fallen to a fraction x of its highest, the batch grows to 1 / x first batches. The learning rate follows as
+    suits the optimizer (linear for SGD, the root for Adam-like optimizers), but never above the schedule's highest.
+    Adam's beta1 follows as well, so that its mean spans the same number of samples.
 
-    With `total_samples` the batch also grows while the rate is constant: to 1 / (1 - p) first batches after a part p of
-    the training, up to 4. Without it, a rate that never falls leaves nothing to trade, and nothing grows. The record
-    says so.
+    With `total_samples` the batch also grows while the rate is constant: to 1 / (1 - p) first batches after a fraction
+    p of the training, up to 4. Without `total_samples`, a rate that never falls means that the batch never grows, and
+    the record says so.
 
-    Sizes are 1, 1.5, 2, 3, 4, 6, ... first batches, the nearest one, and never fall. A size is taken if 75 of its steps
+    Sizes are 1, 1.5, 2, 3, 4, 6, ... first batches, the nearest one, and never fall. A size is used if 75 of its steps
     fit into the samples seen and 40 into those to come; without `total_samples`, if 250 fit into those seen. If
-    parameter groups have schedules of their own, the rate that has fallen least counts. In a training of few epochs,
-    let it decide within epochs too: `Controller(..., every_steps=50)`.
+    parameter groups have their own schedules, the rate that has fallen least counts. For a training of few epochs, also
+    decide within epochs: `Controller(..., every_steps=50)`.
 
     >>> seen = Measurement(epoch=1, batch_size=64, dataset_size=50_000, samples=50_000, lr_schedule_ratio=0.5)
     >>> Auto(4096).next(seen).batch_size
@@ -91,8 +91,8 @@ class Auto(Capped):
 
     Args:
         max_batch_size: The largest batch, in samples.
-        total_samples: The samples of the whole training: epochs times the size of the dataset. None: not known, so that
-            only the schedule counts.
+        total_samples: The samples of the whole training: epochs times the size of the dataset. None: not known, so only
+            the schedule counts.
     """
 
     needs_lr_coupling = True
@@ -110,7 +110,7 @@ class Auto(Capped):
             require_count("total_samples", self.total_samples)
 
     def next(self, seen: Measurement) -> Decision:
-        """Return the size for the schedule's present rate, and a rate that is never above its highest."""
+        """Return the size for the schedule's current rate, and a rate that never exceeds its highest."""
         fallen_to = seen.lr_schedule_ratio
         if fallen_to is None:
             raise UsageError("Auto needs the schedule's own rate, and the measurement has none")

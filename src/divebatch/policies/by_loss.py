@@ -9,9 +9,9 @@ from divebatch.policies.policy import Capped, decided, ratio, require_loss, time
 
 @dataclass(frozen=True)
 class AdaDamp(Capped):
-    """AdaDamp (Sievert): ceil(b0 * loss_0 / loss). The batch grows as the loss falls, and shrinks if it rises again.
+    """AdaDamp (Sievert): ceil(b0 * loss_0 / loss). The batch grows as the loss falls, and shrinks if the loss rises.
 
-    loss_0 is the first epoch's loss. The loss must have its lowest value near zero.
+    loss_0 is the first epoch's loss. The lowest possible loss must be near zero.
 
     Args:
         max_batch_size: The largest batch, in samples.
@@ -28,12 +28,12 @@ class AdaDamp(Capped):
 
 @dataclass(frozen=True)
 class Plateau(Capped):
-    """The batch size times a factor after some epochs at one size without a new lowest loss.
+    """A batch size that grows by a factor after some epochs without a new lowest loss.
 
     Args:
         max_batch_size: The largest batch, in samples.
         factor: The factor of the batch size, above 1.
-        patience: Epochs without a new lowest loss before the batch grows.
+        patience: The number of epochs without a new lowest loss before the batch grows.
     """
 
     needs = frozenset({"loss"})
@@ -50,7 +50,7 @@ class Plateau(Capped):
 
     def next(self, seen: Measurement) -> Decision:
         require_loss(self, seen)
-        # Epochs before the last growth were at another size and say nothing of this one.
+        # Epochs before the last growth had another size and say nothing about this one.
         waited = min(seen.history.epochs_since_best, seen.history.decisions_at_size)
         if waited < self.patience or seen.batch_size >= self.max_batch_size:
             return Decision(batch_size=seen.batch_size)

@@ -22,11 +22,11 @@ from divebatch.policies.wrappers import ramped
 
 @dataclass(frozen=True)
 class FromNoise(Periodic):
-    """A rule of the noise scale alone. If the estimate has an interval, the whole interval must ask for a change."""
+    """A rule based on the noise scale alone. If the estimate has an interval, all of it must ask for a change."""
 
     @abstractmethod
     def wanted(self, noise_scale: float) -> float:
-        """Return the batch size for this noise scale; it must grow with it."""
+        """Return the batch size for this noise scale; larger noise scales must not give smaller sizes."""
 
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
         size, remark = wanted_size(require_diversity(self, seen), seen.batch_size, self.wanted)
@@ -36,9 +36,9 @@ class FromNoise(Periodic):
 
 @dataclass(frozen=True)
 class NoiseScale(FromNoise):
-    """The noise scale B itself (McCandlish et al. 2018): a batch whose gradient is half signal, half noise.
+    """The noise scale B as the batch size (McCandlish et al. 2018): half of such a batch's gradient is noise.
 
-    At b = B training takes twice the fewest possible steps and twice the fewest possible samples. With a step cost r
+    At b = B, training takes twice the fewest possible steps and twice the fewest possible samples. With a step cost r
     the batch is sqrt(r * B), which grows more slowly.
 
     >>> NoiseScale(4096).wanted(900.0), NoiseScale(4096, step_cost=4).wanted(900.0)
@@ -49,7 +49,7 @@ class NoiseScale(FromNoise):
         min_batch_size: The smallest batch, in samples.
         every_epochs: Epochs between two decisions.
         monotone: Whether the batch never shrinks.
-        step_cost: The samples that one optimizer step is worth; None: the rule B.
+        step_cost: The number of samples that one optimizer step is worth. None: the batch is B.
     """
 
     step_cost: float | None = None
@@ -71,24 +71,23 @@ class NoiseDoubling(Capped):
     et al. 2018). Early in training B is about as large as a good fixed batch, so the size grows soon. Later B grows by
     orders of magnitude, and the size only with its root.
 
-    It moves by doublings, so that a compiler sees few shapes, and never down. It moves only if the whole 95 % interval
-    of the estimate lies above the present size. At the cap nothing is measured any more.
+    The size changes by doublings, so that a compiler sees few shapes, and never falls. A change needs the whole 95 %
+    interval of the estimate above the current size. At the cap nothing is measured any more.
 
-    Its estimator is "moments" unless the controller is given one. Without momentum, "moments" gives only an upper
-    bound, and "per-sample" replaces it if the model has no BatchNorm and a norm rule for each layer; otherwise a
-    warning says so, and nothing grows. Use "split" if batches go through in two or more parts, and for decisions within
-    epochs: in the first steps of a training "moments" is several times too large. Do not use "trajectory", whose B is
-    far too large.
+    The default estimator is "moments". Without momentum, "moments" gives only an upper bound, and "per-sample" replaces
+    it if the model has no BatchNorm and a norm rule for each layer; otherwise a warning says so, and nothing grows. Use
+    "split" if batches are processed in two or more parts, and for decisions within epochs: in the first steps of a
+    training, "moments" is several times too large. Do not use "trajectory", whose B is far too large.
 
-    After each growth the learning rate reaches its new value over one further decision.
+    After each growth the learning rate reaches its new value one decision later.
 
     >>> NoiseDoubling(4096)
     NoiseDoubling(max_batch_size=4096, step_cost=None)
 
     Args:
         max_batch_size: The largest batch, in samples.
-        step_cost: What one optimizer step is worth, in samples; None for the first batch. Where the fixed cost of a
-            step is as long as that of many more samples than you start with, `advise` measures how many.
+        step_cost: The number of samples that one optimizer step is worth. None: the first batch. If the fixed cost of a
+            step exceeds that of your first batch, `advise` measures the right number.
     """
 
     needs = frozenset({"diversity"})
@@ -106,12 +105,12 @@ class NoiseDoubling(Capped):
             require_positive("step_cost", self.step_cost)
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """Return True until the cap is reached: from there on nothing is left to decide."""
+        """Return True until the cap is reached, after which nothing is left to decide."""
         return batch_size < self.max_batch_size
 
     def next(self, seen: Measurement) -> Decision:
-        """Return the doubling nearest to the mean, and a learning rate that comes one decision after it."""
-        # Cut to what can be had first: the learning rate must be made for the size that comes.
+        """Return the doubling nearest to the mean; the learning rate follows one decision later."""
+        # Limited first: the learning rate must be made for the size that will be used.
         doubled = self._doubled(seen).at_most(seen.largest_batch_size)
         return ramped(doubled, seen, decisions=1, power=power_of(seen.lr_coupling))
 
@@ -143,9 +142,9 @@ class NoiseDoubling(Capped):
 class NormTest(FromNoise):
     """The norm test (Byrd et al. 2012; Lau et al. 2024): ceil(B / eta^2).
 
-    This is the smallest batch whose gradient's standard deviation is at most `eta` times its norm. The original
-    compares the variance with the noisy batch gradient's norm. Here both come from an estimator, so the test is not
-    fooled by noise. It leaves the learning rate alone.
+    This is the smallest batch whose gradient has a standard deviation of at most `eta` times its norm. The original
+    compares the variance with the noisy batch gradient's norm. Here an estimator gives both, so noise does not fool the
+    test. The learning rate does not change.
 
     >>> NormTest(4096, eta=0.5).wanted(100.3)
     402.0
@@ -171,14 +170,14 @@ class NormTest(FromNoise):
 
 @dataclass(frozen=True)
 class InnerProductTest(Periodic):
-    """The inner product test (Bollapragada et al. 2018): a batch whose gradient descends often enough.
+    """The inner product test (Bollapragada et al. 2018): a batch whose gradient is often enough a descent direction.
 
-    It is less strict than the norm test. With a = the fraction of the noise along the gradient, its two tests want
-    a * B / theta^2 and (1 - a) * B / nu^2 samples; the larger counts.
+    This test is less strict than the norm test. If a is the fraction of the noise along the gradient, its two parts ask
+    for a * B / theta^2 and (1 - a) * B / nu^2 samples; the larger number counts.
 
-    The fraction comes from chunks of a batch, the last one against the others: from the estimators "split" and
-    "moments". It takes the noisy g as the original does, which makes it too large: 1 + B / b times for noise that is
-    alike in all directions.
+    The fraction comes from the chunks of a batch, the last against the others, by the estimators "split" and "moments".
+    As in the original, g is noisy, which makes the fraction too large: 1 + B / b times for noise that is alike in all
+    directions.
 
     Args:
         max_batch_size: The largest batch, in samples.
@@ -186,7 +185,7 @@ class InnerProductTest(Periodic):
         every_epochs: Epochs between two decisions.
         monotone: Whether the batch never shrinks.
         theta: The largest standard deviation of <g_i, g> over the batch, relative to ||g||^2.
-        nu: The largest noise at right angles to g, relative to ||g||; None: no second test.
+        nu: The largest noise at right angles to g, relative to ||g||. None: no second part.
     """
 
     needs = frozenset({"diversity", "inner_variance"})
@@ -202,7 +201,7 @@ class InnerProductTest(Periodic):
 
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
         diversity = require_diversity(self, seen)
-        if math.isnan(diversity.trace):  # a step or two that show nothing are no reason to stop
+        if math.isnan(diversity.trace):  # a step or two without a result are no reason to stop
             return None, "nothing was seen that would justify a change"
         along = fraction_along(diversity)
         across = (1 - along) / self.nu**2 if self.nu is not None else 0.0
@@ -213,7 +212,7 @@ class InnerProductTest(Periodic):
 
 
 def fraction_along(diversity: Diversity) -> float:
-    """Return Var_i<g_i, g> / (tr(Sigma) ||G||^2), between 0 and 1; 1, the strictest, if it cannot be formed."""
+    """Return Var_i<g_i, g> / (tr(Sigma) ||G||^2), from 0 to 1; the strictest, 1, if the ratio cannot be formed."""
     if diversity.inner_variance is None:
         raise UsageError(
             "the inner product test needs the noise along the gradient, which this estimate lacks: use "
@@ -226,11 +225,11 @@ def fraction_along(diversity: Diversity) -> float:
 
 @dataclass(frozen=True)
 class SimiGrad(Periodic):
-    """SimiGrad (Qin et al. 2021): 10 % up or down to hold the cosine of two half-batch gradients at a target.
+    """SimiGrad (Qin et al. 2021): changes of 10 % that keep the cosine of two half-batch gradients at a target.
 
-    The cosine is computed from the noise scale B, as 1 / (1 + 2 B / b) for a batch of b, rather than from single noisy
-    pairs. If its interval holds the target, nothing changes. The original changes the size at every step; here every
-    `every_epochs` epochs or `every_steps` steps. It brings the square-root coupling. It comes to rest at
+    For a batch of b the cosine is computed from the noise scale B, as 1 / (1 + 2 B / b), rather than from single noisy
+    pairs. If its interval contains the target, nothing changes. The original changes the size at every step; here every
+    `every_epochs` epochs or `every_steps` steps. The learning rate follows by the square root. The size settles at
     2 * B * target / (1 - target).
 
     Args:
@@ -238,12 +237,12 @@ class SimiGrad(Periodic):
         min_batch_size: The smallest batch, in samples.
         every_epochs: Epochs between two decisions.
         monotone: Whether the batch never shrinks.
-        target_cosine: The cosine to hold, between 0 and 1.
-        multiple_of: Sizes are multiples of this many samples, and so is the least change.
+        target_cosine: The cosine to keep, between 0 and 1.
+        multiple_of: The number of samples of which sizes are multiples, and the smallest change.
     """
 
     lr_coupling = "sqrt"
-    has_many_sizes = False  # it moves by tenths: rounded down by a wrapper it would not move
+    has_many_sizes = False  # a wrapper that rounds down would undo changes of a tenth
 
     monotone: bool = False
     target_cosine: float = 0.3
@@ -258,7 +257,7 @@ class SimiGrad(Periodic):
 
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
         low, high = cosines(require_diversity(self, seen), seen.batch_size)
-        b, least = seen.batch_size, self.multiple_of  # a smaller step would be rounded away, or down to nothing
+        b, least = seen.batch_size, self.multiple_of  # a smaller step would be rounded away
         reason = f"likeness of halves {low:.3f} to {high:.3f}, target {self.target_cosine:g}"
         if high < self.target_cosine:
             return max(b + least, int(1.1 * b)), reason
@@ -268,7 +267,7 @@ class SimiGrad(Periodic):
 
 
 def cosines(diversity: Diversity, batch_size: int) -> tuple[float, float]:
-    """Return the interval of the cosine of two half-batch gradients; 0 if the noise scale cannot be formed."""
+    """Return the interval of the cosine of two half-batch gradients; 0 if there is no noise scale."""
     if diversity.spread is None and not diversity.is_defined:
         return (0.0, 0.0)
     low, high = diversity.noise_scale_interval()
@@ -279,9 +278,9 @@ def cosines(diversity: Diversity, batch_size: int) -> tuple[float, float]:
 class CABS(Periodic):
     """CABS (Balles et al. 2017): lr * tr(Sigma) / loss, for a loss whose lowest value is near zero.
 
-    It leaves the learning rate alone. The original decides at every step from exponential means that start at fixed
-    values. Here the estimator averages, over the epoch or with its `decay`, debiased. The size stays if the interval
-    of tr(Sigma) allows it. The original's floor and cap are 16 and 2048.
+    The learning rate does not change. The original decides at every step from exponential means that start at fixed
+    values. Here the estimator takes debiased means, over the epoch or with its `decay`. The size stays if the interval
+    of tr(Sigma) contains it. The original's floor and cap are 16 and 2048.
 
     Args:
         max_batch_size: The largest batch, in samples.
@@ -300,7 +299,7 @@ class CABS(Periodic):
         diversity, loss = require_diversity(self, seen), require_loss(self, seen)
         low, value, high = (ratio((seen.lr or 0.0) * trace, loss) for trace in traces(diversity))
         reason = f"lr * tr(Sigma) / loss = {value:.1f}"
-        # The interval comes before the value: if it holds the present size, nothing justifies a change.
+        # The interval is checked first: if it contains the current size, no change is justified.
         if low < high and low <= seen.batch_size <= high:
             return None, f"{reason}, between {low:.0f} and {high:.0f} with 95 % confidence: no change"
         return (round(value) if math.isfinite(value) else value), reason
@@ -321,7 +320,7 @@ def traces(diversity: Diversity) -> tuple[float, float, float]:
 class GradientDamp(Capped):
     """AdaDamp's rule for networks (Sievert): ceil(b0 * ||G_0||^2 / ||G||^2).
 
-    G_0 is the first gradient measured. An estimate of ||G||^2 that is not above zero leaves the size as it is.
+    G_0 is the first measured gradient. If the estimate of ||G||^2 is not above zero, the size stays.
 
     Args:
         max_batch_size: The largest batch, in samples.

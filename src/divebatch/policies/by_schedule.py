@@ -10,23 +10,23 @@ from divebatch.policies.policy import Capped, decided
 
 @dataclass(frozen=True)
 class ScheduleToBatch(Capped):
-    """The first batch size over the schedule's own rate, relative to its highest; works with every torch scheduler.
+    """The first batch size over the relative rate of the schedule, with any torch scheduler.
 
-    During a warm-up the rate is the highest so far, so growth begins when the rate begins to fall.
+    The rate is relative to its highest so far. So growth begins when the rate begins to fall, after any warm-up.
     """
 
     decides_within_epochs = True
     has_many_sizes = True
 
     def next(self, seen: Measurement) -> Decision:
-        """Return b0 / (lr_schedule / its highest), never below b0."""
+        """Return b0 / (schedule's rate / its highest), never below b0."""
         fallen_to = seen.lr_schedule_ratio
         if fallen_to is None:
             raise UsageError(f"{type(self).__name__} needs the schedule's own rate, and the measurement has none")
         wanted = math.nan if math.isnan(fallen_to) else math.inf
         if fallen_to > 0:
             wanted = seen.first_batch_size / fallen_to
-        # 0.1 -> 0.02 must give 5 times the batch, not one sample less for a rounding error.
+        # 0.1 -> 0.02 must give 5 times the batch, not one sample less because of rounding.
         wanted = round(wanted, 6) if math.isfinite(wanted) else wanted
         reason = f"the schedule stands at {fallen_to:g} of its highest rate"
         return decided(seen, wanted, self.max_batch_size, at_least=seen.first_batch_size, reason=reason)
@@ -34,10 +34,10 @@ class ScheduleToBatch(Capped):
 
 @dataclass(frozen=True)
 class SmithSchedule(ScheduleToBatch):
-    """A schedule of the batch for SGD: b grows by k and the rate stays, if the schedule divides the rate by k.
+    """A batch schedule for SGD: if the schedule divides the rate by k, b grows by k and the rate stays.
 
     lr / b is always that of the schedule with the first batch, so at the cap the rest of the decay goes into the
-    learning rate. That is the linear coupling, which it brings with it.
+    learning rate. This is the linear coupling, which the policy requests.
 
     >>> seen = Measurement(epoch=1, batch_size=128, first_batch_size=128, dataset_size=50_000, lr_schedule_ratio=0.2)
     >>> SmithSchedule(4096).next(seen).batch_size
@@ -52,9 +52,9 @@ class SmithSchedule(ScheduleToBatch):
 
 @dataclass(frozen=True)
 class Seesaw(ScheduleToBatch):
-    """A schedule of the batch for Adam-like optimizers: b grows by k and the rate falls by sqrt(k) instead of k.
+    """A batch schedule for Adam-like optimizers: if the schedule divides the rate by k, b grows by k.
 
-    That is the square-root coupling, which it brings with it.
+    The rate then falls by sqrt(k). This is the square-root coupling, which the policy requests.
 
     Args:
         max_batch_size: The largest batch, in samples.

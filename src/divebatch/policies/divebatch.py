@@ -11,7 +11,7 @@ from divebatch.policies.policy import Periodic, Policy, require_diversity, wante
 
 @dataclass(frozen=True)
 class _Delta(Policy):
-    """A base class, so that `delta` comes before the cap: a dataclass takes the fields of its bases first."""
+    """A base class with `delta` before the cap: a dataclass lists the fields of its bases first."""
 
     delta: float
 
@@ -20,14 +20,13 @@ class _Delta(Policy):
 class DiveBatch(Periodic, _Delta):
     """The paper's rule: the batch size is delta * n * diversity, within floor and cap.
 
-    n * diversity is one plus the gradient noise scale, so `delta` says how large a part of it a batch may be. In words
-    to choose by: training takes about 1 + delta times the samples that tiny batches would need, and 1 + 1/delta times
-    the fewest steps that huge ones would. This reading holds for estimators at fixed weights, which
-    `with_extra_samples` takes. The paper's, "trajectory", which is the default here, comes out ten to hundreds of times
-    larger, and so does its delta.
+    n * diversity is one plus the gradient noise scale, so `delta` is the size of a batch relative to it. Training then
+    takes about 1 + delta times the samples that tiny batches would need, and 1 + 1/delta times the fewest steps that
+    huge ones would. This holds for estimators at fixed weights, which `with_extra_samples` uses. The default here is
+    the paper's, "trajectory", whose values are ten to hundreds of times larger; the right delta is then smaller.
 
-    If an estimate has an interval, the size changes only if the whole interval asks for it. A diversity that cannot
-    be formed (gradients that sum to zero, NaN, infinity) counts as infinite and gives the cap, as in the authors' code.
+    If an estimate has an interval, the size changes only if the whole interval asks for a change. An undefined
+    diversity (gradients that sum to zero, NaN, infinity) counts as infinite and gives the cap, as in the authors' code.
 
     >>> from divebatch import Diversity
     >>> seen = Measurement(epoch=1, batch_size=128, dataset_size=50_000, diversity=Diversity(0.02, 1.0, 50_000))
@@ -39,8 +38,8 @@ class DiveBatch(Periodic, _Delta):
         max_batch_size: The largest batch, in samples.
         min_batch_size: The smallest batch, in samples.
         every_epochs: Epochs between two decisions; epochs in between are not measured.
-        monotone: Whether the batch never shrinks, which alone fits the paper's figures. At the cap nothing is measured
-            any more.
+        monotone: Whether the batch never shrinks; only this agrees with the paper's figures. At the cap nothing is
+            measured any more.
     """
 
     estimator = "trajectory"
@@ -51,12 +50,12 @@ class DiveBatch(Periodic, _Delta):
 
     @classmethod
     def algorithm_1(cls, delta: float, max_batch_size: int) -> Self:
-        """Return the paper's Algorithm 1 to the letter: every epoch, and the size may shrink."""
+        """Return the paper's Algorithm 1 to the letter: decisions every epoch, and the size may shrink."""
         return cls(delta, max_batch_size, monotone=False)
 
     @classmethod
     def as_published(cls, delta: float, max_batch_size: int, *, every_epochs: int = 20) -> Self:
-        """Return the authors' setting for real data: every 20th epoch, never smaller, no measuring once at the cap."""
+        """Return the authors' setting for real data: every 20th epoch, never smaller, no measurements at the cap."""
         return cls(delta, max_batch_size, every_epochs=every_epochs)
 
     @staticmethod
@@ -64,10 +63,10 @@ class DiveBatch(Periodic, _Delta):
         """Return the rule for estimators at fixed weights, chosen by its cost in samples.
 
         Args:
-            extra_samples: The samples that training may take beyond those of tiny batches, as a fraction: 0.1 for a
-                tenth more, 1 for twice the samples and twice the fewest steps.
+            extra_samples: The samples beyond those that tiny batches need, as a fraction: 0.1 for a tenth more, 1 for
+                twice the samples and twice the fewest steps.
             max_batch_size: The largest batch, in samples.
-            settings: `DiveBatch`'s min_batch_size, every_epochs, monotone.
+            settings: Further arguments of `DiveBatch`: min_batch_size, every_epochs, monotone.
         """
         return ExtraSamples(extra_samples, max_batch_size, **settings)
 
@@ -78,7 +77,7 @@ class DiveBatch(Periodic, _Delta):
             wanted, remark = wanted_size(diversity, seen.batch_size, lambda noise: self.delta * (1 + noise))
             return wanted, remark if wanted is None else f"delta * (1 + noise scale) = {wanted:.1f}, {remark}"
         if not diversity.is_defined:
-            # Infinite and so the cap, as in the authors' code.
+            # Infinite, and so the cap, as in the authors' code.
             return math.inf, f"diversity undefined ({diversity.undefined_reason})"
         wanted = self.delta * seen.known_dataset_size * diversity.value
         return wanted, f"delta * n * diversity = {wanted:.1f}"

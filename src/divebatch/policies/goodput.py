@@ -1,4 +1,4 @@
-"""Goodput (Pollux, Qiao et al. 2021): throughput times the worth of a sample. The line of step times is here too."""
+"""Goodput (Pollux, Qiao et al. 2021), throughput times the worth of a sample, and the line of step times."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True)
 class Goodput(Capped):
-    """The size with the best product of samples a second, measured on the fly, and the worth of a sample, gain / S.
+    """The size with the best product of throughput and the worth of a sample, gain / S.
 
-    Candidates go from the first batch to the cap by factors of 2^(1/2). How the time of a step grows with the batch is
-    a straight line through the sizes that have been run; while only one has been, half of its step's time is taken to
-    be fixed cost, so that a second size gets tried. Changes that would lose at either end of the noise scale's interval
-    are not made. The first epoch at a size decides nothing: what compilers and GPU libraries do once is in its time.
-    Time is measured, so two runs need not decide alike.
+    Throughput is measured in samples a second. Candidates go from the first batch to the cap by factors of 2^(1/2). The
+    time of a step is a straight line through the sizes used so far. With only one size, half of its time counts as
+    fixed cost, so that a second size is tried. Changes that would lose at either end of the noise scale's interval are
+    not made. The first epoch at a size decides nothing, since compilers and GPU libraries do one-time work in it.
+    Measured times vary, so two runs may decide differently.
 
     Args:
         max_batch_size: The largest batch, in samples.
-        min_improvement: What a change must promise at least: 0.05 for 5 % more goodput.
-        every_epochs: How many epochs lie between two decisions.
+        min_improvement: The least improvement that a change must promise: 0.05 for 5 % more goodput.
+        every_epochs: Epochs between two decisions.
     """
 
     needs = frozenset({"diversity", "throughputs"})
@@ -50,7 +50,7 @@ class Goodput(Capped):
         times = [(size, size / speed) for size, speed in seen.history.throughputs if speed > 0]
         if not self.measures(seen.epoch, seen.batch_size) or not times:
             return Decision(batch_size=seen.batch_size)
-        # What compilers and GPU libraries do once is in the first epoch's time.
+        # The first epoch's time includes one-time work of compilers and GPU libraries.
         if seen.history.decisions_at_size < 2:
             return Decision(batch_size=seen.batch_size, reason="the first epoch at a size does not tell its speed")
         diversity = require_diversity(self, seen)
@@ -78,26 +78,26 @@ class Goodput(Capped):
 
 
 def goodput(batch_size: int, first_batch_size: int, noise_scale: float, line: Line) -> float:
-    """Return samples a second times the worth of one, relative to one in the first batch."""
+    """Return the samples a second times the worth of a sample, relative to one in the first batch."""
     ratio = batch_size / first_batch_size
     worth = gain(ratio, max(0.0, noise_scale) / first_batch_size) / ratio
     return batch_size / (line[0] + line[1] * batch_size) * worth
 
 
 def step_line(times: Sequence[tuple[float, float]]) -> Line:
-    """Fit seconds = fixed + batch_size * per_sample, neither below zero, with the least relative errors.
+    """Fit seconds = fixed + batch_size * per_sample, neither below zero, with the smallest relative errors.
 
     >>> step_line([(10, 3.0), (20, 5.0), (40, 9.0)])
     (1.0, 0.2)
 
     Args:
-        times: (batch size, seconds of a step) at one size or more; a single size counts as without fixed cost.
+        times: (batch size, seconds of a step) at one size or more; a single size is fitted without fixed cost.
     """
     # Rows of fixed / seconds + per_sample * size / seconds = 1, by their normal equations.
     x, y = [1 / seconds for _, seconds in times], [size / seconds for size, seconds in times]
     xx, yy, xy = (sum(map(mul, a, b)) for a, b in ((x, x), (y, y), (x, y)))
     determinant = xx * yy - xy**2
-    if determinant <= 1e-12 * xx * yy:  # a single size: nothing tells the two apart
+    if determinant <= 1e-12 * xx * yy:  # a single size cannot separate the two
         return (0.0, sum(y) / yy)
     fixed, per_sample = (yy * sum(x) - xy * sum(y)) / determinant, (xx * sum(y) - xy * sum(x)) / determinant
     if fixed < 0:
@@ -109,5 +109,5 @@ def _line_through(times: Sequence[tuple[int, float]]) -> Line:
     if len(times) > 1:
         return step_line(times)
     size, seconds = times[0]
-    # Half as fixed cost is a guess that makes a second size worth trying; from then on the line is measured.
+    # Half as fixed cost is a guess that makes a second size worth trying; after that the line is measured.
     return (seconds / 2, seconds / 2 / size)

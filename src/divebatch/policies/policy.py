@@ -1,4 +1,4 @@
-"""The base classes of policies, and the way from a measured noise scale to a decision."""
+"""The base classes of policies, and the step from a measured noise scale to a decision."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,8 +19,8 @@ _PLAIN = bool | int | float | str | None
 class Policy(ABC):
     """A rule that turns a `Measurement` into a `Decision`: a frozen configuration and one pure method, `next`.
 
-    State lives elsewhere: equal measurements give equal decisions. Everything but `next` has a default. A policy of
-    your own is a subclass, best a frozen dataclass, so that a checkpoint knows its settings:
+    State is kept elsewhere: equal measurements give equal decisions. Everything but `next` has a default. To write a
+    policy, make a subclass, best a frozen dataclass, so that a checkpoint knows its settings:
 
         @dataclass(frozen=True)
         class Doubling(Policy):
@@ -34,35 +34,35 @@ class Policy(ABC):
     """
 
     needs: Set[str] = frozenset()
-    """Which of "diversity", "inner_variance", "loss" and "throughputs" `next` reads; nothing else is measured."""
+    """The subset of "diversity", "inner_variance", "loss" and "throughputs" that `next` reads; no other is measured."""
     estimator: str | None = None
-    """The name of the estimator to use if the controller is given none; None: "moments"."""
+    """The name of the default estimator. None: "moments"."""
     lr_coupling: str | float | None = None
-    """The coupling that the rule is made for; None: any."""
+    """The coupling that the rule is made for. None: any."""
     needs_lr_coupling: bool = False
-    """Whether the learning rate must follow the batch size: if no coupling is named, as suits the optimizer."""
+    """Whether the learning rate must follow the batch size; without a named coupling, as suits the optimizer."""
     adam_coupling: str = "sqrt"
-    """The coupling that suits torch's Adam, AdamW, NAdam and Adamax then: "sqrt" or "adam-beta1"."""
+    """The coupling for torch's Adam, AdamW, NAdam and Adamax in that case: "sqrt" or "adam-beta1"."""
     moves_lr: bool = False
-    """Whether the decisions' `lr_factor` is made for their size, so that no wrapper may change the size."""
+    """Whether the decisions' `lr_factor` belongs to their size, so that no wrapper may change the size."""
     decides_within_epochs: bool = False
-    """Whether `next` may be asked every few steps. False for rules that count epochs or read their loss or speed."""
+    """Whether `next` may be called every few steps. False for rules that count epochs or read their loss or speed."""
     epoch_settings: ClassVar[Set[str]] = frozenset()
-    """Settings that count epochs: a shortened experiment shortens them too."""
+    """Settings that count epochs; a shortened experiment also shortens these."""
     run_settings: ClassVar[Set[str]] = frozenset()
-    """Settings that follow from the length of a run, which an experiment fills in: "total_samples"."""
+    """Settings determined by the length of a run, which an experiment fills in: "total_samples"."""
     has_many_sizes: ClassVar[bool] = False
-    """Whether it proposes sizes of all values, which are rounded down if a compiler must see few shapes."""
+    """Whether the policy proposes arbitrary sizes, which are rounded down if a compiler should see few shapes."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         needs = cls.__dict__.get("needs", frozenset())
-        if isinstance(needs, str | list | tuple | Set):  # a property or a field can be checked on objects only
+        if isinstance(needs, str | list | tuple | Set):  # a property or a field can only be checked on objects
             require_known_needs(cls.__name__, needs)
 
     @property
     def cap(self) -> int | None:
-        """The largest size it asks for, in samples; None: no limit."""
+        """The largest size that the policy chooses, in samples; None: no limit."""
         return None
 
     @abstractmethod
@@ -83,13 +83,13 @@ class Policy(ABC):
 
 
 def require_known_needs(owner: str, needs: Any) -> None:
-    """Raise unless `needs` is a set of words that a controller knows."""
+    """Raise unless `needs` is a set of known names."""
     if not isinstance(needs, Set) or not needs <= set(NEEDS):
         raise ArgumentError(f"{owner}.needs must be a set of some of {', '.join(map(repr, NEEDS))}, got {needs!r}")
 
 
 def require_policy(policy: Any, example: str = "DiveBatch(0.1, 4096)") -> None:
-    """Raise unless `policy` is an object of a subclass of `Policy`."""
+    """Raise unless `policy` is an instance of a subclass of `Policy`."""
     if isinstance(policy, type):
         raise ArgumentError(f"policy must be a policy object such as {example}, got the class {policy.__name__}")
     if not isinstance(policy, Policy):
@@ -103,7 +103,7 @@ def require_policy(policy: Any, example: str = "DiveBatch(0.1, 4096)") -> None:
 def settings_of(policy: Policy) -> dict[str, Any]:
     """Return a policy's class and settings in plain containers, as a checkpoint keeps them.
 
-    Settings are a dataclass's fields, or any other object's attributes that are numbers, words or policies.
+    Settings are a dataclass's fields, or any other object's attributes that are numbers, strings or policies.
     """
     if is_dataclass(policy):
         values = {entry.name: getattr(policy, entry.name) for entry in fields(policy)}
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Capped(Policy):
-    """A policy with a largest size, above which training may not start."""
+    """A policy with a largest size; training may not start above this size."""
 
     max_batch_size: int
 
@@ -134,7 +134,7 @@ class Capped(Policy):
 
 @dataclass(frozen=True)
 class Periodic(Capped):
-    """A rule that decides after every `every_epochs`-th epoch, by a `proposal` within floor and cap."""
+    """A rule that decides every `every_epochs` epochs, by a `proposal` within floor and cap."""
 
     needs = frozenset({"diversity"})
     estimator = "moments"
@@ -157,14 +157,14 @@ class Periodic(Capped):
 
     @abstractmethod
     def proposal(self, seen: Measurement) -> tuple[float | None, str]:
-        """Return the wanted batch size, None for the present one, and the reason."""
+        """Return the wanted batch size, or None for the current one, and the reason."""
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """Return True every `every_epochs`-th epoch, but not at a cap that it never leaves."""
+        """Return True every `every_epochs` epochs, unless the size stays at its cap for good."""
         return epoch % self.every_epochs == 0 and not (self.monotone and batch_size >= self.max_batch_size)
 
     def next(self, seen: Measurement) -> Decision:
-        """Return the proposal within the bounds; the present size in epochs without a decision."""
+        """Return the proposal within the bounds; the current size in epochs without a decision."""
         is_measured = seen.diversity is not None or self.measures(seen.epoch, seen.batch_size)
         if seen.epoch % self.every_epochs or not is_measured:
             return Decision(batch_size=seen.batch_size)
@@ -174,14 +174,14 @@ class Periodic(Capped):
 
 
 def clamp(proposal: float, cap: int, *, at_least: int = 1, multiple_of: int = 1) -> int:
-    """Return the allowed size nearest below `proposal`. The cap wins over the floor; both win over the multiple.
+    """Return the nearest allowed size below `proposal`. The cap wins over the floor; both win over the multiple.
 
     >>> clamp(1000.7, 4096, multiple_of=64), clamp(1000.7, 4096, at_least=2048), clamp(float("inf"), 4096)
     (960, 2048, 4096)
     """
-    # The cap wins: the present size of a rule that never shrinks must not carry a batch over it.
+    # The cap wins: the current size of a rule that never shrinks must not carry a batch over it.
     lowest = min(at_least, cap)
-    # Truncated and not rounded: this is how the paper's rule is read here.
+    # Truncated, not rounded: this is how we read the paper's rule.
     whole = int(min(max(proposal, lowest), cap))
     return max(whole - whole % multiple_of, lowest)
 
@@ -189,7 +189,7 @@ def clamp(proposal: float, cap: int, *, at_least: int = 1, multiple_of: int = 1)
 def decided(
     seen: Measurement, wanted: float | None, cap: int, *, at_least: int = 1, multiple_of: int = 1, reason: str
 ) -> Decision:
-    """Return `wanted` within the bounds, and the present size for None and NaN."""
+    """Return a decision for `wanted` within the bounds; for the current size if `wanted` is None or NaN."""
     if wanted is None:
         return Decision(batch_size=seen.batch_size, reason=reason)
     if math.isnan(wanted):
@@ -200,10 +200,10 @@ def decided(
 
 
 def times_first(seen: Measurement, factor: float, cap: int, reason: str) -> Decision:
-    """Return ceil(b0 * `factor`) within first batch and cap. `SpillOver` gives what is over the cap to the rate."""
+    """Return ceil(b0 * `factor`) within first batch and cap. `SpillOver` lowers the rate for the part above the cap."""
     first = seen.first_batch_size
     wanted = first * factor
-    # A rounding error above a whole number is no sample more.
+    # A rounding error above a whole number does not add a sample.
     wanted = float(math.ceil(wanted - 1e-9)) if math.isfinite(wanted) else wanted
     return decided(seen, wanted, cap, at_least=first, reason=reason)
 
@@ -226,11 +226,11 @@ def require_loss(policy: object, seen: Measurement) -> float:
 def wanted_size(diversity: Diversity, batch_size: int, rule: Callable[[float], float]) -> tuple[float | None, str]:
     """Apply `rule`, which grows with the noise scale, as far as the evidence allows; return its size and a remark.
 
-    A noise scale comes with an interval. If the sizes that the interval allows lie on both sides of the present one,
-    no change is justified: None, for the present size. If the interval has no upper end, ||G||^2 cannot be told from
-    zero; the value, a division by it, may then be anything, so the lower end is taken. Without a spread the value is
-    taken as it is, and a value that cannot be formed counts as infinite. With a spread, if no noise scale is ruled out
-    or most samples had to be left out, nothing changes, and the remark says why.
+    If the sizes for the noise scale's interval lie on both sides of the current size, no change is justified: the size
+    is None. If the interval has no upper end, ||G||^2 cannot be distinguished from zero, and dividing by it may give
+    any value; so the lower end is used. Without a spread the value is used as it is, and an undefined value counts as
+    infinite. If there is a spread, nothing changes if it excludes no noise scale, or if most samples were left out;
+    the remark gives the reason.
 
     >>> wanted_size(Diversity(0.02, 1.0, 50_000), 128, lambda noise_scale: 0.1 * (1 + noise_scale))
     (100.0, '')
@@ -239,7 +239,7 @@ def wanted_size(diversity: Diversity, batch_size: int, rule: Callable[[float], f
         return (rule(diversity.noise_scale), "") if diversity.is_defined else (math.inf, diversity.undefined_reason)
     ends = diversity.noise_scale_interval()
     low, high = map(rule, ends)
-    # The interval comes before the value: sizes on both sides of the present one justify no change.
+    # The interval is checked first: sizes on both sides of the current one justify no change.
     if low <= batch_size <= high or diversity.has_diverged:
         if ends == (0.0, math.inf):
             why = diversity.undefined_reason or "the estimates scatter too much"
@@ -252,7 +252,7 @@ def wanted_size(diversity: Diversity, batch_size: int, rule: Callable[[float], f
 
 def _range(diversity: Diversity, low: float, high: float) -> str:
     if diversity.spread is not None and not diversity.spread.bounds_below:
-        # Gradients of successive steps without momentum: moments cannot tell the weights' motion from noise.
+        # Without momentum, moments cannot separate the weights' motion from noise.
         return f"at most {high:.0f}, how far below only estimator='split' or 'per-sample' can tell here,"
     return f"between {low:.0f} and {high:.0f}" if high < math.inf else f"at least {low:.0f}"
 
@@ -267,15 +267,15 @@ def ratio(above: float, below: float) -> float:
 def in_multiples(
     policy: Policy, seen: Measurement, unit: int, *, at_most: float = math.inf, at_least: int = 1
 ) -> Decision:
-    """Return what `policy` decides, rounded down to a multiple of `unit`, but not to nothing.
+    """Return the policy's decision, rounded down to a multiple of `unit`, but not to zero.
 
-    A unit is a step's batches, or the samples of one pass. A step holds `at_most` samples and `at_least` units.
+    A unit is a step's batches, or the samples of a pass. A step has `at_most` samples and `at_least` units.
     """
-    # Rounded down: a policy's cap stays one. And no learning rate may follow a batch that does not exist.
+    # Rounded down, so that the policy's cap holds. The learning rate may not follow a batch that does not exist.
     decision = policy.next(seen)
     decision = (decision if decision.batch_size <= at_most else decision.at_most(int(at_most))).at_least(at_least)
     size = max(at_least, decision.batch_size // unit) * unit
-    if policy.moves_lr and size < decision.batch_size:  # asked again, for a learning rate that belongs to this size
+    if policy.moves_lr and size < decision.batch_size:  # decide again, for a learning rate that belongs to this size
         decision = replace(policy.next(replace(seen, largest_batch_size=size)), reason=decision.reason)
     reason = f"{decision.reason}; in multiples of {unit}".lstrip("; ")
     return decision if size == decision.batch_size else replace(decision, batch_size=size, reason=reason)

@@ -16,7 +16,7 @@ ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT%]?):(\d+)")
 
 @dataclass(frozen=True)
 class Fixed(Policy):
-    """The constant batch size of ordinary mini-batch SGD. It costs nothing and takes no argument.
+    """A constant batch size, as in ordinary mini-batch SGD. This policy costs nothing and has no arguments.
 
     >>> Fixed().next(Measurement(epoch=1, batch_size=128, dataset_size=50_000)).batch_size
     128
@@ -32,10 +32,10 @@ class Fixed(Policy):
 class AdaBatch(Capped):
     """AdaBatch (Devarakonda et al. 2018): the batch size times a factor every N epochs, up to a cap.
 
-    Two readings exist. The DiveBatch paper leaves the learning rate alone (`lr_decay=1.0`); the original AdaBatch
-    multiplies it by 0.75 at each doubling (`lr_decay=0.75`). At the cap neither changes any more. If more is wanted
-    than the data holds, the batch is as many whole first batches as fit, and the learning rate is multiplied by the
-    size over the wanted size, as in the original.
+    Two versions exist. The DiveBatch paper does not change the learning rate (`lr_decay=1.0`); the original AdaBatch
+    multiplies the rate by 0.75 at each doubling (`lr_decay=0.75`). At the cap neither changes any more. If the wanted
+    size exceeds the dataset, the batch is as many whole first batches as fit. The learning rate is then multiplied by
+    the size over the wanted size, as in the original.
 
     >>> AdaBatch(2048, lr_decay=0.75).next(Measurement(epoch=20, batch_size=128, dataset_size=50_000))
     Decision(batch_size=256, lr_factor=0.75, reason='epoch 20: times 2')
@@ -61,7 +61,7 @@ class AdaBatch(Capped):
         require_positive("factor", self.factor, above=1)
 
     def next(self, seen: Measurement) -> Decision:
-        # At least one sample more: a small factor of a small batch would truncate to no growth at all.
+        # At least one more sample: a small factor of a small batch would truncate to no growth at all.
         wanted = min(max(int(seen.batch_size * self.factor), seen.batch_size + 1), self.max_batch_size)
         most, first = seen.known_dataset_size, seen.first_batch_size
         grown = wanted if wanted <= most else most // first * first
@@ -73,11 +73,11 @@ class AdaBatch(Capped):
 
 @dataclass(frozen=True)
 class PadaDamp(Capped):
-    """PadaDamp (Sievert): b0 + rate * step, the growth of `AdaDamp` on a straight line.
+    """PadaDamp (Sievert): b0 + rate * step, a linear form of the growth of `AdaDamp`.
 
     Args:
         max_batch_size: The largest batch, in samples.
-        rate: Samples by which the batch grows with each step.
+        rate: The number of samples by which the batch grows with each step.
     """
 
     decides_within_epochs = True
@@ -128,17 +128,17 @@ class GeoDamp(Capped):
 
 @dataclass(frozen=True)
 class SampleSchedule(Policy):
-    """A timetable of batch sizes by samples seen, as in the training of large language models. A resume is exact.
+    """A timetable of batch sizes by samples seen, as in the training of large language models. Resuming is exact.
 
     >>> SampleSchedule("0:768 250B:1536", sequence_length=2048).entries()
     [(0, 768), (122070312, 1536)]
 
     Args:
         schedule: Entries "FROM:SIZE": from FROM on the batch size is SIZE, for instance "0:768 250B:1536". FROM counts
-            samples, or tokens; K, M, B and T are thousands to millions of millions. "75%:40" starts after three
-            quarters of `total_samples`.
-        sequence_length: Tokens of one sample, if FROM counts tokens.
-        total_samples: Samples of the whole training, for entries in percent.
+            samples or tokens; K, M, B and T stand for 10^3, 10^6, 10^9 and 10^12. "75%:40" starts after three quarters
+            of `total_samples`.
+        sequence_length: The number of tokens in a sample, if FROM counts tokens.
+        total_samples: The number of samples in the whole training, for entries in percent.
     """
 
     decides_within_epochs = True
@@ -168,7 +168,7 @@ class SampleSchedule(Policy):
         if match is None or int(match[3]) < 1:
             raise ArgumentError(f"entries must look like '0:768 250B:1536', got {text!r} in schedule={self.schedule!r}")
         whole, _, fraction = match[1].partition(".")
-        # In whole numbers: a fraction times a power of ten may, as a float, miss the sample it names.
+        # In whole numbers: as a float, a fraction times a power of ten may miss the sample.
         digits, places = int(whole + fraction), 10 ** len(fraction)
         if match[2] != "%":
             return digits * UNITS[match[2]] // places // self.sequence_length, int(match[3])

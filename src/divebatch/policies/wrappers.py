@@ -1,6 +1,6 @@
 """Wrappers around a policy, to damp changes, round sizes, or spread changes of the learning rate.
 
-Wrappers that change the size go inside those that move the learning rate: `WarmUp(Steady(NoiseScale(4096)))`.
+Put wrappers that change the size inside those that change the learning rate: `WarmUp(Steady(NoiseScale(4096)))`.
 """
 
 import math
@@ -17,7 +17,7 @@ _OF_THE_INNER = "needs estimator lr_coupling needs_lr_coupling adam_coupling mov
 
 @dataclass(frozen=True)
 class Around(Policy):
-    """A policy whose `next` changes another one's; everything else is the inner policy's."""
+    """A policy that changes the decisions of an inner policy; everything else is the inner policy's."""
 
     policy: Policy
 
@@ -32,7 +32,7 @@ class Around(Policy):
 
     @abstractmethod
     def next(self, seen: Measurement) -> Decision:
-        """Return the inner decision, changed."""
+        """Return the inner policy's decision, changed."""
 
     def measures(self, epoch: int, batch_size: int) -> bool:
         return self.policy.measures(epoch, batch_size)
@@ -41,7 +41,7 @@ class Around(Policy):
         self.policy.check_start(batch_size)
 
     def _inner(self, seen: Measurement) -> Decision:
-        # No larger than possible: it would be cut later, and what is made of it here must fit.
+        # Limited here: a later limit would not match the rest of the decision.
         return self.policy.next(seen).at_most(seen.largest_batch_size)
 
     def _require_free_size(self) -> None:
@@ -55,14 +55,14 @@ class Around(Policy):
 
 @dataclass(frozen=True)
 class Steady(Around):
-    """A policy that keeps a size for some decisions and leaves small changes out.
+    """A policy that keeps each size for some decisions and ignores small changes.
 
-    Each change costs recompiling and unsettles the optimizer.
+    Each change of size costs a recompilation and disturbs the optimizer.
 
     Args:
         policy: The inner policy.
-        dwell: The least number of decisions at one size: epochs, or every `every_steps` steps.
-        threshold: The least change, as a factor: 1.25 lets through a quarter more, or as much less.
+        dwell: The fewest decisions at one size: one an epoch, or one every `every_steps` steps.
+        threshold: The smallest change, as a factor: 1.25 allows changes by a quarter more, or as much less.
     """
 
     _: KW_ONLY
@@ -88,7 +88,7 @@ class Steady(Around):
 
 @dataclass(frozen=True)
 class _RoundedDown(Around):
-    """A wrapper that leaves few sizes. The present size stays if rounding would lead past it, or to nothing."""
+    """A policy that rounds sizes down; the current size stays if rounding would reverse the change or give zero."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +96,7 @@ class _RoundedDown(Around):
 
     @abstractmethod
     def rounded(self, size: int, seen: Measurement) -> int:
-        """Return the largest size it knows that is at most `size`; 0 for none."""
+        """Return the largest allowed size up to `size`; 0 if there is none."""
 
     def next(self, seen: Measurement) -> Decision:
         decision, now = self._inner(seen), seen.batch_size
@@ -108,10 +108,10 @@ class _RoundedDown(Around):
 
 @dataclass(frozen=True)
 class Rounded(_RoundedDown):
-    """A policy with sizes rounded down to multiples, for compilers: each new size costs them half a minute.
+    """A policy with sizes rounded down to multiples, since a compiler may take half a minute for each new size.
 
-    A rule that moves by small steps from the present size would not move. The present size stays if rounding would
-    lead past it, or to nothing.
+    A rule that changes the size in small steps would never change it. The current size stays if rounding would reverse
+    the change or give zero.
 
     Args:
         policy: The inner policy.
@@ -132,8 +132,8 @@ class Rounded(_RoundedDown):
 class Doublings(_RoundedDown):
     """A policy with the fewest sizes: the cap, and doublings and halvings of the first batch, rounded down.
 
-    A rule that moves by small steps from the present size would not move. `NoiseDoubling` and `AdaBatch` move by
-    doublings already.
+    A rule that changes the size in small steps would never change it. `NoiseDoubling` and `AdaBatch` already use
+    doublings.
 
     Args:
         policy: The inner policy.
@@ -150,10 +150,10 @@ class Doublings(_RoundedDown):
 
 @dataclass(frozen=True)
 class SpillOver(Around):
-    """A policy that turns what is wanted beyond the cap into a lower learning rate: lr times size over wanted.
+    """A policy that turns a wish for more than the cap into a lower learning rate: lr * size / wanted size.
 
-    lr / b then falls as if the batch had grown. When less is wanted again the rate comes back. Below the cap the rate
-    is left alone, also if sizes are rounded down.
+    lr / b then falls as if the batch had grown, and rises again with a smaller wish. Below the cap the rate does not
+    change, even if sizes are rounded down.
 
     Args:
         policy: The inner policy; it must have a `cap`.
@@ -170,15 +170,15 @@ class SpillOver(Around):
             )
 
     def measures(self, epoch: int, batch_size: int) -> bool:
-        """Measure at the cap too: the spill depends on it."""
-        # Some policies stop at the cap; they are asked as if below it.
+        """Return whether the epoch must be measured, as if below the cap: the spill depends on measurements."""
+        # Some policies stop at the cap, so they are asked as if below it.
         return self.policy.measures(epoch, 1) or self.policy.measures(epoch, batch_size)
 
     def next(self, seen: Measurement) -> Decision:
-        """Return the inner decision, with its spill relative to the present one."""
+        """Return the inner policy's decision, with its spill relative to the current spill."""
         decision = self._inner(seen)
         says_something = decision.unclamped is not None and math.isfinite(decision.unclamped)
-        unclamped = decision.unclamped if says_something else seen.history.unclamped  # else the spill in force stays
+        unclamped = decision.unclamped if says_something else seen.history.unclamped  # else the current spill stays
         assert self.policy.cap is not None
         cap = min(self.policy.cap, seen.dataset_size or self.policy.cap)
         spill = _spill(decision.batch_size, unclamped, cap)
@@ -188,7 +188,7 @@ class SpillOver(Around):
 
 
 def _spill(batch_size: int, unclamped: float | None, cap: int) -> float:
-    # Less than a sample over is rounding, and so is a size below a cap that the wish does not reach.
+    # Less than one sample above the cap is rounding, and so is a size below a cap that the wish does not reach.
     if unclamped is None or unclamped < max(cap, batch_size) + 1:
         return 1.0
     return batch_size / unclamped
@@ -196,11 +196,11 @@ def _spill(batch_size: int, unclamped: float | None, cap: int) -> float:
 
 @dataclass(frozen=True)
 class WarmUp(Around):
-    """A policy whose learning rate, after a growth, reaches the value of the coupling over some decisions.
+    """A policy whose learning rate reaches the coupling's value over several decisions after the batch has grown.
 
     Args:
         policy: The inner policy.
-        epochs: The number of decisions until then: epochs, or every `every_steps` steps.
+        epochs: The number of decisions until the rate is reached: one an epoch, or one every `every_steps` steps.
         power: The power of the batch size that the coupling follows: 1 for the linear one, 0.5 for the square root.
     """
 
@@ -221,7 +221,7 @@ class WarmUp(Around):
 def ramped(decision: Decision, seen: Measurement, *, decisions: int, power: float) -> Decision:
     """Return `decision` with a learning rate that reaches its value `decisions` decisions after a growth.
 
-    The factor pays out a part of what the rate still lacks since the last growth, and holds back what this one adds.
+    The factor adds part of what the rate still lacks since the last growth, and holds back what this growth adds.
     """
     left = max(0, decisions - (seen.history.decisions_at_size - 1))
     grown = max(1.0, seen.batch_size / (seen.history.previous_batch_size or seen.batch_size))
