@@ -91,7 +91,7 @@ def make_trainer(run: "Run") -> Trainer:
 
 
 def _make_loader(run: "Run", split: DataSplit, clock: Clock) -> RunLength:
-    """Make the loader, whose epochs are passes or parts of one pass; return the run's length, which holds the loader."""
+    """Make the loader, whose epochs are passes or parts of one pass; return the run's length with the loader."""
     experiment, size = run.experiment, run.method.batch_size
     if not experiment.one_pass:
         loader = split.loader(size, seed=run.seed)

@@ -45,7 +45,7 @@ class Recording:
         # A replay reads and writes the addresses it was recorded with, so its inputs need a fixed place.
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._graph = torch.cuda.CUDAGraph()
-        waiting = {name: parameter.grad for name, parameter in parameters.items()}  # gradients of the batch's earlier parts
+        waiting = {name: parameter.grad for name, parameter in parameters.items()}  # from the batch's earlier parts
         try:
             for parameter in parameters.values():
                 parameter.grad = None  # so that the recording writes gradients instead of adding
@@ -61,7 +61,7 @@ class Recording:
                 parameter.grad = waiting[name]
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run the pass on new data without touching parameters' gradients; return the loss, valid until the next replay."""
+        """Replay the pass on new data; return the loss, valid until the next replay. Parameters keep their gradients."""
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)
         self._graph.replay()
@@ -126,9 +126,9 @@ class GraphedPasses:
         """The token of each variant's last pass kernel by kernel."""
 
     def expect(self, full_size: int, batch_size: int) -> None:
-        """Expect full passes of `full_size` samples, which are parts of batches of `batch_size`, or all of one.
+        """Expect full passes of `full_size` samples from batches of `batch_size`.
 
-        With another batch size, recordings of passes of other sizes are dropped.
+        If the batch size has changed, drop the recordings of passes of other sizes.
         """
         if batch_size != self._batch_size:
             self._keep(lambda variant, _: variant[0] == full_size)

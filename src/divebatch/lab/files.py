@@ -71,7 +71,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def _open_locked(path: Path, *, wait: bool) -> TextIO | None:
-    """Return the locked file, whose lock ends when it is closed; None: another process removed the file meanwhile."""
+    """Return the locked file, whose lock ends when the file is closed; None: another process removed the file."""
     file = path.open("a")
     try:
         # POSIX locks, not flock: forked children inherit a flock and hold it after the parent was killed.
@@ -80,7 +80,7 @@ def _open_locked(path: Path, *, wait: bool) -> TextIO | None:
         file.close()
         raise BlockingIOError from None
     except OSError as error:
-        words = "the system cannot lock '%s' (%s): see to it that no other command works on the same"
+        words = "the system cannot lock '%s' (%s): make sure that no other command works on the same"
         logger.warning(words, path, error.strerror)
         return file
     with suppress(FileNotFoundError):

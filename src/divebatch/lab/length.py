@@ -40,9 +40,9 @@ class RunLength:
     """Number of completed parts. One batch may complete several, of which only the last is recorded."""
 
     def fraction(self) -> float:
-        """Return the part of the run that will be over after the next batch, from 0 to 1.
+        """Return the fraction of the run that will be over after the next batch, from 0 to 1.
 
-        At the end of that batch and not at its beginning, so that the last step reaches 1, whatever its size.
+        The batch's end counts, not its beginning, so that the last step reaches 1, whatever its size.
         """
         by_samples = (self.loader.samples_delivered + self.loader.batch_size) / self.samples
         by_seconds = 0.0 if self.seconds is None else self.clock.train_seconds / self.seconds

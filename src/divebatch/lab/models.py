@@ -125,7 +125,7 @@ def imagenet_stem(channels: int, norm: Norm) -> nn.Module:
 
 
 def resnet18(num_classes: int, *, norm: Norm = nn.BatchNorm2d, stem: Stem = small_stem) -> ResNet:
-    """Build a ResNet with 64 to 512 channels, two blocks a stage: 11 173 962 parameters for small images, 10 classes."""
+    """Build a ResNet with 64 to 512 channels, two blocks a stage: 11 173 962 parameters for 10 classes."""
     return ResNet(stem(64, norm), (64, 128, 256, 512), 2, num_classes, norm)
 
 
