@@ -494,7 +494,7 @@ class BranchTrainer:
         step = trainer.step.under(BatchPlan)
         with device_settings(trainer.options.precision, trainer.clock.device):
             batches = islice(self._full_batches(branch), branch.steps)
-            losses = [step(batch).clone() for batch in batches]  # a replayed pass always writes its loss to the same place
+            losses = [step(batch).clone() for batch in batches]  # replays write the loss to one place
         return [loss * self.metric.loss_factor for loss in torch.stack(losses).tolist()]
 
     def evaluate(self) -> float:

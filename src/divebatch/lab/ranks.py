@@ -228,7 +228,7 @@ def _shard(model: nn.Module, ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))  # the default is a GPU, if there is one
+    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))  # the default would be a GPU
     for child in model.children():
         for part in child if isinstance(child, nn.Sequential) else [child]:
             if any(True for _ in part.parameters()):
