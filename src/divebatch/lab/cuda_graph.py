@@ -61,7 +61,7 @@ class Recording:
                 parameter.grad = waiting[name]
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Replay the pass on new data, leaving parameters' gradients alone; return the loss, valid until the next replay."""
+        """Replay the pass on new data without touching parameters; return the loss, valid until the next replay."""
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)
         self._graph.replay()

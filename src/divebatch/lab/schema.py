@@ -265,7 +265,7 @@ def _toml_value(text: str) -> Any:
     except tomllib.TOMLDecodeError as error:
         if re.fullmatch(r"[\w./+-]+", text):  # a shell removes quotes
             return text
-        raise ArgumentError(f"{text!r} is not a TOML value: {error}") from error
+        raise ArgumentError(f"{text!r} is no value of TOML: {error}") from error
 
 
 def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:

@@ -48,7 +48,7 @@ def _checker(cls: Any) -> type[BaseModel]:
 
 def _first_problem(error: ValidationError, cls: type[Any]) -> str:
     problem = error.errors(include_url=False)[0]
-    place = ".".join(str(word) for word in problem["loc"] if "[" not in str(word))  # without the alternatives of a union
+    place = ".".join(str(word) for word in problem["loc"] if "[" not in str(word))  # without a union's alternatives
     if problem["type"] == "extra_forbidden":
         return unknown("key", place, (entry.name for entry in fields(cls)))
     if problem["type"] == "missing":

@@ -147,7 +147,7 @@ class _Worker(threading.Thread):
                         self._messages.put((index, kind, content))
                 except Exception as error:
                     cause, line = error, None
-                    if isinstance(error, EOFError | OSError) and self._process is not None:  # the process at the other end died
+                    if isinstance(error, EOFError | OSError) and self._process is not None:  # the process died
                         self._process.join()
                         cause = WorkerError(_cause_of_death(self._process.exitcode))
                     self._messages.put((index, "end", cause))
