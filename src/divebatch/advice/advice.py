@@ -1,8 +1,8 @@
-"""An advice: the measurements, and the batch size, learning rate, cap and policy that follow from them. No torch here.
+"""Advice: a batch size, learning rate, cap and policy that follow from measurements. No torch here.
 
 With noise scale B a batch of b samples needs 1 + B/b times the fewest possible steps (McCandlish et al. 2018), each at
 the learning rate that suits it. A step takes t(b) seconds, so the same progress takes (1 + B/b) * t(b). With
-t(b) = fixed + b * per_sample that is least at b = sqrt(B * fixed / per_sample).
+t(b) = fixed + b * per_sample this product is least at b = sqrt(B * fixed / per_sample).
 """
 
 import math
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SLACK = 0.05
-"""A batch that takes at most this part longer than the best is as good; the smallest of several is taken."""
+"""Fraction by which a batch may take longer than the best and still be as good; the smallest of these is chosen."""
 MOST_APART = 4
-"""The largest factor between the batch sizes for both ends of the noise scale's interval of a clear advice."""
+"""Largest factor between the batch sizes for the two ends of the noise scale's interval if advice is clear."""
 MOST_MISFIT = 0.25
-"""The part by which a step's time may be off a straight line for the line to be used."""
+"""Largest fraction by which a step's time may miss the straight line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class NoiseEstimate:
 
 @dataclass(frozen=True, slots=True)
 class NoiseCourse:
-    """The noise scale along the run, stretch by stretch, and over its second half: `now`."""
+    """The noise scale in each stretch of the run, and `now`, over the run's second half."""
 
     stretches: tuple[NoiseEstimate, ...]
     now: NoiseEstimate
@@ -57,7 +57,7 @@ class StepTimes:
 
     measured: tuple[tuple[int, float], ...]
     stopped: str = ""
-    """Why no larger size was timed."""
+    """The reason why no larger size was timed."""
 
     def __post_init__(self) -> None:
         for size, seconds in self.measured:
@@ -71,26 +71,26 @@ class StepTimes:
         return tuple(size for size, _ in self.measured)
 
     def line(self) -> tuple[float, float]:
-        """Return (fixed, per_sample) of t(b) = fixed + b * per_sample, as `step_line` fits it."""
+        """Return (fixed, per_sample) of t(b) = fixed + b * per_sample, fitted by `step_line`."""
         return step_line(self.measured)
 
     @property
     def misfit(self) -> float:
-        """Return the largest part by which a time is off the line."""
+        """Return the largest fraction by which a time misses the line."""
         fixed, per_sample = self.line()
         return max(abs(fixed + size * per_sample - seconds) / seconds for size, seconds in self.measured)
 
     @property
     def balance(self) -> float:
-        """Return the samples whose own time equals a step's fixed cost: a smaller batch leaves the device idle."""
+        """Return the samples that take as long as a step's fixed cost; smaller batches leave the device idle."""
         fixed, per_sample = self.line()
         return fixed / per_sample if per_sample else math.inf
 
 
 def time_to_progress(times: StepTimes, noise_scale: float) -> dict[int, float]:
-    """Return the time to the same progress at each batch size, in units of the best.
+    """Return the time to the same progress at each batch size, relative to the best.
 
-    An infinite noise scale leaves samples a second alone.
+    If the noise scale is infinite, only samples per second count.
 
     >>> time_to_progress(StepTimes(((1, 1.0), (10, 1.0))), 10.0)
     {1: 5.5, 10: 1.0}
@@ -102,14 +102,14 @@ def time_to_progress(times: StepTimes, noise_scale: float) -> dict[int, float]:
 
 
 def good_size(times: StepTimes, noise_scale: float) -> int:
-    """Return the smallest batch size that takes at most `SLACK` longer to the same progress than the best one."""
+    """Return the smallest batch size whose time to the same progress is within `SLACK` of the best."""
     return next(size for size, time in time_to_progress(times, noise_scale).items() if time <= 1 + SLACK)
 
 
 def lr_factor(batch_size: int, reference: int, noise_scale: float, *, adaptive: bool = False) -> float:
-    """Return the factor of the learning rate from the `reference` batch, (1 + B/b_ref) / (1 + B/b).
+    """Return the learning rate over that of the `reference` batch size, (1 + B/b_ref) / (1 + B/b).
 
-    It is almost linear below the noise scale and flat above; for Adam-like optimizers it is the square root of that.
+    This factor is almost linear below the noise scale and flat above. Adam-like optimizers use its square root.
 
     >>> lr_factor(64, 32, float("inf")), lr_factor(64, 32, 0.0), lr_factor(64, 32, 64.0)
     (2.0, 1.0, 1.5)
@@ -122,15 +122,15 @@ def lr_factor(batch_size: int, reference: int, noise_scale: float, *, adaptive: 
 class Advice:
     """A batch size and learning rate to start with, a cap, a policy, and the measurements they follow from.
 
-    `str(advice)` says it in words; `advice.draw()` is the picture.
+    `str(advice)` puts the advice into words; `advice.draw()` draws a figure.
 
     Args:
         noise: The noise scale along the run, in samples, and at its end.
         times: The seconds of a step at each batch size that was timed.
-        reference_batch_size: The size that your learning rate belongs to, and at which noise was measured.
-        reference_lr: Your learning rate; None: no optimizer was given.
+        reference_batch_size: The size your learning rate was chosen for; noise was measured at this size.
+        reference_lr: Your learning rate. None: no optimizer was given.
         adaptive: Whether the optimizer is Adam-like.
-        dataset_size: The number of samples; None for a stream.
+        dataset_size: The number of samples. None: the data is a stream.
         device: The device on which steps were timed.
     """
 
@@ -149,19 +149,19 @@ class Advice:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether the measurement is sure enough for an advice."""
+        """Return whether the measurement is precise enough for advice."""
         low, high = self.batch_size_range
         return self.noise.now.value is not None and high <= MOST_APART * low
 
     @property
     def batch_size(self) -> int | None:
-        """Return the smallest batch size that reaches the same progress about as fast as any; None: not clear."""
+        """Return the smallest batch size that progresses about as fast as any; None: the advice is unclear."""
         value = self.noise.now.value
         return good_size(self.times, value) if self.is_clear and value is not None else None
 
     @property
     def lr_factor(self) -> float | None:
-        """Return the factor of your learning rate; None: not clear."""
+        """Return the factor for your learning rate; None: the advice is unclear."""
         size, value = self.batch_size, self.noise.now.value
         if size is None or value is None:
             return None
@@ -169,23 +169,23 @@ class Advice:
 
     @property
     def lr(self) -> float | None:
-        """Return the learning rate to start with; None: not clear, or no optimizer was given."""
+        """Return the learning rate to start with; None: the advice is unclear, or no optimizer was given."""
         factor = self.lr_factor
         return None if factor is None or self.reference_lr is None else self.reference_lr * factor
 
     @property
     def max_batch_size(self) -> int:
-        """Return the size at which growth stops paying, however large the noise: no more samples a second."""
+        """Return the batch size above which samples per second no longer rise, so that growth stops paying."""
         return max(good_size(self.times, math.inf), self.batch_size or 1)
 
     @property
     def lr_coupling(self) -> Literal["linear", "sqrt"]:
-        """Return the coupling of the learning rate to the batch size from there on."""
+        """Return the coupling of learning rate and batch size for further growth."""
         return "sqrt" if self.adaptive else "linear"
 
     @property
     def policy(self) -> Policy | None:
-        """Return `Auto` up to the cap; `Fixed` if nothing is gained by growth; None: not clear."""
+        """Return `Auto` up to the cap, or `Fixed` if growth gains nothing; None: the advice is unclear."""
         if self.batch_size is None:
             return None
         return Auto(self.max_batch_size) if self.max_batch_size > self.batch_size else Fixed()
@@ -196,7 +196,7 @@ class Advice:
         return in_words(self)
 
     def draw(self) -> "Figure":
-        """Return the picture, as a figure of matplotlib: save it with `savefig`. Needs the extra `report`."""
+        """Draw the advice as a matplotlib figure; needs the extra `report`."""
         from divebatch.advice.plot import draw_advice
 
         return draw_advice(self)

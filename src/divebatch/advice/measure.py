@@ -1,4 +1,4 @@
-"""Measure noise and step times on copies of model, optimizer and loader: `advise`."""
+"""Measure noise and step times on copies of model, optimizer and loader."""
 
 import copy
 import math
@@ -26,31 +26,31 @@ from divebatch.measurement import Diversity, Spread
 from divebatch.norms.meter import batch_pair
 
 LossFn = Callable[[Any, Any], Tensor]
-"""A function of the model's outputs and the targets; it returns the mean loss over the samples."""
+"""A function of the model's outputs and the targets that returns the mean loss over samples."""
 Step = Callable[[Any], Tensor]
-"""A training step on one batch (inputs, targets); it returns the mean loss at the weights before the step."""
+"""A training step on one batch (inputs, targets), which returns the mean loss at the weights before the step."""
 MakeStep = Callable[[nn.Module, Optimizer, int, Estimator | None], Step]
 """A builder of the step for a copy of the model, its optimizer, a batch size and an estimator.
 
-The estimator watches the backward passes: the step makes at least its `min_micro_batches` of them. It is None while
-steps are timed.
+The estimator watches the backward passes; a step makes at least `estimator.min_micro_batches` of them. None: steps are
+timed.
 """
 OnTime = Callable[[int, float], None]
-"""A function that gets each batch size and the seconds of its step."""
+"""A callback with each batch size and the seconds of its step."""
 
 PRECISIONS = ("fp32", "bf16")
 STRETCHES = 6
-"""Parts of the short run; the second half of them counts."""
+"""Number of equal stretches of the short run, of which the second half counts."""
 LEAST_STEPS = 24
-"""Steps of the short run; fewer show nothing."""
+"""Fewest steps of the short run."""
 LEAST_SIZE, MOST_SIZE = 8, 2**16
-"""Bounds of the batch sizes that are timed if none are named."""
+"""Smallest and largest batch size that is timed by default."""
 WARM, LEAST, MOST = 2, 5, 30
-"""Steps before any is timed (the first ones choose kernels, allocate or compile), and bounds of the number timed."""
+"""Untimed first steps, which choose kernels, allocate or compile, and the bounds of the number of timed steps."""
 ENOUGH = 0.3
-"""Seconds after which no more than the least are timed."""
+"""Seconds of timing after which `LEAST` steps are enough."""
 MOST_VARIANTS = 256
-"""Batch sizes for which the compiler may make code."""
+"""Most batch sizes that the compiler may compile for."""
 
 
 def advise(
@@ -73,29 +73,29 @@ def advise(
     on_time: OnTime | None = None,
     seed: int = 0,
 ) -> Advice:
-    """Measure the noise scale over a short run and the time of a step against its batch size; advise from both.
+    """Advise from the noise scale over a short run and the time of a step at each batch size.
 
-    Everything runs on copies: model, optimizer, loader and torch's random numbers stay as they are.
+    Everything runs on copies: model, optimizer, loader and torch's random state remain unchanged.
 
     Args:
         model: The model to train.
         loss_fn: `loss_fn(model(inputs), targets)`, a mean over samples.
         dataset: A Dataset, a DataLoader or an AdaptiveLoader whose batches are pairs (inputs, targets).
-        optimizer: The model's, with the learning rate that suits `batch_size`. None: the weights stay as they are, and
-            the advice on the learning rate is a factor.
-        batch_size: The batch size that learning rate belongs to; by default the loader's. The short run uses both.
-        batch_sizes: The sizes to time; by default powers of two, until memory or the data ends.
-        device: The device to run on; by default the model's.
+        optimizer: The model's optimizer, with the learning rate that suits `batch_size`. None: the weights remain
+            unchanged, and the advice on the learning rate is a factor.
+        batch_size: The batch size that suits the learning rate; the short run uses both. None: the loader's.
+        batch_sizes: The sizes to time. None: powers of two, until memory or the data ends.
+        device: The device to run on. None: the model's.
         steps: Optimizer steps of the short run.
         estimator: The estimator of the noise: "split", "moments" or "per-sample" (not for models with BatchNorm).
-        lr_coupling: The course of the learning rate with the batch size: "linear" as for SGD, "sqrt" as for Adam-like
-            optimizers; by default the one that suits the optimizer, which must then be one of torch's.
-        precision: "fp32", or "bf16" for a forward pass under autocast. TF32 is as your torch settings have it.
-        compile: Whether the step goes through torch.compile.
-        make_step: Builds another training step than a plain one. It then takes care of precision and compiling;
-            `compile` must still say whether it compiles.
-        timing_seconds: Most seconds for timing; warming up and compiling are not counted.
-        step_seconds: Gives the seconds of a step of a batch size, in place of timing: for instance for other hardware.
+        lr_coupling: The learning rate's dependence on the batch size: "linear" as for SGD, "sqrt" as for Adam-like
+            optimizers. None: the coupling that suits the optimizer, which must be one of torch's.
+        precision: "fp32", or "bf16" for a forward pass under autocast. TF32 follows your torch settings.
+        compile: Whether to compile the step with torch.compile.
+        make_step: Builds your own training step, which handles precision and compilation itself; `compile` must still
+            say whether the step compiles. None: a plain step.
+        timing_seconds: Most seconds for timing, without warm-up and compilation.
+        step_seconds: Gives the seconds of a step at a batch size, for instance on other hardware. None: time steps.
         on_time: Called with each batch size and the seconds of its step as soon as they are known.
         seed: The seed of the data's order and of the model's random numbers.
     """
@@ -137,12 +137,12 @@ def advise(
     )
 
 
-# The user's own objects: copied, or put back
+# The user's own objects: copied, or restored
 
 
 @contextmanager
 def _surroundings(data: Any, seed: int, device: torch.device, *, compile: bool) -> Iterator[None]:
-    """Let random numbers follow from the seed, and the compiler make code for every size; put a loader back on exit."""
+    """Seed torch and let it compile for many sizes; restore its settings and the loader on exit."""
     variants: Any = nullcontext()
     if compile:
         from torch._dynamo import config  # takes a second to import, and only compiled steps need it
@@ -168,10 +168,10 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
 
 
 def _copied(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[nn.Module, Optimizer]:
-    """Copy both to the device, in training mode. Without an optimizer the copy's leaves the weights as they are."""
+    """Copy model and optimizer to the device, in training mode; None: an optimizer that changes no weights."""
     try:
-        twin, driver = copy.deepcopy((model, optimizer))  # in one go: the copy's optimizer has the copy's parameters
-    except Exception as error:  # a model of the user's own may refuse in any way
+        twin, driver = copy.deepcopy((model, optimizer))  # together: the copied optimizer needs the copied parameters
+    except Exception as error:  # a user's model may raise anything
         raise ArgumentError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and measuring must not change "
             f"your own: pass a model that copy.deepcopy takes"
@@ -179,7 +179,7 @@ def _copied(model: nn.Module, optimizer: Optimizer | None, device: torch.device)
     twin.to(device).train()
     if driver is None:
         return twin, torch.optim.SGD(twin.parameters(), lr=0.0)
-    driver.load_state_dict(driver.state_dict())  # moves its memory to the device
+    driver.load_state_dict(driver.state_dict())  # moves its state to the device
     return twin, driver
 
 
@@ -187,7 +187,7 @@ def _loader_of(data: Any, batch_size: int | None, seed: int) -> AdaptiveLoader:
     if isinstance(data, AdaptiveLoader):
         loader = data
     elif isinstance(data, DataLoader):
-        # Samplers may have a generator of their own, which must not move on.
+        # A sampler may have its own generator, which must not advance.
         twin, shared = copy.copy(data), {id(data.dataset): data.dataset}
         parts = {name: vars(data)[name] for name in ("sampler", "batch_sampler", "generator")}
         vars(twin).update(copy.deepcopy(parts, shared))
@@ -202,7 +202,7 @@ def _loader_of(data: Any, batch_size: int | None, seed: int) -> AdaptiveLoader:
         raise ArgumentError("batch_size must be at least 2: noise shows only between parts of a batch")
     if loader.dataset_size is not None and loader.batch_size > loader.dataset_size:
         raise ArgumentError(f"batch_size={loader.batch_size} is more than the {loader.dataset_size} samples there are")
-    loader.set_epoch(loader.epoch)  # one that was left within an epoch would count its samples back
+    loader.set_epoch(loader.epoch)  # a loader left within an epoch would count its samples back
     return loader
 
 
@@ -257,14 +257,14 @@ def _mean_loss(model: nn.Module, loss_fn: LossFn, is_bf16: bool, inputs: Any, ta
 
 
 _compiled = cache(partial(torch.compile, dynamic=False))
-"""Compile once for all steps of a process, so that a size that was compiled is not compiled again."""
+"""The compiled loss, shared by all steps of a process so that each size is compiled once."""
 
 
 # Noise
 
 
 def measure_noise(step: Step, batches: Iterator[Any], estimator: Estimator, *, steps: int) -> NoiseCourse:
-    """Train for `steps` steps, under the eyes of an estimator that is bound."""
+    """Train for `steps` steps, watched by a bound estimator, and return the noise scale's course."""
     found, points, done = list[Diversity](), list[NoiseEstimate](), 0
     for index in range(STRETCHES):
         end = steps * (index + 1) // STRETCHES
@@ -272,11 +272,11 @@ def measure_noise(step: Step, batches: Iterator[Any], estimator: Estimator, *, s
         try:
             for number in range(done, end):
                 loss = step(next(batches))
-                # Only at the ends of a stretch: reading a loss waits for the device.
+                # Checked only at the ends of a stretch: reading a loss waits for the device.
                 if number in (done, end - 1) and not math.isfinite(float(loss)):
                     raise DivergedError(
                         f"the loss is {float(loss)} after {number} steps: this learning rate is too large for this "
-                        f"batch size, so there is nothing to start from. Pass a smaller one"
+                        f"batch size. Pass a smaller one"
                     )
             found.append(estimator.finish())
         finally:
@@ -288,9 +288,9 @@ def measure_noise(step: Step, batches: Iterator[Any], estimator: Estimator, *, s
 
 
 def pooled(diversities: Sequence[Diversity]) -> Diversity:
-    """Return the mean of independent estimates, weighed by samples.
+    """Return the mean of independent estimates, weighted by samples.
 
-    Numerator and denominator are averaged apart, so without bias.
+    Numerator and denominator are averaged separately, which avoids bias.
     """
     total = sum(each.num_samples for each in diversities)
     parts = [each.num_samples / total for each in diversities]
@@ -315,7 +315,7 @@ def pooled(diversities: Sequence[Diversity]) -> Diversity:
 
 
 def _sizes(wanted: Sequence[int] | None, reference: int, dataset_size: int | None) -> list[int]:
-    """Return the sizes to time. The reference is always among them, so that the gain over it can be said."""
+    """Return the sizes to time, which include the reference so that the gain over it is known."""
     if wanted is None:
         most = min(dataset_size or MOST_SIZE, MOST_SIZE)
         wanted = [2**power for power in range(most.bit_length()) if 2**power >= LEAST_SIZE]
@@ -332,7 +332,7 @@ def _sizes(wanted: Sequence[int] | None, reference: int, dataset_size: int | Non
 def _steps_to_time(
     make_step: MakeStep, model: nn.Module, optimizer: Optimizer, batch: Any, device: torch.device
 ) -> Callable[[int], Callable[[], None]]:
-    """Return what prepares a whole step of a size. The learning rate is zero, which takes as long."""
+    """Return a function that prepares a step of a given size; the learning rate is zero, which takes as long."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * 0
 
@@ -358,10 +358,10 @@ def time_steps(
     on_time: OnTime | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes:
-    """Time sizes in turn until one does not fit into memory or the next would go over `budget` seconds.
+    """Time sizes in turn until memory is full or the next size would exceed `budget` seconds.
 
-    `prepare(size)` gives a step, which must have ended when it returns: on a GPU it waits. Steps that warm a size up
-    are not counted: compiling takes long at every size, and the small ones would leave nothing for the large.
+    `prepare(size)` returns a step, which on a GPU waits until its kernels have ended. Warm-up steps do not count:
+    compiling takes long at each size, so small sizes would use up the budget.
     """
     spent, measured, stopped = 0.0, list[tuple[int, float]](), "the largest asked for"
     for size in sizes:

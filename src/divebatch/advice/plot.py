@@ -1,4 +1,4 @@
-"""Draw an advice as one picture. Matplotlib is imported only when something is drawn."""
+"""Draw advice as one figure; matplotlib is imported only if something is drawn."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -97,7 +97,7 @@ def _size_axis(axes: "Axes", advice: Advice) -> None:
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Show digits, also if a log axis spans less than a power of ten."""
+    """Label the axis in plain digits, even if a log axis spans less than a power of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=9))

@@ -1,4 +1,4 @@
-"""Say an advice in plain sentences, the answer first."""
+"""Put advice into plain sentences, the answer first."""
 
 import math
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from divebatch.policies import Fixed
 
 
 def in_words(advice: Advice) -> str:
-    """Say what to start with, then what was measured, then why."""
+    """Return the recommended start, the measurements and the reasons, in this order."""
     return "\n".join([_answer(advice), _noise(advice), _time(advice), *_reasons(advice), _growth(advice)])
 
 
 def step_in_words(batch_size: int, seconds: float) -> str:
-    """Say how long a step of one size takes."""
+    """Return a line on the time of a step at one batch size."""
     return f"batch {batch_size}: {_seconds(seconds)} a step, {_rate(batch_size / seconds)} samples a second"
 
 

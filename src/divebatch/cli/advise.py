@@ -16,14 +16,14 @@ def advise(
         typer.Argument(help="An experiment, a TOML file, or module:function that returns model, loss_fn, dataset, ..."),
     ],
     method: Annotated[
-        str | None, typer.Option(help="Method whose batch size and rate an experiment uses; its baseline by default.")
+        str | None, typer.Option(help="Method whose batch size and rate to use; the baseline by default.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=2, help="Batch size that the learning rate belongs to.")] = None,
     batch_sizes: Annotated[str | None, typer.Option(help="Sizes to time: 32,64,128; powers of two by default.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of the short run that shows the noise.")] = 300,
-    timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing; warming up is not counted.")] = 60.0,
+    timing_seconds: Annotated[float, typer.Option(help="Most seconds for timing, without the warm-up.")] = 60.0,
     estimator: Annotated[
-        str, typer.Option(help="Noise by split, moments or per-sample (not for BatchNorm).")
+        str, typer.Option(help="Estimator of the noise: split, moments or per-sample (not for BatchNorm).")
     ] = "split",
     data_dir: common.DataDir = Path("data"),
     device: common.Device = "cpu",
@@ -32,8 +32,11 @@ def advise(
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/advice"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")] = False,
 ) -> None:
-    """Say which batch size and learning rate to start with here, where growth stops paying, and why."""
-    # Here and not above: torch takes seconds, and help must not.
+    """Recommend a batch size and learning rate to start with.
+
+    Also say at which size growth stops paying on this device, and why.
+    """
+    # Imported here: torch takes seconds, and help must not.
     from divebatch.advice.plot import CAPTION
     from divebatch.advice.text import step_in_words
     from divebatch.lab import get_experiment

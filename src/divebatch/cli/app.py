@@ -1,4 +1,4 @@
-"""The application: its commands, and how errors leave it (0 done, 1 failed, 2 wrong use)."""
+"""The application with its commands; exit codes are 0 (done), 1 (failed) and 2 (wrong use)."""
 
 from typing import Annotated
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its tables cut the names of options at 80 columns
+    rich_markup_mode=None,  # rich's tables cut option names at 80 columns
 )
 
 
@@ -35,7 +35,7 @@ def _show_version(is_wanted: bool) -> None:
 @app.callback()
 def divebatch(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Train PyTorch models with the batch size their gradients ask for."""

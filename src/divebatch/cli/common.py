@@ -1,4 +1,4 @@
-"""What several commands share: options, ends with one message and an exit code, tables and files of results."""
+"""Options, exits, tables and result files that several commands share."""
 
 import json
 import os
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 ExperimentName = Annotated[str, typer.Argument(help="Name, as `divebatch list` shows it, or a TOML file.")]
 DataDir = Annotated[
-    Path, typer.Option(envvar="DIVEBATCH_DATA", help="Folder that holds cifar-10-batches-py and its like.")
+    Path, typer.Option(envvar="DIVEBATCH_DATA", help="Folder with datasets such as cifar-10-batches-py.")
 ]
 Device = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, mps, or auto: a GPU if there is one.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change the file: training.precision=bf16, model.kind=resnet20; may be repeated."),
+    typer.Option("--set", help="Change a setting: training.precision=bf16, model.kind=resnet20; may be repeated."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 
 
 def chosen_device(device: str) -> str:
-    """Return the device that an option means; raise for one that is unknown or not there.
+    """Return the device that an option names; raise if the device is unknown or missing.
 
-    `auto` is an NVIDIA or AMD GPU or the CPU. Apple's GPUs (mps) know no float64, which norms are summed in, so they
-    are taken only by name.
+    `auto` means an NVIDIA or AMD GPU, or else the CPU. Apple's GPUs (mps) lack float64, in which norms are summed, so
+    `auto` never chooses them.
     """
-    import torch  # seconds, which the command's help must not take
+    import torch  # takes seconds, and help must not
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,25 +58,25 @@ def chosen_device(device: str) -> str:
 
 
 def comma_separated(text: str | None) -> list[str]:
-    """Return the words of a list such as `a,b`, each once; none if the option was left out."""
+    """Split a list such as `a,b` into its distinct words; None: no words."""
     return list(dict.fromkeys(word.strip() for word in text.split(","))) if text is not None else []
 
 
 def whole_numbers(option: str, text: str | None) -> tuple[int, ...]:
-    """Return the numbers of a list such as `1,2,4`; none if the option was left out."""
+    """Parse a list such as `1,2,4`; None: no numbers."""
     try:
         return tuple(int(word) for word in comma_separated(text))
     except ValueError as error:
         raise ArgumentError(f"{option} must be whole numbers such as 1,2,4, got {text!r}") from error
 
 
-# Ends without a traceback
+# Exits without a traceback
 
 FAILED, WRONG_USE = 1, 2
 
 
 def leave(message: str, code: int, *, is_own: bool = False) -> typer.Exit:
-    """Print `message` to stderr, of several ranks on the first one only unless it `is_own`; raise what comes back."""
+    """Print a message on the first rank, or on this rank if the message `is_own`; return the exit to raise."""
     if is_own or os.environ.get("RANK", "0") == "0":
         typer.echo(f"divebatch: {message}", err=True)
     return typer.Exit(code)
@@ -84,7 +84,7 @@ def leave(message: str, code: int, *, is_own: bool = False) -> typer.Exit:
 
 @contextmanager
 def errors_exit_with(code: int) -> Iterator[None]:
-    """End the program with this code at an error raised on purpose; the loss of a rank is nobody's wrong use."""
+    """Exit with this code if the package raises an error, or with `FAILED` if a rank is lost."""
     try:
         yield
     except RankError as error:
@@ -95,7 +95,7 @@ def errors_exit_with(code: int) -> Iterator[None]:
 
 @contextmanager
 def interrupts_say(way_on: str) -> Iterator[None]:
-    """End the program with `way_on` if it was asked to stop."""
+    """Exit with the message `way_on` if the program is asked to stop."""
     try:
         yield
     except (StoppedError, KeyboardInterrupt) as error:
@@ -103,9 +103,9 @@ def interrupts_say(way_on: str) -> Iterator[None]:
 
 
 def command_again(*more: str) -> str:
-    """Return the command that was typed, with `more` if it lacks that, ready to paste into a shell."""
+    """Return the typed command plus the words of `more` that are missing, ready to paste into a shell."""
     words, program = sys.argv[1:], ["divebatch"]
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun has started this on each of its processes
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun started this process
         program = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), "-m", "divebatch"]
     return shlex.join([*program, *words, *(word for word in more if word not in words)])
 
@@ -113,36 +113,36 @@ def command_again(*more: str) -> str:
 # Tables and files
 
 FILE_WIDTH = 10_000
-"""Columns where no terminal shows the output: programs read it, and nothing may be cut or wrapped."""
+"""Columns of output into a pipe or a file: wide enough that nothing is cut or wrapped."""
 LONGEST_NUMBER = 12
-"""Characters of a word that a narrow terminal may not break."""
+"""Length up to which a narrow terminal must not break a word."""
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal, or into a pipe or a file as wide as anything may be."""
+    """Return a console as wide as the terminal, or `FILE_WIDTH` columns into a pipe or a file."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=FILE_WIDTH, highlight=False)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str]) -> None:
-    """Print plain text in columns; those in `left` begin at the left, and none breaks a number."""
+    """Print a plain table. The columns in `left` are left-aligned, and no number is broken."""
     table, cells = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False), list(rows)
     for place, column in enumerate(columns):
         longest = max(len(word) for row in (columns, *cells) for word in row[place].split() or [""])
         least = longest if longest <= LONGEST_NUMBER else None
         table.add_column(column, justify="left" if column in left else "right", overflow="fold", min_width=least)
     for row in cells:
-        table.add_row(*map(Text, row))  # as text: names may look like markup
+        table.add_row(*map(Text, row))  # plain text: names may look like markup
     make_console().print(table)
 
 
 def to_json(value: Any) -> str:
-    """Return indented JSON, in which NaN and infinities are null."""
+    """Return indented JSON with null for NaN and infinities."""
     return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
 def make_folder(out: Path) -> None:
-    """Make a folder for results, or raise `ArgumentError`."""
+    """Make a folder for results; raise `ArgumentError` if that fails."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

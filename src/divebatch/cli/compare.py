@@ -14,10 +14,13 @@ def compare(
     folder: Annotated[Path, typer.Argument(help="Folder that `divebatch run --out` wrote.")],
     first: Annotated[str, typer.Argument(help="A method, as the records name it.")],
     second: Annotated[str, typer.Argument(help="Another method.")],
-    experiment: Annotated[str | None, typer.Option(help="One experiment; all that have both by default.")] = None,
+    experiment: Annotated[str | None, typer.Option(help="One experiment; by default all with both methods.")] = None,
     against: Annotated[Path | None, typer.Option(help="Look for the second method in this folder.")] = None,
 ) -> None:
-    """Say whether two methods differ: paired over seeds, with an interval and an effect size."""
+    """Test whether two methods differ, paired over seeds.
+
+    Print the difference with an interval and an effect size.
+    """
     for each in (folder, against):
         if each is not None and not each.is_dir():
             raise leave(f"'{each}' is not a folder", WRONG_USE)
@@ -43,14 +46,14 @@ def _common(
     second: str,
     wanted: str | None,
 ) -> list[str]:
-    """Return the experiments that have both methods, or end with what there is."""
+    """Return the experiments that have both methods; exit with the known names if there are none."""
     for experiments, method in ((here, first), (there, second)):
         known = sorted({name for experiment in experiments.values() for name in experiment.methods})
         if method not in known:
             raise leave(f"no run of method {method!r}; known: {', '.join(known)}", WRONG_USE)
     names = [name for name in here if first in here[name].methods and name in there and second in there[name].methods]
     if wanted is not None and wanted not in names:
-        raise leave(f"experiment {wanted!r} has not both methods; known: {', '.join(names) or 'none'}", WRONG_USE)
+        raise leave(f"experiment {wanted!r} lacks one of the methods; known: {', '.join(names) or 'none'}", WRONG_USE)
     if not names:
         raise leave(f"no experiment has both {first} and {second}", FAILED)
     return names if wanted is None else [wanted]

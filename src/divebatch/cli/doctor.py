@@ -17,7 +17,10 @@ EXTRAS = ("cli", "report", "images", "search", "tensorboard", "wandb", "lightnin
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for bug reports and programs.")] = False,
 ) -> None:
-    """Show versions, devices and what is missing of extras. Paths and names of yours are left out."""
+    """Show versions, devices and missing extras.
+
+    Your paths and names are left out.
+    """
     found: dict[str, Any] = {"divebatch": __version__, "python": platform.python_version()}
     found |= {name: _version(name) for name in ("torch", "numpy", "triton")}
     found |= {"platform": f"{platform.system()} {platform.release()} {platform.machine()}", "devices": _devices()}
@@ -55,5 +58,5 @@ def _devices() -> dict[str, str]:
 
         cards = {f"cuda:{n}": torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())}
         return {"cpu": f"{torch.get_num_threads()} threads", **cards}
-    except Exception as error:  # a broken installation raises whatever it likes
+    except Exception as error:  # a broken installation may raise anything
         return {"problem": type(error).__name__}

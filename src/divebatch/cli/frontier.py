@@ -10,15 +10,16 @@ from divebatch.report.frontier import COLUMNS, Frontier, draw, read_trials, rows
 
 
 def frontier(
-    records: Annotated[Path, typer.Argument(help="Folder that `divebatch run --out` wrote, or lines of trials.")],
+    records: Annotated[Path, typer.Argument(help="Folder that `divebatch run --out` wrote, or a file of trials.")],
     workload: Annotated[str | None, typer.Option(help="One workload; all by default.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write frontier.csv and a picture of each workload here.")
     ] = None,
 ) -> None:
-    """Score methods against tuned fixed batches: their steps over the frontier's at equal loss.
+    """Score methods against tuned fixed batch sizes.
 
-    Every fixed size needs at least three rates, and the best of them a worse one on both sides.
+    A score is the method's steps over the frontier's at equal loss. Each fixed size needs at least three rates, and
+    the best rate needs a worse one on either side.
     """
     if not records.exists():
         raise leave(f"'{records}' does not exist", WRONG_USE)

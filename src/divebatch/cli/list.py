@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def list_experiments(
     experiment: Annotated[str | None, typer.Argument(help="Show the methods of this experiment.")] = None,
 ) -> None:
-    """Show every experiment on a line, or the methods of one."""
-    from divebatch.lab import experiment_names, get_experiment  # torch takes seconds, and help must not
+    """List the experiments, or the methods of one of them."""
+    from divebatch.lab import experiment_names, get_experiment  # imports torch: seconds, which help must not take
 
     if experiment is not None:
         with errors_exit_with(WRONG_USE):
@@ -44,6 +44,6 @@ def _methods(experiment: "Experiment") -> Iterator[tuple[str, ...]]:
 
 
 def _call(part: "Part") -> str:
-    """Return for instance `auto(max_batch_size=2048)`."""
+    """Return text like `auto(max_batch_size=2048)`."""
     settings = ", ".join(f"{key}={value}" for key, value in part.settings.items())
     return f"{part.kind}({settings})"

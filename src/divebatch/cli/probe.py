@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from divebatch.lab.probe import Branch, Noise, Probe
 
 MOST_BEHIND = 100.0
-"""Percent at which the axis ends: a branch that diverged must not flatten the others."""
+"""Percent at which the axis ends, so that a diverged branch does not flatten the others."""
 
 
 def probe(
@@ -54,8 +54,11 @@ def probe(
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")] = Path("runs/probe"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure the critical batch size: branches from a checkpoint at k times the batch, and the noise scales there."""
-    # Here and not above: torch takes seconds, and help must not.
+    """Measure the critical batch size from a checkpoint.
+
+    Train branches from the checkpoint at k times the batch size, and measure the noise scales there.
+    """
+    # Imported here: torch takes seconds, and help must not.
     from divebatch.lab import get_experiment
     from divebatch.lab import probe as lab
 

@@ -1,4 +1,4 @@
-"""Show runs while they run: live bars on a terminal, a few plain lines elsewhere."""
+"""Show the progress of runs: live bars on a terminal, a few plain lines elsewhere."""
 
 import json
 import os
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from divebatch.lab import Run
 
 SECONDS_BETWEEN = 60.0
-"""Between two lines of a run that continues."""
+"""Seconds between two lines about the same run."""
 
 
 def duration(seconds: float | None) -> str:
-    """Return at most two units.
+    """Format seconds in at most two units.
 
     >>> duration(7.4), duration(83), duration(7260), duration(None)
     ('7s', '1m 23s', '2h 01m', '')
@@ -38,7 +38,7 @@ def duration(seconds: float | None) -> str:
 
 
 def rate(per_second: float | None) -> str:
-    """Return three digits and a thousands' letter.
+    """Format a rate with three digits and a letter for thousands.
 
     >>> rate(84.2), rate(1234.5), rate(2345678.0)
     ('84.2', '1.23k', '2.35M')
@@ -50,12 +50,12 @@ def rate(per_second: float | None) -> str:
 
 
 def name_of(run: "Run") -> str:
-    """Return for instance `divebatch seed 3`."""
+    """Return text like `divebatch seed 3`."""
     return f"{run.method_name} seed {run.seed}"
 
 
 def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
-    """Return the numbers of an epoch that people watch, the result first; the speed is that since `before`."""
+    """Summarize an epoch in numbers, the result first; the speed counts from `before`."""
     is_measured = record.diversity is not None or record.noise_scale_low is not None
     speed = rate(rate_between(before, record))
     parts = (
@@ -71,9 +71,9 @@ def describe(record: EpochRecord, before: EpochRecord | None = None) -> str:
 
 
 class Display:
-    """Shows finished epochs until the output cannot be written: a closed pipe or a full disk must not end training.
+    """A display of finished epochs, which ends if the output cannot be written; training continues.
 
-    This one is quiet: it shows nothing.
+    This base class shows nothing.
     """
 
     def __init__(self, runs: Sequence["Run"]) -> None:
@@ -82,7 +82,7 @@ class Display:
         self._is_heard = True
 
     def on_epoch(self, index: int, record: EpochRecord, *, was_done: bool = False) -> None:
-        """Show that run number `index` has finished an epoch, or continues after one that `was_done` before."""
+        """Show an epoch that run number `index` has finished, or resumes after if the epoch `was_done`."""
         self._unless_deaf(self._show, index, record, was_done)
         self._before[index] = record
 
@@ -99,15 +99,15 @@ class Display:
         except OSError as error:
             self._is_heard = False
             with suppress(OSError):
-                print(f"divebatch: stdout: {error.strerror}; training goes on", file=sys.stderr, flush=True)
-            # Whatever else is printed, by Python itself at its end too, goes nowhere.
+                print(f"divebatch: stdout: {error.strerror}; training continues", file=sys.stderr, flush=True)
+            # Discard all further output, also what Python flushes at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
     def _show(self, index: int, record: EpochRecord, was_done: bool) -> None: ...
 
 
 class JsonLines(Display):
-    """One object a line for programs: the epoch's record with its run's names."""
+    """A JSON object per epoch, for programs: the record with the names of its run."""
 
     def _show(self, index: int, record: EpochRecord, was_done: bool) -> None:
         run = self._runs[index]
@@ -117,7 +117,7 @@ class JsonLines(Display):
 
 
 class Lines(Display):
-    """One line for each finished run, and one a minute for those that continue, without any escape codes."""
+    """Plain lines without escape codes: one per finished run, one a minute for every other run."""
 
     def __init__(self, runs: Sequence["Run"]) -> None:
         super().__init__(runs)
@@ -138,7 +138,7 @@ class Lines(Display):
 
 
 class ProgressBars(Display):
-    """A bar for all epochs of all runs, and one for each run under way; of a narrow terminal's the numbers are cut."""
+    """A bar for all epochs and one for each active run; on a narrow terminal the numbers are cut."""
 
     def __init__(self, runs: Sequence["Run"], console: Console) -> None:
         super().__init__(runs)
@@ -178,7 +178,7 @@ class ProgressBars(Display):
 
 
 def make_display(runs: Sequence["Run"], mode: str = "show") -> Display:
-    """Return bars if somebody watches, lines for a file; JSON or nothing if that was asked for."""
+    """Return bars for a terminal or lines for a file; JSON or nothing if `mode` asks for that."""
     if mode != "show":
         return JsonLines(runs) if mode == "json" else Display(runs)
     console = Console()

@@ -13,7 +13,7 @@ from divebatch.ramp import SCHEDULES, Ramp
 
 
 class Form(StrEnum):
-    """A form in which the timetable is printed."""
+    """An output format of the timetable."""
 
     text = "text"
     json = "json"
@@ -22,18 +22,18 @@ class Form(StrEnum):
 
 def ramp(
     batch_size: Annotated[int, typer.Option(help="The first batch size, in samples.")],
-    max_batch_size: Annotated[int, typer.Option(help="The largest one.")],
-    samples: Annotated[int, typer.Option(help="Samples of the whole training.")],
+    max_batch_size: Annotated[int, typer.Option(help="The largest batch size, in samples.")],
+    samples: Annotated[int, typer.Option(help="Number of samples in the whole training.")],
     schedule: Annotated[str, typer.Option(help="The rate after the warm-up: cosine, linear or constant.")] = "cosine",
-    warmup: Annotated[float, typer.Option(help="Part of the training in which the rate rises.", min=0, max=0.99)] = 0.0,
-    floor: Annotated[float, typer.Option(help="Where the decay ends, over the highest rate.", min=0, max=1)] = 0.0,
-    coupling: Annotated[str, typer.Option(help="How the rate follows: sqrt (Adam, Muon) or linear (SGD).")] = "sqrt",
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample, to count in tokens.", min=1)] = 1,
-    form: Annotated[Form, typer.Option(help="text, json, or entries: FROM:SIZE as token schedules have them.")] = (
+    warmup: Annotated[float, typer.Option(help="Fraction of training in which the rate rises.", min=0, max=0.99)] = 0.0,
+    floor: Annotated[float, typer.Option(help="Final rate as a fraction of the highest.", min=0, max=1)] = 0.0,
+    coupling: Annotated[str, typer.Option(help="How the rate scales: sqrt (Adam, Muon) or linear (SGD).")] = "sqrt",
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sample, to count in tokens.", min=1)] = 1,
+    form: Annotated[Form, typer.Option(help="text, json, or entries: FROM:SIZE as in schedules by tokens.")] = (
         Form.text
     ),
 ) -> None:
-    """Print a timetable of batch sizes for a training loop with a loader of its own."""
+    """Print a batch-size timetable for your own training loop."""
 
     def course(part: float) -> float:
         if part < warmup:

@@ -11,9 +11,12 @@ from divebatch.report import write_report
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `divebatch run --out` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write the report; the first folder if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report; the first DIR by default.")] = None,
 ) -> None:
-    """Print each experiment's result and write report.html, report.md, figures and tables."""
+    """Print each experiment's result and write a report.
+
+    The report consists of report.html, report.md, figures and tables.
+    """
     for folder in folders:
         if not folder.is_dir():
             raise leave(f"'{folder}' is not a folder", WRONG_USE)

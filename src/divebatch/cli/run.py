@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from divebatch.ranks import Ranks
 
 CANNOT_BEGIN = (ArgumentError, DataError)
-"""Errors of settings and data that no run can begin with: the command is wrong, and there is nothing to resume."""
+"""Errors of settings and data that stop a run before it begins, so that there is nothing to resume."""
 
 
 def run(
     experiment: common.ExperimentName,
     methods: Annotated[str | None, typer.Option(help="Methods to run, comma-separated; all by default.")] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Number of seeds; the paper's by default.")
+        int | None, typer.Option(min=1, max=100_000, help="Number of seeds; the paper's number by default.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; schedules are scaled to it.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
@@ -45,18 +45,18 @@ def run(
         str | None, typer.Option(help="Epochs whose checkpoints stay: 4,20,36; `divebatch probe` starts from them.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the records.")] = Path("runs"),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue runs that were begun, start the others.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue runs that were begun; start the others.")] = False,
     logger: Annotated[
         list[str] | None, typer.Option(help="Also log epochs to tensorboard or wandb; may be repeated.")
     ] = None,
     quiet: common.Quiet = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for every epoch.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each epoch, one per line.")] = False,
 ) -> None:
-    """Run an experiment: all its methods, or some, over several seeds.
+    """Train all or some methods of an experiment over several seeds.
 
-    Under torchrun all its processes train each run together.
+    Under torchrun, all processes train each run together.
     """
-    # Here and not above: torch takes seconds, and help must not.
+    # Imported here: torch takes seconds, and help must not.
     from divebatch.lab import Run, check_parts, default_jobs, lengthened
     from divebatch.lab.loggers import make_logger
     from divebatch.lab.ranks import is_restarted, process_group
@@ -71,7 +71,7 @@ def run(
         planned = plan(epochs)
         check_parts(planned)
         for kind in logger or ():
-            make_logger(kind)  # raises for one that is unknown or not installed
+            make_logger(kind)  # raises if the logger is unknown or not installed
         first = Run(
             planned,
             "",
@@ -87,7 +87,7 @@ def run(
         )
         names = common.comma_separated(methods) or list(planned.methods)
         for name in names:
-            planned.method(name)  # raises for one that is unknown
+            planned.method(name)  # raises if the name is unknown
         seeds = range(seed, seed + (trials or planned.trials))
         runs = [replace(first, method_name=name, seed=each) for name in names for each in seeds]
         if resume and epochs is not None:
@@ -98,7 +98,7 @@ def run(
             raise ArgumentError(f"--jobs {jobs}: the {ranks.size} ranks train each run together; leave it out")
         else:
             count = 1
-        # A launcher that starts a failed job anew gives the same command again.
+        # A launcher restarts a failed job with the same command.
         _train(runs, count, ranks, resume=resume or is_restarted(), mode=mode if ranks.is_first else "quiet")
         if mode == "show" and ranks.is_first:
             typer.echo(f"{len(runs)} run{'s' * (len(runs) > 1)} in {out / planned.name}; next: divebatch report {out}")
@@ -115,7 +115,7 @@ def _planned(name: str, settings: Sequence[str], epochs: int | None) -> "Experim
 
 
 def _train(runs: "list[Run]", jobs: int, ranks: "Ranks", *, resume: bool, mode: str) -> None:
-    """Execute all runs; say what failed, and how to continue."""
+    """Execute all runs; report failures and how to continue."""
     from divebatch.lab import check_can_write, execute_all
     from divebatch.lab.ranks import first_does
 
@@ -140,12 +140,12 @@ def _train(runs: "list[Run]", jobs: int, ranks: "Ranks", *, resume: bool, mode: 
             raise common.leave("\n".join(lines), common.WRONG_USE)
         done = f"{len(runs) - len(failures)} of {len(runs)} runs are complete"
         raise common.leave(
-            "\n".join([*lines, f"{done}; once the cause is mended, this continues the rest:\n{again}"]), common.FAILED
+            "\n".join([*lines, f"{done}; once the cause is fixed, continue the rest with:\n{again}"]), common.FAILED
         )
 
 
 def _lines(failures: "Sequence[Failure]") -> list[str]:
-    """Return a line for each cause: it may be that of many runs."""
+    """Return a line for each cause, which several runs may share."""
     by_cause: dict[str, list[Failure]] = {}
     for failure in failures:
         by_cause.setdefault(str(failure.error), []).append(failure)

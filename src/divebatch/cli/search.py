@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from divebatch.lab.search import Results, Search, Space, Tried
 
 ROWS = 10
-"""Rows of the table that is printed."""
+"""Rows of the printed table."""
 
 
 def search(
@@ -37,22 +37,22 @@ def search(
     seeds: Annotated[
         int, typer.Option(min=1, max=100_000, help="Number of seeds at each point; their mean counts.")
     ] = 1,
-    held_out: Annotated[float, typer.Option(help="Part of the training data that points are judged by.")] = 0.2,
+    held_out: Annotated[float, typer.Option(help="Fraction of the training data on which points are judged.")] = 0.2,
     apply_to: Annotated[str | None, typer.Option(help="Other methods that get the best settings too: a,b.")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; EXPERIMENT-METHOD by default.")] = None,
     settings: common.Settings = None,
     data_dir: common.DataDir = Path("data"),
     device: common.Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for records and results.")] = Path("runs/search"),
-    results: Annotated[bool, typer.Option("--results", help="Run nothing; show what is there.")] = False,
+    results: Annotated[bool, typer.Option("--results", help="Run nothing; show the results so far.")] = False,
     quiet: common.Quiet = False,
 ) -> None:
-    """Search for a method's best settings on held-out training data.
+    """Find a method's best settings on held-out training data.
 
-    Start the same command several times, and all processes share the work. Started again after any interruption, it
+    Start the same command several times to share the work among processes. After an interruption, the same command
     continues.
     """
-    # Here and not above: torch takes seconds, and help must not.
+    # Imported here: torch takes seconds, and help must not.
     from divebatch.lab import get_experiment
     from divebatch.lab.search import Search, default_space, parse_space, work, write_best
 
@@ -80,7 +80,7 @@ def search(
         )
         others = common.comma_separated(apply_to)
         for other in others:
-            tuned.method(other)  # raises for an unknown one
+            tuned.method(other)  # raises if the name is unknown
         common.make_folder(out)
         plan.begin()
     if not results:
@@ -128,9 +128,9 @@ def _show(plan: "Search", paths: list[Path]) -> None:
 
 
 def draw(space: "Space", results: "Results", name: str) -> Drawing:
-    """Draw the results over two settings: a heat map of a grid, points of ranges.
+    """Draw the results over two settings: a heat map for a grid, points for ranges.
 
-    Of more settings the first two are shown, each place with the best that the others reached there.
+    If there are more settings, the first two are shown, each place with the best result over the others.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -151,9 +151,9 @@ def draw(space: "Space", results: "Results", name: str) -> Drawing:
 
 
 def cells(space: "Space", results: "Results") -> list[list[float]]:
-    """Return a row for each value of the first setting; NaN if nothing was tried, the worst value if all failed.
+    """Return the heat map's values, with a row for each value of the first setting.
 
-    Accuracies are in percent.
+    NaN marks a cell without trials; if all trials failed, the cell has the worst value. Accuracies are in percent.
     """
     (row_name, rows), (column_name, columns), *_ = space.items()
     table = []
@@ -172,7 +172,7 @@ def _shown(tried: "Tried", metric: Metric) -> float:
 def _heat_map(axes: Any, space: "Space", results: "Results", colours: str) -> Any:
     table, metric = cells(space, results), results.metric
     good = [value for row in table for value in row if math.isfinite(value) and value != metric.worst]
-    low, high = min(good, default=0.0), max(good, default=0.0)  # what diverged has no shade
+    low, high = min(good, default=0.0), max(good, default=0.0)  # diverged trials have no shade
     mappable = axes.imshow(table, aspect="auto", cmap=colours, vmin=low, vmax=high)
     axes.grid(visible=False)
     for which, values in zip((axes.set_yticks, axes.set_xticks), space.values(), strict=False):

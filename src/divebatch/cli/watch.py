@@ -16,16 +16,19 @@ from divebatch.report.live import STATES, Standing, Watch, printable
 
 COLUMNS = ("run", "state", "epoch", "batch", "lr", "left", "val loss", "metric", "best", "samples/s", "noise scale")
 NARROW, WIDE = 8, 100
-"""Columns that a narrow terminal has room for, and the characters of a wide one."""
+"""Number of columns on a narrow terminal, and the width in characters of a wide one."""
 COLOURS = dict(zip(STATES, ("green", "yellow", ""), strict=True))
 
 
 def watch(
     folder: Annotated[Path, typer.Argument(help="Folder that `divebatch run --out` writes.")],
-    once: Annotated[bool, typer.Option("--once", help="Show how things stand and end.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds from look to look.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the runs once and exit.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
 ) -> None:
-    """Show running and finished runs, live, until Ctrl-C. Reads records only; into a file it shows them once."""
+    """Show running and finished runs, live, until Ctrl-C.
+
+    The command only reads records. Into a pipe or a file the runs are shown once.
+    """
     if not folder.is_dir():
         raise leave(f"'{folder}' is not a folder", WRONG_USE)
     watched, console = Watch(folder), make_console()
@@ -42,7 +45,7 @@ def watch(
 
 
 def _view(watched: Watch, width: int, *, room: int | None = None) -> Group:
-    """Show running runs first, below the name of their experiment; count the rest if there is no room."""
+    """Show running runs first, below their experiment's name; count the runs that do not fit."""
     standings = watched.look()
     counts = {state: sum(each.state == state for each in standings) for state in COLOURS}
     title = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "no runs yet"
@@ -88,4 +91,4 @@ def _cells(standing: Standing) -> list[Text]:
             rate(standing.samples_per_second),
             "" if record.noise_scale is None else f"{record.noise_scale:.0f}",
         ]
-    return list(map(Text, cells))  # as text: names in records may look like markup
+    return list(map(Text, cells))  # plain text: names in records may look like markup

@@ -1,7 +1,7 @@
 """The laboratory: experiment files, data, models, the reference trainer, runs that resume, search and probe."""
 
 try:
-    import fcntl  # noqa: F401  the one place that says so: files are locked and signals handled as POSIX has it
+    import fcntl  # noqa: F401  checked only here: file locks and signals follow POSIX
 except ImportError as error:
     raise ImportError("divebatch.lab needs a POSIX system: Linux, macOS, or WSL on Windows") from error
 

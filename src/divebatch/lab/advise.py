@@ -1,4 +1,4 @@
-"""Advice for an experiment, or for code of the user's own, on the step that a run makes."""
+"""Advice for an experiment or for the user's own code, based on the step of a run."""
 
 import importlib
 import sys
@@ -29,11 +29,11 @@ WANTED = "(model, loss_fn, dataset) or (model, loss_fn, dataset, optimizer)"
 def parts_of_experiment(
     experiment: Experiment, method: str | None, *, batch_size: int | None = None, seed: int = 0, **settings: Any
 ) -> dict[str, Any]:
-    """Return the arguments of `advise` for a method, by default the first baseline, perhaps with another size.
+    """Return the arguments of `advise` for a method of an experiment; None: the first baseline.
 
-    `settings` are those of `Run` that change no result.
+    `batch_size` replaces the method's. `settings` are fields of `Run` that change no result.
     """
-    experiment = replace(experiment, samples=None, seconds=None, repeat=False)  # the short run has an end of its own
+    experiment = replace(experiment, samples=None, seconds=None, repeat=False)  # the short run ends by its own count
     check_parts(experiment)
     name = method or experiment.baseline
     chosen = experiment.method(name)
@@ -42,9 +42,9 @@ def parts_of_experiment(
     trainer = make_trainer(Run(experiment, name, seed, Path(), **settings))
     trainer.control.close()
     for group in trainer.optimizer.param_groups:
-        group["lr"] = chosen.lr  # a warm-up would start below it
+        group["lr"] = chosen.lr  # a warm-up would start below this rate
     loader = trainer.control.loader
-    if experiment.one_pass:  # the short run may be longer than the pass, whose parts come to an end
+    if experiment.one_pass:  # the short run may be longer than one pass
         loader = AdaptiveLoader(loader.dataset, loader.batch_size, seed=seed, transform=loader.transform)
     return {
         "model": trainer.model,
@@ -56,7 +56,7 @@ def parts_of_experiment(
 
 
 def parts_of_own(path: str) -> dict[str, Any]:
-    """Import `module:function`, also from the present folder, and call it: this runs the user's code."""
+    """Import `module:function`, also from the working directory, and call this function of the user's."""
     module_name, _, function_name = path.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -76,7 +76,7 @@ def parts_of_own(path: str) -> dict[str, Any]:
 def advise_as_trained(
     parts: dict[str, Any], options: DeviceOptions, *, device: str, clip_norm: float | None = None, **settings: Any
 ) -> Advice:
-    """Advise on the step of a run; `settings` are those of `advise`."""
+    """Advise on the reference trainer's step; `settings` go to `advise`."""
 
     def make_step(model: nn.Module, optimizer: Optimizer, batch_size: int, estimator: Estimator | None) -> TrainStep:
         plan = BatchPlan(batch_size=batch_size)
@@ -94,5 +94,5 @@ def advise_as_trained(
     try:
         with device_settings(options.precision, torch.device(device)):
             return advise(**parts, **settings, device=device, compile=options.compile, make_step=make_step)
-    except BatchTooLargeError as error:  # which names options of `run`
+    except BatchTooLargeError as error:  # its message names options of `run`
         raise BatchTooLargeError("out of memory: name smaller sizes with --batch-size and --batch-sizes") from error

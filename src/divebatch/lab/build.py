@@ -1,4 +1,4 @@
-"""From a run's configuration to a trainer."""
+"""Build a trainer from a run's configuration."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -41,17 +41,17 @@ REGISTRIES: dict[str, dict[str, type[Any]]] = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
 }
-# Purposes of random numbers, apart from each other and from the epochs' orders, whose purpose is one number.
+# Purposes of random numbers. They differ from each other and from the purpose of the epochs' orders, a single number.
 DATA, MODEL, SIGNS, QUANTIZER = (0, 2), (0, 3), (0, 5), (0, 7)
 NO_END = 2**62
-"""Samples of a run that ends by the clock alone."""
+"""Number of samples that stands for a run which only the clock ends."""
 
 
 def make_trainer(run: "Run") -> Trainer:
-    """Build data, model, optimizer, schedule and controller; everything random follows from the seed."""
+    """Build data, model, optimizer, schedule and controller, with all randomness from the seed."""
     experiment, method, device = run.experiment, run.method, torch.device(run.device)
     seed_signs(device, mixed_seed(run.seed, *SIGNS))
-    with device_settings(experiment.training.precision, device):  # code is compiled for the settings it will meet
+    with device_settings(experiment.training.precision, device):  # compiled code depends on these settings
         data: DatasetSettings = _settings(experiment, "data")
         split = data.load(mixed_seed(run.seed, *DATA), place_for(run), held_out=experiment.held_out)
         clock = Clock(device)
@@ -91,7 +91,7 @@ def make_trainer(run: "Run") -> Trainer:
 
 
 def _make_loader(run: "Run", split: DataSplit, clock: Clock) -> RunLength:
-    """Make the loader, whose epochs are passes over the data or parts of one; return how long the run is, with it."""
+    """Make the loader, whose epochs are passes or parts of one pass; return the run's length with the loader."""
     experiment, size = run.experiment, run.method.batch_size
     if not experiment.one_pass:
         loader = split.loader(size, seed=run.seed)
@@ -132,7 +132,7 @@ def _num_samples(experiment: Experiment, available: int) -> int:
 def _make_schedulers(
     run: "Run", optimizer: Optimizer, length: RunLength
 ) -> tuple[list[LRScheduler], list[LRScheduler]]:
-    """Return those that are stepped after each epoch, and those that are stepped after each batch."""
+    """Return the schedulers to step after each epoch, and the schedulers to step after each batch."""
     course: ScheduleSettings = _settings(run.experiment, "schedule")
     schedule = course.build(optimizer, length.fraction)
     warming = warm_up(optimizer, run.method.warmup_epochs * len(length.loader))
@@ -162,13 +162,13 @@ def _make_controller(
         every_steps=method.every_steps,
         shadows=shadows,
         scheduler=schedulers,
-        scheduler_unit="call",  # warm-ups last a number of steps, whatever their size
+        scheduler_unit="call",  # warm-ups count steps, whatever the batch size
         measure_always=method.measure_always,
     )
 
 
 def check_parts(experiment: Experiment) -> None:
-    """Raise before any work for what is unknown, has a wrong setting, or does not go together."""
+    """Raise before any work if a part is unknown, has a wrong setting, or does not fit another part."""
     for name in REGISTRIES:
         try:
             _settings(experiment, name)
@@ -184,7 +184,7 @@ def check_parts(experiment: Experiment) -> None:
 
 
 def place_for(run: "Run") -> DataPlace:
-    """Return the place that a run's data is read from, with the device and layout of its batches."""
+    """Return the folder of a run's data with the device and layout of its batches."""
     device, model = torch.device(run.device), _settings(run.experiment, "model")
     return DataPlace(
         device,

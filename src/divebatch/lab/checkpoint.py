@@ -1,7 +1,7 @@
-"""Checkpoints: one file, as `torch.save` writes it, whatever the number of ranks. The one before is NAME.previous.
+"""Checkpoints: one file of `torch.save` for any number of ranks, with the previous checkpoint in NAME.previous.
 
-At every moment one complete checkpoint is on the disk. A damaged file is refused by the checksums of its zip archive,
-and nothing in a file is ever executed.
+At every moment a complete checkpoint is on disk. The zip archive's checksums reveal a damaged file, and nothing in a
+file is ever executed.
 """
 
 import io
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def previous(path: Path) -> Path:
-    """Return the place of the checkpoint before the last one."""
+    """Return the path of the previous checkpoint."""
     return path.with_name(path.name + ".previous")
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Make this the checkpoint, and the one that was there the previous one."""
+    """Write a checkpoint; the old checkpoint becomes the previous one."""
     content = io.BytesIO()
     torch.save(state, content)
     try:
@@ -35,10 +35,10 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
-    """Read tensors and plain containers; a damaged file, or one that holds anything else, raises `CheckpointError`."""
+    """Read a checkpoint; raise `CheckpointError` if the file is damaged or holds more than tensors and plain data."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch.load by itself takes most damaged files for whole ones.
+            # torch.load alone does not notice most damage.
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"checkpoint '{path}' is damaged: the checksum of its '{damaged}' does not fit")
@@ -47,9 +47,9 @@ def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
         raise
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint '{path}': {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:  # whose own message says how to run it all the same
+    except pickle.UnpicklingError as error:  # torch's message explains how to load the file anyway
         raise CheckpointError(f"'{path}' holds more than tensors and plain data; nothing in it was executed") from error
-    except Exception as error:  # a damaged file may fail in any way
+    except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(
             f"'{path}' is not a checkpoint, or is damaged or cut short: {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]}"
@@ -60,7 +60,7 @@ def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
 
 
 def load_newest(path: Path, *, device: torch.device) -> tuple[Path, dict[str, Any]] | None:
-    """Read the checkpoint, or the one before it if that is damaged or gone, with a warning; None if there is none."""
+    """Read the checkpoint, or with a warning the previous one if that is damaged or gone; None: there is none."""
     problems = [] if path.exists() else [f"checkpoint '{path}' is gone"]
     candidates = [each for each in (path, previous(path)) if each.exists()]
     for candidate in candidates:

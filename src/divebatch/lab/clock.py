@@ -12,9 +12,9 @@ LAPS = ("train", "measure", "evaluate", "compile")
 
 
 class Clock:
-    """Cumulative seconds by kind of work, and of everything since the start. Survives a resume.
+    """A clock of cumulative seconds, in total and by kind of work, which survives a resume.
 
-    A lap within a lap pauses the outer one, so that no second counts twice.
+    A lap within a lap pauses the outer lap, so that no second counts twice.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class Clock:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of steps, measuring and deciding; neither of evaluation nor of the compiler."""
+        """Seconds of steps, measuring and deciding, without evaluation and compilation."""
         return self.seconds("train") + self.seconds("measure")
 
     @property
@@ -35,13 +35,13 @@ class Clock:
         return self._total_before + time.perf_counter() - self._started
 
     def seconds(self, name: str) -> float:
-        """Return the seconds of all laps of this name, one under way included."""
+        """Return the seconds of all laps of this name, including a running lap."""
         is_running = bool(self._running) and self._running[-1] == name
         return self._laps[name] + (time.perf_counter() - self._since if is_running else 0.0)
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`; waits for the device at both ends."""
+        """Count the time inside as `name`; wait for the device at both ends."""
         self._turn()
         self._running.append(name)
         try:
@@ -51,9 +51,9 @@ class Clock:
             self._running.pop()
 
     def _turn(self) -> None:
-        """Book the time since the last turn on the lap that ran."""
+        """Credit the time since the last turn to the running lap."""
         if self.device.type == "cuda":
-            # Kernels run on after their launch: without waiting, their time would be booked on a later lap.
+            # Kernels run on after their launch: without waiting, their time would count for a later lap.
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         if self._running:
@@ -70,7 +70,7 @@ class Clock:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Start a new peak, where the device keeps one."""
+    """Reset the device's memory peak; a CPU cannot reset its own."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -12,7 +12,7 @@ from divebatch.lab.clock import Clock, forget_peak_memory, peak_memory_bytes
 from divebatch.norms.loss_scale import LossWeight
 
 Variant = tuple[int, bool]
-"""Samples of a pass, and whether it is measured."""
+"""The number of samples of a pass, and whether the pass is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,21 +22,21 @@ class MicroBatch:
     inputs: Any
     targets: Any
     weight: LossWeight
-    """The factor of its mean loss; 0 where it counts for nothing."""
+    """The factor of the pass's mean loss. 0: the pass does not count."""
     is_full: bool = False
-    """Whether it is as large as most: only those are compiled and recorded, not the rest of an epoch."""
+    """Whether the pass has full size: only full passes are compiled and recorded, not an epoch's short rest."""
     is_last: bool = False
-    """Whether no other pass of its batch follows."""
+    """Whether this is the last pass of its batch."""
 
     def variant(self, plan: BatchPlan) -> Variant:
         return len(self.targets), plan.measuring
 
 
 class Recording:
-    """Launches a whole pass at once: at small batches a GPU otherwise waits for hundreds of single launches.
+    """A recorded pass, launched at once: at small batches a GPU otherwise waits for hundreds of single launches.
 
-    Inputs are copied into fixed places and gradients come out at fixed places. `run(inputs, targets)` gives the loss
-    and must have run before with the same shapes, so that nothing is left to compile or to choose.
+    Inputs and gradients have fixed addresses. `run(inputs, targets)` returns the loss. The caller must have called
+    `run` with the same shapes before, so that nothing is left to compile or to choose.
     """
 
     def __init__(
@@ -45,35 +45,35 @@ class Recording:
         # A replay reads and writes the addresses it was recorded with, so its inputs need a fixed place.
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._graph = torch.cuda.CUDAGraph()
-        waiting = {name: parameter.grad for name, parameter in parameters.items()}  # of the batch's earlier parts
+        waiting = {name: parameter.grad for name, parameter in parameters.items()}  # from the batch's earlier parts
         try:
             for parameter in parameters.values():
-                parameter.grad = None  # made within the recording, they are written and not added to
+                parameter.grad = None  # so that the recording writes gradients instead of adding
             with torch.cuda.graph(self._graph):
                 loss = run(self._inputs, self._targets)
                 loss.backward()
             self._loss = loss.detach()
             self._parameters = {name: each for name, each in parameters.items() if each.grad is not None}
             self.gradients: dict[str, Tensor] = {name: each.grad for name, each in self._parameters.items()}  # type: ignore[misc]
-            """Gradients of the last replay alone, whatever was added up; valid until the next one."""
+            """Gradients of the last replay alone, valid until the next replay."""
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = waiting[name]
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run the pass on new data and leave the parameters' gradients; return its loss, valid until the next one."""
+        """Replay the pass on new data without touching parameters; return the loss, valid until the next replay."""
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)
         self._graph.replay()
         return self._loss
 
     def hand_over(self) -> None:
-        """Make the last replay's gradients the parameters'."""
+        """Set the parameters' gradients to those of the last replay."""
         for name, parameter in self._parameters.items():
             parameter.grad = self.gradients[name]
 
     def add_up(self, weight: float) -> None:
-        """Add the last replay's gradients times `weight` to the parameters'; costs one copy of them."""
+        """Add the last replay's gradients times `weight` to the parameters' gradients."""
         first: list[str] = []
         others: list[str] = []
         for name, parameter in self._parameters.items():
@@ -91,22 +91,22 @@ class Recording:
 class _Recorded:
     recording: Recording
     token: object
-    """The plan's replay token that it was made with, and is valid for."""
+    """The plan's replay token when this was recorded; the recording is valid for no other token."""
     peak_bytes: int
 
 
 class GraphedPasses:
-    """Records full passes the second time they come and replays them from then on, where `is_enabled`.
+    """A runner that records full passes at their second call and replays them from then on, if `is_enabled`.
 
-    A recording that measures adds to the sums it was made with, so it is made anew whenever those are. Where some
-    batches go through in parts and some as a whole, there is one for each.
+    A recording that measures adds to the sums of its time, so new sums need a new recording. If some batches run in
+    parts and others whole, each kind has its own recording.
 
     Args:
         model: The model whose parameters get gradients.
-        loss_of: Gives the mean loss of full inputs and targets, to be recorded.
+        loss_of: Returns the mean loss of full inputs and targets; this call is recorded.
         run_eagerly: Runs a pass kernel by kernel.
-        clock: Counts recording as the compiler's time.
-        is_enabled: Whether there is a GPU that may record.
+        clock: The clock that counts recording as compilation.
+        is_enabled: Whether a GPU is there and may record.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class GraphedPasses:
         self._batch_size = 0
         self._recorded: dict[Variant, _Recorded] = {}
         self._ran: dict[Variant, object] = {}
-        """The tokens with which passes last ran kernel by kernel."""
+        """The token of each variant's last pass kernel by kernel."""
 
     def expect(self, full_size: int, batch_size: int) -> None:
-        """Expect full passes of `full_size` samples, which are parts of batches of `batch_size`, or all of one.
+        """Expect full passes of `full_size` samples from batches of `batch_size`.
 
-        With another batch size, recordings of passes of other sizes are dropped.
+        If the batch size has changed, drop the recordings of passes of other sizes.
         """
         if batch_size != self._batch_size:
             self._keep(lambda variant, _: variant[0] == full_size)
@@ -136,14 +136,14 @@ class GraphedPasses:
         self._batch_size = batch_size
 
     def run(self, part: MicroBatch, plan: BatchPlan) -> Tensor:
-        """Add the gradients of the part's mean loss times its weight to the parameters'; returns that product."""
+        """Add the gradients of the part's weighted mean loss to the parameters'; return this weighted loss."""
         variant, token = part.variant(plan), plan.replay_token
         if not self.is_enabled or not part.is_full or not part.weight or token is None:
             return self._run_eagerly(part, plan)
         recorded = self._recorded.get(variant)
-        # A recording that measures adds to the sums of its time: with another token those are no longer read.
+        # A recording that measures adds to the sums of its time, which nobody reads under another token.
         if recorded is None or recorded.token != token:
-            # Once kernel by kernel first, so that nothing is left to compile or to choose while recording.
+            # First run kernel by kernel, so that nothing is left to compile or to choose while recording.
             if self._ran.get(variant) != token:
                 loss = self._run_eagerly(part, plan)
                 self._ran[variant] = token
@@ -153,7 +153,7 @@ class GraphedPasses:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that a recording took, which was allocated when it was made; 0 without any."""
+        """The most memory of a recording, allocated when the pass was recorded; 0 without recordings."""
         return max((each.peak_bytes for each in self._recorded.values()), default=0)
 
     def _replay(self, recording: Recording, part: MicroBatch, plan: BatchPlan) -> Tensor:
@@ -168,14 +168,14 @@ class GraphedPasses:
         return loss
 
     def _record(self, part: MicroBatch, plan: BatchPlan) -> _Recorded:
-        """Record a pass by itself, whatever its weight, so that it serves for parts of batches of all sizes."""
+        """Record a pass without its weight, so that the recording serves parts of batches of all sizes."""
         size, measuring = part.variant(plan)
-        token = plan.replay_token  # no memory for more recordings than are needed at a time
+        token = plan.replay_token  # keeps no recording that is not needed now
         self._keep(lambda other, made: other[0] != size and (other[1], made.token) == (measuring, token))
         trainable = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         with self._clock.lap("compile"):
             forget_peak_memory(self._clock.device)
-            # Without the part's weight, which is applied afterwards: one recording serves batches of all sizes.
+            # The part's weight is applied after each replay.
             recording = Recording(trainable, self._loss_of, part.inputs, part.targets)
             return _Recorded(recording, token, peak_memory_bytes(self._clock.device))
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and locks that the system takes back at the end of a process."""
+"""Files that are written whole or not at all, and locks that the system releases at a process's end."""
 
 import fcntl
 import logging
@@ -14,19 +14,20 @@ logger = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, content: bytes | memoryview, *, previous: Path | None = None) -> None:
-    """Write beside, sync, then rename: a crash at any moment leaves a complete file, a full disk no new one.
+    """Write a file so that a crash at any moment leaves a complete one, and a full disk the old one.
 
-    The old file becomes `previous`, if that is given, and stays what it is if the new one cannot follow.
+    The content goes to a neighbouring file, which is synced and renamed. If `previous` is given, the old file gets this
+    name, and its own name back if the new file cannot replace it.
     """
     scratch = path.with_name(path.name + ".tmp")
     try:
         with scratch.open("wb") as file:
             file.write(content)
             file.flush()
-            # Before the rename: a file system may otherwise make the name durable before the content.
+            # Sync before the rename: a file system may make the name durable before the content.
             os.fsync(file.fileno())
         if previous is not None and path.exists():
-            # The old one steps aside first, so that at every moment one complete file is on the disk.
+            # Rename the old file first, so that at every moment a complete file is on disk.
             path.replace(previous)
             try:
                 scratch.replace(path)
@@ -35,7 +36,7 @@ def write_whole(path: Path, content: bytes | memoryview, *, previous: Path | Non
                 raise
         else:
             scratch.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)  # which renames live in
+        folder = os.open(path.parent, os.O_RDONLY)  # makes the rename durable
         try:
             os.fsync(folder)
         finally:
@@ -47,9 +48,9 @@ def write_whole(path: Path, content: bytes | memoryview, *, previous: Path | Non
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Yield whether this process has the lock, a file that exists as long as somebody has it.
+    """Yield whether this process holds the lock, a file that exists as long as some process holds the lock.
 
-    If another process has it, this one waits for its end where `wait` says so.
+    If another process holds the lock and `wait` is true, wait for its release.
     """
     file = None
     try:
@@ -70,16 +71,16 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def _open_locked(path: Path, *, wait: bool) -> TextIO | None:
-    """Return the open file, which is locked as long as it is; None if another process has removed it meanwhile."""
+    """Return the locked file, whose lock ends when the file is closed; None: another process removed the file."""
     file = path.open("a")
     try:
-        # POSIX and not flock: forked children would inherit that one and hold it after a killed parent.
+        # POSIX locks, not flock: forked children inherit a flock and hold it after the parent was killed.
         fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (BlockingIOError, PermissionError):  # systems differ in which
+    except (BlockingIOError, PermissionError):  # depends on the system
         file.close()
         raise BlockingIOError from None
     except OSError as error:
-        words = "the system cannot lock '%s' (%s): see to it that no other command works on the same"
+        words = "the system cannot lock '%s' (%s): make sure that no other command works on the same"
         logger.warning(words, path, error.strerror)
         return file
     with suppress(FileNotFoundError):

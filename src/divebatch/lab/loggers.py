@@ -1,4 +1,4 @@
-"""Loggers show epochs where people look already (TensorBoard, W&B). A new one is a class and a row of `LOGGERS`."""
+"""Loggers that show epochs in TensorBoard and W&B. A new logger is a class and a row of `LOGGERS`."""
 
 import hashlib
 import importlib
@@ -16,16 +16,16 @@ from divebatch.records import EpochRecord, RunHeader
 
 
 class Logger(Protocol):
-    """Shows the epochs of one run, which are written to its records anyway."""
+    """A display of one run's epochs, beside the records."""
 
     def start(self, header: RunHeader, folder: Path, *, epochs_done: int) -> None:
-        """Begin, or continue after `epochs_done` epochs; `folder` is the run's own, for files."""
+        """Begin, or continue after `epochs_done` epochs; `folder` is the run's own folder."""
 
     def log(self, record: EpochRecord) -> None:
-        """Show an epoch that has ended."""
+        """Show a finished epoch."""
 
     def close(self) -> None:
-        """Write down what is pending: the run has ended, or stopped."""
+        """Write pending output at the end of the run or when it stops."""
 
 
 SCALARS = {
@@ -43,17 +43,17 @@ SCALARS = {
     "progress/train_seconds": "train_seconds",
     "memory/peak_bytes": "peak_memory_bytes",
 }
-"""The name a logger shows: the record's field."""
+"""The shown name of each logged field of a record."""
 
 
 def scalars(record: EpochRecord) -> dict[str, float]:
-    """Return the values of an epoch by the name to show, without those that were not measured."""
+    """Return an epoch's measured values by shown name."""
     values = {name: getattr(record, field) for name, field in SCALARS.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 class TensorBoard:
-    """Writes into the run's own folder: `tensorboard --logdir OUT` then shows EXPERIMENT/METHOD/seed-K."""
+    """A logger into the run's folder; `tensorboard --logdir OUT` then shows EXPERIMENT/METHOD/seed-K."""
 
     def __init__(self) -> None:
         try:
@@ -64,7 +64,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, header: RunHeader, folder: Path, *, epochs_done: int) -> None:
-        # A resumed run goes back to its checkpoint: what was shown beyond it is taken back.
+        # A resumed run starts from its checkpoint: later points are removed.
         self._writer = self._make(str(folder), purge_step=epochs_done + 1)
         if not epochs_done:
             self._writer.add_text("config", f"```\n{json.dumps(header.config, indent=1)}\n```", 0)
@@ -79,7 +79,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run for each of ours, grouped by experiment; WANDB_PROJECT and W&B's other variables hold as usual."""
+    """A logger with one W&B run for each run, grouped by experiment; WANDB_PROJECT and the like apply."""
 
     def __init__(self) -> None:
         try:
@@ -90,7 +90,7 @@ class WeightsAndBiases:
 
     def start(self, header: RunHeader, folder: Path, *, epochs_done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # A resumed run continues in the same place: its name there follows from the place of its records.
+        # The id follows from the records' path, so that a resumed run continues its W&B run.
         place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "divebatch"),
@@ -113,7 +113,7 @@ LOGGERS: dict[str, Callable[[], Logger]] = {"tensorboard": TensorBoard, "wandb":
 
 
 def make_logger(kind: str) -> Logger:
-    """Make a logger by name; an error lists those there are, or names the extra to install."""
+    """Make a logger by name; an error lists the known loggers or names the extra to install."""
     require_choice("logger", kind, tuple(LOGGERS))
     return LOGGERS[kind]()
 
@@ -122,7 +122,7 @@ def make_logger(kind: str) -> Logger:
 def logging_to(
     kinds: Sequence[str], header: RunHeader, folder: Path, *, epochs_done: int
 ) -> Iterator[Callable[[EpochRecord], None]]:
-    """Open loggers of these kinds; yield a function that shows an epoch in all of them."""
+    """Open loggers of these kinds; yield a function that shows an epoch in each."""
     open_loggers = {kind: make_logger(kind) for kind in kinds}
     for logger in open_loggers.values():
         logger.start(header, folder, epochs_done=epochs_done)
@@ -145,6 +145,6 @@ def _leaving_out(kind: str, loggers: dict[str, Logger]) -> Iterator[None]:
     # A logger that fails (a full disk, no network) must not end the training.
     try:
         yield
-    except Exception as error:  # of somebody else's library
+    except Exception as error:  # a foreign library may raise anything
         del loggers[kind]
         warnings.warn(f"logger {kind!r} failed and is left out: {type(error).__name__}: {error}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Models by kind. A new one is a class with `build` and a row of `MODELS`."""
+"""Models by kind. A new model is a class with `build` and a row of `MODELS`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ class ModelSettings(ABC):
     """A dataclass of settings that can build its model."""
 
     sequence_length: int | None = None
-    """The longest sequence it takes, in tokens; None for a model that takes no sequences."""
+    """The model's longest sequence, in tokens. None: the model takes no sequences."""
 
     @abstractmethod
     def build(self, num_features: int, num_classes: int) -> nn.Module:
-        """Return a freshly initialised model; the caller seeds the random state.
+        """Build a freshly initialised model; the caller seeds the random state.
 
         Args:
             num_features: The length of a flat sample; 0 for images and sequences.
@@ -35,7 +35,7 @@ class ModelSettings(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogisticRegression(ModelSettings):
-    """One logit, weight and bias: 513 parameters for 512 features."""
+    """Logistic regression: one logit from weights and a bias, 513 parameters for 512 features."""
 
     def build(self, num_features: int, num_classes: int) -> nn.Module:
         return nn.Linear(num_features, 1)
@@ -43,7 +43,7 @@ class LogisticRegression(ModelSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearModel(ModelSettings):
-    """One number for each sample, from weights that start at zero, without bias."""
+    """A linear model without bias, whose weights start at zero."""
 
     def build(self, num_features: int, num_classes: int) -> nn.Module:
         layer = nn.Linear(num_features, 1, bias=False)
@@ -53,7 +53,7 @@ class LinearModel(ModelSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp(ModelSettings):
-    """Two layers with ReLU. Width 1 has the parameter count the paper states (515 for 512 features)."""
+    """Two layers with a ReLU. Width 1 has the parameter count of the paper (515 for 512 features)."""
 
     hidden_width: Count = 1
 
@@ -61,14 +61,14 @@ class Mlp(ModelSettings):
         return nn.Sequential(nn.Linear(num_features, self.hidden_width), nn.ReLU(), nn.Linear(self.hidden_width, 1))
 
 
-# Images: residual networks (He et al. 2016), and one that a CPU trains in minutes
+# Images: residual networks (He et al. 2016), and a network that a CPU trains in minutes
 
 Norm = Callable[[int], nn.Module]
 Stem = Callable[[int, Norm], nn.Module]
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, in_channels: int, channels: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -109,34 +109,34 @@ class ResNet(nn.Module):
 
 
 def group_norm(channels: int) -> nn.Module:
-    """Normalise groups of at least eight channels: per-sample statistics in the place of BatchNorm."""
+    """Return a GroupNorm of at least eight channels a group, whose statistics are per sample."""
     return nn.GroupNorm(max(1, channels // 8), channels)
 
 
 def small_stem(channels: int, norm: Norm) -> nn.Module:
-    """Keep the size of images of 32 x 32: a 3x3 convolution."""
+    """Return a 3x3 convolution, which keeps the size of small images."""
     return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1, bias=False), norm(channels), nn.ReLU())
 
 
 def imagenet_stem(channels: int, norm: Norm) -> nn.Module:
-    """Make images of 224 x 224 a quarter as wide: a 7x7 convolution and a pooling, each of which halves the size."""
+    """Return a 7x7 convolution and a pooling, each of which halves the size of the image."""
     conv = nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)
     return nn.Sequential(conv, norm(channels), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
 
 
 def resnet18(num_classes: int, *, norm: Norm = nn.BatchNorm2d, stem: Stem = small_stem) -> ResNet:
-    """Build 64-128-256-512 channels, two blocks a stage: 11 173 962 parameters for small images of 10 classes."""
+    """Build a ResNet with 64 to 512 channels, two blocks a stage: 11 173 962 parameters for 10 classes."""
     return ResNet(stem(64, norm), (64, 128, 256, 512), 2, num_classes, norm)
 
 
 def resnet20(num_classes: int, *, norm: Norm = nn.BatchNorm2d) -> ResNet:
-    """Build 16-32-64 channels, three blocks a stage, for small images: 272 474 parameters for 10 classes."""
+    """Build a ResNet for small images with 16 to 64 channels, three blocks a stage: 272 474 parameters, 10 classes."""
     return ResNet(small_stem(16, norm), (16, 32, 64), 3, num_classes, norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageModel(ModelSettings):
-    """A residual network. `norm` is "batch", as in the paper, or "group" (no statistics over the batch)."""
+    """A residual network whose `norm` is "batch", as in the paper, or "group", without statistics over the batch."""
 
     network: ClassVar[partial[ResNet]]
     norm: Literal["batch", "group"] = "batch"
@@ -158,13 +158,13 @@ class ResNet18ImageNet(ImageModel):
 
 
 class ResNet20(ImageModel):
-    """ResNet-20, which the original paper has for CIFAR-10."""
+    """ResNet-20, which He et al. train on CIFAR-10."""
 
     network = partial(resnet20)
 
 
 class CnnNetwork(nn.Module):
-    """Stages of two 3x3 convolutions, the first of which halves the image; mean pooling, one linear layer."""
+    """Stages of two 3x3 convolutions, the first of which halves the image, then mean pooling and one linear layer."""
 
     def __init__(self, widths: list[int], num_classes: int) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class CnnNetwork(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cnn(ModelSettings):
-    """Two convolutions with GroupNorm in each stage; `widths` are the stages' channels."""
+    """A small network with two convolutions and GroupNorm in each stage; `widths` are the stages' channels."""
 
     widths: list[Count] = field(default_factory=lambda: [16, 32, 64])
 
@@ -190,13 +190,13 @@ class Cnn(ModelSettings):
         return CnnNetwork(self.widths, num_classes)
 
 
-# Text: from tokens of shape (samples, positions), scores of the next one, of shape (samples, positions, tokens)
+# Text: tokens of shape (samples, positions) give scores of the next token, of shape (samples, positions, tokens)
 
 INIT_STD = 0.02
 
 
 class CausalAttention(nn.Module):
-    """Each position looks at itself and at those before it, in several heads."""
+    """Attention in several heads, from each position to itself and earlier positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -209,14 +209,14 @@ class CausalAttention(nn.Module):
         samples, length, width = x.shape
         by_head = self.all_three(x).view(samples, length, 3, self.heads, width // self.heads)
         queries, keys, values = by_head.permute(2, 0, 3, 1, 4)
-        # torch takes flash attention here where the device and the number format allow it.
+        # torch uses flash attention here if the device and the number format allow it.
         seen = scaled_dot_product_attention(queries, keys, values, is_causal=True)
         mixed: Tensor = self.out(seen.transpose(1, 2).reshape(samples, length, width))
         return mixed
 
 
 class Block(nn.Module):
-    """Attention, then a network on each position, each added to what was there."""
+    """Attention, then a two-layer network on each position, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Block(nn.Module):
 
 
 class GptNetwork(nn.Module):
-    """Causal attention and two-layer networks over learned positions, normalised before each part."""
+    """A GPT with learned positions and normalisation before each attention and network."""
 
     def __init__(self, num_tokens: int, length: int, *, layers: int, width: int, heads: int, tied: bool) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class GptNetwork(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Positions for each sample, and not once for all: per-sample norms count the samples of every layer's input.
+        # Expanded per sample: per-sample norms count the samples of every layer's input.
         places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         x = self.tokens(tokens) + self.positions(places)
         scores: Tensor = self.head(self.last_norm(self.blocks(x)))
@@ -257,20 +257,20 @@ class GptNetwork(nn.Module):
         for block in self.blocks.children():
             assert isinstance(block, Block)
             for last in (block.attention.out, block.down):
-                # Each block adds twice to the same stream: smaller, so that its size does not grow with the depth.
+                # Each block adds twice to the residual stream: smaller weights keep its size independent of depth.
                 nn.init.normal_(last.weight, std=INIT_STD / (2 * layers) ** 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt(ModelSettings):
-    """About 25 million parameters.
+    """A GPT, by default with about 25 million parameters.
 
     Args:
-        layers: Blocks of attention and network.
-        width: Numbers that stand for a position between blocks.
-        heads: Heads of attention; they share the width.
-        sequence_length: The longest sequence, in tokens: there is a learned vector for each position.
-        tied: Whether the last layer has the weights of the first one.
+        layers: Number of blocks of attention and network.
+        width: Length of a position's vector between blocks.
+        heads: Number of attention heads, which share the width.
+        sequence_length: The longest sequence, in tokens; each position has a learned vector.
+        tied: Whether the last layer shares the embedding's weights.
     """
 
     layers: Count = 8
@@ -290,7 +290,7 @@ class Gpt(ModelSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptTiny(Gpt):
-    """For CPUs: two layers of width 64, sequences of 64, 0.14 million parameters."""
+    """A small GPT for CPUs: two layers of width 64, sequences of 64, 0.14 million parameters."""
 
     layers: Count = 2
     width: Count = 64
@@ -299,7 +299,7 @@ class GptTiny(Gpt):
 
 
 class LstmNetwork(nn.Module):
-    """An LSTM between an embedding and a linear layer."""
+    """LSTMs between an embedding and a linear layer."""
 
     def __init__(self, num_tokens: int, *, width: int, layers: int) -> None:
         super().__init__()
@@ -315,10 +315,10 @@ class LstmNetwork(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lstm(ModelSettings):
-    """LSTMs on top of each other, with PyTorch's default initialisation.
+    """A stack of LSTMs with PyTorch's default initialisation.
 
     Args:
-        width: Numbers of a token's vector and of the hidden state.
+        width: Length of a token's vector and of the hidden state.
         layers: The number of LSTMs.
         sequence_length: The longest sequence, in tokens.
     """

@@ -1,4 +1,4 @@
-"""Optimizers by kind, beside the learning rate, which a method has. A new one is one dataclass and one row."""
+"""Optimizers by kind, without the learning rate, which a method sets. A new optimizer is a dataclass and a row."""
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
@@ -16,11 +16,11 @@ class OptimizerSettings(ABC):
     """A dataclass of settings that can build its optimizer."""
 
     takes_adam_coupling: ClassVar[bool] = False
-    """Whether `lr_coupling = "adam"` is for it."""
+    """Whether the optimizer works with `lr_coupling = "adam"`."""
 
     @abstractmethod
     def build(self, model: nn.Module, lr: float, *, fused: bool | None = None) -> Optimizer:
-        """Make the optimizer of all trainable parameters; `fused` is torch's, with None for torch's own choice."""
+        """Build the optimizer of all trainable parameters; `fused` is torch's argument. None: torch chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Sgd(OptimizerSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(OptimizerSettings):
-    """torch.optim.AdamW. `decay_vectors`: whether biases and the scales of norm layers decay too, as torch has it."""
+    """torch.optim.AdamW. `decay_vectors`: whether biases and norm layers' scales decay too, as in torch."""
 
     takes_adam_coupling = True
 

@@ -1,4 +1,4 @@
-"""The critical batch size by experiment (branched training, Merrill et al. 2025), and the noise scales beside it.
+"""The critical batch size from branched training (Merrill et al. 2025), with the noise scales for comparison.
 
 Branches train on the same samples from the same weights at k times the batch size. The critical batch size is the
 largest that keeps up with the smallest.
@@ -41,23 +41,23 @@ LEVEL = 0.95
 LEAST_STEPS = 4
 """The fewest steps of the largest branch, if no factors are named."""
 SMOOTHING = 0.2
-"""The part of the window that a branch's loss is averaged over."""
+"""Fraction of the window over which a branch's loss is averaged."""
 JUDGES = ("train", "validation")
 MOST_NAMES = 10
-"""Checkpoints that an error lists."""
+"""Most checkpoints that an error lists."""
 PART_OF_A_RUN = 0.1
-"""The part of a run over one pass that each branch sees by default."""
+"""Fraction of a run over one pass that each branch sees by default."""
 REPEAT, DROPOUT = (0, 7), (0, 6)
 """Purposes of random numbers: the order of a repeat's samples, and everything else in a branch."""
 EPOCHS_A_REPEAT = 1_000_000
-"""Repeats see the order and augmentation of epochs this far apart, which no run reaches."""
+"""Distance between the epochs whose order and augmentation two repeats see; no run has as many epochs."""
 PROBLEM = ("task", "data", "model", "optimizer", "schedule", "one_pass", "clip_norm")
-"""The parts of a run's configuration that must be those of the experiment."""
+"""The parts of the configuration in which a run and the experiment must agree."""
 QUESTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("Euclidean", "split", {}),
     ("preconditioned", "moments", {"preconditioned": True}),
 )
-"""The noise scales that are measured: norm, estimator, its settings."""
+"""The measured noise scales: norm, estimator, and the estimator's settings."""
 
 
 # Branches and the verdict
@@ -65,31 +65,31 @@ QUESTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A branch: `steps` batches of `batch_size` samples at `lr_factor` times the learning rate, and its losses."""
+    """A branch of `steps` batches of `batch_size` samples at `lr_factor` times the learning rate, with its losses."""
 
     factor: int
     batch_size: int
     lr_factor: float
     steps: int
     repeat: int
-    """From 0. All branches of a repeat see the same data in the same order, another repeat another order."""
+    """Number of the repeat, from 0. All branches of a repeat see the same data in the same order."""
     coupling: Coupling = "sqrt"
-    """The optimizer's coupling to the batch size: a name, or a power of it."""
+    """The learning rate's coupling to the batch size: a name, or a power of the batch size."""
     loss: float = math.nan
-    """The loss that judges it."""
+    """The loss that judges the branch."""
     course: tuple[float, ...] = ()
     """The smoothed training loss after each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The loss of a factor above that of factor 1 on the same data, relative to it, with its 95 % interval."""
+    """The relative excess of a factor's loss over that of factor 1 on the same data, with its 95 % interval."""
 
     factor: int
     batch_size: int
     steps: int
     loss: float
-    """Mean over repeats."""
+    """The mean loss over repeats."""
     mean: float
     low: float
     high: float
@@ -102,7 +102,7 @@ class Gap:
 
     @property
     def verdict(self) -> str:
-        """`keeps up`, `falls behind`, or the same with `perhaps` if the interval reaches over the tolerance."""
+        """`keeps up` or `falls behind`, with `perhaps` if the interval contains the tolerance."""
         word = "keeps up" if self.keeps_up else "falls behind"
         return word if self.high <= self.tolerance or self.low > self.tolerance else f"perhaps {word}"
 
@@ -128,7 +128,7 @@ class Critical:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """All branches, of `window` samples each; `problem` is the reason why large factors are missing."""
+    """The branches of a probe, `window` samples each; `problem` is the reason why large factors are missing."""
 
     batch_size: int
     window: int
@@ -148,7 +148,7 @@ class Probe:
         gaps = self.gaps
 
         def last_while(holds: Callable[[Gap], bool]) -> int:
-            return [gaps[0], *takewhile(holds, gaps[1:])][-1].batch_size  # factor 1 is its own measure
+            return [gaps[0], *takewhile(holds, gaps[1:])][-1].batch_size  # factor 1 always keeps up
 
         size = last_while(lambda gap: gap.keeps_up)
         sure = last_while(lambda gap: gap.high <= self.tolerance)
@@ -172,7 +172,7 @@ class Probe:
     def _gap(self, factor: int) -> Gap:
         first = {each.repeat: each.loss for each in self.branches if each.factor == 1}
         mine = [each for each in self.branches if each.factor == factor]
-        # In pairs: branches of a repeat saw the same data, whose luck then cancels.
+        # Compare in pairs: branches of a repeat saw the same data, whose luck cancels.
         parts = [_part_above(each.loss, first[each.repeat]) for each in mine]
         mean, low, high = interval(parts) if factor > 1 else (0.0, 0.0, 0.0)
         return Gap(
@@ -188,14 +188,14 @@ class Probe:
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """Return (mean, low, high): Student's 95 % interval of the mean, without ends for a single value.
+    """Return (mean, low, high) with Student's 95 % interval; a single value has infinite ends.
 
     >>> interval([0.1])
     (0.1, -inf, inf)
     """
     mean = fmean(values)
     if not math.isfinite(mean):
-        return (math.inf, math.inf, math.inf)  # a branch diverged: no tolerance forgives that
+        return (math.inf, math.inf, math.inf)  # a diverged branch exceeds every tolerance
     if len(values) < 2:
         return (mean, -math.inf, math.inf)
     reach = t_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
@@ -218,14 +218,14 @@ def probe_critical_batch(
     tolerance: float = 0.02,
     on_branch: Callable[[Branch], None] | None = None,
 ) -> Probe:
-    """Train a branch for each factor and repeat from the checkpoint, and compare each factor with factor 1.
+    """Train a branch from the checkpoint for each factor and repeat; compare each factor with factor 1.
 
-    Each branch sees `window` samples, rounded down to whole steps of the largest. Its loss is the exponential mean of
-    its last losses, or the held-out loss at its end. A branch keeps up if that is at most the part `tolerance` above
-    the loss of factor 1 on the same data. A branch that does not fit into memory ends the factors there. At the end the
-    trainer is back at the checkpoint.
+    Each branch sees `window` samples, rounded down to whole steps of the largest branch. A branch's loss is the
+    exponential mean of its last losses, or the held-out loss at its end. The branch keeps up if this loss exceeds that
+    of factor 1 on the same data by at most the fraction `tolerance`. If a branch does not fit into memory, its factor
+    and larger ones are left out. At the end the trainer is back at the checkpoint.
     """
-    # All branches must see the same samples, or their losses could not be compared.
+    # All branches must see the same samples so that their losses can be compared.
     window -= window % (factors[-1] * trainer.batch_size)
     state, done, problem = trainer.save(), [], ""
     try:
@@ -244,14 +244,14 @@ def probe_critical_batch(
                 course = smoothed(trainer.train(branch), size, SMOOTHING * window)
                 loss = course[-1] if trainer.judge == "train" else trainer.evaluate()
                 if factor == 1 and not math.isfinite(loss):
-                    raise DivergedError(f"the loss of the branch at the present batch size {size} is {loss}")
+                    raise DivergedError(f"the loss of the branch at the current batch size {size} is {loss}")
                 done.append(replace(branch, loss=loss, course=tuple(course)))
                 if on_branch is not None:
                     on_branch(done[-1])
     except BatchTooLargeError as error:
         if factor == 1:
             raise
-        # A factor with some repeats missing could not be compared in pairs with the others.
+        # Without some repeats a factor cannot be compared in pairs.
         done = [each for each in done if each.factor < factor]
         problem = f"factor {factor} and above: {error}"
     finally:
@@ -260,7 +260,7 @@ def probe_critical_batch(
 
 
 def smoothed(losses: Iterable[float], batch_size: int, horizon: float) -> list[float]:
-    """Return the exponential mean of step losses over `horizon` samples, debiased, after each step.
+    """Return the debiased exponential mean of step losses over `horizon` samples, after each step.
 
     The horizon counts samples, so branches of all batch sizes are smoothed over the same data.
 
@@ -275,7 +275,7 @@ def smoothed(losses: Iterable[float], batch_size: int, horizon: float) -> list[f
 
 
 def require_settings(coupling: Coupling, tolerance: float, optimizer: Optimizer) -> None:
-    """Raise if a coupling or tolerance cannot be used, or not with this optimizer."""
+    """Raise if the tolerance is invalid, or if the coupling is unknown or does not suit the optimizer."""
     if isinstance(coupling, str):
         require_choice("coupling", coupling, tuple(name for name in COUPLINGS if name not in BY_NOISE))  # not measured
     else:
@@ -286,7 +286,7 @@ def require_settings(coupling: Coupling, tolerance: float, optimizer: Optimizer)
 
 
 def chosen_factors(factors: Sequence[int] | None, batch_size: int, window: int, dataset_size: int) -> list[int]:
-    """Return the factors in rising order, from 1 on: by default powers of two that leave the largest 4 steps.
+    """Return the factors from 1 in rising order; None: powers of two that leave the largest branch 4 steps.
 
     >>> chosen_factors(None, 128, 4400, 60_000)
     [1, 2, 4, 8]
@@ -320,17 +320,17 @@ def chosen_factors(factors: Sequence[int] | None, batch_size: int, window: int, 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A checkpoint to start from, with the first line of its run's records."""
+    """A checkpoint to start from, with the header of its run's records."""
 
     path: Path
     header: RunHeader
     state: dict[str, Any]
     epoch: int
-    """The number of epochs before it, or of parts of a run over one pass."""
+    """Number of epochs before the checkpoint, or of parts of a run over one pass."""
     samples: int
-    """The samples before it, of all epochs."""
+    """Number of samples before the checkpoint, of all epochs."""
     batch_size: int
-    """The batch size from there on, which may have changed since the last record."""
+    """The batch size after the checkpoint, which may differ from that of the last record."""
 
     @property
     def place(self) -> str:
@@ -340,12 +340,12 @@ class Start:
 
 
 def find_start(path: Path, experiment: str) -> Start:
-    """Read the checkpoint of a run of `experiment`, which lies beside the run's records."""
+    """Read a checkpoint and the header of the records beside it; raise if the run is not of `experiment`."""
     if not path.is_file():
         found = sorted(str(each) for each in path.rglob("seed-*.ckpt")) if path.is_dir() else []
         there = f"; name one of: {', '.join(found[:MOST_NAMES])}" if found else ""
         raise ArgumentError(f"'{path}' is no checkpoint, a file like seed-0.ckpt that a run leaves{there}")
-    # The checkpoints that a run keeps have the epoch in their names too.
+    # Checkpoints that a run keeps also have the epoch in their names.
     records = path.with_name(re.sub(r"(\.epoch-\d+)?\.ckpt(\.previous)?$", "", path.name) + ".jsonl")
     if not records.exists():
         raise ArgumentError(f"'{path}' lacks the records of its run: '{records.name}' must lie beside it")
@@ -355,13 +355,13 @@ def find_start(path: Path, experiment: str) -> Start:
     state = load_checkpoint(path, device=torch.device("cpu"))
     loader, parts = state["control"]["loader"], state["parts_done"]
     under_way = loader["pass"]["samples"] if loader["pass"] is not None else 0
-    # Not the loader's epochs: one of them may have carried over several parts.
+    # Not the loader's epochs, each of which may cover several parts.
     epoch = state["control"]["epoch"] if parts is None else parts
     return Start(path, header, state, epoch, loader["samples_before"] + under_way, loader["batch_size"])
 
 
 def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = (), **of_run: Any) -> Run:
-    """Return the run as it was, but for `of_run`, fields of `Run`, and settings like `training.precision=bf16`."""
+    """Rebuild the run with the fields `of_run` of `Run` and settings like `training.precision=bf16` changed."""
     config = start.header.config
     options = parse_options([each for each in settings if each.startswith("training.")], config["training"])
     planned = replace(experiment.scaled(int(config["epochs"])), model=Part(**config["model"]))
@@ -378,9 +378,9 @@ def run_of(start: Start, experiment: Experiment, *, settings: Sequence[str] = ()
 
 
 class RestOfPass(Sampler[int]):
-    """The samples that are left of a pass, after `seen` of all passes over data of `size`, the sampler's length.
+    """A sampler of the rest of a pass, after `seen` samples of all passes over data of `size`.
 
-    Each epoch of the loader is a repeat: the first continues as the run itself would, and all others mix the samples.
+    Each epoch of the loader is a repeat: the first continues as the run would, all others shuffle the samples.
     """
 
     def __init__(self, size: int, seed: int, seen: int) -> None:
@@ -388,7 +388,7 @@ class RestOfPass(Sampler[int]):
         self._left = order_of_pass(size, seed, number)[start:]
         self._size, self._seed, self._repeat = size, seed, 0
         self.num_left = self.window = len(self._left)
-        """`window`: the samples of an epoch."""
+        """The samples of the rest, and of an epoch (`window`)."""
 
     def __len__(self) -> int:
         return self._size
@@ -406,12 +406,12 @@ class RestOfPass(Sampler[int]):
 
 
 class BranchTrainer:
-    """A run's trainer at a checkpoint, without its controller: batch size and learning rate are the branch's.
+    """A run's trainer at a checkpoint, without its controller: branches set batch size and learning rate.
 
-    The learning rate is the checkpoint's times the branch's factor; schedules stand still. Shorter batches, at the end
-    of an epoch, are left out: at the rate of a long batch a short one says nothing. A run over one pass continues with
-    the rest of it. `judge` is "train" to compare smoothed training losses, or "validation" for the held-out loss at a
-    branch's end.
+    The learning rate is the checkpoint's times the branch's factor; schedules are not stepped. Shorter batches at the
+    end of an epoch are left out, because the rate suits full batches only. A run over one pass continues with the rest
+    of the pass. `judge` is "train" to compare smoothed training losses, or "validation" to compare held-out losses at
+    the branches' ends.
     """
 
     def __init__(self, run: Run, start: Start, judge: str = "train") -> None:
@@ -419,16 +419,16 @@ class BranchTrainer:
         self.run, self.start, self.judge, self.batch_size = run, start, judge, start.batch_size
         self.metric = start.header.metric
         self.trainer: Trainer = make_trainer(run)
-        # Batch size and learning rate must be the branch's alone.
+        # Only the branch may set batch size and learning rate.
         self.trainer.control.close()
         require_data(start.path, start.state, self.trainer)
         self.restore(start.state)
         saved, optimizer = start.state["control"], self.trainer.optimizer
         coupling = LrCoupling(optimizer, kind=saved["settings"]["lr_coupling"][0], first_batch_size=start.batch_size)
         coupling.load_state_dict(saved["rates"]["couplings"][0])
-        coupling.put_in_force()  # and never back: from here on the rates of steps are the branches' own
+        coupling.put_in_force()  # for good: branches set the rates of all further steps
         self.lr = float(optimizer.param_groups[0]["lr"])
-        """The learning rate at the checkpoint, of the first parameter group."""
+        """The first parameter group's learning rate at the checkpoint."""
         self.loader: AdaptiveLoader = self.trainer.control.loader
         self.rest: RestOfPass | None = None
         if run.experiment.one_pass:
@@ -438,11 +438,11 @@ class BranchTrainer:
 
     @property
     def dataset_size(self) -> int:
-        """The samples of a whole pass."""
+        """Number of samples of a whole pass."""
         return len(self.loader.dataset)
 
     def window(self, wanted: int | None) -> int:
-        """Return the samples of each branch: by default an epoch, or a tenth of a pass, or its rest."""
+        """Return the samples of each branch; None: an epoch, or of one pass a tenth or the rest, if shorter."""
         start, config, left = self.start, self.start.header.config, sys.maxsize
         if self.lr == 0:
             raise ArgumentError(
@@ -457,7 +457,7 @@ class BranchTrainer:
                     f"Choose an earlier checkpoint; `divebatch run --keep-checkpoints` keeps them"
                 )
             left = self.rest.num_left
-            # Which holds for runs that ended by the clock too.
+            # Scaled from the samples so far, so that this also holds for runs that end by the clock.
             default = int(PART_OF_A_RUN * config["epochs"] * start.samples / max(1, start.epoch))
         window = min(default, left) if wanted is None else wanted
         if window > left:
@@ -470,20 +470,20 @@ class BranchTrainer:
         return window
 
     def save(self) -> dict[str, Any]:
-        """Return a copy of weights, statistics and the optimizer's memory."""
+        """Return a copy of weights, statistics and optimizer state."""
         trainer = self.trainer
         return copy.deepcopy({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to a state of `save`, which does not change."""
+        """Restore a state from `save`, which remains unchanged."""
         self.trainer.model.load_state_dict(state["model"])
-        # A copy: an optimizer works on with the very tensors that it is given, and the next branch needs them too.
+        # Copied: an optimizer changes the tensors it loads, and the next branch needs them too.
         self.trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
     def train(self, branch: Branch) -> list[float]:
-        """Train the branch and return the loss of each step, in the unit of the run's metric."""
+        """Train a branch and return the loss of each step, in the unit of the run's metric."""
         trainer, loader = self.trainer, self.loader
-        # By repeat and not by branch: branches of a repeat are compared in pairs.
+        # Seed by repeat, not by branch: branches of a repeat are compared in pairs.
         torch.manual_seed(mixed_seed(self.run.seed, *DROPOUT, branch.repeat))
         for group in trainer.optimizer.param_groups:
             group["lr"] = group["lr"] * branch.lr_factor
@@ -494,18 +494,18 @@ class BranchTrainer:
         step = trainer.step.under(BatchPlan)
         with device_settings(trainer.options.precision, trainer.clock.device):
             batches = islice(self._full_batches(branch), branch.steps)
-            losses = [step(batch).clone() for batch in batches]  # a replayed pass writes its loss to one place
+            losses = [step(batch).clone() for batch in batches]  # replays write the loss to one place
         return [loss * self.metric.loss_factor for loss in torch.stack(losses).tolist()]
 
     def evaluate(self) -> float:
-        """Return the held-out loss of the present weights, in the unit of the run's metric."""
+        """Return the held-out loss of the current weights, in the unit of the run's metric."""
         trainer = self.trainer
         with device_settings(trainer.options.precision, trainer.clock.device):
             seen = evaluate(trainer.model, trainer.validation, trainer.task, precision=trainer.options.precision)
         return seen.loss * self.metric.loss_factor
 
     def first_epoch(self, repeat: int) -> int:
-        """Return the loader's epoch that begins a repeat; repeat 0 continues as the run itself would."""
+        """Return the loader's epoch at which a repeat begins; repeat 0 continues as the run would."""
         return repeat if self.rest is not None else self.start.epoch + repeat * EPOCHS_A_REPEAT
 
     def _full_batches(self, branch: Branch) -> Iterator[Any]:
@@ -521,9 +521,9 @@ class BranchTrainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """A noise scale in samples with its 95 % interval, or the `problem` why none was measured.
+    """A noise scale in samples with its 95 % interval, or the `problem` that prevented the measurement.
 
-    An end of the interval is None if there is none.
+    None: this end of the interval does not exist.
     """
 
     norm: str
@@ -535,9 +535,9 @@ class Noise:
 
 
 def measure_noise_scales(branches: BranchTrainer, *, samples: int) -> list[Noise]:
-    """Measure each noise scale at the present batch size, always from the checkpoint.
+    """Measure each noise scale at the current batch size, starting from the checkpoint.
 
-    Each takes one epoch, or the next `samples` samples of a run over one pass.
+    A measurement takes one epoch, or the next `samples` samples of a run over one pass.
     """
     state, found = branches.save(), []
     if branches.rest is not None:
@@ -547,7 +547,7 @@ def measure_noise_scales(branches: BranchTrainer, *, samples: int) -> list[Noise
         noise = Noise(norm=norm, estimator=estimator)
         try:
             record = _measured_epoch(branches, Part(kind=estimator, settings=settings))
-        except (ArgumentError, CoverageError) as error:  # this optimizer or model is not for this estimator
+        except (ArgumentError, CoverageError) as error:  # the estimator does not support this optimizer or model
             found.append(replace(noise, problem=str(error)))
             continue
         values = (record.diversity, record.diversity_low, record.diversity_high)

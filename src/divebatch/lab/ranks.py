@@ -28,27 +28,27 @@ from divebatch.ranks import Ranks
 T = TypeVar("T")
 
 TIMEOUT = 600.0
-"""Seconds until a rank that waits for the others gives up; evaluation and loading take less."""
+"""Seconds after which a rank stops waiting for the others; evaluation and loading take less."""
 LONGER_FOR_NCCL = 60.0
-"""Seconds by which gloo gives up before NCCL, which ends the process without a word."""
+"""Seconds that NCCL waits longer than gloo, because NCCL ends the process without a message."""
 PATIENCE = 5.0
-"""Seconds that a rank has to answer, after another one has lost contact."""
+"""Seconds within which a rank must answer after another rank has lost contact."""
 
 
 # The group of processes
 
 
 def is_restarted() -> bool:
-    """Return whether torchrun has started this job anew, after a process had failed."""
+    """Return whether torchrun has restarted this job after a process failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @contextmanager
 def process_group(device: str) -> Iterator[str]:
-    """Join the processes that a launcher such as torchrun announced, if any; yield the device of this one.
+    """Join the processes that a launcher such as torchrun started, if any; yield this process's device.
 
-    CPU tensors go through gloo and a GPU's through NCCL. An error names the ranks that do not answer. After an error
-    the group ends with the process: taking leave of ranks that are stuck could take for ever.
+    CPU tensors use gloo and GPU tensors NCCL. An error names the ranks that do not answer. After an error the group
+    ends with the process, because closing the group could wait forever for ranks that are stuck.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield device
@@ -68,7 +68,7 @@ def process_group(device: str) -> Iterator[str]:
     limit = timedelta(seconds=TIMEOUT)
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        # torchrun's own store outlives the ranks that wrote into it.
+        # torchrun's store outlives the ranks that wrote to it.
         store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
@@ -77,7 +77,7 @@ def process_group(device: str) -> Iterator[str]:
         raise RankError(f"{me} cannot join the others: {_first_line(error)}. Start the ranks with torchrun") from error
     if on_gpu:
         group: Any = dist.group.WORLD
-        # Every few steps ranks wait for each other through gloo, too, and that raises an error that we can explain.
+        # Every few steps ranks also meet through gloo, which raises an error that can be explained.
         nccl = group._get_backend(torch.device("cuda"))
         nccl._set_default_timeout(timedelta(seconds=TIMEOUT + LONGER_FOR_NCCL))
     try:
@@ -86,7 +86,7 @@ def process_group(device: str) -> Iterator[str]:
         raise
     except Exception as error:
         what = _first_line(error)
-        # gloo's errors have no class of their own.
+        # gloo's errors have no class.
         is_about_ranks = isinstance(error, dist.DistError) or re.search("gloo|NCCL|ProcessGroup", str(error))
         if is_about_ranks and (lost := _silent_ranks(store, rank, size)):
             names = ", ".join(f"rank {each}" for each in lost)
@@ -96,7 +96,7 @@ def process_group(device: str) -> Iterator[str]:
 
 
 def _silent_ranks(store: Store, rank: int, size: int) -> list[int]:
-    """Return the ranks that give no sign within `PATIENCE`; rank 0 where the store that it keeps does not answer."""
+    """Return the ranks that do not answer within `PATIENCE`, or rank 0 if its store does not answer."""
     signs = [f"alive {each}" for each in range(size)]
     silent = [0]
 
@@ -107,7 +107,7 @@ def _silent_ranks(store: Store, rank: int, size: int) -> list[int]:
                 store.wait(signs, timedelta(seconds=PATIENCE))
             silent[:] = [each for each, sign in enumerate(signs) if not store.check([sign])]
 
-    # In a thread: torch itself waits for ever for a keeper that takes the question and does not answer.
+    # Ask in a thread: torch waits forever for a store that accepts the question but does not answer.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(2 * PATIENCE)
@@ -115,14 +115,14 @@ def _silent_ranks(store: Store, rank: int, size: int) -> list[int]:
 
 
 def first_does(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Let rank 0 do `work` while the others wait: all return its result, or raise its error."""
+    """Do `work` on rank 0 while the others wait; all ranks return its result or raise its error."""
     if ranks.is_alone:
         return work()
     answer: tuple[T | None, Exception | None] = (None, None)
     if ranks.is_first:
         try:
             answer = (work(), None)
-        # Sent to all ranks: one that raised alone would leave the others waiting for its result.
+        # Send the error to all ranks: if rank 0 raised alone, the others would wait for its result.
         except (DivebatchError, OSError) as error:
             answer = (None, error)
     result, failed = ranks.from_first(answer)
@@ -135,7 +135,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0]
 
 
-# The model: copies whose gradients are averaged (DDP), or one that is spread over the ranks (FSDP2)
+# The model: copies whose gradients are averaged (DDP), or one model sharded over the ranks (FSDP2)
 
 SHARDINGS = ("ddp", "fsdp")
 _NEW_NAME = "forward_sync_buffers"
@@ -144,7 +144,7 @@ _SYNC_BUFFERS = _NEW_NAME if _NEW_NAME in signature(DistributedDataParallel).par
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """A model as ranks run it: `module` is called in training, `model` has the parameters, the state and the hooks."""
+    """A model on all ranks: training calls `module`; `model` has the parameters, the state and the hooks."""
 
     model: nn.Module
     module: nn.Module
@@ -152,34 +152,34 @@ class Parallel:
 
     @classmethod
     def alone(cls, model: nn.Module) -> "Parallel":
-        """Run a model in this process only."""
+        """Wrap a model for this process only."""
         return cls(model, model, Ranks.alone())
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of each parameter, and a forward pass brings them together."""
-        return hasattr(self.model, "set_requires_gradient_sync")  # what `fully_shard` adds
+        """Whether each rank holds a part of each parameter, which forward passes gather."""
+        return hasattr(self.model, "set_requires_gradient_sync")  # added by `fully_shard`
 
     @contextmanager
     def adding_up(self, *, is_last: bool) -> Iterator[None]:
-        """Keep gradients on their rank, unless this is the last backward pass of the batch."""
+        """Add gradients on each rank alone, unless this is the last backward pass of the batch."""
         model: Any = self.model
         if self.is_sharded:
             model.set_requires_gradient_sync(is_last)
         module = self.module
-        # Ranks need the sum over a batch's passes only, so the passes before the last communicate nothing.
+        # Only the sum over a batch's passes is needed, so the passes before the last do not communicate.
         with module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext():
             yield
 
     def average_buffers(self) -> None:
-        """Replace running statistics, such as BatchNorm's of each rank's own samples, by their mean over ranks."""
+        """Replace running statistics, such as BatchNorm's, by their mean over ranks."""
         moving = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         self.ranks.sum_(moving)
         if moving and not self.ranks.is_alone:
             torch._foreach_div_(moving, self.ranks.size)
 
     def gathered(self, state: Any) -> Any:
-        """Return a state with whole tensors in the place of sharded ones, on rank 0. All ranks must call it."""
+        """Return a state with sharded tensors gathered whole on rank 0; all ranks must call this method."""
 
         def gather(tensor: Any) -> Any:
             if not is_sharded(tensor):
@@ -190,10 +190,10 @@ class Parallel:
         return tree_map_only(Tensor, gather, state) if self.is_sharded else state
 
     def sharded(self, state: Any, optimizer: Optimizer) -> Any:
-        """Return a state of whole tensors with those cut to this rank's parts whose parameters are."""
+        """Return a state of whole tensors in which those of sharded parameters are cut to this rank's parts."""
         if not self.is_sharded:
             return state
-        from torch.distributed.tensor import distribute_tensor  # a second to import, which few runs need
+        from torch.distributed.tensor import distribute_tensor  # takes a second to import, and few runs need it
 
         by_name = dict(self.model.named_parameters())
         # Optimizers number parameters group by group.
@@ -211,28 +211,28 @@ class Parallel:
 
 
 def spread(model: nn.Module, ranks: Ranks, *, sharding: str = "ddp") -> Parallel:
-    """Let the ranks train `model` together, which all of them have built alike."""
+    """Spread `model`, which all ranks have built alike, so that they train it together."""
     if ranks.is_alone:
         return Parallel.alone(model)
     if sharding == "fsdp":
         _shard(model, ranks)
         return Parallel(model, model, ranks)
-    # Buffers are averaged at the end of an epoch and not sent around before every forward pass.
+    # Buffers are averaged at the end of an epoch, not sent before every forward pass.
     settings: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
     module = DistributedDataParallel(model, **settings)
     return Parallel(model, module, ranks)
 
 
 def _shard(model: nn.Module, ranks: Ranks) -> None:
-    """Shard each child that has parameters by itself, those of a sequence one by one; the root takes the rest."""
+    """Shard each child with parameters by itself, the layers of a sequence one by one; the root takes the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))  # by default a GPU's, if there is one
+    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))  # the default would be a GPU
     for child in model.children():
         for part in child if isinstance(child, nn.Sequential) else [child]:
             if any(True for _ in part.parameters()):
-                # Piece by piece: sharded as one whole, the model would be gathered as one whole in every pass.
+                # Shard piece by piece: every pass would gather a model that is sharded as a whole at once.
                 fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -241,13 +241,13 @@ def _shard(model: nn.Module, ranks: Ranks) -> None:
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 AGREE_EVERY = 8
-"""Steps after which ranks tell each other whether one of them was asked to stop."""
+"""Steps between two exchanges of stop requests among ranks."""
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C as a request to stop after the current step; a second Ctrl-C interrupts at once.
+    """A request by SIGTERM or Ctrl-C to stop after the current step; a second Ctrl-C interrupts at once.
 
-    A request to any rank stops all ranks after the same step: one that stopped alone would leave the others stuck.
+    A request to any rank stops all ranks after the same step, so that none waits for a rank that has stopped.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -256,16 +256,16 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def after_step(self) -> bool:
-        """Return whether to stop before the next step; all ranks call it and get the same answer."""
+        """Return whether to stop before the next step, with the same answer on all ranks, which must all call this."""
         self._steps += 1
         return self.now() if self._ranks.is_alone or self._steps % AGREE_EVERY == 0 else False
 
     def now(self) -> bool:
-        """Return whether to stop here; all ranks call it and get the same answer."""
+        """Return whether to stop here, with the same answer on all ranks, which must all call this."""
         return self._ranks.sum_numbers([float(self.is_set)])[0] > 0 if not self._ranks.is_alone else self.is_set
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers from this thread only
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 

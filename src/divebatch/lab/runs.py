@@ -1,4 +1,4 @@
-"""Runs: an experiment's method with one seed, its files, and training from their state to its end."""
+"""Runs, each an experiment's method with one seed: their files, and training from a saved state to the end."""
 
 import gc
 import hashlib
@@ -36,7 +36,7 @@ from divebatch.records import EpochRecord, RecordWriter, RunHeader, RunStop, rea
 logger = logging.getLogger(__name__)
 
 MAY_CHANGE = {"summary", "paper", "trials", "training.micro_batch_size"}
-"""Settings that may differ between a run and its resume: words, and how a batch is cut to fit into memory."""
+"""Settings that may change at a resume: descriptions, and how batches are split to fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class Run:
     log_exact: bool = False
     data_dir: Path | None = None
     checkpoint_every: int = 1
-    """Epochs from one checkpoint to the next; the last epoch always has one."""
+    """Epochs between two checkpoints; the last epoch always has a checkpoint."""
     checkpoint_steps: int | None = None
-    """Steps from one checkpoint to the next within an epoch."""
+    """Steps between two checkpoints within an epoch. None: none within epochs."""
     keep_epochs: tuple[int, ...] = ()
-    """Epochs whose checkpoints stay, each in a file of its own, where others are replaced by later ones."""
+    """Epochs whose checkpoints are kept in files of their own; later checkpoints replace all others."""
     sharding: str = "ddp"
     """The model on several ranks: "ddp", a copy on each, or "fsdp", a part on each."""
     loggers: tuple[str, ...] = ()
-    """Kinds of loggers, as `divebatch.lab.loggers` knows them, that also show the epochs."""
+    """Kinds of loggers that also show the epochs; `divebatch.lab.loggers` has the known kinds."""
 
     def __post_init__(self) -> None:
         require_choice("sharding", self.sharding, SHARDINGS)
@@ -83,27 +83,27 @@ class Run:
 
     @property
     def records_path(self) -> Path:
-        """DIR/EXPERIMENT/METHOD/seed-K.jsonl: other programs read records by this path."""
+        """DIR/EXPERIMENT/METHOD/seed-K.jsonl, a path on which other programs rely."""
         return self.folder / self.experiment.name / self.method_name / f"seed-{self.seed}.jsonl"
 
     @property
     def checkpoint_path(self) -> Path:
-        """The last checkpoint, beside the records."""
+        """Path of the last checkpoint, beside the records."""
         return self.records_path.with_suffix(".ckpt")
 
     @property
     def config(self) -> dict[str, Any]:
-        """All settings of this run that must be equal for a resume, as a record holds them."""
+        """All settings that must be equal at a resume, in the form of a record."""
         values = asdict(self.experiment)
-        # How a run is shown is not how it is trained: naming another baseline must not prevent a resume.
+        # These affect how a run is shown, not how it is trained: another baseline must not prevent a resume.
         del values["methods"], values["report"], values["metric"]
         values |= {"method": asdict(self.method), "seed": self.seed, "log_exact": self.log_exact}
-        # As it will be read back, so that the comparison at a resume is between like and like.
+        # In the form in which it is read back, so that a resume compares like with like.
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
 
     def header(self, *, num_parameters: int | None = None) -> RunHeader:
-        """Return the first line of the records; `num_parameters` is known once the model is built."""
+        """Return the first line of the records. None: the model is not built yet."""
         report, ranks, device = self.experiment.report, Ranks.here(), torch.device(self.device)
         hardware: dict[str, Any] = {
             "device": device.type,
@@ -144,9 +144,9 @@ def _processor() -> str:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of this source tree, with "-dirty" if it was changed; None outside of a checkout."""
+    """Return the commit of this source tree, with "-dirty" if it was changed. None: no checkout."""
     root = Path(__file__).parents[3]
-    if not (root / ".git").exists():  # installed; git would look further up, and find somebody else's repository
+    if not (root / ".git").exists():  # installed: git would look further up and find a foreign repository
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -189,13 +189,13 @@ def _is_begun(run: Run) -> bool:
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the settings in which two configurations differ; a run may become longer than it was planned."""
+    """Yield the settings in which two configurations differ, except for more epochs than were planned."""
     for key in sorted({*there, *here}, key=str):
         one, other, name = there.get(key), here.get(key), f"{place}{key}"
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             yield from _differences(one, other, f"{name}.")
             continue
-        # The epochs of one pass are parts of it.
+        # If a run is one pass, its epochs are parts of the pass.
         is_longer = name == "epochs" and not here.get("one_pass") and type(one) is int and one < (other or 0)
         if one != other and name not in MAY_CHANGE and not is_longer:
             yield name, one, other
@@ -203,7 +203,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A run's records up to its checkpoint, and the checkpoint; neither if it begins anew."""
+    """A run's records up to its checkpoint, and the checkpoint's path; both are missing if the run begins."""
 
     header: RunHeader | None = None
     epochs: list[EpochRecord] = field(default_factory=list)
@@ -212,12 +212,12 @@ class Progress:
 
     @property
     def last_epoch(self) -> int:
-        # Not their count: where epochs are parts of a pass, one batch may carry a run over several of them.
+        # Not their count: if epochs are parts of a pass, one batch may complete several.
         return self.epochs[-1].epoch if self.epochs else 0
 
     @classmethod
     def of(cls, run: Run) -> tuple[Self, dict[str, Any]]:
-        """Read how far a run has got, and its checkpoint's state; remove records beyond it: they are written again."""
+        """Read a run's progress and its checkpoint's state; remove later records, which will be written again."""
         if not _is_begun(run):
             run.records_path.unlink(missing_ok=True)
             return cls(), {}
@@ -234,13 +234,13 @@ class Progress:
         if newest is None:
             if was_last:
                 return complete, {}
-            if len(epochs) > run.checkpoint_every:  # else it was killed before its first checkpoint
+            if len(epochs) > run.checkpoint_every:  # else the run was killed before its first checkpoint
                 raise CheckpointError(
                     f"'{run.records_path}' holds {len(epochs)} epochs, but its checkpoint "
                     f"'{run.checkpoint_path.name}' is gone: put it back, or remove the records to start this run again."
                 )
             if epochs:
-                logger.warning("no checkpoint of '%s' was written yet: it begins again", run.records_path)
+                logger.warning("no checkpoint of '%s' was written yet: the run begins again", run.records_path)
             run.records_path.unlink()
             return cls(), {}
         path, state = newest
@@ -258,7 +258,7 @@ class Progress:
 
 
 def _require_own(run: Run, path: Path, state: Mapping[str, Any]) -> None:
-    """Raise unless a checkpoint was written by this run, after the records that are there."""
+    """Raise unless this run wrote the checkpoint after the existing records."""
     way_out = f"Put the run's own files back, or remove '{run.records_path.stem}.*' to start it again."
     found = state.get("run")
     if not isinstance(found, Mapping) or not {"config", "divebatch", "records", "records_hash"} <= found.keys():
@@ -275,7 +275,7 @@ def _require_own(run: Run, path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _records_hash(run: Run, num_epochs: int) -> str:
-    """Return a hash of the first line, without the configuration, and of the first epochs."""
+    """Return a hash of the first `num_epochs` epochs and of the header without the configuration."""
     first, *others = run.records_path.read_bytes().split(b"\n")[:-1]  # complete lines
     header = {**json.loads(first), "config": None}
     lines = [json.dumps(header).encode(), *others[:num_epochs]]
@@ -283,10 +283,10 @@ def _records_hash(run: Run, num_epochs: int) -> str:
 
 
 def lengthened(run: Run, plan: Callable[[int], Experiment]) -> Run:
-    """Return the run for more epochs than its records were planned for, all other settings as it was begun.
+    """Return the run with more epochs than its records were planned for, and all other settings as they were.
 
-    Settings that count epochs are scaled to the length of a run, and must not change in the middle of one. `plan`
-    makes the experiment for a number of epochs.
+    Settings that count epochs scale with a run's length, so they must not change in the middle. `plan` makes the
+    experiment for a number of epochs.
     """
     if not _is_begun(run):
         return run
@@ -314,12 +314,12 @@ def execute(
     on_resume: Callable[[EpochRecord], None] = lambda _: None,
     stop: StopRequest | None = None,
 ) -> None:
-    """Train to the end, with a record after every epoch and checkpoints as the run says.
+    """Train a run to its end, with a record after every epoch and checkpoints as configured.
 
-    `on_epoch` gets each epoch that is trained here, `on_resume` the last one before, if any. A run that was killed
-    resumes from its last checkpoint. Asked to stop (by a signal, or by `stop`, which then listens for them), it
-    finishes the current step, saves, and raises `StoppedError`. Under an initialised process group all ranks call this
-    function, and rank 0 alone writes. Only one process at a time gets a run: `RecordError` for any other.
+    `on_epoch` gets each epoch that is trained here, and `on_resume` the last earlier epoch, if any. A killed run
+    resumes from its last checkpoint. If a signal arrives, which `stop` may handle, finish the current step, save, and
+    raise `StoppedError`. Under a process group all ranks call this function, and only rank 0 writes. If another process
+    works on the run, raise `RecordError`.
     """
     if stop is not None and stop.now():
         raise StoppedError(f"stopped before {run.records_path} was begun")
@@ -346,7 +346,7 @@ def execute(
         if not progress.is_complete:
             with nullcontext(stop) if stop is not None else StopRequest(ranks) as listening:
                 _train(run, progress, state, on_epoch, listening)
-            gc.collect()  # a trainer is full of cycles; the next run's peak of memory must not hold this one's tensors
+            gc.collect()  # a trainer has cycles, and the next run's memory peak must not include its tensors
 
 
 def _train(
@@ -360,13 +360,13 @@ def _train(
         while keeper.epoch < run.experiment.epochs:
             record = keeper.run_epoch()
             write(record)
-            # After the record, so that a checkpoint never knows an epoch that the records do not.
+            # Save after the record is written: a checkpoint must not know more epochs than the records.
             keeper.after_epoch(record)
             report(record)
 
 
 def require_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
-    """Raise unless a checkpoint was trained on the data that this trainer has."""
+    """Raise unless the checkpoint was trained on this trainer's data."""
     there, here = state["run"]["data"], trainer.data_fingerprint
     if there != here:
         raise CheckpointError(
@@ -387,14 +387,14 @@ def _load(run: Run, trainer: Trainer, path: Path, state: dict[str, Any]) -> None
         )
     try:
         trainer.load_state_dict(state)
-    except Exception as error:  # whatever torch raises for a state of other shapes
+    except Exception as error:  # torch may raise anything for a state of other shapes
         what = str(error) if isinstance(error, DivebatchError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"checkpoint '{path}' does not fit this run: {what}") from error
 
 
 @contextmanager
 def _writing(run: Run, trainer: Trainer, progress: Progress) -> Iterator[Callable[[EpochRecord], None]]:
-    """Open records and loggers, on rank 0; yield a function that writes an epoch to all of them."""
+    """Open records and loggers on rank 0; yield a function that writes an epoch to each."""
     if not trainer.ranks.is_first:
         yield lambda _: None
         return
@@ -402,7 +402,7 @@ def _writing(run: Run, trainer: Trainer, progress: Progress) -> Iterator[Callabl
         header = progress.header
         if header is None:
             trained = [each.numel() for each in trainer.model.parameters() if each.requires_grad]
-            header = run.header(num_parameters=sum(trained))  # fsdp's parts have the size of their whole
+            header = run.header(num_parameters=sum(trained))  # sharded parameters report their whole size
             writer.write(header)
         folder = run.records_path.with_suffix("")
         with logging_to(run.loggers, header, folder, epochs_done=len(progress.epochs)) as log:
@@ -414,13 +414,13 @@ def _writing(run: Run, trainer: Trainer, progress: Progress) -> Iterator[Callabl
             try:
                 yield write
             except StoppedError as error:
-                with suppress(RecordError):  # the state is saved, and that is what counts
+                with suppress(RecordError):  # the state is saved; this line is only information
                     writer.write(RunStop(reason=str(error)))
                 raise
 
 
 class _Keeper:
-    """Trains epochs of a run, and saves its state when that is due."""
+    """A driver that trains a run's epochs and saves its state when due."""
 
     def __init__(self, run: Run, trainer: Trainer, stop: StopRequest, progress: Progress) -> None:
         self.run, self.trainer, self.stop = run, trainer, stop
@@ -437,14 +437,14 @@ class _Keeper:
             raise DivergedError(f"{error}. {saved} A smaller learning rate may help.") from error
 
     def after_epoch(self, record: EpochRecord) -> None:
-        """Save, now that the record is on disk."""
+        """Save the state if that is due; the record is already on disk."""
         before, self.epoch = self.epoch, record.epoch
         self._records += 1
         is_last = self.epoch == self.run.experiment.epochs
         is_asked = self.stop.now()  # once: a signal may come any time
         if is_last or is_asked or self.epoch % self.run.checkpoint_every == 0:
             self._save(self.run.checkpoint_path)
-        # One batch may carry a run over several parts of its pass, and so over the epoch that is to be kept.
+        # One batch may complete several parts of a pass, and so skip the epoch to keep.
         if any(before < kept <= self.epoch for kept in self.run.keep_epochs):
             self._save(self.run.records_path.with_suffix(f".epoch-{self.epoch}.ckpt"))
         if is_asked and not is_last:
@@ -460,7 +460,7 @@ class _Keeper:
             raise self._stopped()
 
     def _require_finite(self) -> None:
-        """Raise before anything is written down. The weights may have gone in a step whose loss was still good."""
+        """Raise, before anything is written, if the loss or the weights of any rank are not finite."""
         for problem in self.trainer.ranks.gather(self._what_is_not_finite()):
             if problem is not None:
                 raise DivergedError(problem)

@@ -1,6 +1,6 @@
-"""Learning-rate schedules by kind, stepped once an epoch or, by samples seen, at every step.
+"""Learning-rate schedules by kind, stepped after every epoch or, if they follow samples, after every batch.
 
-A new one is one dataclass and one row.
+A new schedule is a dataclass and a row.
 """
 
 import math
@@ -20,23 +20,23 @@ class ScheduleSettings(ABC):
     """A dataclass of settings that can drive an optimizer."""
 
     epoch_settings: ClassVar[frozenset[str]] = frozenset()
-    """Its settings that count epochs, which shrink with the experiment."""
+    """The settings that count epochs, which scale with the experiment's epochs."""
     has_end: ClassVar[bool] = False
-    """Whether it is made for one length of training, beyond which no run continues."""
+    """Whether the schedule is made for one length of training, beyond which no run can continue."""
     is_by_samples: ClassVar[bool] = False
-    """Whether it follows the part of the run that is over, and is stepped after every batch, not every epoch."""
+    """Whether the schedule follows the completed fraction of the run, stepped after every batch."""
 
     @abstractmethod
     def build(self, optimizer: Optimizer, fraction: Callable[[], float]) -> LRScheduler | None:
-        """Return a scheduler, or None where the rate stays.
+        """Build the scheduler; None: the rate is constant.
 
-        `fraction` gives the part of the run that will be over after the next batch, from 0 to 1.
+        `fraction` returns the fraction of the run that will be over after the next batch, from 0 to 1.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant(ScheduleSettings):
-    """The rate stays."""
+    """A constant rate."""
 
     def build(self, optimizer: Optimizer, fraction: Callable[[], float]) -> LRScheduler | None:
         return None
@@ -44,7 +44,7 @@ class Constant(ScheduleSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDecay(ScheduleSettings):
-    """Times `factor` after every `every_epochs` epochs."""
+    """A rate that is multiplied by `factor` after every `every_epochs` epochs."""
 
     epoch_settings = frozenset({"every_epochs"})
 
@@ -57,7 +57,7 @@ class StepDecay(ScheduleSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(ScheduleSettings):
-    """Half a cosine from the first rate to zero after `over_epochs` epochs."""
+    """Half a cosine from the first rate down to zero after `over_epochs` epochs."""
 
     epoch_settings = frozenset({"over_epochs"})
     has_end = True
@@ -70,7 +70,7 @@ class Cosine(ScheduleSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Milestones(ScheduleSettings):
-    """Times `factor` after each of the epochs in `after_epochs`."""
+    """A rate that is multiplied by `factor` after each epoch in `after_epochs`."""
 
     epoch_settings = frozenset({"after_epochs"})
 
@@ -82,9 +82,9 @@ class Milestones(ScheduleSettings):
 
 
 class FractionLR(LRScheduler):
-    """The first rates times `course` of the part of the run that is over; a second step there changes nothing.
+    """A scheduler whose rates are the first ones times `course(fraction())`.
 
-    So every batch size has the same course and ends at its floor.
+    Every batch size follows the same course to its floor; a repeated step changes nothing.
     """
 
     def __init__(self, optimizer: Optimizer, course: Callable[[float], float], fraction: Callable[[], float]) -> None:
@@ -96,13 +96,13 @@ class FractionLR(LRScheduler):
         return [rate * factor for rate in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's entries; course and run belong to the configuration."""
+        """Return torch's entries without the functions, which follow from the configuration."""
         return {name: value for name, value in super().state_dict().items() if name not in ("_course", "_fraction")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupCosine(ScheduleSettings):
-    """Up in a straight line over the first `warmup` of the run, then half a cosine down to `floor` of the rate."""
+    """A linear rise over the first `warmup` of the run, then half a cosine down to `floor` of the rate."""
 
     is_by_samples = True
     has_end = True
@@ -111,7 +111,7 @@ class WarmupCosine(ScheduleSettings):
     floor: Fraction = 0.1
 
     def course(self, fraction: float) -> float:
-        """Return the rate relative to its highest."""
+        """Return the rate as a fraction of the highest."""
         if fraction < self.warmup:
             return fraction / self.warmup
         down = (fraction - self.warmup) / (1 - self.warmup)
@@ -131,5 +131,5 @@ SCHEDULES: dict[str, type[ScheduleSettings]] = {
 
 
 def warm_up(optimizer: Optimizer, steps: int) -> LRScheduler | None:
-    """Make a factor beside any schedule, stepped with every batch: 1/steps at the first, 2/steps, ..., then 1."""
+    """Make a scheduler with the factors 1/steps, 2/steps, ..., 1, stepped after every batch, beside any schedule."""
     return LinearLR(optimizer, start_factor=1 / steps, total_iters=steps - 1) if steps > 1 else None

@@ -1,4 +1,4 @@
-"""The contents of an experiment file, typed. Errors name the file, the path of the key and what it may be."""
+"""The typed contents of an experiment file. Errors name the file, the key's path and the allowed values."""
 
 import re
 import reprlib
@@ -25,14 +25,14 @@ from divebatch.policies import POLICIES, Policy, make_policy
 from divebatch.records import Metric, ReportSettings
 
 FOLDER = Path(__file__).parent / "experiments"
-"""Holds the experiments, one TOML file each."""
+"""The folder of the experiments, one TOML file each."""
 ANY_LENGTH = 10**12
-"""Samples of a run whose length is not known yet, where settings are only checked."""
+"""Number of samples that stands for an unknown length while settings are only checked."""
 COMPILED_MULTIPLE = 64
-"""Samples by which compiled batch sizes differ."""
+"""Divisor of all compiled batch sizes, so that there are few."""
 
 
-# What a file consists of
+# The parts of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Part:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def scaled(self, ratio: float, registry: Mapping[str, Any]) -> "Part":
-        """Multiply settings that count epochs, as the kind's class says, by `ratio`: rounded, at least 1."""
+        """Multiply the settings that count epochs, which the kind's class names, by `ratio`; round to at least 1."""
         counted = registry[self.kind].epoch_settings if self.kind in registry else ()
         scaled = {key: _scaled(value, ratio) for key, value in self.settings.items() if key in counted}
         return replace(self, settings={**self.settings, **scaled})
@@ -56,7 +56,7 @@ def _scaled(epochs: Any, ratio: float) -> Any:
 
 
 def _part(value: Any, known: Mapping[str, Any] | None = None) -> Part:
-    """Read a part from its table, or from its name where it has no settings."""
+    """Read a part from its table, or from its name if it has no settings."""
     table = {"kind": value} if isinstance(value, str) else value
     if isinstance(table, Part):
         return table
@@ -71,7 +71,7 @@ def _part(value: Any, known: Mapping[str, Any] | None = None) -> Part:
 
 def _policy(value: Any) -> Part:
     part = _part(value, POLICIES)
-    build_policy(part, ANY_LENGTH)  # so that wrong values are found before any run
+    build_policy(part, ANY_LENGTH)  # finds wrong values before any run
     return part
 
 
@@ -79,7 +79,7 @@ def _estimator(value: Any) -> str | Part | None:
     if value is None:
         return None
     part = _part(value, ESTIMATORS)
-    build_estimator(part, DeviceOptions(), Classification.loss_fn)  # any loss: nothing is measured
+    build_estimator(part, DeviceOptions(), Classification.loss_fn)  # any loss will do: nothing is measured
     return part if part.settings else part.kind
 
 
@@ -92,10 +92,10 @@ ReportTable = Annotated[ReportSettings, PlainValidator(partial(build_table, Repo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way of training: its first batch size and rate, and their course.
+    """A way of training: the first batch size and learning rate, and how they change.
 
-    The rate grows linearly, step by step, over the first `warmup_epochs`, on top of the experiment's schedule.
-    `every_steps`, `base_batch_size` and `shadows` (policies by name that only watch) are the controller's.
+    Over the first `warmup_epochs` the rate rises linearly at every step, on top of the experiment's schedule.
+    `every_steps`, `base_batch_size` and `shadows` (policies by name that only watch) go to the controller.
     """
 
     label: str
@@ -103,18 +103,18 @@ class Method:
     lr: Positive
     policy: PolicyPart
     lr_coupling: Coupling | None = None
-    """A name, or a power of the batch size; None for the policy's own."""
+    """A name, or a power of the batch size. None: the policy's own coupling."""
     estimator: Annotated[str | Part | None, PlainValidator(_estimator)] = None
-    """A name, or one with settings; None for the policy's own."""
+    """A name, or a part with settings. None: the policy's own estimator."""
     warmup_epochs: Annotated[int, Field(ge=0)] = 0
     every_steps: Count | None = None
     base_batch_size: Count | None = None
     multiple_of: Count = 1
-    """A divisor of all sizes of the policy, which are rounded down to it."""
+    """The number to whose multiples all sizes of the policy are rounded down."""
     measure_always: bool = False
-    """Whether epochs are measured for the record too that the policy does not ask for."""
+    """Whether to measure also epochs for which the policy does not ask, for the record."""
     quantize: Count | None = None
-    """Levels that gradients are rounded to at random (`research/quantized.py`). None: they are left alone."""
+    """Number of levels of randomly rounded gradients (`research/quantized.py`). None: no rounding."""
     shadows: Annotated[Mapping[str, PolicyPart] | None, AfterValidator(lambda found: found or None)] = None
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Method:
         return replace(self, policy=self.policy.scaled(ratio, POLICIES), warmup_epochs=warmup, shadows=shadows or None)
 
     def for_compiler(self) -> "Method":
-        """Round sizes that follow a measurement: each new one costs the compiler half a minute."""
+        """Round sizes that follow a measurement, because each new size takes the compiler half a minute."""
         if self.multiple_of > 1 or "multiple_of" in self.policy.settings:
             return self
         return replace(self, multiple_of=COMPILED_MULTIPLE) if POLICIES[self.policy.kind].has_many_sizes else self
@@ -137,7 +137,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One file of `experiments/`: data, model, schedule, and all methods that are compared."""
+    """The contents of an experiment file: data, model, schedule, and the methods to compare."""
 
     name: str
     summary: str
@@ -152,20 +152,20 @@ class Experiment:
     task: AnyPart = field(default_factory=lambda: Part(kind="classification"))
     training: OptionsTable = field(default_factory=DeviceOptions)
     metric: MetricTable = field(default_factory=Metric)
-    """The metric that judges its runs; the task's own if the file names none."""
+    """The metric that judges the runs; the task's own if the file names none."""
     report: ReportTable = field(default_factory=ReportSettings)
     one_pass: bool = False
-    """Whether a run is one pass over the data, or the `samples` or `seconds` of it; `epochs` are its equal parts."""
+    """Whether a run is one pass over the data, or `samples` or `seconds` of one, with `epochs` equal parts."""
     samples: Count | None = None
     """Samples of a run. None: a whole pass."""
     seconds: Positive | None = None
     """Seconds of training after which a run ends."""
     repeat: bool = False
-    """Whether the data may be gone through again where `samples` or `seconds` ask for more than there is."""
+    """Whether data may be repeated if `samples` or `seconds` ask for more than one pass."""
     clip_norm: Positive | None = None
-    """The largest norm of the gradient that a step is made with. None: any."""
+    """The norm to which larger gradients are scaled down. None: no clipping."""
     held_out: Fraction = 0.0
-    """Fraction of the training samples to validate on, which the seed chooses. 0: the test samples."""
+    """Fraction of the training samples to validate on, chosen by the seed. 0: validate on the test samples."""
 
     def __post_init__(self) -> None:
         ends = {"samples": self.samples, "seconds": self.seconds, "repeat": self.repeat or None}
@@ -184,20 +184,20 @@ class Experiment:
             )
 
     def scaled(self, epochs: int) -> "Experiment":
-        """Return the experiment over another number of epochs, with all settings that count them."""
+        """Return the experiment with another number of epochs and all settings that count epochs scaled."""
         ratio = epochs / self.epochs
         methods = {name: method.scaled(ratio) for name, method in self.methods.items()}
         return replace(self, epochs=epochs, schedule=self.schedule.scaled(ratio, SCHEDULES), methods=methods)
 
     def with_training(self, **changes: Any) -> "Experiment":
-        """Return the experiment with other device options, but for None, and with batch sizes for the compiler."""
+        """Return the experiment with changed device options and batch sizes for the compiler. None: no change."""
         training = replace(self.training, **{key: value for key, value in changes.items() if value is not None})
         methods = {name: method.for_compiler() if training.compile else method for name, method in self.methods.items()}
         return replace(self, training=training, methods=methods)
 
     @property
     def baseline(self) -> str:
-        """The first method that others are compared with; the first of all if none is."""
+        """The first of the report's baselines, or the first method if there are none."""
         return next(iter([*self.report.baselines, *self.methods]))
 
     def method(self, name: str) -> Method:
@@ -208,16 +208,16 @@ class Experiment:
 
 
 def experiment_names() -> list[str]:
-    """Return the names of the experiments that come with the package, sorted."""
+    """Return the sorted names of the experiments in the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def get_experiment(name: str, settings: Sequence[str] = ()) -> Experiment:
-    """Return the experiment called `name`, or that of the file `name` if it ends in .toml.
+    """Read the experiment called `name`, or the file `name` if the name ends in .toml.
 
     Args:
-        name: The name, as `experiment_names` has it, or the file.
-        settings: Changes of the file, as `training.precision=bf16`: dotted keys with TOML values.
+        name: One of `experiment_names`, or the path of a file.
+        settings: Changes like `training.precision=bf16`: dotted keys with TOML values.
     """
     if not name.endswith(".toml") and name not in experiment_names():
         raise ArgumentError(unknown("experiment", name, [*experiment_names(), "a path to a .toml file"]))
@@ -230,7 +230,7 @@ def get_experiment(name: str, settings: Sequence[str] = ()) -> Experiment:
 
 
 def changed(table: Mapping[str, Any], settings: Sequence[str]) -> Mapping[str, Any]:
-    """Return the tables of a file with some keys set; a part of another kind loses the settings of the one before."""
+    """Return a file's tables with some keys set; a part that changes its kind loses its settings."""
     found = deepcopy(dict(table))
     for setting in settings:
         key, sign, text = setting.partition("=")
@@ -252,7 +252,7 @@ def changed(table: Mapping[str, Any], settings: Sequence[str]) -> Mapping[str, A
 
 
 def parse_options(settings: Sequence[str], options: Mapping[str, Any] | None = None) -> DeviceOptions:
-    """Return the table `training`, by default an empty one, with settings like `training.precision=bf16`."""
+    """Build device options from the table `training` and settings like `training.precision=bf16`."""
     table = changed({"training": options or {}}, settings)
     if others := [key for key in table if key != "training"]:
         raise ArgumentError(f"--set {others[0]}: no experiment file is used here, so only training.KEY can be set")
@@ -263,13 +263,13 @@ def _toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
-        if re.fullmatch(r"[\w./+-]+", text):  # a shell takes the quotes away
+        if re.fullmatch(r"[\w./+-]+", text):  # a shell removes quotes
             return text
         raise ArgumentError(f"{text!r} is no value of TOML: {error}") from error
 
 
 def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
-    """Check every key and type; policies are built once, so that wrong values are found before any run."""
+    """Build an experiment from a file's tables; raise if a key, type or value is wrong, before any run."""
     values = dict(table)
     for key, kind in (("optimizer", "sgd"), ("task", "classification")):
         entry = values.get(key, {})
@@ -281,21 +281,21 @@ def parse_experiment(table: Mapping[str, Any], where: str) -> Experiment:
     values.setdefault("metric", asdict(TASKS[task].metrics[0]))
     experiment = build_table(Experiment, values, where)
     known, metric = [each.name for each in TASKS[task].metrics], experiment.metric.name
-    if metric not in known:  # every value of it would be missing
+    if metric not in known:  # all values of this metric would be missing
         raise ArgumentError(
             f"{where}: metric.name must be one of {', '.join(known)} for the task {task!r}, got {metric!r}"
         )
     if not experiment.methods:
         raise ArgumentError(f"{where}: needs at least one [methods.NAME]")
     if experiment.report.customary is not None:
-        experiment.method(experiment.report.customary)  # raises for one that is unknown
-    for name in (experiment.name, *experiment.methods):  # they become folders
+        experiment.method(experiment.report.customary)  # raises if the method is unknown
+    for name in (experiment.name, *experiment.methods):  # these become folders
         require_name(where, name)
     return experiment.with_training()
 
 
 def require_name(where: str, name: str) -> None:
-    """Raise unless a name can be that of a file or folder, and of one in the folder where it is put."""
+    """Raise unless `name` is safe as the name of a file or folder."""
     if not re.fullmatch(r"\w[\w.-]{0,99}", name):
         raise ArgumentError(
             f"{where}: a name must be up to 100 letters, digits, '_', '-' and '.', got {name[:60]!r}"
@@ -304,7 +304,7 @@ def require_name(where: str, name: str) -> None:
 
 
 def build_estimator(part: Part, training: DeviceOptions, loss_fn: Callable[[Any, Any], Tensor]) -> Estimator:
-    """Return the estimator of this name; one that measures norms does so in the way the run trains."""
+    """Build an estimator; if it measures per-sample norms, it does so in the run's mode."""
     settings = dict(part.settings)
     if ESTIMATORS[part.kind].takes("compiled"):
         settings = {"mode": training.norms, "compiled": training.compile, **settings}
@@ -314,7 +314,7 @@ def build_estimator(part: Part, training: DeviceOptions, loss_fn: Callable[[Any,
 
 
 def build_policy(part: Part, total_samples: int) -> Policy:
-    """Return the policy of this name; settings that follow from how long the run is are filled in."""
+    """Build a policy; fill in the settings that follow from the run's length."""
     known = {"total_samples": total_samples}
     own = POLICIES[part.kind].run_settings if part.kind in POLICIES else ()
     return make_policy(part.kind, **{name: known[name] for name in own}, **part.settings)

@@ -1,9 +1,9 @@
-"""Search for a method's settings on held-out training data, by any number of processes.
+"""Search for a method's settings on held-out training data, with any number of processes.
 
-Every point has a folder with its runs' records, a lock file, and, once it is trained, its result. A process works on a
-point only while it holds the lock, which the system takes back when the process ends. So each point is trained once,
-and another process continues the point of a killed one from its last checkpoint. A grid knows its points; Optuna
-chooses all others, and keeps them in a journal file.
+Each point has a folder with the records of its runs, a lock file and, after training, its result. A process works on a
+point only while it holds the lock, which the system releases when the process ends. So each point is trained once, and
+the point of a killed process continues in another from the last checkpoint. A grid lists its points; Optuna chooses all
+others and keeps them in a journal file.
 """
 
 import itertools
@@ -42,11 +42,11 @@ PAPER_SIZES: Space = {
     "max_batch_size": (2048, 4096, 8192),
 }
 AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Factors of a method's own learning rate that are tried with optimizers that are not the paper's."""
+"""Factors of a method's learning rate in the default grid of optimizers other than the paper's."""
 OF_METHOD = ("lr", "batch_size", "warmup_epochs")
-"""Settings that a method itself has; all others belong to its policy."""
+"""Settings of the method itself; all others belong to its policy."""
 OF_NO_POINT = ("name", "summary", "paper", "trials", "methods", "report")
-"""Entries of an experiment that its points do not depend on."""
+"""Entries of an experiment on which its points do not depend."""
 SAMPLERS = ("grid", "random", "tpe")
 POLL_SECONDS = 0.5
 
@@ -55,19 +55,19 @@ POLL_SECONDS = 0.5
 
 
 class Range(NamedTuple):
-    """The ends of a logarithmic range, of whole numbers if both are."""
+    """The ends of a logarithmic range, of whole numbers if both ends are whole."""
 
     low: int | float
     high: int | float
 
 
 def points_of(space: Space) -> list[Point]:
-    """Return every combination, the last setting changing fastest; a range has its ends."""
+    """Return every combination of values, the last setting changing fastest; a range contributes its ends."""
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
 
 def in_words(space: Space) -> list[str]:
-    """Return the texts that `parse_space` reads."""
+    """Return a space as texts that `parse_space` reads."""
     return [
         f"{name}={('..' if isinstance(values, Range) else ',').join(map(repr, values))}"
         for name, values in space.items()
@@ -77,7 +77,7 @@ def in_words(space: Space) -> list[str]:
 def default_space(experiment: Experiment, method: Method) -> Space:
     """Return the paper's grid: delta and cap for DiveBatch, else learning rate and batch size.
 
-    With another optimizer than SGD it is a grid around the method's own learning rate and batch size.
+    For optimizers other than SGD, the grid surrounds the method's own learning rate and batch size.
     """
     if experiment.optimizer.kind != "sgd":
         sizes = {max(1, method.batch_size // 2), method.batch_size, 2 * method.batch_size}
@@ -120,7 +120,7 @@ def _number(text: str, where: str) -> int | float:
 
 
 def with_point(method: Method, point: Point) -> Method:
-    """Return the method with these settings, or raise if a run could not start with them."""
+    """Return the method with a point's settings; raise if a run could not start with them."""
     values = {entry.name: getattr(method, entry.name) for entry in fields(method)}
     values |= {name: value for name, value in point.items() if name in OF_METHOD}
     of_policy = {name: value for name, value in point.items() if name not in OF_METHOD}
@@ -134,7 +134,7 @@ def with_point(method: Method, point: Point) -> Method:
 
 
 def slug(point: Point) -> str:
-    """Return a folder's name.
+    """Return a point as a folder's name.
 
     >>> slug({"lr": 0.001, "batch_size": 32})
     'lr-0.001_batch_size-32'
@@ -147,7 +147,7 @@ def slug(point: Point) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A point with its result; `value` is that of the metric, None if it could not be run."""
+    """A point with the metric's `value`. None: the point could not be run."""
 
     point: Point
     value: float | None
@@ -156,23 +156,23 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A search for settings of `method_name`: the value of a point is the mean final metric on the held-out part."""
+    """A search for settings of `method_name`; a point's value is the mean final metric on the held-out part."""
 
     experiment: Experiment
-    """At its full length; trials may be shorter."""
+    """The experiment at full length; trials may be shorter."""
     method_name: str
     folder: Path
     space: Space
     epochs: int | None = None
-    """Epochs of a trial. None: the experiment's."""
+    """Number of epochs of a trial. None: the experiment's number."""
     sampler: str = "grid"
     num_trials: int | None = None
-    """Points to try, for samplers other than the grid."""
+    """Number of points to try, for samplers other than the grid."""
     seed: int = 0
     """The first of the `num_seeds` seeds of each point."""
     num_seeds: int = 1
     held_out: float = 0.2
-    """The part of the training data that points are judged by."""
+    """Fraction of the training data on which points are judged."""
     study_name: str = ""
     run_settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `Run` that change no result: device, data folder and the like."""
@@ -207,11 +207,11 @@ class Search:
         return len(points_of(self.space)) if self.num_trials is None else self.num_trials
 
     def searched(self) -> Experiment:
-        """Return the experiment that trials run: shorter, without the held-out part."""
+        """Return the experiment of the trials, which is shorter and trains without the held-out part."""
         return replace(self.experiment.scaled(self.epochs or self.experiment.epochs), held_out=self.held_out)
 
     def runs(self, point: Point) -> list[Run]:
-        """Return one run for each seed, with records in FOLDER/STUDY/METHOD_SETTINGS/seed-K.jsonl."""
+        """Return a run for each seed, with records in FOLDER/STUDY/METHOD_SETTINGS/seed-K.jsonl."""
         experiment = self.searched()
         method = with_point(experiment.method(self.method_name), point)
         name = f"{self.method_name}_{slug(point)}"
@@ -220,13 +220,13 @@ class Search:
         return [Run(tried, name, seed, self.folder, **self.run_settings) for seed in seeds]
 
     def tuned(self, point: Point, *, apply_to: Sequence[str] = ()) -> Experiment:
-        """Return the experiment at its full length, with this point in the searched method and in `apply_to`."""
+        """Return the full-length experiment with a point's settings in the searched method and in `apply_to`."""
         changed = {name: with_point(self.experiment.method(name), point) for name in (self.method_name, *apply_to)}
         methods = {**self.experiment.methods, **changed}
         return replace(self.experiment, name=f"{self.experiment.name}-tuned", methods=methods)
 
     def begin(self) -> None:
-        """Write down the search's settings, or raise if the folder holds another search of this name."""
+        """Write the search's settings; raise if the folder holds another search of this name."""
         experiment = self.searched()
         wanted = {key: value for key, value in asdict(experiment).items() if key not in OF_NO_POINT} | {
             "space": in_words(self.space),
@@ -234,7 +234,7 @@ class Search:
             "seeds": [self.seed, self.num_seeds],
             "method": asdict(experiment.method(self.method_name)),
         }
-        wanted = json.loads(json.dumps(wanted))  # as it will be read
+        wanted = json.loads(json.dumps(wanted))  # in the form in which it is read back
         path = self.folder / f"{self.name}.json"
         with locked(self._lock, wait=True):
             if not path.exists():
@@ -244,7 +244,7 @@ class Search:
             if wanted.get(key) != found.get(key):
                 raise ArgumentError(
                     f"study '{self.name}' in '{self.folder}' has begun with another {key}: {found.get(key)!r}, not "
-                    f"{wanted.get(key)!r}. Choose another name for the study, or give what it began with."
+                    f"{wanted.get(key)!r}. Choose another name for the study, or repeat its first settings."
                 )
 
     def points(self) -> list[Point]:
@@ -259,7 +259,7 @@ class Search:
             return False
         with locked(self._lock, wait=True):
             for trial in self._study.get_trials(deepcopy=False):
-                if not trial.state.is_finished() and not self._point_of(trial):  # killed while it chose
+                if not trial.state.is_finished() and not self._point_of(trial):  # its process was killed while choosing
                     self._study.tell(trial.number, state=_optuna().trial.TrialState.FAIL, skip_if_finished=True)
             if len(self.points()) >= self.total:
                 return False
@@ -281,18 +281,18 @@ class Search:
         return Tried(point, None if found["value"] is None else float(found["value"]), found["note"])
 
     def keep(self, tried: Tried) -> None:
-        """Write a result, and tell the sampler."""
-        # As text, for an infinite loss is no number in JSON.
+        """Write a result and report it to the sampler."""
+        # As text: JSON has no infinite numbers.
         value = None if tried.value is None else repr(tried.value)
         _write(self._folder_of(tried.point) / "result.json", {"value": value, "note": tried.note})
         self.tell()
 
     def tell(self) -> None:
-        """Tell the sampler all results that it does not know, also those of a process that died before it could."""
+        """Report all new results to the sampler, including those of processes that died before reporting."""
         if self.is_grid:
             return
         state = _optuna().trial.TrialState
-        with locked(self._lock, wait=True):  # Optuna raises if another process tells the same result meanwhile
+        with locked(self._lock, wait=True):  # Optuna raises if two processes report a result
             for trial in self._study.get_trials(deepcopy=False):
                 point = self._point_of(trial)
                 tried = self.result(point) if point and not trial.state.is_finished() else None
@@ -301,11 +301,11 @@ class Search:
                     self._study.tell(trial.number, **outcome, skip_if_finished=True)
 
     def held(self, point: Point) -> Any:
-        """Return a context that yields whether this process has the point to itself."""
+        """Return a context that yields whether this process holds the point's lock."""
         return locked(self._folder_of(point) / ".lock")
 
     def results(self) -> "Results":
-        """Return the results of all processes; the best first, of equal ones the earlier."""
+        """Return the results of all processes, the best first and equal ones in the order of their points."""
         metric = self.experiment.metric
         sign = -1 if metric.higher_is_better else 1
         tried = [found for point in self.points() if (found := self.result(point)) is not None]
@@ -332,8 +332,8 @@ class Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             storage = JournalStorage(JournalFileBackend(str(self.folder / f"{self.name}.journal")))
-            # Seeded by the system: processes with one seed would all try the same points. What others try right now
-            # counts as a bad place.
+            # Seeded by the system: with one seed all processes would try the same points. Points under way in other
+            # processes count as bad.
             tpe = self.sampler == "tpe"
             sampler = optuna.samplers.TPESampler(constant_liar=True) if tpe else optuna.samplers.RandomSampler()
         direction = "maximize" if self.experiment.metric.higher_is_better else "minimize"
@@ -362,7 +362,7 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecordError(f"'{path}' cannot be read ({error}): remove it to have it made anew") from error
+        raise RecordError(f"'{path}' cannot be read ({error}): remove the file to have it made again") from error
 
 
 # Work
@@ -371,10 +371,10 @@ def _read(path: Path) -> Any:
 def work(
     search: Search, *, on_result: Callable[[Tried], None], on_wait: Callable[[int], None] = lambda running: None
 ) -> None:
-    """Train points until every one has a result, also those that other processes leave behind.
+    """Train points until each has a result, including points that other processes abandon.
 
-    If only points of other processes are left, `on_wait` gets their number. Asked to stop, this process saves the
-    current point for others, and `StoppedError` rises.
+    If only points of other processes are left, `on_wait` gets their number. If asked to stop, save the current point
+    for others and raise `StoppedError`.
     """
     with StopRequest() as stop:
         while True:
@@ -401,7 +401,7 @@ def work(
 
 
 def _train(search: Search, point: Point, stop: StopRequest) -> Tried:
-    """Return the mean final value over the seeds; a run that diverges has the worst value there is."""
+    """Train a point and return its mean final value over the seeds; a diverged run has the worst value."""
     metric, values, num_diverged = search.experiment.metric, [], 0
     try:
         for run in search.runs(point):
@@ -419,7 +419,7 @@ def _train(search: Search, point: Point, stop: StopRequest) -> Tried:
 
 def _final_value(run: Run, metric: Metric, stop: StopRequest) -> float:
     seen: list[EpochRecord] = []
-    execute(run, resume=True, on_epoch=seen.append, on_resume=seen.append, stop=stop)  # perhaps a dead process's
+    execute(run, resume=True, on_epoch=seen.append, on_resume=seen.append, stop=stop)  # perhaps a dead process began it
     value = metric.of(seen[-1])
     if value is None or seen[-1].val_loss is None:
         raise DivergedError("its last validation loss is not finite")
@@ -431,7 +431,7 @@ def _final_value(run: Run, metric: Metric, stop: StopRequest) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All points that were tried, the best first."""
+    """The results of a search so far, the best first."""
 
     tried: tuple[Tried, ...]
     total: int
@@ -439,13 +439,13 @@ class Results:
 
     @property
     def best(self) -> Tried | None:
-        """The best on the held-out data; None before the first result, or if all diverged."""
+        """The best point on the held-out data. None: no result yet, or all diverged."""
         first = self.tried[0] if self.tried else None
         return first if first is not None and first.value not in (None, self.metric.worst) else None
 
 
 def write_best(search: Search, results: Results, *, apply_to: Sequence[str] = ()) -> Path | None:
-    """Write FOLDER/STUDY.toml, an experiment with the best point, and return its path; None without a best."""
+    """Write the experiment with the best point to FOLDER/STUDY.toml and return its path; None: no best point."""
     best = results.best
     if best is None or best.value is None:
         return None
@@ -458,7 +458,7 @@ def write_best(search: Search, results: Results, *, apply_to: Sequence[str] = ()
 
 
 def to_toml(experiment: Experiment, *, comment: str = "") -> str:
-    """Return the text of an experiment's file: read back, it is equal to `experiment`."""
+    """Return an experiment as the text of a file, which reads back as an equal experiment."""
     try:
         import tomli_w
     except ImportError as error:
@@ -468,7 +468,7 @@ def to_toml(experiment: Experiment, *, comment: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return dataclasses as tables, without None: a missing key means the same."""
+    """Convert dataclasses to tables, leaving out None, for which a missing key stands."""
     if isinstance(value, Part):
         return {"kind": value.kind, **_plain(value.settings)}
     if hasattr(value, "__dataclass_fields__"):

@@ -1,4 +1,4 @@
-"""Tables of a TOML file as dataclasses: pydantic checks their keys and values, and errors name both."""
+"""Read tables of a TOML file as dataclasses; pydantic checks keys and values, and errors name both."""
 
 import reprlib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from divebatch.errors import ArgumentError
 
 T = TypeVar("T")
 
-# What `build_table` takes for a field of such a type.
+# Types of fields, with the values that `build_table` accepts.
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -21,7 +21,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def build_table(cls: type[T], values: Any, where: str = "") -> T:
-    """Return the dataclass `cls` with these values, each of the type that its field has; errors begin with `where`."""
+    """Build the dataclass `cls` from values of its fields' types; errors begin with `where`."""
     if isinstance(values, cls):
         return values
     try:
@@ -36,7 +36,7 @@ def build_table(cls: type[T], values: Any, where: str = "") -> T:
 
 @cache
 def _checker(cls: Any) -> type[BaseModel]:
-    """Return pydantic's model of a dataclass: the same fields, each of its type exactly, and no other."""
+    """Return a pydantic model of a dataclass, with strict types and no other fields."""
     hints = get_type_hints(cls, include_extras=True)
     known: dict[str, Any] = {
         entry.name: (hints[entry.name], ... if entry.default is entry.default_factory is MISSING else None)
@@ -48,7 +48,7 @@ def _checker(cls: Any) -> type[BaseModel]:
 
 def _first_problem(error: ValidationError, cls: type[Any]) -> str:
     problem = error.errors(include_url=False)[0]
-    place = ".".join(str(word) for word in problem["loc"] if "[" not in str(word))  # without the options of a union
+    place = ".".join(str(word) for word in problem["loc"] if "[" not in str(word))  # without a union's alternatives
     if problem["type"] == "extra_forbidden":
         return unknown("key", place, (entry.name for entry in fields(cls)))
     if problem["type"] == "missing":

@@ -1,4 +1,4 @@
-"""Tasks: the loss a model is trained on, and its score on held-out data. A new one is a class and a row of `TASKS`."""
+"""Tasks: the training loss, and the score on held-out data. A new task is a class and a row of `TASKS`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -22,8 +22,8 @@ class Evaluation:
 
     Args:
         loss: The mean loss.
-        accuracy: The fraction of targets that were predicted right, from 0 to 1; None where a task has none.
-        bits_per_byte: The bits that the model needs for a byte; None where targets are no bytes.
+        accuracy: The fraction of correctly predicted targets, from 0 to 1. None: the task has no accuracy.
+        bits_per_byte: The bits that the model needs per byte. None: targets are not bytes.
     """
 
     loss: float
@@ -32,12 +32,12 @@ class Evaluation:
 
 
 class Task(ABC):
-    """A loss to train with, and a judgement of held-out data in two halves: sums of batches, then their meaning."""
+    """A training loss and a score on held-out data, which `judge` sums over batches and `conclude` computes."""
 
     metrics: ClassVar[tuple[Metric, ...]]
-    """The metrics that its runs may be judged by; the first if an experiment names none."""
+    """The metrics by which runs may be judged; the first is the default."""
 
-    # Static: a method of an object would be another function in each run, and be compiled again for each.
+    # Static: a bound method would be a new function in each run, and be compiled again.
     @staticmethod
     @abstractmethod
     def loss_fn(outputs: Any, targets: Any) -> Tensor:
@@ -45,13 +45,13 @@ class Task(ABC):
 
     @abstractmethod
     def judge(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return sums over a batch, in float64 and left on the device: reading each batch's would wait for it."""
+        """Return the sums of a batch's scores, in float64 and on the device, because reading them would wait."""
 
     @abstractmethod
     def conclude(self, sums: Sequence[float], num_samples: int, num_targets: int) -> Evaluation:
-        """Turn the sums over all batches, of all ranks, into the score.
+        """Compute the score from the sums over all batches of all ranks.
 
-        A sample has several targets where each of its positions has its own.
+        A sample has several targets if each of its positions has a target.
         """
 
 
@@ -59,7 +59,7 @@ class Task(ABC):
 def evaluate(
     model: nn.Module, batches: Iterable[Any], task: Task, *, precision: str = "fp32", ranks: Ranks | None = None
 ) -> Evaluation:
-    """Judge the model in evaluation mode; the mode is put back afterwards. `batches` are this rank's own."""
+    """Evaluate the model on this rank's `batches`, and score all ranks' sums; restore the model's mode."""
     was_training = model.training
     model.eval()
     sums, num_samples, num_targets = [], 0, 0
@@ -69,7 +69,7 @@ def evaluate(
         num_targets += targets.numel()
     model.train(was_training)
     own = torch.stack(sums).sum(0).tolist()
-    # Sums and not means: ranks may hold unequal numbers of samples.
+    # Sums, not means: ranks may hold unequal numbers of samples.
     *totals, all_samples, all_targets = (ranks or Ranks.alone()).sum_numbers([*own, num_samples, num_targets])
     return task.conclude(totals, int(all_samples), int(all_targets))
 
@@ -79,7 +79,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classification(Task):
-    """Cross-entropy, judged by accuracy."""
+    """Classification with cross-entropy, judged by accuracy."""
 
     metrics = (Metric("val_accuracy", "higher"), Metric("val_loss", "lower"))
 
@@ -109,7 +109,7 @@ class Classification(Task):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextToken(Task):
-    """Cross-entropy over positions, judged by bits per byte: tokens here are bytes. There is no accuracy."""
+    """Next-token prediction with cross-entropy, judged by bits per byte, since tokens are bytes."""
 
     metrics = (Metric("bits_per_byte", "lower"), Metric("val_loss", "lower"))
 
@@ -119,7 +119,7 @@ class NextToken(Task):
         return cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def judge(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the sum of losses over positions, so that every byte counts alike in sequences of unequal length."""
+        """Return the sum of losses over positions, so that every byte counts equally."""
         if outputs.shape[:-1] != targets.shape:
             raise ArgumentError(
                 f"next-token prediction wants scores of all tokens for each position: outputs of shape "
@@ -134,7 +134,7 @@ class NextToken(Task):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regression(Task):
-    """The mean squared error, which also judges. There is no accuracy."""
+    """Regression with the mean squared error, which is also the score."""
 
     metrics = (Metric("val_loss", "lower"),)
 

@@ -1,4 +1,4 @@
-"""The reference trainer: a user's loop with a controller, plus evaluation, timing and state."""
+"""The reference trainer: a training loop with a controller, plus evaluation, timing and state."""
 
 import logging
 import math
@@ -28,36 +28,36 @@ from divebatch.research import QuantizedGradients
 logger = logging.getLogger(__name__)
 
 RANK = 6
-"""The purpose of a rank's random numbers, apart from those of orders, workers, data, model, augmentation and signs."""
+"""The purpose of a rank's random numbers, different from all other purposes of numbers from the seed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """All parts of one run; `run_epoch` is the whole story of an epoch."""
+    """The parts of a run; `run_epoch` trains an epoch."""
 
     model: nn.Module
     optimizer: Optimizer
     schedulers: Sequence[LRScheduler]
-    """Stepped after each epoch."""
+    """Schedulers that are stepped after each epoch."""
     control: Controller
     task: Task
-    """Has the loss of training, and judges the validation data."""
+    """The task with the training loss and the score on validation data."""
     validation: Iterable[Any]
     clock: Clock
     step_schedulers: Sequence[LRScheduler] = ()
-    """Stepped after each optimizer step."""
+    """Schedulers that are stepped after each optimizer step."""
     length: RunLength | None = None
     """The length of a run whose epochs are parts of one pass. None: epochs are passes."""
     clip_norm: float | None = None
-    """The largest norm of the gradient that a step is made with. None: any."""
+    """The norm to which larger gradients are scaled down. None: no clipping."""
     options: DeviceOptions = field(default_factory=DeviceOptions)
     log_exact: bool = False
     data_fingerprint: str = ""
-    """A hash of the samples that are trained and validated on."""
+    """A hash of the training and validation samples."""
     parallel: Parallel = None  # type: ignore[assignment]
-    """The model on its ranks; by default on one."""
+    """The model on its ranks. None: one rank."""
     quantize: QuantizedGradients | None = None
-    """Rounds the gradients of `model` at random."""
+    """The random rounding of the gradients of `model`. None: no rounding."""
     step: TrainStep = field(init=False)
     tally: Tally = field(init=False, default_factory=Tally)
 
@@ -87,9 +87,9 @@ class Trainer:
         return [*self.schedulers, *self.step_schedulers]
 
     def run_epoch(self, *, after_step: Callable[[], None] = lambda: None) -> EpochRecord:
-        """Train, let the controller decide, evaluate.
+        """Train an epoch, let the controller decide, evaluate.
 
-        Measuring counts as training; evaluation and the compiler's work do not. `after_step` may save or raise.
+        Measuring counts as training time, but evaluation and compilation do not. `after_step` may save or raise.
         """
         with device_settings(self.options.precision, self.clock.device):
             with self.clock.lap("train"):
@@ -105,7 +105,7 @@ class Trainer:
                     self.model, self.validation, self.task, precision=self.options.precision, ranks=self.ranks
                 )
             exact: float | None = None
-            if self.log_exact:  # of the whole training set, at the weights that the epoch ended with
+            if self.log_exact:  # on the whole training set, at the epoch's last weights
                 batches = self.control.loader.full_pass()
                 diversity = gradient_diversity(self.model, self.loss_fn, batches, ranks=self.ranks)
                 exact = diversity.value if diversity.is_defined else None
@@ -138,14 +138,14 @@ class Trainer:
         return train_loss
 
     def _outgrown(self, failed: int, fitted: int) -> None:
-        """Return for good to the batch size that fitted into memory, after a growth to one that did not."""
+        """Return for good to the batch size that fitted into memory, after the batch outgrew it."""
         logger.warning(
             "out of memory: a batch of %d samples does not fit, %d did; no larger one follows", failed, fitted
         )
         self.control.limit_batch_size(fitted)
 
     def _costs(self, peak: int) -> dict[str, Any]:
-        """Return seconds and bytes so far, each of the rank that took most."""
+        """Return the seconds and bytes so far, each the largest over ranks."""
         seconds = {
             "train_seconds": self.clock.train_seconds,
             "eval_seconds": self.clock.seconds("evaluate"),
@@ -157,9 +157,9 @@ class Trainer:
         return {**dict(zip(seconds, most, strict=True)), "peak_memory_bytes": int(most_bytes)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resume needs, also in the middle of an epoch.
+        """Return the state that a resume needs, also in the middle of an epoch.
 
-        All ranks must call it; rank 0 gets whole tensors and the sums of all.
+        All ranks must call this method; rank 0 gets whole tensors and the sums over ranks.
         """
         self.parallel.average_buffers()
         loss_sum, num_samples = self.tally.loss_sum, self.tally.num_samples
@@ -196,9 +196,9 @@ class Trainer:
         self.step.compiled_before = state["compiled"]
         if self.length is not None:
             self.length.done = state["parts_done"]
-        # The saved sums are those of all ranks: the first one continues with them, the others with nothing.
+        # The saved sums are over all ranks: the first rank continues with them, the others start at zero.
         self.tally = Tally(*state["tally"]) if self.ranks.is_first else Tally()
-        # Steps were made before the resume; a scheduler would warn where an epoch has none left.
+        # Steps were made before the resume; without this a scheduler would warn if the epoch has no step left.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not self.ranks.is_first:
             self.draw_apart()
@@ -209,7 +209,7 @@ class Trainer:
             torch.cuda.set_rng_state(state["cuda_random"].cpu(), self.clock.device)
 
     def draw_apart(self) -> None:
-        """Draw other random numbers than all other ranks: their dropout and sketches must be independent."""
+        """Seed torch differently on each rank, because dropout and sketches must be independent."""
         loader = self.control.loader
         seed = mixed_seed(loader.seed, loader.samples_delivered, RANK, self.ranks.rank)
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Several runs, one after the other or in parallel processes: a process that dies takes its own run with it alone."""
+"""Several runs, in turn or in parallel processes; if a process dies, only its current run fails."""
 
 import multiprocessing
 import os
@@ -23,9 +23,9 @@ from divebatch.ranks import Ranks
 from divebatch.records import EpochRecord
 
 LOOK = 0.1
-"""Seconds between two looks at a request to stop."""
+"""Seconds between two checks for a request to stop."""
 OnEpoch = Callable[[int, EpochRecord], None]
-"""Called in the parent with the run's index and each finished epoch."""
+"""A callback in the parent process with the run's index and each finished epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,17 @@ class Failure:
 
 
 def default_jobs(device: str, num_runs: int) -> int:
-    """Return one process a core on a CPU, one run at a time on a GPU."""
+    """Return the number of parallel runs: one per core on a CPU, one in all on a GPU."""
     return max(1, min(num_runs, num_cores())) if device == "cpu" else 1
 
 
 def execute_all(
     runs: Sequence[Run], *, jobs: int, resume: bool, on_epoch: OnEpoch, on_resume: OnEpoch = lambda *_: None
 ) -> list[Failure]:
-    """Execute every run; one that fails does not stop the others. Asked to stop, all save and `StoppedError` rises.
+    """Execute every run and return the failures; if asked to stop, save all runs and raise `StoppedError`.
 
-    `on_resume` gets the last epoch that a run had before, and `on_epoch` those that follow. Several ranks train each
-    run together, one run after the other; there an error that not all ranks have ends all of them.
+    `on_resume` gets the last epoch of a run before a resume, and `on_epoch` all later epochs. Several ranks train each
+    run together, one run after the other; an error that not all ranks share ends all of them.
     """
     ranks = Ranks.here()
     with StopRequest(ranks) as stop:
@@ -73,7 +73,7 @@ def _in_turn(
         except StoppedError:
             raise
         except Exception as error:
-            if not ranks.is_alone and not isinstance(error, DivergedError):  # a loss diverges on all ranks alike
+            if not ranks.is_alone and not isinstance(error, DivergedError):  # divergence occurs on all ranks alike
                 if isinstance(error, DivebatchError):
                     raise RankError(f"rank {ranks.rank} of {ranks.size}, {run.name}: {error}") from error
                 raise
@@ -84,10 +84,10 @@ def _in_turn(
 def _in_processes(
     runs: Sequence[Run], jobs: int, resume: bool, listeners: dict[str, OnEpoch], stop: StopRequest
 ) -> dict[int, BaseException]:
-    """Execute all runs, `jobs` at a time; return, by the run's index, why one did not reach its end."""
+    """Execute all runs, `jobs` at a time; return the errors of failed runs by index."""
     waiting = deque(enumerate(runs))
     messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
-    # Together the workers must not ask for more threads than there are cores.
+    # All workers together must not use more threads than there are cores.
     threads = max(1, num_cores() // jobs)
     workers = [_Worker(waiting, messages, resume, threads) for _ in range(min(jobs, len(runs)))]
     errors: dict[int, BaseException] = {}
@@ -116,7 +116,7 @@ def _in_processes(
 
 
 class _Worker(threading.Thread):
-    """A thread that takes run after run to a process of its own, and to a new process if that one dies."""
+    """A thread that executes waiting runs in its own process, which is replaced if it dies."""
 
     def __init__(
         self, waiting: deque[tuple[int, Run]], messages: queue.SimpleQueue[Any], resume: bool, threads: int
@@ -128,7 +128,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM, once: a process finishes its step and saves."""
+        """Send SIGTERM once, after which the process finishes its step and saves."""
         if self._process is not None and not self._is_asked:
             self._is_asked = True
             self._process.terminate()
@@ -147,7 +147,7 @@ class _Worker(threading.Thread):
                         self._messages.put((index, kind, content))
                 except Exception as error:
                     cause, line = error, None
-                    if isinstance(error, EOFError | OSError) and self._process is not None:  # who was at its other end
+                    if isinstance(error, EOFError | OSError) and self._process is not None:  # the process died
                         self._process.join()
                         cause = WorkerError(_cause_of_death(self._process.exitcode))
                     self._messages.put((index, "end", cause))
@@ -158,7 +158,7 @@ class _Worker(threading.Thread):
     def _start_process(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        # Until it is ready for them, which takes seconds, signals are held back from the process.
+        # Signals are blocked until the new process can handle them, which takes seconds.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             process = context.Process(target=_work, args=(theirs, self._threads))
@@ -190,7 +190,7 @@ def _work(line: Connection, threads: int) -> None:
 
 
 def _outcome(line: Connection, run: Run, resume: bool, stop: StopRequest) -> BaseException | None:
-    """Return the error that a run ended with, in a form that can be sent; None for a good end."""
+    """Execute a run and return its error in a form that can be sent; None: the run succeeded."""
     try:
         execute(
             run,
@@ -202,14 +202,14 @@ def _outcome(line: Connection, run: Run, resume: bool, stop: StopRequest) -> Bas
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # a class that cannot be built again from what it says
+        except Exception:  # a class that cannot be unpickled
             return RuntimeError(f"{type(error).__name__}: {error}")
         return error
     return None
 
 
 def _die_with_parent() -> None:
-    """End with a killed parent, rather than continue runs that nobody watches."""
+    """Exit when the parent dies, instead of continuing runs that nobody watches."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

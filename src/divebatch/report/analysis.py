@@ -1,8 +1,8 @@
-"""Compute every number of a report once: finished, final, target, arrival, and averages over trials.
+"""Compute every number of a report: averages over trials, final values, targets and the ways to them.
 
-All numbers of a method are over the same trials, those that count: the finished ones, or all of them while none has
-finished. Only a finished trial has a final value. A target lies one point below a final accuracy, or 1 % above a final
-loss, and is reached at the first epoch at which the metric, averaged over the trials that count, is at least as good.
+All numbers of a method are based on the trials that count: the finished trials, or all trials while none has finished.
+Only a finished trial has a final value. A target lies one point below a final accuracy, or 1 % above a final loss. A
+method reaches the target at the first epoch at which its metric, averaged over the trials that count, is as good.
 """
 
 import math
@@ -21,14 +21,14 @@ Floats = NDArray[np.float64]
 STRETCHES = 400
 """Number of parts of a long curve's outline."""
 MOST_POINTS = 6 * STRETCHES
-"""Longer curves are drawn by their outline."""
+"""Number of points above which only a curve's outline is drawn."""
 MARGIN = 0.01
-"""Between a final value and its target: one point of accuracy, which runs from 0 to 1, or 1 % of a loss."""
+"""Margin between a final value and its target: 0.01 of accuracy, from 0 to 1, or 1 % of a loss."""
 TOLERANCE = 1e-12
-"""Lets an accuracy of 0.94 reach a target of 0.95 - 0.01."""
+"""Rounding error with which an accuracy of 0.94 still reaches a target of 0.95 - 0.01."""
 LOSS = Metric("val_loss", "lower")
 UNITS = {"seconds": "train_seconds", "epochs": "epoch", "steps": "steps", "samples": "samples"}
-"""Units of the way to a target, and the field of a record that holds each."""
+"""Units of the way to a target, each with its field of a record."""
 
 
 # Averages over trials
@@ -52,8 +52,8 @@ class Average:
 class Curve:
     """A field's mean over trials at each epoch that any trial reached.
 
-    `num_trials` counts the trials with a finite value there. Without any the mean is NaN, and the spread is NaN for
-    fewer than two.
+    `num_trials` counts the trials with a finite value at each epoch. The mean is NaN if there are none, and the spread
+    if there are fewer than two.
     """
 
     epochs: NDArray[np.int64]
@@ -66,18 +66,18 @@ class Curve:
         return self.std / np.sqrt(np.maximum(self.num_trials, 1))
 
     def final(self) -> Average | None:
-        """Return the average at the last epoch that any trial reached; None if no trial has a finite value there."""
+        """Return the average at the last epoch that any trial reached; None: no finite value."""
         return self.at(int(self.epochs[-1])) if len(self.epochs) else None
 
     def at(self, epoch: int) -> Average | None:
-        """Return the average at one epoch; None if no trial has a finite value there."""
+        """Return the average at an epoch; None: no finite value."""
         index = int(np.searchsorted(self.epochs, epoch))
         if index == len(self.epochs) or self.epochs[index] != epoch or self.num_trials[index] == 0:
             return None
         return Average(float(self.mean[index]), float(self.std[index]), int(self.num_trials[index]))
 
     def measured(self) -> "Curve":
-        """Return the epochs with a finite value, for fields that are measured now and then."""
+        """Return the curve at epochs with a finite value, because some fields are not measured every epoch."""
         return self.only(np.isfinite(self.mean))
 
     def since(self, epoch: int) -> "Curve":
@@ -91,9 +91,9 @@ class Curve:
         return Curve(self.epochs, self.mean * factor, self.std * factor, self.num_trials)
 
     def outline(self) -> "Curve":
-        """Return the points to draw: all, or of a long curve the ends and extremes of each stretch.
+        """Return the points to draw: all, or the ends and extremes of each stretch of a long curve.
 
-        The extremes are those of the mean and of its band, so no peak disappears.
+        Extremes of the mean and its band are kept, so that no peak disappears.
         """
         if len(self.epochs) <= MOST_POINTS:
             return self
@@ -108,11 +108,11 @@ class Curve:
 
 
 def average_curve(runs: Sequence[RecordedRun], field: str) -> Curve:
-    """Average an `EpochRecord` field over trials, epoch by epoch."""
+    """Average a field of `EpochRecord` over trials at each epoch."""
     epochs = _epochs_of(runs)
     values = _by_trial(runs, field, epochs)
     counts, mean = np.isfinite(values).sum(axis=0), _mean(values)
-    with np.errstate(over="ignore"):  # a spread beyond what a float holds is infinite
+    with np.errstate(over="ignore"):  # a spread beyond the range of floats becomes infinite
         variance = _ratio(np.nansum((values - mean) ** 2, axis=0), counts - 1)
     return Curve(np.array(epochs, dtype=np.int64), mean, np.sqrt(variance), counts)
 
@@ -122,7 +122,7 @@ def _epochs_of(runs: Sequence[RecordedRun]) -> list[int]:
 
 
 def _by_trial(runs: Sequence[RecordedRun], field: str, epochs: list[int]) -> Floats:
-    """Return one row a trial and one column an epoch, NaN where there is no finite value."""
+    """Return a row per trial and a column per epoch, with NaN for missing or infinite values."""
     column = {epoch: index for index, epoch in enumerate(epochs)}
     values = np.full((len(runs), len(epochs)), np.nan)
     for row, run in enumerate(runs):
@@ -139,7 +139,7 @@ def _mean(values: Floats) -> Floats:
 
 
 def _ratio(sums: Floats, counts: NDArray[np.int64]) -> Floats:
-    """Return NaN for counts of 0, without the warnings of nanmean and nanstd."""
+    """Divide, with NaN for counts of 0 and without the warnings of nanmean and nanstd."""
     ratio = np.full(len(sums), np.nan)
     np.divide(sums, counts, out=ratio, where=counts > 0)
     return ratio
@@ -155,7 +155,7 @@ def target_below(metric: Metric, value: float) -> float:
 
 
 def reaches(metric: Metric, values: Floats, target: float) -> NDArray[np.bool_]:
-    """Return which of some values are at least as good as a target; NaN is not."""
+    """Return a mask of the values that are at least as good as a target, which NaN never is."""
     if metric.higher_is_better:
         return values >= target - TOLERANCE
     return values <= target + TOLERANCE
@@ -166,8 +166,8 @@ class Arrival:
     """The way of a method to a target, in one unit.
 
     Args:
-        value: By the metric averaged over the trials that count; None if that never reached the target.
-        trials: The same of each trial alone, in the order of the seeds; infinite if it never got there.
+        value: The way of the mean over the trials that count. None: the mean never reached the target.
+        trials: The way of each trial alone, in the order of seeds; infinite if the trial never reached the target.
     """
 
     value: float | None
@@ -191,7 +191,7 @@ def _arrivals(runs: Sequence[RecordedRun], metric: Metric, target: float) -> dic
 
 
 def _mean_place(places: Floats, epoch: int | None) -> float:
-    """Return the mean place of some trials at the epoch with this index; infinite if there is none."""
+    """Return the mean place of some trials at the epoch with this index, or infinity; None: no epoch."""
     there = places[:, epoch] if epoch is not None else np.array([])
     there = there[np.isfinite(there)]
     return float(there.mean()) if len(there) else math.inf
@@ -202,7 +202,7 @@ def _mean_place(places: Floats, epoch: int | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodResult:
-    """One method over its trials."""
+    """The results of a method over its trials."""
 
     method: str
     label: str
@@ -213,13 +213,13 @@ class MethodResult:
     """The trials that count."""
     num_finished: int
     num_diverged: int
-    """Trials whose last epoch has no finite validation loss."""
+    """Number of trials whose last epoch has no finite validation loss."""
     num_at_chance: int
-    """Finished trials that a model which has learned nothing would match."""
+    """Number of finished trials that a model without any training would match."""
     is_at_chance: bool
-    """Whether such a model would match the final value."""
+    """Whether a model without any training would match the final value."""
     final: Average | None
-    """The metric at the last epoch that was asked for; None while no trial has finished."""
+    """The metric at the last planned epoch. None: no trial has finished."""
     _curves: dict[str, Curve] = field(default_factory=dict, compare=False, repr=False)
 
     def curve(self, name: str) -> Curve:
@@ -229,54 +229,54 @@ class MethodResult:
         return self._curves[name]
 
     def final_mean(self, name: str) -> float | None:
-        """Return a field's mean at the last epoch that a trial that counts has reached."""
+        """Return a field's mean at the last epoch that any counting trial has reached."""
         final = self.curve(name).final()
         return final.mean if final else None
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether the policy keeps the batch size; if no policy is named, whether the size was kept."""
+        """Return whether the policy keeps the batch size, or if no policy is known, whether the size stayed."""
         kinds = {run.kind_of("method", "policy") for run in self.trials}
         return kinds == {"fixed"} or (kinds == {None} and all(len(set(run.batch_sizes)) < 2 for run in self.trials))
 
     @property
     def first_batch_size(self) -> float | None:
-        """Return the mean over trials."""
+        """Return the first batch size, averaged over trials."""
         sizes = [run.batch_sizes[0] for run in self.runs if run.epochs]
         return fmean(sizes) if sizes else None
 
     @property
     def largest_batch_size(self) -> float | None:
-        """Return the mean over trials of each trial's largest one."""
+        """Return the largest batch size of each trial, averaged over trials."""
         sizes = [max(run.batch_sizes) for run in self.runs if run.epochs]
         return fmean(sizes) if sizes else None
 
     def arrivals(self, metric: Metric, target: float | None) -> dict[str, Arrival]:
-        """Return unit -> when the target was reached; empty without a target."""
+        """Return the arrival at the target by unit; empty if there is no target."""
         return {} if target is None else _arrivals(self.runs, metric, target)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One value for all methods: a little below the final one of `method`."""
+    """A common target for all methods, slightly below the final value of `method`."""
 
     method: str
     value: float
     is_baseline: bool
-    """Whether `method` is one of the experiment's baselines; else it is the one that ended best."""
+    """Whether `method` is one of the experiment's baselines. False: it is the method with the best final value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """An experiment's methods in numbers."""
+    """The numbers of an experiment and its methods."""
 
     experiment: RecordedExperiment
     methods: Sequence[MethodResult]
     target: Target | None
     common: Mapping[str, Mapping[str, Arrival]]
-    """Method -> unit -> when it reached the common target; empty without one."""
+    """Arrivals at the common target, by method and unit; empty if there is no target."""
     own: Mapping[str, Mapping[str, Arrival]]
-    """Method -> unit -> when it reached its own target; empty without one."""
+    """Arrivals at each method's own target, by method and unit; empty if there is no target."""
 
     @property
     def metric(self) -> Metric:
@@ -287,7 +287,7 @@ class Analysis:
 
     @property
     def is_timed(self) -> bool:
-        """Return whether one machine ran all, so that seconds compare."""
+        """Return whether one machine ran all trials, so that seconds are comparable."""
         return len(self.experiment.machines) == 1
 
     @property
@@ -297,9 +297,9 @@ class Analysis:
 
 
 def analyse(experiment: RecordedExperiment) -> Analysis:
-    """Compute every number that tables, figures and words show."""
+    """Compute all numbers of tables, figures and verdicts."""
     metric, methods = experiment.metric, [_result(experiment, method) for method in experiment.methods]
-    # None without a final value, and for a method that a model which has learned nothing would match.
+    # None without a final value, and for methods that a model without any training would match.
     own = {
         result.method: None if result.final is None or result.is_at_chance else target_below(metric, result.final.mean)
         for result in methods
@@ -349,7 +349,7 @@ def _is_at_chance(experiment: RecordedExperiment, value: float) -> bool:
 
 
 def _common_target(experiment: RecordedExperiment, own: Mapping[str, float | None]) -> Target | None:
-    """Take that of the first baseline that has one, else of the method that ended best; None while none has one."""
+    """Return the own target of the first baseline that has one, else of the best method; None: there is none."""
     targets = {method: target for method, target in own.items() if target is not None}
     baseline = next((name for name in experiment.settings.baselines if name in targets), None)
     if baseline is not None:
@@ -359,7 +359,7 @@ def _common_target(experiment: RecordedExperiment, own: Mapping[str, float | Non
 
 
 def trained_alike(one: MethodResult, other: MethodResult) -> bool:
-    """Return whether two methods trained the same: equal sizes, rates and losses in every epoch of every seed."""
+    """Return whether two methods have equal sizes, rates and losses in every epoch of every seed."""
     return [*map(_course, one.trials)] == [*map(_course, other.trials)]
 
 

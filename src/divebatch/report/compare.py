@@ -1,8 +1,8 @@
-"""Hold methods against each other, seed by seed: two by name, and each adaptive one against fixed batches.
+"""Compare methods seed by seed: two methods by name, and each adaptive method with fixed batches.
 
-The final value is compared as a difference, steps and seconds as ratios. An interval is Student's at 95 %; there is
-none below three seeds, and none if all seeds agree. The best fixed batch is the one with the best final value; of those
-within one standard error of it, seed by seed, the quickest.
+Final values are compared as differences, steps and seconds as ratios. Intervals are Student's at 95 %; there are none
+below three seeds or if all seeds agree. The best fixed batch has the best final value, or is the quickest of those
+within one standard error of the best, seed by seed.
 """
 
 import math
@@ -17,11 +17,11 @@ from divebatch.report.load import RecordedRun
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
-"""Below, no interval is given."""
+"""Fewest seeds for an interval."""
 FEW_SEEDS = 5
-"""Below, `compare` warns."""
+"""Number of seeds below which `compare` warns."""
 EFFECTS = ((0.2, "negligible"), (0.5, "small"), (0.8, "medium"), (math.inf, "large"))
-"""Cohen's words for an effect below each bound."""
+"""Cohen's words for effects below each bound."""
 BEST, CUSTOMARY = "best fixed batch", "customary batch"
 SECONDS = "seconds"
 
@@ -30,10 +30,10 @@ Pairs = Sequence[tuple[RecordedRun, RecordedRun]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of a first method to a second in one measure.
+    """The difference between two methods in one measure.
 
     Args:
-        values: In each seed that both have, the difference or the logarithm of the ratio; at least one.
+        values: The difference, or the logarithm of the ratio, for each common seed; at least one.
         is_ratio: Whether the values are logarithms of ratios.
     """
 
@@ -47,7 +47,7 @@ class Difference:
 
     @property
     def std(self) -> float:
-        """Return the sample standard deviation of the values; what lies below rounding counts as none."""
+        """Return the sample standard deviation of the values, or 0 if it is below rounding."""
         if len(self.values) < 2:
             return math.nan
         spread = stdev(self.values)
@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return Student's interval; None below three seeds, and if all seeds agree."""
+        """Return Student's interval; None: fewer than three seeds, or all agree."""
         if len(self.values) < FEWEST_SEEDS or self.std == 0:
             return None
         low, high = self._ends
@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def is_shown(self) -> bool | None:
-        """Return whether the interval of the mean leaves out that there is no difference; None for a single seed."""
+        """Return whether the interval of the mean excludes that there is no difference; None: a single seed."""
         if len(self.values) < 2:
             return None
         low, high = self._ends
@@ -71,7 +71,7 @@ class Difference:
 
     @property
     def effect(self) -> float | None:
-        """Return mean over standard deviation with Hedges' correction; None for two seeds, and if all agree."""
+        """Return mean over standard deviation with Hedges' correction; None: fewer than three seeds, or all agree."""
         if len(self.values) < 3 or self.std == 0:
             return None
         return fmean(self.values) / self.std * (1 - 3 / (4 * (len(self.values) - 1) - 1))
@@ -92,7 +92,7 @@ class Difference:
 
 
 def seed_pairs(one: MethodResult, other: MethodResult, metric: Metric) -> Pairs:
-    """Return finished runs that have a value of the metric, two of each seed."""
+    """Return a pair of finished runs with values of the metric for each common seed."""
     first, second = (
         {run.header.seed: run for run in result.runs if result.num_finished and _values_of(run, metric)}
         for result in (one, other)
@@ -105,7 +105,7 @@ def _values_of(run: RecordedRun, metric: Metric) -> list[float]:
 
 
 def _final_value(run: RecordedRun, metric: Metric) -> float:
-    """Return the metric at a run's end; the worst one for a run that diverged."""
+    """Return the metric at a run's end, or the worst value if the run diverged."""
     value = metric.of(run.epochs[-1])
     return metric.worst if value is None else value
 
@@ -118,14 +118,14 @@ def _best_value(run: RecordedRun, metric: Metric) -> float:
 def _metric_difference(
     pairs: Pairs, metric: Metric, of: Callable[[RecordedRun, Metric], float] = _final_value
 ) -> Difference | None:
-    """Return a difference that is positive if the first is better; None if a run has no finite value."""
+    """Return a difference that is positive if the first method is better; None: a value is not finite."""
     scale = (1 if metric.higher_is_better else -1) * (100.0 if metric.is_accuracy else 1.0)
     values = tuple(scale * (of(one, metric) - of(other, metric)) for one, other in pairs)
     return Difference(values) if values and all(map(math.isfinite, values)) else None
 
 
 def _ratio(values: Sequence[tuple[float | None, float | None]]) -> Difference | None:
-    """Return None if a value is missing, infinite or not positive."""
+    """Return the ratios of pairs; None: a value is missing, infinite or not positive."""
     known = [(one, other) for one, other in values if one and other and min(one, other) > 0 and max(one, other) < 1e300]
     if not known or len(known) < len(values):
         return None
@@ -141,7 +141,7 @@ def _same_machine(pairs: Pairs) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """One adaptive method against one fixed batch."""
+    """The gain of an adaptive method over a fixed batch."""
 
     result: MethodResult
     baseline: MethodResult
@@ -149,14 +149,14 @@ class Gain:
     """`BEST`, `CUSTOMARY` or both."""
     num_seeds: int
     metric: Difference | None
-    """Positive if the adaptive method is better, in points or in the metric's unit; None if a run diverged."""
+    """The difference in points or the metric's unit, positive if the adaptive method is better. None: a run diverged."""
     steps: Difference | None
     seconds: Difference | None
-    """None also if the runs come from different machines."""
+    """The ratio of training times. None: times are missing, or the machines differ."""
 
     @property
     def word(self) -> str:
-        """Return the gain in a word or two: accuracy first, then seconds, then steps."""
+        """Return the gain in one or two words: accuracy if it differs, then seconds, then steps."""
         if self.metric is None or self.num_seeds < 2:
             return ""
         if self.metric.is_shown:
@@ -167,9 +167,9 @@ class Gain:
 
 
 def find_gains(analysis: Analysis) -> list[Gain]:
-    """Compare each adaptive method with the best fixed batch and, if the experiment names one, the customary one.
+    """Compare each adaptive method with the best fixed batch and the customary batch, if the experiment names one.
 
-    Methods of the policy `auto`, which have nothing to choose, come first.
+    Methods of the policy `auto`, which need no settings, come first.
     """
     best, name = best_fixed(analysis), analysis.experiment.settings.customary
     roles: dict[str, list[str]] = {} if best is None else {best.method: [BEST]}
@@ -199,7 +199,7 @@ def find_gains(analysis: Analysis) -> list[Gain]:
 
 
 def best_fixed(analysis: Analysis) -> MethodResult | None:
-    """Return the best fixed batch; None while none has finished."""
+    """Return the best fixed batch; None: none has finished."""
     metric = analysis.metric
     fixed = [result for result in analysis.methods if result.is_fixed and result.num_finished]
     finals = [fmean(_final_value(run, metric) for run in result.runs) for result in fixed]
@@ -214,7 +214,7 @@ def best_fixed(analysis: Analysis) -> MethodResult | None:
 
 
 def _is_within_noise(result: MethodResult, best: MethodResult, metric: Metric) -> bool:
-    """Return whether the mean difference, seed by seed, is at most its standard error; no run may have diverged."""
+    """Return whether the mean difference by seed is at most its standard error and no run diverged."""
     pairs = seed_pairs(result, best, metric)
     if len(pairs) < 2 or any(metric.of(run.epochs[-1]) is None for each in pairs for run in each):
         return False
@@ -226,18 +226,18 @@ def _is_within_noise(result: MethodResult, best: MethodResult, metric: Metric) -
 
 
 def _number(value: float, metric: Metric | None, sign: str = "") -> str:
-    """Return points of accuracy and ratios with two decimals."""
+    """Format a number; points of accuracy and ratios have two decimals."""
     return f"{value:{sign}{'.4g' if metric is not None and not metric.is_accuracy else '.2f'}}"
 
 
 def _span(change: Difference, metric: Metric | None, sign: str = "") -> str:
-    """Return for instance ` (0.11 to 0.67)`; nothing without an interval, or if it is too narrow for its digits."""
+    """Return text like ` (0.11 to 0.67)`, or none if there is no interval or its shown ends are equal."""
     ends = [_number(end, metric, sign) for end in change.interval or ()]
     return f" ({' to '.join(ends)})" if len(set(ends)) == 2 else ""
 
 
 def metric_in_words(change: Difference, metric: Metric) -> str:
-    """Return for instance `0.39 points better (0.11 to 0.67)`, or that no difference is shown."""
+    """Return text like `0.39 points better (0.11 to 0.67)`, or that no difference is shown."""
     unit = " points" if metric.is_accuracy else ""
     if change.is_shown is False:
         return f"no difference shown: {_number(change.value, metric, '+')}{unit}{_span(change, metric, '+')}"
@@ -246,13 +246,13 @@ def metric_in_words(change: Difference, metric: Metric) -> str:
 
 
 def ratio_in_words(change: Difference) -> str:
-    """Return for instance `0.71 times (0.70 to 0.72)`, or that no difference is shown."""
+    """Return text like `0.71 times (0.70 to 0.72)`, or that no difference is shown."""
     unsure = "no difference shown: " if change.is_shown is False else ""
     return f"{unsure}{_number(change.value, None)} times{_span(change, None)}"
 
 
 def verdict(analysis: Analysis, gains: Sequence[Gain]) -> str:
-    """Return the experiment's result in one sentence: the first adaptive method against the best fixed batch."""
+    """Return the experiment's result in a sentence: how the first adaptive method compares with the best fixed batch."""
     so_far = "" if analysis.is_finished else "So far: "
     gain = next((gain for gain in gains if BEST in gain.roles), None)
     if gain is None:
@@ -265,7 +265,7 @@ def verdict(analysis: Analysis, gains: Sequence[Gain]) -> str:
 
 
 def _parts(gain: Gain, metric: Metric) -> Iterator[str]:
-    """Yield accuracy before speed; what shows no difference is said together, with its intervals."""
+    """Yield the parts of a verdict, accuracy before speed; measures without a shown difference share a part."""
     differences = {metric.word: gain.metric, SECONDS: gain.seconds}
     alike = {name: change for name, change in differences.items() if change is not None and change.is_shown is False}
     if gain.metric is None:
@@ -286,7 +286,7 @@ def _parts(gain: Gain, metric: Metric) -> Iterator[str]:
 
 
 def _best_in_words(analysis: Analysis) -> str:
-    """Return which method ended best, if there are no fixed and adaptive method to compare."""
+    """Name the method with the best final value, for experiments without a fixed and an adaptive method."""
     for metric in (analysis.metric, LOSS):
         finals = {result.method: result.final_mean(metric.name) for result in analysis.methods}
         best = metric.best(value for value in finals.values() if value is not None)
@@ -301,7 +301,7 @@ def _best_in_words(analysis: Analysis) -> str:
 
 
 def note_on(result: MethodResult, gains: Sequence[Gain], best: MethodResult | None) -> str:
-    """Return the note that stands beside a method's numbers, in a few words."""
+    """Return a note of a few words to a method's numbers."""
     count, notes = len(result.trials), []
     if best is not None and result.method == best.method:
         notes.append(BEST)
@@ -324,11 +324,11 @@ def note_on(result: MethodResult, gains: Sequence[Gain], best: MethodResult | No
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two methods of one experiment over the seeds that both have finished."""
+    """A comparison of two methods of an experiment over their common finished seeds."""
 
     seeds: tuple[int, ...]
     answers: dict[str, str]
-    """The difference of the first to the second in words, by measure."""
+    """The difference between the methods in words, by measure."""
     cautions: tuple[str, ...]
 
 
@@ -342,8 +342,8 @@ def compare_methods(
 ) -> Comparison:
     """Compare two methods by their final value, their best value and their time to the target of `analysis`.
 
-    The second one is of `against`, the same experiment from another folder, if that is given. Cautions call the two by
-    `names`.
+    If `against` is given, the same experiment from another folder, the second method comes from it. Cautions call the
+    methods by `names`.
     """
     results = (analysis.method(first), (against or analysis).method(second))
     pairs = seed_pairs(*results, analysis.metric)
@@ -353,7 +353,7 @@ def compare_methods(
 
 
 def _answers(results: tuple[MethodResult, MethodResult], pairs: Pairs, analysis: Analysis) -> Iterator[tuple[str, str]]:
-    """Yield each measure with its difference in words."""
+    """Yield each measure and its difference in words."""
     metric, target = analysis.metric, analysis.target
     for kind, value in (("final", _final_value), ("best", _best_value)):
         change = _metric_difference(pairs, metric, value)

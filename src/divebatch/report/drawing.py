@@ -1,4 +1,4 @@
-"""Draw figures with matplotlib: the one palette, the style, panels of lines, bars. Needs the extra `report`."""
+"""Draw figures with matplotlib in a common palette and style: panels of lines, and bars. Needs the extra `report`."""
 
 import importlib
 import math
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 # Colours and dashes
 
 Dashes = tuple[float, tuple[float, ...]] | Literal["solid"]
-"""As matplotlib takes them: (offset, lengths in points)."""
+"""Dashes in matplotlib's form: (offset, lengths in points)."""
 DASHED: Dashes = (0, (3.0, 1.5))
 DOTTED: Dashes = (0, (1.0, 1.3))
 PATTERNS: tuple[Dashes, ...] = ("solid", DASHED, DOTTED, (0, (5.0, 1.6, 1.2, 1.6)))
-# Colours differ in lightness as well as hue, so they hold under the common colour-vision deficiencies and in grey.
+# Colours differ in lightness as well as hue, so that they remain distinct in grey and for colour-blind readers.
 PALETTE = {
     "#0072B2": "#4DA8E0",
     "#882255": "#D96BA0",
@@ -40,21 +40,21 @@ PALETTE = {
     "#222222": "#EDEDED",
     "#999999": "#999999",
 }
-"""Every colour, and the same on a dark page, where deep ones would be lost."""
+"""Each colour with its lighter form for a dark page."""
 NUM_HUES = 8
-"""The first colours of the palette, which names choose from; black and grey are for when these are taken."""
+"""Number of colours that names choose from; the rest, black and grey, are used if these are taken."""
 SALT = 16846
-"""A number with which methods that are often held against each other get different colours by their names alone."""
+"""A number that gives methods which are often compared different colours by name alone."""
 MAIN, SECOND, THIRD, LIMIT = "#0072B2", "#009E73", "#882255", "#D55E00"
-"""Colours of pictures without methods: of what was measured, and of what bounds it."""
+"""Colours of figures without methods: three for measurements, one for limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Colour and dashes of a line."""
+    """The colour and dashes of a line."""
 
     color: str
-    """On white."""
+    """The colour on white."""
     dashes: Dashes
 
     @property
@@ -63,10 +63,10 @@ class Look:
 
 
 def looks_for(*experiments: Sequence[str]) -> dict[str, Look]:
-    """Return a look for each method: one in all experiments, and different ones within each.
+    """Return a look for each method, the same in all experiments and different from all others within each.
 
-    A colour follows from the method's name, so reports agree unless two methods of one experiment would get the same.
-    A name that continues another's gets that one's colour in other dashes.
+    A colour follows from the method's name, so reports agree unless two methods of an experiment share a colour. A name
+    that extends another name gets the other's colour with different dashes.
 
     >>> looks = looks_for(["sgd", "adabatch", "adabatch-rescaled"])
     >>> looks["adabatch"].color == looks["adabatch-rescaled"].color != looks["sgd"].color
@@ -92,26 +92,26 @@ def _free_look(method: str, beside: Mapping[str, Look], looks: Mapping[str, Look
 
 
 def other_looks(taken: str) -> list[Look]:
-    """Return looks for lines beside a solid one of the colour `taken`."""
+    """Return looks for lines beside a solid line of the colour `taken`."""
     return [Look(color, dashes) for dashes in (DASHED, DOTTED) for color in PALETTE if color != taken]
 
 
-# What is drawn, by the page and here
+# The contents of figures, for the page and for matplotlib
 
 AXES = {"epochs": "Epoch", "steps": "Optimizer steps", "samples": "Samples", "seconds": "Training time (s)"}
 """Horizontal axes, each with its label."""
 EARLY = 0.2
-"""The part of the epochs at the start that a linear axis need not hold."""
+"""Fraction of epochs at the start that a linear axis need not show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A method with its look, and the place of each of its epochs on every axis."""
+    """A method with its look and the positions of its epochs on every axis."""
 
     result: MethodResult
     look: Look
     axes: Mapping[str, Floats]
-    """Means over trials; the epochs, and the other axes that the runs recorded."""
+    """Positions by axis, averaged over trials: epochs, and the other axes that the runs recorded."""
 
     @property
     def method(self) -> str:
@@ -120,22 +120,22 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve, how it is drawn, and the track of its method."""
+    """A curve with its label, look and width, and the track of its method."""
 
     label: str
     look: Look
     curve: Curve
     track: Track
     width: float | None = None
-    """In points. None: the figures' usual width."""
+    """Width in points. None: the usual width."""
 
     def positions(self, axis: str) -> Floats | None:
-        """Return where the points lie on an axis; None if the runs did not record that."""
+        """Return the points' positions on an axis; None: the runs did not record this axis."""
         values = self.track.axes.get(axis)
         return None if values is None else values[np.searchsorted(self.track.axes["epochs"], self.curve.epochs)]
 
     def outline(self) -> "Line":
-        """Return the line with the points that a drawing needs."""
+        """Return the line with only the points to draw."""
         return replace(self, curve=self.curve.outline())
 
 
@@ -144,10 +144,10 @@ class Panel:
     """The contents of one set of axes."""
 
     title: str
-    """The quantity with its unit."""
+    """The shown quantity and its unit."""
     lines: Sequence[Line]
     bounds: tuple[float, float] = (-np.inf, np.inf)
-    """Values that the quantity cannot leave; bands are cut there."""
+    """The possible range of the quantity, at which bands are cut."""
     may_be_log: bool = True
     log_base: int = 10
     is_steps: bool = False
@@ -156,7 +156,7 @@ class Panel:
     first_epoch: int = 1
     """The epoch at which the axis of epochs begins."""
     name: str = ""
-    """The name of its own figure's file, without folder and suffix."""
+    """The name of the panel's own file, without folder and suffix."""
     caption: str = ""
 
     @property
@@ -168,7 +168,7 @@ class Panel:
 
     @property
     def focus(self) -> tuple[float, float] | None:
-        """Return the ends of a linear axis that early epochs would stretch to more than twice its length."""
+        """Return the ends of a linear axis that early epochs would more than double; None: no such axis."""
         ends = [band(line.curve, self.bounds) for line in self.lines]
         whole = np.concatenate([*(np.concatenate(each) for each in ends), *(line.curve.mean for line in self.lines)])
         last = max(int(line.curve.epochs[-1]) for line in self.lines)
@@ -183,11 +183,11 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class TargetBars:
-    """The way of each method to the common target, in one unit."""
+    """Bars of each method's way to the common target, in one unit."""
 
     unit: str
     goal: str
-    """The target, for instance `92.83 %`."""
+    """The target as text like `92.83 %`."""
     arrivals: Mapping[str, Arrival]
     looks: Mapping[str, Look]
 
@@ -197,12 +197,12 @@ class TargetBars:
 
     @property
     def end(self) -> float:
-        """Return the largest finite number of all."""
+        """Return the largest finite value of all bars and dots."""
         numbers = [n for each in self.arrivals.values() for n in (each.value or 0.0, *each.trials)]
         return max(filter(math.isfinite, numbers), default=0.0)
 
     def text(self, method: str) -> str:
-        """Return a method's number in words, for instance `21.5 s` or `not reached`."""
+        """Return a method's value as text like `21.5 s` or `not reached`."""
         value = self.arrivals[method].value
         if value is None:
             return "not reached"
@@ -210,7 +210,7 @@ class TargetBars:
 
 
 def seconds(value: float) -> str:
-    """Return seconds with at least three digits if there are that many.
+    """Format seconds with three significant digits, or all digits before the point.
 
     >>> seconds(1.234), seconds(56.78), seconds(1234.5)
     ('1.23', '56.8', '1234')
@@ -219,7 +219,7 @@ def seconds(value: float) -> str:
 
 
 def band(curve: Curve, bounds: tuple[float, float]) -> tuple[Floats, Floats]:
-    """Return mean ± standard error, cut at the bounds; NaN if there is no finite spread."""
+    """Return mean ± standard error, cut at the bounds; NaN if the spread is not finite."""
     width = np.where(np.isfinite(curve.standard_error), curve.standard_error, np.nan)
     return np.clip(curve.mean - width, *bounds), np.clip(curve.mean + width, *bounds)
 
@@ -229,14 +229,14 @@ def band(curve: Curve, bounds: tuple[float, float]) -> tuple[Floats, Floats]:
 PANEL_SIZE = (3.9, 3.3)
 """Width and height of a panel beside others, in inches."""
 CHART_SIZE = (6.4, 4.2)
-"""The same of a figure with a single panel."""
+"""Width and height of a figure with a single panel, in inches."""
 BAR_HEIGHT = 0.34
-"""Inches for each method."""
+"""Height of a method's bar, in inches."""
 PNG_DPI = 150
 FEW_POINTS = 12
-"""Curves with at most this many epochs show each as a dot."""
+"""Most epochs of a curve that shows each epoch as a dot."""
 MOST_DECADES = 1e30
-"""A log axis spans at most this ratio, from the top: a run that diverges can span more than a float holds."""
+"""Largest ratio that a log axis spans, from the top; a diverging run can exceed the range of floats."""
 MOST_TICKS = 7
 SETTINGS: Any = {
     "font.family": "sans-serif",
@@ -263,12 +263,13 @@ SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "divebatch",
 }
-"""Over matplotlib's defaults. Text in SVG stays text; ids follow from the content, so equal figures are equal bytes."""
+"""Changes to matplotlib's defaults. SVG keeps text as text, and ids follow from the content, so that equal figures have
+equal bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A finished figure: file name without folder and suffix, its subject in words, and its bytes."""
+    """A finished figure: file name without folder and suffix, title, caption and bytes."""
 
     name: str
     title: str
@@ -278,7 +279,7 @@ class Drawing:
 
 
 def require_matplotlib() -> None:
-    """Raise an error that names the extra to install, before any work."""
+    """Raise if matplotlib is missing, before any work; the error names the extra to install."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -287,7 +288,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw in our style, over matplotlib's defaults; put the user's own back afterwards."""
+    """Draw in the report's style over matplotlib's defaults; restore the user's settings afterwards."""
     import matplotlib
     from matplotlib import style
 
@@ -296,9 +297,9 @@ def styled() -> Iterator[None]:
 
 
 def finish(name: str, title: str, figure: "Figure", caption: str) -> Drawing:
-    """Return the figure in both formats; call it within `styled`."""
+    """Return the figure as a drawing in both formats; requires `styled`."""
     svg = _bytes(figure, "svg")
-    figure.set_layout_engine("none")  # all has its place now; the second search for it would find the same
+    figure.set_layout_engine("none")  # the layout is done; a second search would find the same
     return Drawing(name, title, caption, svg, _bytes(figure, "png"))
 
 
@@ -315,7 +316,7 @@ def add_heading(figure: "Figure", heading: str) -> None:
 
 
 def drawable(text: str, length: int) -> str:
-    """Return only characters that every font can draw, at most `length`.
+    """Return text with only characters that every font can draw, cut to `length`.
 
     >>> drawable("naïve", 4)
     'na?v'
@@ -324,7 +325,7 @@ def drawable(text: str, length: int) -> str:
 
 
 def size_axis(axes: "Axes", sizes: Sequence[int]) -> None:
-    """Make the horizontal axis one of batch sizes with a tick at each, or at some of many."""
+    """Make the horizontal axis a log axis of batch sizes, with a tick at each size or, if there are many, at some."""
     from matplotlib.ticker import NullLocator
 
     powers = [size for size in sizes if size & (size - 1) == 0] or list(sizes)
@@ -335,7 +336,7 @@ def size_axis(axes: "Axes", sizes: Sequence[int]) -> None:
     axes.set_xlabel("Batch size (samples)")
 
 
-# Panels side by side: mean lines with a band of their spread, on axes that fit the numbers
+# Panels side by side: lines of means with bands of their spread, on axes that fit the numbers
 
 
 def draw_panels(
@@ -346,7 +347,7 @@ def draw_panels(
     caption: str,
     panel_size: tuple[float, float],
 ) -> Drawing:
-    """Draw panels from left to right with one legend; `title` and `caption` go beside the figure, `heading` into it."""
+    """Draw panels from left to right with one legend; `heading` goes into the figure, `title` and `caption` beside it."""
     from matplotlib.figure import Figure
 
     with styled():
@@ -359,7 +360,7 @@ def draw_panels(
 
 
 def _add_legend(figure: "Figure", panels: Sequence[Panel]) -> None:
-    """Add one for all panels, below them, where it covers no data."""
+    """Add a legend for all panels below them, where it covers no data."""
     from matplotlib.lines import Line2D
 
     entries = dict.fromkeys((line.label, line.look) for panel in panels for line in panel.lines)
@@ -382,7 +383,7 @@ def _draw_line(axes: "Axes", line: Line, panel: Panel) -> None:
     x, mean = line.positions(panel.axis), line.curve.mean
     assert x is not None
     low, high = band(line.curve, (log_limits(panel)[0], panel.bounds[1]) if panel.is_log else panel.bounds)
-    if panel.is_steps:  # from the begin of the first epoch on
+    if panel.is_steps:  # from the start of the first epoch
         x = np.concatenate([[x[0] - 1 if panel.axis == "epochs" else 0.0], x])
         mean, low, high = (np.concatenate([each[:1], each]) for each in (mean, low, high))
     marker = "o" if len(x) <= FEW_POINTS else None
@@ -397,7 +398,7 @@ def _draw_line(axes: "Axes", line: Line, panel: Panel) -> None:
 
 
 def log_limits(panel: Panel) -> tuple[float, float]:
-    """Return the ends of a log axis: room for every mean and upper band, but not for a lower band that nears zero."""
+    """Return the ends of a log axis, with room for means and upper bands but not for lower bands near zero."""
     bands = [band(line.curve, panel.bounds) for line in panel.lines]
     means = np.concatenate([line.curve.mean for line in panel.lines])
     lowest = np.nanmin(means)
@@ -427,7 +428,7 @@ def _set_y_axis(axes: "Axes", panel: Panel) -> None:
 
     if panel.is_log:
         low, high = log_limits(panel)
-        axes.set_ylim(low, high)  # first, or the log scale looks for limits of its own
+        axes.set_ylim(low, high)  # first, or the log scale chooses its own limits
         axes.set_yscale("log", base=panel.log_base)
         # Also 2 and 5 if there are few powers of ten.
         subs = (1.0, 2.0, 5.0) if panel.log_base == 10 and high < 300 * low else (1.0,)
@@ -442,7 +443,7 @@ def _set_y_axis(axes: "Axes", panel: Panel) -> None:
 
 
 def draw_bars(bars: TargetBars, heading: str, caption: str) -> Drawing:
-    """Draw one bar a method, the first on top, with a dot for each trial."""
+    """Draw a bar for each method, the first on top, with a dot for each trial."""
     from matplotlib.figure import Figure
 
     with styled():

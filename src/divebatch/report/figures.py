@@ -27,9 +27,9 @@ from divebatch.report.load import RecordedRun
 from divebatch.report.tables import MEBIBYTE, diverged_note, size_range, stage_epochs
 
 WIDEST, THINNEST = 5.0, 1.5
-"""In points: if many methods share a course, each line is thinner than the one before, so that all are seen."""
+"""Widths in points between which lines get thinner, so that all methods on the same course remain visible."""
 WIDE_PANEL = (4.6, 4.2)
-"""Width and height in inches: room for ten lines and their names."""
+"""Width and height of a panel with room for ten lines and their names, in inches."""
 BANDS_NOTE = "Lines are means over the trials that count, bands ± the standard error of the mean."
 SHADOW_NOTE = (
     "Solid: the batch size in force. The others: what each shadow would have put in force there, decided after the "
@@ -46,18 +46,18 @@ BARS_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A field that records hold for each epoch, or two that belong together."""
+    """A field of epoch records, or two fields that belong together."""
 
     title: str
     fields: tuple[tuple[str, str], ...]
-    """Fields of a record that are drawn together, each with the ending of its lines' names."""
+    """Fields of a record to draw together, each with the suffix of its lines' names."""
     factor: float = 1.0
     bounds: tuple[float, float] | None = None
-    """None: from 0 on unless a mean is negative."""
+    """The possible range of the quantity. None: at least 0, unless a mean is negative."""
     may_be_log: bool = True
     log_base: int = 10
     is_steps: bool = False
-    """Whether a value holds for a whole epoch; methods then often share it exactly."""
+    """Whether a value holds for a whole epoch, so that methods often share values exactly."""
     only_on_gpu: bool = False
     note: str = ""
 
@@ -96,25 +96,25 @@ QUANTITIES = {
         only_on_gpu=True,
     ),
 }
-"""By name, which is part of file names: without a dash, so that no two experiments' files can meet."""
+"""The quantities by name. File names contain this name, so it has no dash and two experiments' files differ."""
 METRICS = {"val_accuracy": "accuracy", "val_loss": "loss", "bits_per_byte": "bits"}
 """The quantity of each metric."""
 
 
 def make_tracks(analysis: Analysis, looks: Mapping[str, Look]) -> list[Track]:
-    """Return one track for each method that has begun."""
+    """Return a track for each method that has begun."""
     tracks = []
     for result in analysis.methods:
         if any(run.epochs for run in result.runs):
             means = {axis: result.curve(UNITS[axis]).mean for axis in AXES}
-            # With fewer trials left a mean can fall; a line must not run backwards.
+            # A mean over fewer trials can fall, but a line must not run backwards.
             axes = {axis: np.maximum.accumulate(mean) for axis, mean in means.items() if np.isfinite(mean).all()}
             tracks.append(Track(result, looks[result.method], axes))
     return tracks
 
 
 def _lines(quantity: Quantity, track: Track, label: str) -> Iterator[Line]:
-    """Yield one line for each field of the quantity that the track's runs have a finite value of."""
+    """Yield a line for each field of the quantity for which the track's runs have finite values."""
     runs = track.result.runs
     on_gpu = [run for run in runs if run.is_on_gpu]
     before: Curve | None = None
@@ -122,7 +122,7 @@ def _lines(quantity: Quantity, track: Track, label: str) -> Iterator[Line]:
         is_whole = not quantity.only_on_gpu or len(on_gpu) == len(runs)
         curve = track.result.curve(field) if is_whole else average_curve(on_gpu, field)
         curve = curve.measured().scaled(quantity.factor)
-        # A policy may act on the exact value: there the second line would hide the first.
+        # A policy may act on the exact value, so that the second line would hide the first.
         is_new = before is None or not (
             np.array_equal(before.epochs, curve.epochs) and np.allclose(before.mean, curve.mean, rtol=1e-3)
         )
@@ -133,9 +133,9 @@ def _lines(quantity: Quantity, track: Track, label: str) -> Iterator[Line]:
 
 
 def _panel(quantity: Quantity, lines: Sequence[Line]) -> Panel:
-    """Return lines of one quantity with the axis that it needs."""
+    """Return a panel with the lines of a quantity."""
     bounds = quantity.bounds
-    if bounds is None:  # most losses cannot be negative, but some can
+    if bounds is None:  # some losses can be negative
         lowest = min((float(np.nanmin(line.curve.mean)) for line in lines), default=0.0)
         bounds = (0.0 if lowest >= 0 else -np.inf, np.inf)
     if quantity.is_steps:
@@ -144,7 +144,7 @@ def _panel(quantity: Quantity, lines: Sequence[Line]) -> Panel:
 
 
 def _nested(lines: Sequence[Line], widest: float, thinnest: float) -> list[Line]:
-    """Make each thinner than the one before, so that lines in one place are all seen; few lines need no wide ones."""
+    """Make each line thinner than its predecessor, so that lines in one place remain visible."""
     widest = min(widest, thinnest + 0.9 * (len(lines) - 1))
     widths = np.linspace(widest, thinnest, len(lines)).tolist()
     return [replace(line, width=width) for line, width in zip(lines, widths, strict=True)]
@@ -154,7 +154,7 @@ def _nested(lines: Sequence[Line], widest: float, thinnest: float) -> list[Line]
 
 
 def make_charts(analysis: Analysis, tracks: Sequence[Track]) -> list[Panel]:
-    """Return the charts that the records can fill: metric, batch size and noise scale first, shadows last."""
+    """Return a chart of each recorded quantity: metric, batch size and noise scale first, shadows last."""
     names = dict.fromkeys([METRICS[analysis.metric.name], "batchsize", "noise", "diversity", *QUANTITIES])
     charts = []
     for name in names:
@@ -167,7 +167,7 @@ def make_charts(analysis: Analysis, tracks: Sequence[Track]) -> list[Panel]:
 
 
 def _ratio_notes(tracks: Sequence[Track]) -> Iterator[str]:
-    """Say how far the estimate of the diversity is from the exact value."""
+    """Yield a note on each method whose estimate of the diversity can be compared with the exact value."""
     for track in tracks:
         records = [record for run in track.result.runs for record in run.epochs]
         ratios = [r.diversity / r.exact_diversity for r in records if r.diversity and r.exact_diversity]
@@ -180,7 +180,7 @@ def _ratio_notes(tracks: Sequence[Track]) -> Iterator[str]:
 
 
 def _shadow_charts(tracks: Sequence[Track]) -> list[Panel]:
-    """Return one for each method whose runs have shadows, policies that only watch, and an epoch after the first."""
+    """Return a chart for each method with shadows, policies that only watch, and more than one epoch."""
     charts: list[Panel] = []
     for track in tracks:
         wishes = list(_wishes(track))
@@ -199,7 +199,7 @@ def _shadow_charts(tracks: Sequence[Track]) -> list[Panel]:
 
 
 def _wishes(track: Track) -> Iterator[Line]:
-    """Yield one line a shadow, in the order of the records."""
+    """Yield a line of wanted sizes for each shadow, in the order of the records."""
     runs = track.result.runs
     names = dict.fromkeys(name for run in runs for record in run.epochs for name in record.shadows or {})
     for name, look in zip(names, cycle(other_looks(track.look.color)), strict=False):
@@ -209,7 +209,7 @@ def _wishes(track: Track) -> Iterator[Line]:
 
 
 def _as_if_driven(run: RecordedRun, name: str) -> RecordedRun:
-    """Return the epochs for which the shadow had a wish, with that as their batch size."""
+    """Return the epochs for which the shadow wanted a batch size, with this size as theirs."""
     wished = [
         replace(record, batch_size=before.shadows[name])
         for before, record in pairwise(run.epochs)
@@ -219,7 +219,7 @@ def _as_if_driven(run: RecordedRun, name: str) -> RecordedRun:
 
 
 def make_bars(analysis: Analysis, looks: Mapping[str, Look]) -> dict[str, TargetBars]:
-    """Return unit -> bars, seconds first if one machine ran all; empty without a target that somebody reached."""
+    """Return bars by unit, seconds first if one machine ran all trials; empty if nobody reached a target."""
     if analysis.target is None:
         return {}
     goal = analysis.metric.text(analysis.target.value)
@@ -239,10 +239,10 @@ class PanelFigure:
     """A figure of panels side by side.
 
     Args:
-        title: Its subject.
-        quantities: One a panel, if there are several; a single one is shown three ways: over epochs as in the paper,
-            over training time, and the last quarter enlarged.
-        panel_size: Width and height of each, in inches.
+        title: The figure's subject.
+        quantities: One quantity for each panel. A single quantity gets three panels: over epochs as in the paper, over
+            training time, and the last quarter enlarged.
+        panel_size: Width and height of each panel, in inches.
     """
 
     title: str
@@ -250,7 +250,7 @@ class PanelFigure:
     panel_size: tuple[float, float]
 
     def draw(self, name: str, analysis: Analysis, tracks: Sequence[Track]) -> Drawing | None:
-        """Draw the methods to show; return None if the records cannot fill the figure."""
+        """Draw the figure from some tracks; None: the records cannot fill any panel."""
         panels = []
         for quantity in map(QUANTITIES.__getitem__, self.quantities):
             labelled = ((track, f"{track.result.label} ({_sizes(track.result)})") for track in tracks)
@@ -265,7 +265,7 @@ class PanelFigure:
 
 
 def _sizes(result: MethodResult) -> str:
-    """Return the first batch size and, if it differs, the mean of the final ones."""
+    """Return the first batch size and, if it differs, the mean final batch size."""
     return size_range(result.first_batch_size, result.final_mean("batch_size"))
 
 
@@ -293,11 +293,11 @@ FIGURES = {
     "figure4": PanelFigure("Figure 4: validation loss", ("loss",), WIDE_PANEL),
     "course": PanelFigure("Batch size and learning rate", ("batchsize", "lr"), WIDE_PANEL),
 }
-"""By the name that an experiment file uses, which is part of file names too."""
+"""The paper's figures by the name that experiment files and file names use."""
 
 
 def draw_paper_figures(analysis: Analysis, tracks: Sequence[Track]) -> list[Drawing]:
-    """Draw those that the experiment names and the records can fill."""
+    """Draw the paper's figures that the experiment names and the records can fill."""
     wanted = analysis.experiment.settings.figures
     drawings = []
     for name in (name for name in FIGURES if name in wanted):

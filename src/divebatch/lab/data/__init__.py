@@ -1,4 +1,4 @@
-"""Datasets by kind. A new one is one file and one row here."""
+"""Datasets by kind. A new dataset is a file and a row here."""
 
 from divebatch.lab.data.cifar import Cifar10, Cifar100
 from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit

@@ -1,8 +1,8 @@
 """Random crops, flips, rotations and resized crops of whole batches of images.
 
-A transform works in two steps. `plan` turns the uniform numbers of an epoch, one row a sample, into whole numbers that
-say where each sample's pixels come from. It runs once an epoch on the CPU, so that every device gets the same plan.
-`apply` carries out the rows of one batch. Images are uint8 of shape (samples, height, width, 3).
+A transform works in two steps. `plan` turns an epoch's uniform numbers, one row a sample, into whole numbers that give
+the origin of each sample's pixels. `plan` runs once an epoch on the CPU, so that every device gets the same plan.
+`apply` carries out the plan for a batch. Images are uint8 of shape (samples, height, width, 3).
 """
 
 import math
@@ -14,33 +14,33 @@ from torch import Tensor
 from torch.nn.functional import grid_sample, pad
 
 FIXED_POINT = 32
-"""Bits behind the point of a sine: whole numbers pick the same pixel on every device."""
+"""Fractional bits of a sine as a whole number, which picks the same pixel on every device."""
 TRIES = 10
-"""Random boxes drawn before the whole image is taken."""
+"""Number of random boxes that are tried before the whole image is used."""
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
-"""Bounds of a box's part of the image, and of its width over its height."""
+"""Bounds of a box's fraction of the image, and of its width over its height."""
 
 
 class Transform(ABC):
-    """Turns stored images into those a model sees, before normalisation."""
+    """A transform of stored images into a model's inputs, before normalisation."""
 
     num_uniforms: int = 0
-    """Random numbers of a sample in an epoch."""
+    """Number of random numbers for a sample in an epoch."""
     padding: int = 0
-    """Zero pixels that must surround the images which `apply` gets."""
+    """Width of the margin of zero pixels that `apply` expects around images."""
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """Turn (samples, num_uniforms) numbers in [0, 1) into one row a sample for `apply`."""
+        """Turn (samples, num_uniforms) numbers in [0, 1) into a row for `apply` per sample."""
         return uniforms
 
     @abstractmethod
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
-        """Return the images numbered `which`, changed by their rows of `plan`: (batch, height, width, 3)."""
+        """Return the images numbered `which`, transformed by their rows of `plan`: (batch, height, width, 3)."""
 
 
 @dataclass(frozen=True)
 class Whole(Transform):
-    """Images as they are."""
+    """A transform that leaves images unchanged."""
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
         return images.index_select(0, which)
@@ -48,14 +48,14 @@ class Whole(Transform):
 
 @dataclass(frozen=True)
 class CropFlip(Transform):
-    """A crop of `size` x `size` pixels from the image with its zero margin, mirrored half of the time."""
+    """A random crop of `size` x `size` pixels from the image with its zero margin, mirrored half of the time."""
 
     size: int = 32
     padding: int = 4
     num_uniforms: int = 3
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """Return the first row, the first column, and the step from column to column (-1 where mirrored)."""
+        """Return the first row, the first column, and the step between columns, -1 if mirrored."""
         top, left = (whole_below(2 * self.padding + 1, uniforms[:, k]) for k in (0, 1))
         mirrored = uniforms[:, 2] < 0.5
         first = torch.where(mirrored, left + self.size - 1, left)
@@ -69,7 +69,7 @@ class CropFlip(Transform):
 
 @dataclass(frozen=True)
 class CropFlipRotate(Transform):
-    """The same, then turned about its centre by at most `degrees`: nearest pixel, zeros from outside the crop."""
+    """A `CropFlip` rotated about its centre by at most `degrees`, with nearest pixels and zeros from outside."""
 
     size: int = 32
     padding: int = 4
@@ -77,7 +77,7 @@ class CropFlipRotate(Transform):
     num_uniforms: int = 4
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """Return CropFlip's columns, then in fixed point: cosine, sine, and the origin of the first pixel's middle."""
+        """Return CropFlip's columns, then cosine, sine and the origin of the first pixel's centre in fixed point."""
         upright = CropFlip(self.size, self.padding).plan(uniforms)
         angles = torch.deg2rad((2 * uniforms[:, 3].double() - 1) * self.degrees)
         cosine, sine = angles.cos(), angles.sin()
@@ -85,11 +85,11 @@ class CropFlipRotate(Transform):
         row = centre - (centre - 0.5) * (cosine + sine)
         column = centre - (centre - 0.5) * (cosine - sine)
         turn = torch.stack([cosine, sine, row, column], dim=1)
-        # In whole numbers: floats rounded differently on another device would pick another pixel.
+        # Whole numbers, because floats may round differently on another device and pick another pixel.
         return torch.cat([upright, (turn * 2**FIXED_POINT).round().long()], dim=1)
 
     def apply(self, images: Tensor, which: Tensor, plan: Tensor) -> Tensor:
-        # What lies outside the crop points at the corner of the margin, which is zero.
+        # Pixels from outside the crop come from the corner of the margin, which is zero.
         top, first, step, cosine, sine, row, column = plan[:, :, None, None].unbind(1)
         across = torch.arange(self.size, device=plan.device)
         down = across[:, None]
@@ -106,7 +106,7 @@ def with_margin(images: Tensor, padding: int) -> Tensor:
 
 def whole_below(count: int | Tensor, uniforms: Tensor) -> Tensor:
     """Return whole numbers 0 .. count - 1, each equally likely."""
-    # In double: a float32 just below 1 times `count` may round up to `count` itself.
+    # In float64: a float32 just below 1 times `count` may round up to `count`.
     return (uniforms.double() * count).long()
 
 
@@ -115,9 +115,9 @@ def whole_below(count: int | Tensor, uniforms: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomResizedCrop(Transform):
-    """A box of random area and shape, resized to `size` x `size`, mirrored half of the time.
+    """A random box of random area and shape, resized to `size` x `size`, mirrored half of the time.
 
-    The image is a square of `side` pixels. Nothing is averaged, so `size` should not be smaller than `side`.
+    The image is a square of `side` pixels. Resizing does not average, so `size` should be at least `side`.
     """
 
     side: int
@@ -125,7 +125,7 @@ class RandomResizedCrop(Transform):
     num_uniforms: int = 2 * TRIES + 3
 
     def plan(self, uniforms: Tensor) -> Tensor:
-        """Return top, left, height and width of the box in pixels, and 1 where mirrored."""
+        """Return top, left, height and width of the box in pixels, then 1 if mirrored."""
         areas, shapes, (down, across, mirror) = uniforms[:, :TRIES], uniforms[:, TRIES:-3], uniforms[:, -3:].unbind(1)
         height, width = self._first_that_fits(areas.double(), shapes.double())
         top = whole_below(self.side - height + 1, down)
@@ -133,7 +133,7 @@ class RandomResizedCrop(Transform):
         return torch.stack([top, left, height, width, mirror < 0.5], dim=1).float()
 
     def _first_that_fits(self, areas: Tensor, shapes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return height and width of each sample's first box inside the image; of the whole image if none is."""
+        """Return height and width of each sample's first box that fits into the image, or else of the whole image."""
         area = (SCALE[0] + (SCALE[1] - SCALE[0]) * areas) * self.side**2
         log_low, log_high = map(math.log, RATIO)
         ratio = torch.exp(log_low + (log_high - log_low) * shapes)
@@ -154,7 +154,7 @@ class RandomResizedCrop(Transform):
 
 @dataclass(frozen=True)
 class ResizeCentreCrop(Transform):
-    """The square image resized to `resize` pixels a side, of which the middle `size` x `size` remain."""
+    """A crop of the middle `size` x `size` pixels from the square image resized to `resize` pixels a side."""
 
     size: int
     resize: int
@@ -168,12 +168,12 @@ class ResizeCentreCrop(Transform):
 
 
 def _middles(size: int, device: torch.device) -> Tensor:
-    """Return the middles of `size` pixels on a line of length 1."""
+    """Return the centres of `size` pixels on a line of length 1."""
     return (torch.arange(size, device=device) + 0.5) / size
 
 
 def _inside(places: Tensor, length: Tensor) -> Tensor:
-    """Turn distances from an edge into pixel coordinates (0 is the first pixel's middle), none outside the box."""
+    """Turn distances from an edge into pixel coordinates inside the box; 0 is the first pixel's centre."""
     return (places - 0.5).clamp(min=0).minimum(length - 1)
 
 

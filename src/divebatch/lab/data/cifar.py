@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in their "python version"; smaller sets in the same format are as good."""
+"""CIFAR-10 and CIFAR-100 in their "python version", or smaller sets in the same format."""
 
 import pickle
 import reprlib
@@ -21,7 +21,7 @@ PIXELS = 3 * SIDE * SIDE
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain containers and numpy arrays, and refuses everything else that a file names."""
+    """An unpickler of plain containers and numpy arrays that refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         arrays = module.removeprefix("numpy.").replace("_core.", "core.")
@@ -36,7 +36,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cifar(DatasetSettings):
-    """A dataset with the official split, whatever the seed."""
+    """A CIFAR dataset with the official split, whatever the seed."""
 
     origin: ClassVar[Origin]
     train_files: ClassVar[tuple[str, ...]]
@@ -71,7 +71,7 @@ class Cifar(DatasetSettings):
                 entries = _PlainUnpickler(file, encoding="latin1").load()  # Python 2 wrote these files
             by_name = {key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()}
             images, labels = by_name["data"], list(by_name[self.label_key])
-        except Exception as error:  # a damaged file may fail in any way
+        except Exception as error:  # a damaged file may raise anything
             what = f"is no pickle of 'data' and {self.label_key!r} ({type(error).__name__}: {str(error)[:200]})"
             raise self.origin.damaged(path, what) from error
         is_good = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.shape[1:] == (PIXELS,)
@@ -87,7 +87,7 @@ class Cifar(DatasetSettings):
 
 
 class Cifar10(Cifar):
-    """Ten classes; trained on random crops out of a margin of 4 zero pixels and mirror images."""
+    """CIFAR-10, trained on mirror images and on random crops with a margin of 4 zero pixels."""
 
     origin = Origin("cifar-10-batches-py", f"{URL}/cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a")
     train_files = tuple(f"data_batch_{number}" for number in range(1, 6))
@@ -99,7 +99,7 @@ class Cifar10(Cifar):
 
 
 class Cifar100(Cifar):
-    """A hundred classes; trained on what Cifar10 does, then rotations within 15 degrees."""
+    """CIFAR-100, trained with Cifar10's augmentation and rotations by up to 15 degrees."""
 
     origin = Origin("cifar-100-python", f"{URL}/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85")
     train_files = ("train",)

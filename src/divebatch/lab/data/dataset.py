@@ -1,4 +1,4 @@
-"""Datasets: settings that read samples, and samples that become a split to train with."""
+"""Datasets: settings that read samples, and the split of the samples into training and validation data."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -18,52 +18,52 @@ from divebatch.errors import ArgumentError, DataError
 
 @dataclass(frozen=True, slots=True)
 class DataPlace:
-    """The folder that data is read from, and the device and layout of batches."""
+    """The folder of the data, and the device and layout of batches."""
 
     device: torch.device
     folder: Path | None = None
-    """Holds cifar-10-batches-py, cifar-100-python, tiny-imagenet-200, text; None for data that is drawn."""
+    """The parent of cifar-10-batches-py, cifar-100-python, tiny-imagenet-200, text. None: data is drawn."""
     channels_last: bool = False
-    """Memory format of image batches."""
+    """Whether image batches have the memory format channels_last."""
     compile: bool = False
-    """Whether what is done to images on the device goes through the compiler."""
+    """Whether to compile the preparation of images on the device."""
     sequence_length: int | None = None
-    """The longest sequence that the model takes; None for one that takes no sequences."""
+    """The model's longest sequence. None: the model takes no sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplit:
-    """Training data to batch, and validation data in batches."""
+    """Training data with a loader for any batch size, and validation data in batches."""
 
     loader: Callable[..., AdaptiveLoader]
-    """Makes a loader over the training data: `loader(batch_size, seed=seed)`."""
+    """A function that makes a loader over the training data: `loader(batch_size, seed=seed)`."""
     validation: Iterable[Any]
-    """(inputs, targets) on the device, of several ranks each its own; can be iterated again and again."""
+    """This rank's batches (inputs, targets) on the device, which can be iterated repeatedly."""
     has_parts: bool = False
-    """Whether a run can be one pass in parts: no sample has its own augmentation each epoch."""
+    """Whether a run may be one pass in parts, because no augmentation depends on the epoch."""
     num_features: int = 0
     """Length of a flat sample; 0 for images and sequences."""
     num_classes: int = 1
-    """Classes, or tokens; 1 for a single logit."""
+    """Number of classes or tokens; 1 for a single logit."""
     fingerprint: str = ""
     """A hash of all samples: equal for equal data."""
 
 
 def drawing(loader: AdaptiveLoader, sampler: Sampler[int]) -> AdaptiveLoader:
-    """Return a loader of the same batches whose epochs are what a sampler draws."""
+    """Return a copy of a loader whose epochs are drawn by a sampler."""
     drawn: DataLoader[Any] = DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler)
     return AdaptiveLoader.wrap(drawn, seed=loader.seed, transform=loader.transform)
 
 
 class Samples(Protocol):
-    """Samples of which some can be taken."""
+    """Samples that can be counted, selected and compared."""
 
     def __len__(self) -> int: ...
 
     def select(self, numbers: Tensor) -> Self: ...
 
     def content(self) -> Iterable[Tensor | bytes]:
-        """Return content that differs if samples differ."""
+        """Return content for a hash, which differs if samples differ."""
         ...
 
 
@@ -86,9 +86,9 @@ class LabelledSamples:
 
 
 Parts = tuple[Samples, Callable[[], Samples], Callable[[Any, Any], DataSplit]]
-"""Training samples without augmentation; a function that reads the test samples; one that makes a split of both.
+"""Training samples without augmentation, a function that reads the test samples, and a function that splits both.
 
-Test samples are read only where they are used, which a search does not.
+Test samples are read only if they are used, which a search does not.
 """
 
 
@@ -97,15 +97,15 @@ class DatasetSettings(ABC):
 
     @abstractmethod
     def parts(self, seed: int, place: DataPlace) -> Parts:
-        """Read the data of the trial with this seed."""
+        """Read or draw the data of the trial with this seed."""
 
     def load(self, seed: int, place: DataPlace, *, held_out: float = 0.0) -> DataSplit:
         """Prepare the data of a trial for training.
 
         Args:
-            seed: The trial's, for data that is drawn and for what is held out.
-            place: Where to read from, and where batches must end up.
-            held_out: Fraction of the training samples to validate on; 0 for the dataset's own test samples.
+            seed: The trial's seed, for drawn data and for the choice of held-out samples.
+            place: The folder to read from, and the device and layout of batches.
+            held_out: Fraction of the training samples to validate on. 0: validate on the dataset's test samples.
         """
         train, read_test, split = self.parts(seed, place)
         if held_out:
@@ -129,7 +129,7 @@ def _fingerprint(*samples: Samples) -> str:
 
 
 class FixedOrder:
-    """The batches of a loader in fixed order; can be iterated again and again."""
+    """The batches of a loader in fixed order, which can be iterated repeatedly."""
 
     def __init__(self, loader: AdaptiveLoader) -> None:
         self.loader = loader
@@ -138,11 +138,11 @@ class FixedOrder:
         return self.loader.full_pass()
 
 
-# On disk, with errors that say where to get it
+# Datasets on disk
 
 
 def find_folder(data_dir: Path | None, name: str, contents: str) -> Path:
-    """Return the folder `name` inside `data_dir`; `contents` describes it in an error."""
+    """Return the folder `name` inside `data_dir`; `contents` describes the folder in an error."""
     wanted = f"the one that holds '{name}' ({contents})"
     if data_dir is None:
         raise DataError(f"no data folder was given: pass data_dir=FOLDER, {wanted}")
@@ -159,10 +159,10 @@ def find_folder(data_dir: Path | None, name: str, contents: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A dataset's folder as its archive unpacks, the archive's address, and its MD5 checksum in hexadecimal digits.
+    """A dataset's unpacked folder, the address of its archive, and the archive's MD5 checksum.
 
-    MD5 is what CIFAR's publisher gives. It finds a broken download; against a forged archive it is weak, but
-    nothing in the files is executed.
+    CIFAR's publisher gives MD5 sums. They reveal a broken download but hardly a forged archive; nothing in the files
+    is executed.
     """
 
     folder: str

@@ -16,20 +16,20 @@ from divebatch.lab.data.dataset import DataPlace, DataSplit, FixedOrder, Labelle
 from divebatch.lab.step import compiled
 
 AUGMENTATION = 4
-"""The purpose of an epoch's augmentation seed, apart from its order, its workers, and a trial's data and model."""
+"""The purpose of augmentation's random numbers, different from all other purposes."""
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets."""
 COMPILED_WITH = 256
-"""Samples the compiler is shown: its code serves any number, but is laid out for the one it saw."""
+"""Number of samples in the compiled example; the code serves any number, but is optimised for this one."""
 
 
-# From stored pixels to what a model sees: operator by operator, or compiled into few kernels
+# From stored pixels to a model's inputs: operator by operator, or compiled into few kernels
 
 
 def prepare(
     index: Tensor, stored: LabelledSamples, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
 ) -> Batch:
-    """Return images with these numbers, changed by their rows of `plan` and normalised, and their labels."""
+    """Return the images with these numbers, transformed by their rows of `plan` and normalised, and their labels."""
     pixels = transform.apply(stored.inputs, index, plan.index_select(0, index))
     return normalise(pixels), stored.labels.index_select(0, index)
 
@@ -37,18 +37,18 @@ def prepare(
 def prepare_compiled(
     index: Tensor, stored: LabelledSamples, plan: Tensor, transform: Transform, normalise: Callable[[Tensor], Tensor]
 ) -> Batch:
-    """Return what `prepare` does, to the last bit or so, in few kernels, which keep places and pixels out of memory.
+    """Do what `prepare` does, up to rounding, in few kernels without intermediate results in memory.
 
-    The compiler makes code once for a transform, a layout and a store; only the number of samples stays open. A single
-    sample goes without it, for it takes 1 for a constant.
+    Code is compiled once for a transform, a layout and a store, and serves any number of samples except 1, which the
+    compiler would treat as a constant.
     """
     if len(index) == 1:
         return prepare(index, stored, plan, transform, normalise)
-    # This code hardly gains from a known number of samples, so it is compiled once for all.
+    # A known number of samples hardly makes this code faster, so one compilation serves all.
     torch._dynamo.maybe_mark_dynamic(index, 0)
-    with torch.no_grad():  # whatever the caller does: the compiler makes code for either mode
+    with torch.no_grad():  # always: the compiler would make code for both modes
         inputs, targets = compiled(prepare)(index, stored, plan, transform, normalise)
-    return inputs.detach(), targets.detach()  # what comes out is marked too: a model would be compiled for any size
+    return inputs.detach(), targets.detach()  # removes the mark, or a model would be compiled for any size
 
 
 # The loader
@@ -56,14 +56,14 @@ def prepare_compiled(
 
 @dataclass(frozen=True, slots=True)
 class Colours:
-    """Mean and standard deviation of the three channels, of values from 0 to 1."""
+    """Mean and standard deviation of the three channels, for values from 0 to 1."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
 
 class Normaliser:
-    """Turns pixel values 0 .. 255 in NHWC into (value / 255 - mean) / std, float32, NCHW."""
+    """A function from pixels 0 .. 255 in NHWC to (value / 255 - mean) / std in float32, NCHW."""
 
     def __init__(self, colours: Colours, place: DataPlace) -> None:
         mean, std = (torch.tensor(values, dtype=torch.float64) for values in (colours.mean, colours.std))
@@ -72,7 +72,7 @@ class Normaliser:
         self.memory_format = torch.channels_last if place.channels_last else torch.contiguous_format
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        # One kernel, and one more where the layout must change.
+        # One kernel, plus another if the layout must change.
         normal = torch.addcmul(self.shift, pixels, self.scale)
         return normal.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
 
@@ -80,8 +80,8 @@ class Normaliser:
 class ImageLoader(AdaptiveLoader):
     """An AdaptiveLoader of image batches: (inputs float32 NCHW, targets int64), on the device.
 
-    The changes of sample i in epoch e depend on (seed, e, i) alone: not on batch size, order, device or a resume.
-    `full_pass` shows the samples as the coming epoch will.
+    The augmentation of sample i in epoch e depends only on (seed, e, i), not on batch size, order, device or a resume.
+    `full_pass` yields the samples as the next epoch will.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class ImageLoader(AdaptiveLoader):
         self._stored, self._augment, self._normalise = stored, transform, normalise
         self._make = prepare_compiled if compile else prepare
         self._planned: tuple[int, int] | None = None
-        if compile:  # now, where nobody's training time runs
+        if compile:  # compiles now, outside training time
             self._prepare(numbers[: min(COMPILED_WITH, len(numbers))])
 
     def _prepare(self, batch: Any) -> Batch:
-        """Turn a batch of sample numbers into images; all that is random is drawn at an epoch's first batch."""
+        """Turn a batch of sample numbers into images; draw all random numbers of an epoch at its first batch."""
         if self._planned != (self.seed, self.epoch):
             self._planned = (self.seed, self.epoch)
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, AUGMENTATION))
-            # For all samples at once: what happens to one must not depend on the batch it comes in.
+            # For all samples at once: a sample's augmentation must not depend on its batch.
             uniforms = torch.rand(len(self.dataset), self._augment.num_uniforms, generator=generator)
             self._plan = self._augment.plan(uniforms).to(self._normalise.shift.device)
         (index,) = batch
@@ -122,7 +122,7 @@ def image_split(
     eval_batch_size: int,
     place: DataPlace,
 ) -> DataSplit:
-    """Put both sets on the device, with their margins: nothing is copied to it for a batch."""
+    """Put both sets on the device with their margins, so that batches need no copies from the host."""
     normalise = Normaliser(colours, place)
     make_loader = partial(ImageLoader, compile=place.compile)
     stored, judged = (

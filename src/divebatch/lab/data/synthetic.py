@@ -1,4 +1,4 @@
-"""Data that is drawn: the paper's classification problems, and regression problems whose answer is known."""
+"""Drawn data: the paper's classification problems, and regression problems with a known solution."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from divebatch.ranks import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnData(DatasetSettings):
-    """Feature vectors with a target each, in memory.
+    """Drawn feature vectors in memory, each with a target.
 
     Args:
-        num_samples: Samples to draw.
-        num_features: Length of each.
-        noise_variance: Variance of the noise in what targets follow from.
+        num_samples: Number of samples to draw.
+        num_features: Length of a feature vector.
+        noise_variance: Variance of the noise in the targets, or before their threshold.
     """
 
     num_samples: Count
@@ -32,7 +32,7 @@ class DrawnData(DatasetSettings):
 
     @staticmethod
     def split(train: LabelledSamples, validation: LabelledSamples) -> DataSplit:
-        """Train on all of the one, and let each rank judge its own part of the other."""
+        """Train on all training samples, and validate each rank on its own part of the validation samples."""
         ranks = Ranks.here()
         if len(validation) < ranks.size:
             raise ArgumentError(f"{len(validation)} samples for validation cannot be shared by {ranks.size} ranks")
@@ -48,9 +48,9 @@ class DrawnData(DatasetSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthetic(DrawnData):
-    """y = 1 if w . x + noise > 0, else 0, with x uniform in [-1, 1]^d and w standard normal.
+    """The problem y = 1 if w . x + noise > 0, else 0, with x uniform in [-1, 1]^d and w standard normal.
 
-    sigmoid(t) > 0.5 is t > 0, so the paper's sigmoid is left out. Each trial draws its own w, x and noise.
+    The paper's sigmoid is left out because sigmoid(t) > 0.5 means t > 0. Each trial draws its own w, x and noise.
     """
 
     train_fraction: Fraction
@@ -66,7 +66,7 @@ class Synthetic(DrawnData):
         return round(self.num_samples * self.train_fraction)
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
-        """Draw on the CPU, so that a seed means the same data on every device."""
+        """Draw the samples on the CPU, so that a seed gives the same data on every device."""
         generator = torch.Generator().manual_seed(seed)
         weights = torch.randn(self.num_features, 1, generator=generator)
         features = torch.rand(self.num_samples, self.num_features, generator=generator) * 2 - 1
@@ -79,7 +79,7 @@ class Synthetic(DrawnData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnRegression(DrawnData):
-    """Samples (features, target), each used once: the target is a hidden function of the features, plus noise.
+    """A regression problem whose target is a hidden function of the features plus noise; each sample is used once.
 
     Validation targets have no noise, so the validation loss is the excess over the best possible loss.
     """
@@ -110,7 +110,7 @@ class DrawnRegression(DrawnData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpectrum(DrawnRegression):
-    """y = w . x + noise with w standard normal; feature j of x is normal with variance 1 / j.
+    """The problem y = w . x + noise with w standard normal; feature j of x is normal with variance 1 / j.
 
     Optimization has slow and fast directions, as in networks, and its exact course is known.
     """
@@ -123,7 +123,7 @@ class LinearSpectrum(DrawnRegression):
         return torch.randn(count, self.num_features, generator=generator).mul_(self._deviations())
 
     def _judged_features(self, generator: torch.Generator) -> Tensor:
-        # One sample a direction, scaled so that the mean of squares is the exact expectation over all x.
+        # One sample per direction, scaled so that the mean of squares is the exact expectation over x.
         return torch.diag(self._deviations() * self.num_features**0.5)
 
     def _deviations(self) -> Tensor:
@@ -132,11 +132,11 @@ class LinearSpectrum(DrawnRegression):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherStudent(DrawnRegression):
-    """y = a drawn two-layer network's answer to standard normal features, plus noise.
+    """The problem y = output of a drawn two-layer network, the teacher, on standard normal features, plus noise.
 
     Args:
-        teacher_width: Hidden units of that network, the teacher.
-        num_judged: Validation samples.
+        teacher_width: Number of the teacher's hidden units.
+        num_judged: Number of validation samples.
     """
 
     teacher_width: Count

@@ -1,6 +1,6 @@
-"""Text as sequences of bytes. Documents are read from `.xz` files: UTF-8, each ended by a zero byte.
+"""Text as sequences of bytes, read from `.xz` files of UTF-8 documents that each end with a zero byte.
 
-They are shuffled, joined, cut, and kept on the device as bytes.
+Documents are shuffled, joined, cut into sequences, and kept on the device as bytes.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from divebatch.lab.data.dataset import DataPlace, DatasetSettings, DataSplit, Fi
 from divebatch.lab.tables import Count
 
 NUM_BYTES = 256
-"""Values of a byte: the tokens."""
+"""Number of tokens: the values of a byte."""
 EVALUATED_AT_ONCE, ON_A_CPU = 2**15, 2**12
-"""Bytes of a batch of validation data: a third of a CPU's time went to memory for the scores of the larger one."""
+"""Bytes in a batch of validation data. On a CPU, memory for the scores of larger batches takes a third of the time."""
 ORDER = 1
-"""The purpose of the order of documents, apart from what else follows from a trial's data seed."""
+"""The purpose of the random order of documents, different from all other purposes."""
 END = 0
 """The byte that ends a document."""
 Bytes = NDArray[np.uint8]
@@ -42,7 +42,7 @@ class Documents:
 
     Args:
         text: All bytes of the text.
-        bounds: The first byte of each document and the one after its zero byte, of shape (documents, 2).
+        bounds: The start of each document and the end, after its zero byte, of shape (documents, 2).
     """
 
     text: Bytes
@@ -58,12 +58,12 @@ class Documents:
         return np.concatenate([self.text[start:end] for start, end in self.bounds])
 
     def content(self) -> list[bytes]:
-        """Return a hash of each document: equal for equal ones."""
+        """Return a hash of each document."""
         return [hashlib.blake2b(self.text[start:end].data, digest_size=16).digest() for start, end in self.bounds]
 
 
 def read_documents(folder: Path, names: list[str], split: str) -> Documents:
-    """Return the documents of all NAME.SPLIT.xz, in the order of the names."""
+    """Read the documents of all files NAME.SPLIT.xz, in the order of the names."""
     paths = [folder / f"{name}.{split}.xz" for name in names]
     if missing := [path for path in paths if not path.is_file()]:
         others = ", ".join(sorted(each.name for each in folder.glob("*.xz"))) or "none"
@@ -75,7 +75,7 @@ def read_documents(folder: Path, names: list[str], split: str) -> Documents:
 
 
 def require_apart(train: Documents, valid: Documents) -> None:
-    """Raise if a held-out document is trained on: the loss on it would say nothing."""
+    """Raise if a validation document is also a training document."""
     known = set(train.content())
     shared = [number for number, digest in enumerate(valid.content()) if digest in known]
     if shared:
@@ -87,7 +87,7 @@ def require_apart(train: Documents, valid: Documents) -> None:
         )
 
 
-# Several runs of a process read the same files, and unpacking them takes seconds.
+# Cached: several runs of a process read the same files, and unpacking takes seconds.
 @lru_cache(maxsize=8)
 def _read(path: Path, _size: int, _changed: int) -> Documents:
     try:
@@ -110,13 +110,13 @@ def _read(path: Path, _size: int, _changed: int) -> Documents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(DatasetSettings):
-    """The corpora of `data_dir/text`, whole documents held out for validation.
+    """The corpora in `data_dir/text`, with whole documents held out for validation.
 
     Args:
-        corpora: Names of corpora, such as "novels" for `novels.train.xz` and `novels.valid.xz`; all by default.
-        sequence_length: Bytes of a sequence. None: as many as the model takes.
-        validation_bytes: The most bytes of the held-out text that are judged, in sequences taken evenly from all of
-            it. None: all of it.
+        corpora: Names of corpora, such as "novels" for `novels.train.xz` and `novels.valid.xz`. Empty: all.
+        sequence_length: Number of bytes of a sequence. None: the longest that the model takes.
+        validation_bytes: Most bytes of held-out text to validate on, in sequences spread evenly over the text. None:
+            all of the text.
     """
 
     corpora: list[str] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Text(DatasetSettings):
     validation_bytes: Count | None = None
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
-        """Read the files; the order of the training documents, and so their cuts, follow from `seed`."""
+        """Read the files; `seed` determines the order of the training documents, and so their sequences."""
         folder = find_folder(place.folder, "text", "files NAME.train.xz and NAME.valid.xz")
         found = sorted(path.name.removesuffix(".train.xz") for path in folder.glob("*.train.xz"))
         names = self.corpora or found or ["NAME"]
@@ -144,7 +144,7 @@ class Text(DatasetSettings):
         training = _cut(shuffled.joined(), length, "training").to(place.device)
         held_out = _cut(validation.joined(), length, "validation")
         if self.validation_bytes is not None and (count := self.validation_bytes // length) < len(held_out):
-            # Evenly from all of it, at least one.
+            # Evenly spread over the text, at least one sequence.
             numbers = torch.linspace(0, len(held_out) - 1, max(1, count), dtype=torch.float64).round().long()
             held_out = held_out[numbers]
         at_once = ON_A_CPU if place.device.type == "cpu" else EVALUATED_AT_ONCE
@@ -168,10 +168,10 @@ class Text(DatasetSettings):
 
 
 def _cut(text: Bytes, length: int, what: str) -> Tensor:
-    """Return sequences of one byte more than `length`, each beginning with the last byte of the one before.
+    """Cut text into sequences of `length` + 1 bytes, each beginning with the last byte of its predecessor.
 
-    So each byte is predicted once, the first one from a zero byte as if a document had ended. What is left over at the
-    end, less than a sequence, is left out.
+    So each byte is predicted once, the first from a zero byte, as if after a document. A rest shorter than a sequence
+    is left out.
     """
     if len(text) < length:
         raise DataError(
@@ -182,7 +182,7 @@ def _cut(text: Bytes, length: int, what: str) -> Tensor:
 
 
 def _loader(rows: Tensor, batch_size: int, *, seed: int) -> AdaptiveLoader:
-    """Return a loader of (inputs, targets): at each position a byte and the one after it, as int64."""
+    """Return a loader of (inputs, targets) in int64, where each target is the byte after the input."""
 
     def fetched(batch: Any) -> tuple[Tensor, Tensor]:
         (index,) = batch

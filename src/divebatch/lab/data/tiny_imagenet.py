@@ -1,4 +1,4 @@
-"""Tiny-ImageNet in the folders of its archive; a smaller set in the same format is as good."""
+"""Tiny-ImageNet in the folders of its archive, or a smaller set in the same format."""
 
 import hashlib
 import os
@@ -25,22 +25,22 @@ from divebatch.lab.tables import Count
 ORIGIN = Origin(
     "tiny-imagenet-200",
     "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-    "90528d7ca1a48142e341f4ef8d21d0de",  # as the loaders of several projects give it; the publisher gives none
+    "90528d7ca1a48142e341f4ef8d21d0de",  # from the loaders of several projects; the publisher gives none
 )
 COLOURS = Colours(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 SIDE = 64
 FOLDER = ".decoded"
-"""Keeps decoded images beside their files; it can be deleted at any time."""
+"""Folder for decoded images beside their files, which can be deleted at any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyImageNet(DatasetSettings):
-    """Photos of 64 x 64 pixels; trained on random resized crops and mirror images, tested on the middle."""
+    """Tiny-ImageNet's 64 x 64 photos, trained on random resized crops and mirror images, tested on the middle."""
 
     image_size: Count = 224
-    """Pixels a side of what the model sees."""
+    """Side of the model's input, in pixels."""
     resize: Count = 256
-    """Pixels a side of a test image before its middle is cut out."""
+    """Side of a test image before its middle is cut out, in pixels."""
     augment: bool = True
     eval_batch_size: Count = 500
 
@@ -49,7 +49,7 @@ class TinyImageNet(DatasetSettings):
             raise ArgumentError(f"image_size={self.image_size} cannot be cut out of resize={self.resize}")
 
     def parts(self, seed: int, place: DataPlace) -> Parts:
-        """Read the official parts, whatever the seed; the classes are the lines of wnids.txt."""
+        """Read the official split, whatever the seed; the classes are the lines of wnids.txt."""
         _pillow()  # before any work
         folder = ORIGIN.find(place.folder)
         classes = read_classes(folder)
@@ -64,13 +64,13 @@ class TinyImageNet(DatasetSettings):
 
 
 class ImageFiles:
-    """JPEG files with their labels, decoded when they are asked for.
+    """JPEG files with their labels, decoded on demand.
 
     Args:
         paths: The files.
-        labels: The class of each.
-        cache: The beginning of the name of a file with all of them decoded. None: nothing is kept.
-        part_of: The files that these were taken from, and their numbers there. None: they are all.
+        labels: The class of each file.
+        cache: The beginning of the name of a file for all decoded images. None: no file is kept.
+        part_of: The files from which these were selected, and their numbers there. None: these are all files.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class ImageFiles:
         return ImageFiles(paths, self.labels[numbers].tolist(), part_of=(self, numbers))
 
     def content(self) -> Iterator[Any]:
-        """Yield labels, and names and sizes of the files: reading them all would take as long as an epoch."""
+        """Yield labels, file names and file sizes, because reading all files would take as long as an epoch."""
         yield self.labels
         yield "\n".join(f"{Path(path).name} {os.path.getsize(path)}" for path in self.paths).encode()
 
     def in_memory(self) -> LabelledSamples:
-        """Return all of them decoded, from the cache if there is one."""
+        """Return all images decoded, from the cache if there is one."""
         if self._part_of is not None:
             whole, numbers = self._part_of
             return whole.in_memory().select(numbers)
         return LabelledSamples(torch.from_numpy(self._decoded()), self.labels)
 
     def _decoded(self) -> NDArray[np.uint8]:
-        # Decoding a large set takes minutes, and reading it back seconds.
+        # Decoding a large set takes minutes, reading it back only seconds.
         if self._cache is None:
             return self._decode_all()
         digest = hashlib.sha256()
@@ -116,7 +116,7 @@ class ImageFiles:
             images: NDArray[np.uint8] = np.load(kept, mmap_mode="c")
             if images.shape == (len(self), SIDE, SIDE, 3) and images.dtype == np.uint8:
                 return images
-        except (OSError, ValueError):  # not there yet, or damaged
+        except (OSError, ValueError):  # the file is missing or damaged
             pass
         images = self._decode_all()
         scratch = kept.with_suffix(f".{os.getpid()}.tmp")
@@ -130,7 +130,7 @@ class ImageFiles:
         except OSError as error:
             with suppress(OSError):
                 scratch.unlink()
-            # Data folders are often read-only, or full: that costs time at each start and nothing else.
+            # Data folders are often read-only or full, which only costs time at each start.
             warn_user(f"decoded images cannot be kept in '{kept.parent}' ({error.strerror}): each start decodes them")
         return images
 
@@ -142,7 +142,7 @@ class ImageFiles:
 
         with ThreadPoolExecutor() as pool:
             for _ in pool.map(fill, range(len(self))):
-                pass  # an error comes up here
+                pass  # raises the errors of threads
         return images
 
 
@@ -155,7 +155,7 @@ def _pillow() -> ModuleType:
 
 
 def decode(path: str) -> NDArray[np.uint8]:
-    """Return one file as (64, 64, 3); grey becomes RGB."""
+    """Decode a file as (64, 64, 3); grey becomes RGB."""
     pillow = _pillow()
     try:
         with pillow.open(path, formats=("JPEG",)) as image:
@@ -167,14 +167,14 @@ def decode(path: str) -> NDArray[np.uint8]:
 
 
 def read_classes(folder: Path) -> dict[str, int]:
-    """Return the class numbers of the names in wnids.txt, by sorted name."""
+    """Read wnids.txt and number its class names in sorted order."""
     path = ORIGIN.require_file(folder / "wnids.txt")
     names = path.read_text(encoding="utf-8", errors="replace").split()
     return {name: number for number, name in enumerate(sorted(names))}
 
 
 def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
-    """Find train/CLASS/images/*.JPEG, by class and name."""
+    """Return the files train/CLASS/images/*.JPEG, sorted by class and name."""
     images = {name: sorted((folder / "train" / name / "images").glob("*.JPEG")) for name in classes}
     if not images or not all(images.values()):
         name = next((name for name, found in images.items() if not found), "CLASS")
@@ -187,7 +187,7 @@ def train_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
 
 
 def validation_files(folder: Path, classes: dict[str, int]) -> ImageFiles:
-    """Read the lines of val/val_annotations.txt (file, class, box), by file name."""
+    """Return the files that val/val_annotations.txt lists (file, class, box), sorted by name."""
     path = ORIGIN.require_file(folder / "val" / "val_annotations.txt")
     there = {image.name for image in (folder / "val" / "images").glob("*.JPEG")}
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
