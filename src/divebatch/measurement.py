@@ -295,7 +295,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The inputs of a policy. All counters are current.
+    """The inputs of a policy; all counters include the latest step.
 
     Args:
         epoch: The number of finished epochs, 1 at the first decision; within an epoch, that epoch's number.

@@ -141,7 +141,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """The samples of one batch on one rank.
+    """One rank's share of the samples of a batch.
 
     >>> RankShard(num_samples=37, mine=10, num_ranks=4).loss_weight  # 10 of 37 samples, where 9.25 would be the mean
     1.0810810810810811
@@ -168,7 +168,7 @@ class RankShard:
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether this rank has no sample of its own, but the batch's first one as a dummy.
+        """Whether this rank has no sample of its own, only the batch's first one as a dummy.
 
         Every rank must take part in every collective. The dummy's weight is zero, so its gradient counts for nothing.
         """

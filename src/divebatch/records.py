@@ -152,7 +152,7 @@ class RunHeader:
     started: str | None = None
 
     def to_json(self) -> str:
-        """Return one line, without the line end."""
+        """Return the object as one line of JSON, without the line end."""
         return _line("run", self)
 
     @classmethod
@@ -241,7 +241,7 @@ class EpochRecord:
     changes: list[Change] | None = None
 
     def to_json(self) -> str:
-        """Return one line, without the line end."""
+        """Return the object as one line of JSON, without the line end."""
         return _line("epoch", self)
 
     @classmethod
@@ -291,7 +291,7 @@ class RunStop:
     reason: str = ""
 
     def to_json(self) -> str:
-        """Return one line, without the line end."""
+        """Return the object as one line of JSON, without the line end."""
         return _line("stop", self)
 
 

@@ -134,7 +134,7 @@ class Estimator(ABC):
         return ""
 
     def stand_in(self, context: TrainingContext, batch_size: int) -> str:
-        """Return the replacement's name if policies would not act on this default's measurements."""
+        """Return the name of the estimator to use instead, if policies would not act on this one's measurements."""
         return ""
 
     @property

@@ -194,7 +194,7 @@ class CompiledEngine:
 
 
 def _no_compiled_code() -> Callable[[], None]:
-    """Make torch run compiled code as it was written; return a function that ends this, once."""
+    """Make torch run functions uncompiled; return a function that ends this, once."""
     stance: list[Any] = [torch.compiler.set_stance("force_eager")]
 
     def restore() -> None:
@@ -332,7 +332,7 @@ def own_tap(layer: nn.Module) -> OwnTap | None:
 
 
 def batch_norm(layer: Any, x: Tensor, dtype: torch.dtype, accumulator: Tensor) -> Tensor:
-    """Normalise by the batch's own statistics."""
+    """Normalise `x` by the batch's own statistics, and count its samples."""
     output: Tensor = _BatchNorm.apply(x, layer.weight, layer.bias, accumulator, layer.eps, dtype)  # type: ignore[no-untyped-call]
     return output
 
@@ -366,7 +366,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def layer_norm(layer: Any, x: Tensor, dtype: torch.dtype, accumulator: Tensor) -> Tensor:
-    """Normalise each position by itself."""
+    """Normalise each position of `x` separately, and count the samples."""
     num_dims = len(layer.normalized_shape)
     require_batch(layer, x, num_dims + 1)
     settings = (layer.eps, dtype, num_dims)

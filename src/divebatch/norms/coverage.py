@@ -51,7 +51,7 @@ class Evidence:
 
 
 class CoverageCheck:
-    """A comparison of both sides in one backward pass; if that is not finite, in the next pass.
+    """A comparison of both sides in the first backward pass whose gradients are finite.
 
     Args:
         layers: All layers with a rule.

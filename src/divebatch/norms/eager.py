@@ -252,7 +252,7 @@ class LayerWatch(ModuleHook):
         return handles
 
     def __call__(self, module: nn.Module, *seen: Any) -> None:
-        """Hook the output of a call."""
+        """Put a hook on the output of a call."""
         engine, entry = self.engine, self.layer.entry
         if module is not self._module or engine.paused:
             return
@@ -327,7 +327,7 @@ class EagerEngine:
         self.coverage = CoverageCheck(layers, lambda: None if self.paused else self.record().evidence)
 
     def switch_on(self) -> None:
-        """Hook the layers."""
+        """Put hooks on the layers."""
         self.is_on = True
         forget_memory_caps()
         for watch in self._watches:

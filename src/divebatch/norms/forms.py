@@ -213,7 +213,7 @@ def positions(x: Tensor) -> Tensor:
 
 
 def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert both to the lower precision, that of autocast, if input and output gradient differ."""
+    """Convert both tensors to the lower precision of the two, which is that of autocast."""
     if left.dtype == right.dtype:
         return left, right
     lower = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)

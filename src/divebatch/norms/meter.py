@@ -200,13 +200,13 @@ class NormMeter:
             if parameter.requires_grad:
                 raise CoverageError(
                     f"parameter '{name}' was frozen when measuring began and is trained now: its gradients are missing",
-                    "set it free before the epoch begins, also in a loop that freezes and frees it by turns",
+                    "unfreeze it before the epoch begins, even if the loop freezes it for a part of the epoch",
                 )
 
 
 @contextmanager
 def pausing_meters() -> Iterator[None]:
-    """Pause all meters that are counting now."""
+    """Pause all meters that are counting now, for this context."""
     # Only those that count now, so that a pause within a pause does not end the outer one.
     pausing = [meter._engine for meter in _attached if not meter._engine.paused]
     for engine in pausing:
@@ -426,7 +426,7 @@ class DiversityMeter:
             torch._foreach_zero_(every)
 
     def _count_in(self, unit: Tensor) -> None:
-        """From here on keep the sums as multiples of `unit`, so that gradients are added unscaled.
+        """Keep the sums as multiples of `unit` from here on, so that gradients are added unscaled.
 
         A compiled pass has its scale on the device, and multiplying each gradient would take the host too long.
         """
@@ -541,7 +541,7 @@ def batch_pair(batch: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Restore buffers (BatchNorm statistics) and the random state (dropout) at the end."""
+    """Restore buffers (BatchNorm statistics) and the random state (dropout) when the context ends."""
     found = [(m, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items() if b is not None]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices)):

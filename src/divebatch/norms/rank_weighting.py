@@ -108,7 +108,7 @@ class RankWeighting:
 
 @contextmanager
 def without_weighing(model: nn.Module) -> Iterator[None]:
-    """Run `model` inside without weights, for passes that are not part of training."""
+    """Suspend the weights of `model`, for passes that are not part of training."""
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     pausing = [hook for hook in hooks if isinstance(hook, RankWeighting) and not hook.is_paused]
     for weighting in pausing:

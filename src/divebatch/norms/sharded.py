@@ -58,7 +58,7 @@ class Shards:
         return {name: local(tensor) for name, tensor in tensors.items()}
 
     def save(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy all ranks' parts for a checkpoint, sharded like the parameters."""
+        """Return copies of local parts for a checkpoint, sharded like the parameters."""
         return {name: _like(self.parameters[name], each.clone()) for name, each in held.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type for sums of such numbers."""
+    """Return the type for sums of numbers of type `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -104,7 +104,7 @@ def signs_state(device: torch.device) -> Tensor:
 
 
 def load_signs_state(device: torch.device, state: Tensor) -> None:
-    """Restore a state of the signs from `signs_state`."""
+    """Restore the state of the signs on `device` that `signs_state` returned."""
     _generator(device).set_state(state.cpu())
 
 

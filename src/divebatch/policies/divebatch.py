@@ -1,4 +1,4 @@
-"""DiveBatch: the batch size that gradient diversity asks for (the paper's Algorithm 1, last line)."""
+"""The DiveBatch policy: a batch size proportional to gradient diversity (the paper's Algorithm 1, last line)."""
 
 import math
 from dataclasses import dataclass
@@ -85,6 +85,6 @@ class DiveBatch(Periodic, _Delta):
 
 @dataclass(frozen=True)
 class ExtraSamples(DiveBatch):
-    """`DiveBatch.with_extra_samples`: the paper's rule on an estimate at fixed weights."""
+    """The policy of `DiveBatch.with_extra_samples`: the paper's rule on an estimate at fixed weights."""
 
     estimator = "moments"

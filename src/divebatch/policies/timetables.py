@@ -97,7 +97,7 @@ class PadaDamp(Capped):
 
 @dataclass(frozen=True)
 class GeoDamp(Capped):
-    """GeoDamp (Sievert): b0 * factor^(epoch // every_epochs).
+    """GeoDamp (Sievert): exponential growth, b0 * factor^(epoch // every_epochs).
 
     Args:
         max_batch_size: The largest batch, in samples.

@@ -90,7 +90,7 @@ def _forms(traces: list[Trace], result: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.LSTM, parameters=lambda layer: layer._flat_weights_names, reruns=True)
 @rule_for(nn.GRU, parameters=lambda layer: layer._flat_weights_names, reruns=True)
 def recurrent(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
-    """Measure any number of layers and directions, also for packed sequences."""
+    """Measure a layer with any number of levels and directions, also for packed sequences."""
     if layer.dropout > 0 and layer.training and layer.num_layers > 1:
         raise CoverageError(
             f"{type(layer).__name__}(dropout={layer.dropout}) cannot be measured in train mode: what it drops is not "
@@ -174,7 +174,7 @@ def _sweep(
 @rule_for(nn.LSTMCell, parameters=CELL_PARAMETERS, reruns=True)
 @rule_for(nn.GRUCell, parameters=CELL_PARAMETERS, reruns=True)
 def recurrent_cell(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
-    """Measure one step; several calls in a pass add up, as for any layer."""
+    """Measure one step of a cell; several calls in a pass add up, as for any layer."""
     x, hx = run.arguments["input"], run.arguments.get("hx")
     require_batch(layer, x, 2)
     mode = f"RNN_{layer.nonlinearity.upper()}" if isinstance(layer, nn.RNNCell) else type(layer).__name__[:-4].upper()

@@ -35,7 +35,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the circumstances inside, with autograd enabled."""
+        """Restore the recorded circumstances in this context, with autograd enabled."""
         on_gpu, state = self.device.type == "cuda", self.random_state
         autocast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
         own_draws = nullcontext() if state is None else torch.random.fork_rng([self.device] if on_gpu else [])

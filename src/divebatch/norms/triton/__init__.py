@@ -36,7 +36,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Use the kernels inside if they apply, or not at all, whatever the environment says."""
+    """Enable or disable the kernels in this context, whatever the environment says."""
     global ENABLED
     before, ENABLED = ENABLED, AVAILABLE and on
     try:
