@@ -6,7 +6,7 @@ schedulers, loops that write rates, loggers and saved optimizers see what they w
 "adam" and "adam-beta1", Adam's other settings change for the step in the same way.
 
 A scheduler stepped after every optimizer step (`scheduler_unit="step"`) was made for the number of steps at the first
-batch size. `Schedule` makes the steps that it lacks according to the samples seen.
+batch size. `Schedule` makes the steps that are missing according to the samples seen.
 """
 
 import copy
@@ -750,7 +750,7 @@ class Rates:
             f"the learning rate changes within the epoch, and batches have grown from {self.first_batch_size} to "
             f"{self.batch_size} samples: a schedule that counts steps will not reach its end. Pass a scheduler stepped "
             f"with every batch: Controller(..., scheduler=scheduler, scheduler_unit='step'). If your loop writes the "
-            f"rate, count loader.samples_delivered // {self.first_batch_size}; if all is right, pass scheduler_unit='call'"
+            f"rate, count loader.samples_delivered // {self.first_batch_size}; or pass scheduler_unit='call'"
         )
 
     # Following

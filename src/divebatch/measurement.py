@@ -384,7 +384,7 @@ class Decision:
 def gain(ratio: float, noise: float | None) -> float:
     """Return AdaScale's gain: the worth of one step at `ratio` base batches, in steps at the base batch.
 
-    (Johnson et al. 2020.) Without noise a larger batch gains nothing; with only noise it gains as much as it is larger.
+    Johnson et al. 2020: without noise a larger batch gains nothing; with only noise the gain is `ratio`.
 
     Args:
         ratio: The batch size over the base batch size.

@@ -19,7 +19,7 @@ LARGEST_MOMENT = "max_exp_avg_sq"
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 """The keys under which torch's optimizers keep the second moment: Adam and its variants, RMSprop."""
 CORRECTED = "betas"
-"""The setting of optimizers that correct the running mean for its start at zero."""
+"""A setting that only optimizers have that correct the running mean for its start at zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,8 @@ def numbers_of_chunks(values: Sequence[float], *, sizes: Sequence[int], factors:
 class GradientSums:
     """Sums of chunk gradients, in one copy of the trainable parameters.
 
-    With an `optimizer`, gradients are first divided by the root of its second moment. The moment is that of the first
-    of the compared chunks, which costs a second copy.
+    With an `optimizer`, gradients are first divided by the root of its second moment, as before the first of the
+    compared chunks. This costs a second copy.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, optimizer: Optimizer | None = None) -> None:

@@ -31,7 +31,7 @@ COMPILED_WAY_OUT = (
 
 @dataclass(slots=True)
 class Evidence:
-    """The gradients from rules and those of parameters in one backward pass."""
+    """Both sides of the check in one backward pass: gradients from rules, and gradients of parameters."""
 
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """Sums of gradients from rules, for parameters whose own gradient has not arrived yet."""

@@ -419,7 +419,7 @@ class EagerEngine:
 def _hook_view(tensor: Tensor, arguments: Any, arrive: Callable[[Tensor | None], None]) -> None:
     """Call `arrive` with the gradient of a layer's output that is a view.
 
-    If the view shows all of its base, in-place operations bypass its own gradient, and only the base gets one.
+    If the view shows all of its base, in-place operations bypass the view's gradient, and only the base gets one.
     """
     base = tensor._base
     assert base is not None

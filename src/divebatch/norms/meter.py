@@ -47,9 +47,10 @@ class NormMeter:
         model: The model to measure. Every trainable parameter must belong to a layer with a rule.
         mode: "exact", or "sketch" for unbiased estimates of matrix-like weights' norms from random signs, at far less
             cost; `standard_error()` gives their error.
-        fallback: "vmap" measures layers without a rule by running them again for each sample. None: they are refused.
+        fallback: "vmap" measures layers without a rule by running them again for each sample. None: an error.
         loss_reduction: How the loss of each backward pass is reduced over its b samples. Norms of a "mean" are
-            multiplied by b^2; a wrong value is not detected. A mean over tokens keeps your loss's weights.
+            multiplied by b^2; a wrong value is not detected. In a mean over tokens, each sequence has its weight in
+            your loss, times b.
         compiled: Whether the model is under `torch.compile`. Create the meter before the model first runs: there are no
             graph breaks, and no per-sample values.
         grad_scaler: The GradScaler that scales the losses. Passes that overflowed are not counted.

@@ -67,8 +67,8 @@ def rule_for(
             trainable parameter of such a layer is an error.
         all_inputs: Whether the rule receives a dict of all arguments of `forward` by name instead of `x`.
         reruns: Whether the layer must run again in its rule. The rule then also covers the parameters of the layer's
-            children (named `child.weight`), and receives a `Rerun` instead of `x`. It is called once for each output
-            that the loss uses, in the layer's own layout.
+            children (named `child.weight`), and receives a `Rerun` instead of `x`, once for each output that the
+            loss uses, in the layer's own layout.
         capture: `capture(layer, x, output)` runs in the forward pass, and its result replaces `x`; not if compiled.
         input_check: `input_check(layer, x)` returns a description of the error if an input only seems to have the batch
             dimension first, else None. The check runs in the first measured pass, and may read values.
