@@ -302,8 +302,8 @@ class Measurement:
         batch_size: The batch size so far: samples of an optimizer step.
         dataset_size: Samples in one epoch, the paper's n. None: the first epoch of a stream of unknown length. A policy
             that cannot do without should read `known_dataset_size`.
-        first_batch_size: The batch size at the start of training. None: `batch_size`.
-        largest_batch_size: The largest possible batch, in samples. None: `dataset_size`.
+        first_batch_size: The batch size at the start of training; 0 for `batch_size`.
+        largest_batch_size: The largest possible batch, in samples; 0 for `dataset_size`.
         step: Optimizer steps so far.
         samples: Samples seen so far.
         diversity: The estimator's measurement. None: no measurement was requested.

@@ -157,8 +157,7 @@ class RankShard:
     def loss_weight(self) -> float:
         """The factor for the mean loss over this rank's samples; 1 if all ranks hold equally many.
 
-        With this factor the mean over ranks, which DDP and FSDP take, is the mean over the batch. A `Controller`
-        applies it.
+        With this factor, DDP's and FSDP's mean over ranks is the mean over the batch. A `Controller` applies it.
         """
         return self.num_ranks * self.mine / self.num_samples if self.num_samples else 1.0
 

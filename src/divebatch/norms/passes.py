@@ -57,7 +57,7 @@ def passes_seen_by(owner: object) -> list[BackwardPass]:
 
 
 def will_receive(parameter: Tensor) -> tuple[bool, bool]:
-    """Return whether the current pass gives this parameter a gradient, and whether the pass is an ordinary `backward()`.
+    """Return whether the current pass gives this parameter a gradient, and whether it was started by `backward()`.
 
     `torch.autograd.grad` returns the gradients of chosen tensors, such as an attack's inputs, and leaves others out.
     """
