@@ -59,7 +59,7 @@ class Metric:
 
     @property
     def loss_factor(self) -> float:
-        """The factor that converts a loss in nats to that unit."""
+        """The factor that converts a loss in nats to the unit of this metric."""
         return 1 / math.log(2) if self.name == "bits_per_byte" else 1.0
 
     @property

@@ -81,7 +81,7 @@ class Shards:
 
 
 def first_row(rows: int, rank: int, num_ranks: int) -> int:
-    """Return the number of a rank's first row under torch's sharding, where only the last ranks have fewer or none."""
+    """Return the number of a rank's first row as torch shards: in equal parts, the last ones smaller or empty."""
     return min(rows, rank * -(-rows // num_ranks))
 
 
